@@ -1,0 +1,100 @@
+"""Contract of plugins/attention: how queries meet the paged KV cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import define, frozen
+
+if TYPE_CHECKING:
+    import torch
+    from engine.core.batch import ForwardBatch
+    from engine.core.device import DeviceInfo
+    from engine.core.kv_cache import KVPool
+
+API = "1"
+"""Version of this contract. A backend names the version it was written for in `api`."""
+
+
+@frozen(kw_only=True)
+class AttentionSpec:
+    """What the model asks of its attention. Later versions may add fields with defaults."""
+
+    num_layers: int
+    num_heads: int
+    """Query heads on this device."""
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on q.k before the softmax."""
+    dtype: str
+    """Of queries and outputs: float32, bfloat16 or float16."""
+    kv_dtype: str
+    page_size: int
+    """Tokens a KV block."""
+    max_len: int
+    """Longest context, tokens."""
+    sliding_windows: tuple[int | None, ...]
+    """For each layer: a token sees itself and the window - 1 tokens before it; None: all before it."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+
+
+@define
+class GraphSlot:
+    """A batch shape for which device buffers are fixed, so that a captured graph can be replayed."""
+
+    num_sequences: int
+
+
+Plan = Any
+"""What a backend prepares once a step; opaque to core."""
+
+
+class AttentionBackend(ABC):
+    """Computes attention over the paged KV cache.
+
+    The pool's tensors have the layout `kv_layout` names ("NHD": [blocks, page_size, kv_heads, head_dim] for each layer
+    and each of keys and values). Core has rotated q and k and written k and v into the pool before `forward`. A backend
+    never writes to the pool and never reads a slot beyond a sequence's context length: what is there may be NaN.
+    """
+
+    api: ClassVar[str]
+    kv_layout: ClassVar[str] = "NHD"
+    graphs: ClassVar[str] = "none"
+    """Which batches may be captured in a CUDA graph: none, decode or any."""
+    page_sizes: ClassVar[tuple[int, ...] | None] = None
+    """Page sizes it can read, the preferred one first; None: any."""
+    options_class: ClassVar[type | None] = None
+    """Frozen attrs class of the plugin's own settings ([attention.options]); None: it has none."""
+
+    @classmethod
+    @abstractmethod
+    def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
+        """A sentence that says why this backend cannot serve `spec` on `device` and what would work; None if it can."""
+
+    @abstractmethod
+    def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
+        """Keep what `forward` needs; `options` is an instance of `options_class` (None without one)."""
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
+        """Prepare what all layers share for this batch; called once a step, before the first `forward`."""
+
+    @abstractmethod
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Attention of one layer, causal within each sequence.
+
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], the new tokens' own, already in the pool.
+        Returns [tokens, heads, head_dim] in q's dtype.
+        """
+
+
+def window_of(spec: AttentionSpec) -> Mapping[int | None, tuple[int, ...]]:
+    """Layers by sliding window, so that a backend plans once a window and not once a layer."""
+    groups: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(spec.sliding_windows):
+        groups.setdefault(window, []).append(layer)
+    return {window: tuple(layers) for window, layers in groups.items()}

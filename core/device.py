@@ -1,0 +1,67 @@
+"""What a device is, as plain data: enough for a plugin to refuse it without importing torch."""
+
+from __future__ import annotations
+
+from attrs import frozen
+from engine.core.errors import ConfigError
+
+
+@frozen(kw_only=True)
+class DeviceInfo:
+    """One device."""
+
+    type: str
+    """cpu or cuda (ROCm devices too are "cuda" to torch)."""
+    index: int = 0
+    name: str = ""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability; None on a CPU."""
+    memory_bytes: int = 0
+    """In all."""
+
+    @property
+    def torch_name(self) -> str:
+        """As torch.device takes it."""
+        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+
+
+def find_device(wanted: str) -> DeviceInfo:
+    """The device that a setting names: auto (a GPU if there is one), cpu, cuda or cuda:N. Imports torch."""
+    import torch
+
+    kind, _, index = wanted.partition(":")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu" and not index:
+        return DeviceInfo(type="cpu", name=_cpu_name(), memory_bytes=_cpu_memory())
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {wanted!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu"
+        )
+    number = int(index or 0)
+    if number >= torch.cuda.device_count():
+        raise ConfigError(f"device {wanted!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
+    properties = torch.cuda.get_device_properties(number)
+    return DeviceInfo(
+        type="cuda",
+        index=number,
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        memory_bytes=properties.total_memory,
+    )
+
+
+def _cpu_name() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "CPU"
+
+
+def _cpu_memory() -> int:
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

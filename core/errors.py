@@ -1,0 +1,33 @@
+"""Errors a user can cause or meet. Each message is a sentence that says what happened and what would work."""
+
+
+class EngineError(Exception):
+    """Base of every error this framework raises on purpose."""
+
+
+class ConfigError(EngineError):
+    """A setting is unknown, of the wrong type, or impossible together with another."""
+
+
+class PluginError(EngineError):
+    """A plugin is missing, broken, refused or breaks its contract."""
+
+
+class CheckpointError(EngineError):
+    """A model directory lacks a file or a tensor, or one has another shape or type than expected."""
+
+
+class CapacityError(EngineError):
+    """The model or its KV cache does not fit into the memory given."""
+
+
+class InvalidRequestError(EngineError):
+    """A request asks for something impossible; `parameter` names the field at fault, if one is."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class ExecutorError(EngineError):
+    """A step could not be run, or a worker is gone."""

@@ -1,0 +1,72 @@
+"""Contract of plugins/executors: where the model runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from engine.core.config import EngineConfig
+    from engine.core.device import DeviceInfo
+    from engine.core.selection import Parts
+    from engine.core.types import CacheInfo, Step, StepResult
+
+API = "1"
+
+
+class PendingResult(Protocol):
+    """A step under way."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def result(self) -> StepResult:
+        """Wait for the step; raises ExecutorError if it failed."""
+
+
+@frozen(kw_only=True)
+class Health:
+    """Whether an executor can run steps."""
+
+    ok: bool
+    detail: str = ""
+    """What is wrong, in a sentence."""
+
+
+class Executor(ABC):
+    """Runs steps in the order submitted. Tensors never leave it: steps go in, tokens come out."""
+
+    api: ClassVar[str]
+    options_class: ClassVar[type | None] = None
+
+    @classmethod
+    @abstractmethod
+    def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
+        """Why it cannot run this configuration, and what would work; None if it can."""
+
+    @abstractmethod
+    def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
+        """Keep the arguments; no work yet."""
+
+    @property
+    @abstractmethod
+    def asynchronous(self) -> bool:
+        """Whether `submit` returns before the step is computed, so that planning the next one meanwhile pays."""
+
+    @abstractmethod
+    def start(self) -> CacheInfo:
+        """Load the model and make the KV cache. Raises CheckpointError or CapacityError."""
+
+    @abstractmethod
+    def submit(self, step: Step) -> PendingResult:
+        """Begin a step; at most two are under way at once."""
+
+    @abstractmethod
+    def check(self) -> Health:
+        """Cheap; called at any time from the engine's thread."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Free everything; a second call does nothing."""

@@ -1,0 +1,67 @@
+"""Contract of plugins/models: an architecture, built from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    import torch
+    from engine.core.batch import ForwardPass
+    from engine.core.layers import LayerFactory
+
+API = "1"
+
+
+@frozen(kw_only=True)
+class ModelSpec:
+    """What core must know of a model before it is built."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_len: int
+    """Longest context the model was made for, tokens."""
+    sliding_windows: tuple[int | None, ...]
+    """For each layer; None: full attention."""
+    scale: float
+    """Factor on q.k."""
+    softcap: float | None = None
+
+
+class Model(ABC):
+    """A network whose linear layers, norms and attention come from the LayerFactory it is given.
+
+    It holds no batch and no state between passes. Its parameters are named as in the checkpoint.
+    """
+
+    api: ClassVar[str]
+    options_class: ClassVar[type | None] = None
+
+    @classmethod
+    @abstractmethod
+    def refuses(cls, config: Mapping[str, Any]) -> str | None:
+        """Why this class cannot build the model of this config.json, and what would work; None if it can."""
+
+    @classmethod
+    @abstractmethod
+    def spec(cls, config: Mapping[str, Any]) -> ModelSpec:
+        """The shape of the model of this config.json. Raises CheckpointError for a config that lacks something."""
+
+    @abstractmethod
+    def __init__(self, config: Mapping[str, Any], layers: LayerFactory, options: Any = None) -> None:
+        """Build the layers; `layers` notes each one, and the loader fills them afterwards."""
+
+    @abstractmethod
+    def forward(self, run: ForwardPass) -> torch.Tensor:
+        """Hidden states of the batch's tokens before the LM head: [tokens, hidden_size]."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] -> [rows, vocab_size]."""

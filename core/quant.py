@@ -1,0 +1,100 @@
+"""Contract of plugins/quant: which tensors a linear layer reads from a checkpoint and how it multiplies by them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    import torch
+    from engine.core.device import DeviceInfo
+
+API = "1"
+
+
+@frozen(kw_only=True)
+class LinearPart:
+    """One linear layer of the checkpoint; several parts of one input are merged into one `LinearSpec`."""
+
+    name: str
+    """Qualified name in the checkpoint, as model.layers.0.self_attn.q_proj."""
+    out_features: int
+    """Over all ranks."""
+
+
+@frozen(kw_only=True)
+class LinearSpec:
+    """A linear layer as the model asks for it: y = x W^T + b, with the outputs of its parts side by side."""
+
+    parts: tuple[LinearPart, ...]
+    in_features: int
+    """Over all ranks."""
+    bias: bool
+    dtype: str
+    """Of activations: float32, bfloat16 or float16."""
+    parallel: str = "none"
+    """How ranks share it: column (each has some outputs), row (each has some inputs) or none (each has all)."""
+
+    @property
+    def out_features(self) -> int:
+        """Outputs of all parts, over all ranks."""
+        return sum(part.out_features for part in self.parts)
+
+
+@frozen(kw_only=True)
+class TensorSpec:
+    """A tensor expected in the checkpoint."""
+
+    shape: tuple[int, ...]
+    """Over all ranks; -1: any size."""
+    dtypes: tuple[str, ...]
+    """Types accepted, as safetensors files name them in torch ("bfloat16", "float8_e4m3fn", "int32")."""
+    shard_dim: int | None = None
+    """The dimension that tensor-parallel ranks share out evenly; None: every rank reads all of it."""
+    optional: bool = False
+
+
+class LinearKernel(ABC):
+    """One linear layer under one quantization method."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """What to read, by qualified name, over all parts."""
+
+    @abstractmethod
+    def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Merge, quantize or repack what was read (this rank's shards, by the names of `tensors`); pure.
+
+        The result is what `apply` is given; the loader drops `loaded` at once.
+        """
+
+    @abstractmethod
+    def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        """x: [..., in_features] -> [..., out_features], in x's dtype."""
+
+
+class QuantMethod(ABC):
+    """A way to store and multiply weights."""
+
+    api: ClassVar[str]
+    options_class: ClassVar[type | None] = None
+
+    @classmethod
+    @abstractmethod
+    def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
+        """Why not, and what would work; None if it can.
+
+        checkpoint: quantization_config of the model's config.json; None for an unquantized one.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> QuantMethod:
+        """An instance for this checkpoint; for None, one that quantizes while loading."""
+
+    @abstractmethod
+    def linear(self, spec: LinearSpec) -> LinearKernel | None:
+        """The kernel of one linear layer; None: leave this layer in the model's own type."""

@@ -1,0 +1,21 @@
+"""Built-in model architectures."""
+
+from engine.core.hooks import Register, hookimpl, lazy
+
+
+@hookimpl
+def register_models(register: Register) -> None:
+    """Offer them."""
+    for name, module, cls in (
+        ("llama", "llama", "Llama"),
+        ("mistral", "mistral", "Mistral"),
+        ("qwen2", "qwen2", "Qwen2"),
+        ("qwen3", "qwen3", "Qwen3"),
+    ):
+        register(
+            name,
+            lazy(f"engine.plugins.models.{module}:{cls}"),
+            api="1",
+            summary=f"{cls}ForCausalLM checkpoints",
+            preference=10,
+        )

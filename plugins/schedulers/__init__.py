@@ -1,0 +1,21 @@
+"""Built-in scheduling policies."""
+
+from engine.core.hooks import Register, hookimpl, lazy
+
+
+@hookimpl
+def register_schedulers(register: Register) -> None:
+    """Offer them."""
+    register(
+        "fcfs",
+        lazy("engine.plugins.schedulers.fcfs:FirstComeFirstServed"),
+        api="1",
+        summary="first come, first served; preempts the latest",
+        preference=10,
+    )
+    register(
+        "priority",
+        lazy("engine.plugins.schedulers.priority:Priority"),
+        api="1",
+        summary="lowest priority number first, arrival breaks ties; preempts the least urgent",
+    )

@@ -1,0 +1,1 @@
+"""Pytest fixtures for plugin authors; pytest loads them by entry point."""
