@@ -88,7 +88,7 @@ class AttentionBackend(ABC):
         """Attention of one layer, causal within each sequence.
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], the new tokens' own, already in the pool.
-        Returns [tokens, heads, head_dim] in q's dtype.
+        They may be strided views; the last two dimensions are dense. Returns [tokens, heads, head_dim] in q's dtype.
         """
 
 

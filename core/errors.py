@@ -1,5 +1,8 @@
 """Errors a user can cause or meet. Each message is a sentence that says what happened and what would work."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class EngineError(Exception):
     """Base of every error this framework raises on purpose."""
@@ -31,3 +34,11 @@ class InvalidRequestError(EngineError):
 
 class ExecutorError(EngineError):
     """A step could not be run, or a worker is gone."""
+
+
+def near_misses(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: what may have been meant, and all that is known."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}known: {', '.join(names) or 'nothing'}"

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from engine.core.attention import AttentionSpec
+from engine.core.config import AUTO, EngineConfig
+from engine.core.errors import ConfigError, PluginError, near_misses
+from engine.core.seams import SEAMS, Seam
+from engine.core.structure import structure_options
+
 if TYPE_CHECKING:
     from engine.core.attention import AttentionBackend
+    from engine.core.device import DeviceInfo
     from engine.core.executors import Executor
-    from engine.core.models import Model
+    from engine.core.models import Model, ModelSpec
     from engine.core.quant import QuantMethod
+    from engine.core.registry import Plugins, Registry
     from engine.core.schedulers import SchedulingPolicy
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @frozen(kw_only=True)
@@ -39,3 +49,171 @@ class Parts:
     options: Mapping[str, Any]
     """By seam (attention, quant, executors, models): an instance of the plugin's options_class, or None."""
     choices: tuple[Choice, ...]
+
+
+def resolve(
+    config: EngineConfig,
+    plugins: Plugins,
+    device: DeviceInfo,
+    checkpoint: Mapping[str, Any],
+    overrides: Mapping[str, object] = {},
+) -> Parts:
+    """The plugin of each seam: the one passed in, the one named, or for auto the most preferred that does not refuse.
+
+    checkpoint: the model's config.json. overrides: section of the configuration (attention, quant, scheduler, executor,
+    model) -> a class that need not be registered; for scheduler an instance too.
+    Raises PluginError for an unknown, broken or refusing plugin, ConfigError for options it does not have.
+    """
+    sections = {seam.section: seam for seam in SEAMS}
+    for section in overrides:
+        if section not in sections:
+            raise PluginError(f"there is no plug point {section!r}; {near_misses(section, sections)}")
+    chosen: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    choices: list[Choice] = []
+
+    def choose(section: str, refuses: Callable[[Any], str | None]) -> Any:
+        seam = sections[section]
+        wanted = getattr(config, section)
+        found, choice = _choose(seam, plugins.seams[seam.name], wanted.name, overrides.get(section), refuses)
+        if isinstance(found, type):
+            owner = f"{section} {choice.name!r}"
+            options[seam.name] = structure_options(
+                wanted.options, getattr(found, "options_class", None), f"{owner}: {section}.options"
+            )
+        elif wanted.options:
+            raise ConfigError(
+                f"{section}.options is set, but the {section} was passed in as an object that is made already; "
+                "give the options to its constructor"
+            )
+        chosen[section] = found
+        choices.append(choice)
+        return found
+
+    model: type[Model] = choose("model", lambda cls: cls.refuses(checkpoint))
+    shape = model.spec(checkpoint)
+    spec = attention_spec(shape, config, resolve_dtype(config, checkpoint, device), max_len(config, shape))
+    choose("attention", lambda cls: cls.refuses(spec, device) or _page_refusal(cls, spec))
+    choose("quant", lambda cls: cls.refuses(checkpoint.get("quantization_config"), device))
+    policy = choose("scheduler", lambda cls: cls.refuses())
+    choose("executor", lambda cls: cls.refuses(config, device))
+    return Parts(
+        model=model,
+        attention=chosen["attention"],
+        quant=chosen["quant"],
+        policy=policy(options.pop("schedulers")) if isinstance(policy, type) else policy,
+        executor=chosen["executor"],
+        options=options,
+        choices=tuple(choices),
+    )
+
+
+def resolve_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], device: DeviceInfo) -> str:
+    """Type of weights and activations; auto: the checkpoint's (float32 if it names none) on a GPU, float32 on a CPU."""
+    if config.model.dtype != AUTO:
+        return config.model.dtype
+    if device.type == "cpu":
+        return "float32"
+    for table in (checkpoint, checkpoint.get("text_config") or {}):
+        stored = table.get("dtype") or table.get("torch_dtype")
+        if stored:
+            dtype = str(stored).removeprefix("torch.")
+            if dtype not in DTYPES:
+                raise ConfigError(f"the checkpoint's dtype is {dtype}; choose --dtype {', '.join(DTYPES)}")
+            return dtype
+    return "float32"
+
+
+def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:
+    """Longest context in tokens. Raises ConfigError for one longer than the model was made for."""
+    wanted = config.model.max_len
+    if wanted > model_spec.max_len:
+        raise ConfigError(
+            f"model.max_len (--max-len) is {wanted}, but this model was made for {model_spec.max_len} tokens; "
+            f"give at most {model_spec.max_len}, or 0 for that"
+        )
+    return wanted or model_spec.max_len
+
+
+def attention_spec(model_spec: ModelSpec, config: EngineConfig, dtype: str, max_len: int) -> AttentionSpec:
+    """What the model asks of its attention under this configuration."""
+    return AttentionSpec(
+        num_layers=model_spec.num_layers,
+        num_heads=model_spec.num_heads,
+        num_kv_heads=model_spec.num_kv_heads,
+        head_dim=model_spec.head_dim,
+        scale=model_spec.scale,
+        dtype=dtype,
+        kv_dtype=dtype if config.cache.dtype == AUTO else config.cache.dtype,
+        page_size=config.cache.page_size,
+        max_len=max_len,
+        sliding_windows=model_spec.sliding_windows,
+        softcap=model_spec.softcap,
+    )
+
+
+def _choose(
+    seam: Seam, registry: Registry[Any], name: str, override: object, refuses: Callable[[Any], str | None]
+) -> tuple[Any, Choice]:
+    """The class (or instance) that serves a seam. Raises PluginError."""
+    if override is not None:
+        return _passed_in(seam, override, refuses)
+    if name != AUTO:
+        registration = registry.get(name)
+        cls = registration.load()
+        refusal = _ask(cls, str(registration), refuses)
+        if refusal:
+            raise PluginError(f"{registration} refuses: {refusal}")
+        return cls, Choice(
+            seam=seam.name, name=name, provenance=registration.plugin.provenance, reason="asked for by name"
+        )
+    refusals: list[str] = []
+    for candidate in registry.candidates():
+        try:
+            cls = candidate.load()
+            refusal = _ask(cls, str(candidate), refuses)
+        except PluginError as error:
+            refusal = str(error)
+        if refusal is None:
+            reason = "; ".join(["auto: the most preferred that does not refuse", *refusals])
+            return cls, Choice(
+                seam=seam.name, name=candidate.name, provenance=candidate.plugin.provenance, reason=reason
+            )
+        refusals.append(f"{candidate.name} refuses: {refusal}")
+    told = [*refusals, *map(str, registry.failures)] or ["none is offered to auto"]
+    raise PluginError(
+        f"no {seam.section} plugin serves this: {'; '.join(told)}; name one yourself as {seam.section}.name "
+        f"(installed: {', '.join(registry.names()) or 'nothing'}) or install one that does"
+    )
+
+
+def _passed_in(seam: Seam, override: object, refuses: Callable[[Any], str | None]) -> tuple[Any, Choice]:
+    """A class, or a policy already made, that came from Python."""
+    cls = override if isinstance(override, type) else type(override)
+    owner = f"the {seam.section} passed in"
+    seam.check(cls, owner)
+    if override is not cls and seam.section != "scheduler":
+        raise PluginError(
+            f"{owner} is an instance of {cls.__qualname__}; pass the class, the engine makes the instance"
+        )
+    refusal = _ask(cls, owner, refuses)
+    if refusal:
+        raise PluginError(f"{owner} ({cls.__qualname__}) refuses: {refusal}")
+    return override, Choice(seam=seam.name, name=cls.__qualname__, provenance="object", reason="passed in from Python")
+
+
+def _ask(cls: type, owner: str, refuses: Callable[[Any], str | None]) -> str | None:
+    try:
+        answer = refuses(cls)
+    except Exception as error:
+        raise PluginError(f"{owner} failed in refuses(): {type(error).__name__}: {error}") from error
+    if answer is not None and not (isinstance(answer, str) and answer):
+        raise PluginError(f"{owner} answers refuses() with {answer!r}; it must be a sentence or None")
+    return answer
+
+
+def _page_refusal(cls: type[AttentionBackend], spec: AttentionSpec) -> str | None:
+    if cls.page_sizes is None or spec.page_size in cls.page_sizes:
+        return None
+    sizes = " or ".join(map(str, cls.page_sizes))
+    return f"it reads KV blocks of {sizes} tokens, not {spec.page_size}; set cache.page_size (--page-size) to {sizes}"

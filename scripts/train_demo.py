@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import hashlib
 import json
@@ -50,8 +51,8 @@ VOCABULARY = 4096
 
 # Never trained on, nor shown to the tokenizer. Each of them exists, as one file, in Python 3.11 and later.
 HELD_OUT = (
-    "calendar", "cmd", "csv", "fnmatch", "fractions", "graphlib", "heapq", "netrc", "plistlib", "pprint", "sched",
-    "shlex", "textwrap", "timeit", "wave", "zipapp",
+    "calendar", "cmd", "csv", "fnmatch", "fractions", "gettext", "graphlib", "heapq", "netrc", "plistlib", "pprint",
+    "sched", "shlex", "textwrap", "timeit", "zipapp",
 )  # fmt: skip
 EXCLUDED_PACKAGES = {"encodings", "lib2to3", "pydoc_data", "turtledemo", "__phello__"}  # tables, and code for the eye
 EXCLUDED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -120,24 +121,22 @@ class Settings:
 
     seed: int = setting(0, "seed of the data order, the conversations and the weights")
     minutes: float = setting(8.0, "time limit of the whole run; steps are cut to fit once the speed is known")
-    epochs: float = setting(40.0, "passes over the training tokens, unless --steps is given")
+    epochs: float = setting(32.0, "passes over the training tokens, unless --steps is given")
     steps: int = setting(0, "optimizer steps; 0: as many as --epochs asks for")
-    batch: int = setting(64, "windows of --context tokens in a step")
+    batch: int = setting(16, "windows of --context tokens in a step")
     context: int = setting(1024, "tokens in a window; every fourth step has half as many windows of twice the length")
     learning_rate: float = setting(3e-3, "peak learning rate")
-    weight_decay: float = setting(0.2, "weight decay of the matrices")
-    dropout: float = setting(0.1, "dropout after the embedding and in front of each residual sum")
+    weight_decay: float = setting(1.0, "weight decay of the matrices")
+    dropout: float = setting(0.25, "dropout after the embedding and in front of each residual sum")
     warmup: float = setting(0.04, "share of the steps in which the learning rate rises")
     aligned: float = setting(0.25, "share of the windows that begin where a document begins")
     chat_share: float = setting(0.12, "share of the training bytes that are conversations")
     evaluations: int = setting(40, "held-out evaluations during training")
-    evaluation_tokens: int = setting(0, "held-out tokens used during training; 0: all")
+    evaluation_length: int = setting(0, "characters of the held-out text to evaluate on; 0: all")
     compile: bool = setting(False, "compile the model with torch.compile")
 
 
-SMOKE = Settings(
-    minutes=2.0, steps=8, batch=2, context=128, evaluations=2, evaluation_tokens=2048, learning_rate=1e-3, dropout=0.1
-)
+SMOKE = Settings(minutes=2.0, steps=8, batch=2, context=128, evaluations=2, evaluation_length=8000, learning_rate=1e-3)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -421,7 +420,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> Corpus:
 
 def build_model(dropout: float) -> LlamaForCausalLM:
     """A fresh model in float32, its residual branches scaled down with depth, with dropout while it trains."""
-    config = LlamaConfig(**{**MODEL_CONFIG, "dtype": "float32"}, attn_implementation="sdpa")
+    config = LlamaConfig(**{**MODEL_CONFIG, "dtype": "float32"})  # its attention is SDPA unless one asks for another
     model = LlamaForCausalLM(config)
     branches = 2 * config.num_hidden_layers
     for name, module in model.named_modules():
@@ -467,7 +466,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The best weights by held-out loss (with the lowest `held_out_loss` of the curve), and how they came about."""
+    """The weights of the curve's lowest held-out loss, the curve, and the steps and seconds spent."""
 
     weights: dict[str, Tensor]
     curve: list[CurvePoint]
@@ -496,9 +495,73 @@ class WindowSampler:
         return windows[:, :-1], windows[:, 1:]
 
 
+class Pace:
+    """Measures the speed of the first steps, and says how many can be made before the deadline."""
+
+    def __init__(self, deadline: float, device: torch.device) -> None:
+        self.deadline = deadline
+        self.device = device
+        self.probed = 0.0
+
+    def fit(self, step: int, steps: int) -> int:
+        """How many of `steps` to make, asked in front of each step; fewer only once the speed is known."""
+        if step not in (PROBE.start, PROBE.stop):
+            return steps
+        synchronize(self.device)
+        now = time.monotonic()
+        if step == PROBE.start:
+            self.probed = now
+            return steps
+        step_seconds = (now - self.probed) / len(PROBE)
+        fitting = step + max(1, int(0.9 * (self.deadline - now) / step_seconds))  # a tenth for the evaluations
+        if fitting < steps:
+            print(f"{steps} steps do not fit the time limit: {fitting} will be made", flush=True)
+        return min(steps, fitting)
+
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() > self.deadline
+
+
+class Recorder:
+    """Evaluates the model on the held-out tokens, prints and keeps the curve, and keeps the best weights."""
+
+    def __init__(self, model: nn.Module, held_out: Tensor, step_tokens: int, epoch_tokens: int) -> None:
+        self.model = model
+        self.held_out = held_out
+        self.step_tokens = step_tokens
+        self.epoch_tokens = epoch_tokens
+        self.started = time.monotonic()
+        self.losses = torch.zeros((), device=held_out.device)  # summed there: reading each would stall the GPU
+        self.curve: list[CurvePoint] = []
+        self.best: dict[str, Tensor] = {}
+
+    def add(self, loss: Tensor) -> None:
+        """Count a step's training loss."""
+        self.losses += loss
+
+    def record(self, step: int, steps: int, rate: float) -> None:
+        """Evaluate after `step` steps; `rate` is the last one's learning rate."""
+        since = step - (self.curve[-1].step if self.curve else 0)
+        loss = self.losses.item() / since
+        seconds = time.monotonic() - self.started
+        held_out_loss = sliding_loss(self.model, self.held_out, autocast(self.held_out.device))
+        if all(held_out_loss < point.held_out_loss for point in self.curve):
+            self.best = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        tokens = step * self.step_tokens
+        self.curve.append(CurvePoint(step, tokens / self.epoch_tokens, loss, held_out_loss, rate, seconds))
+        self.losses.zero_()
+        print(
+            f"step {step}/{steps}  epoch {tokens / self.epoch_tokens:.1f}  loss {loss:.3f}  held-out loss "
+            f"{held_out_loss:.3f} perplexity {math.exp(held_out_loss):.2f}  {tokens / seconds:,.0f} tokens/s",
+            flush=True,
+        )
+
+
 def window_shape(step: int, settings: Settings) -> tuple[int, int]:
     """Rows and length of a step's batch: every fourth has windows of twice the length, for the later positions."""
-    if step % 4 == 3 and settings.batch > 1:
+    fits = settings.context * 2 <= MODEL_CONFIG["max_position_embeddings"]
+    if step % 4 == 3 and settings.batch > 1 and fits:
         return settings.batch // 2, settings.context * 2
     return settings.batch, settings.context
 
@@ -517,11 +580,6 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
-def steps_that_fit(wanted: int, step: int, step_seconds: float, seconds_left: float) -> int:
-    """How many steps in all, given the speed of one; a tenth is kept for evaluations."""
-    return min(wanted, step + max(1, int(0.9 * seconds_left / step_seconds)))
-
-
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock reading means something."""
     if device.type == "cuda":
@@ -529,73 +587,41 @@ def synchronize(device: torch.device) -> None:
 
 
 def train(
-    model: LlamaForCausalLM, corpus: Corpus, held_out: Tensor, settings: Settings, device: torch.device, deadline: float
+    model: nn.Module, corpus: Corpus, held_out: Tensor, settings: Settings, device: torch.device, deadline: float
 ) -> TrainingResult:
-    """Train until the steps are done or `deadline` (of time.monotonic) is near; prints a line at each evaluation."""
+    """Train until the steps are done or the deadline (of time.monotonic) has passed; prints a line an evaluation."""
     forward = torch.compile(model) if settings.compile else model
     optimizer = make_optimizer(model, settings, device)
     sampler = WindowSampler(corpus, settings.aligned, settings.seed, device)
     step_tokens = settings.batch * settings.context
     steps = settings.steps or math.ceil(settings.epochs * len(corpus.tokens) / step_tokens)
-    curve: list[CurvePoint] = []
-    best: dict[str, Tensor] = {}
-    losses = torch.zeros((), device=device)
-    started = probed = time.monotonic()
-    last = 0
-    for step in range(steps):
-        if step == PROBE.start:
-            synchronize(device)
-            probed = time.monotonic()
-        if step == PROBE.stop:
-            synchronize(device)
-            now = time.monotonic()
-            fitting = steps_that_fit(steps, step, (now - probed) / len(PROBE), deadline - now)
-            if fitting < steps:
-                print(f"{steps} steps do not fit the time limit: {fitting} will be made", flush=True)
-                steps = fitting
-        if step >= steps:
-            break
+    pace = Pace(deadline, device)
+    recorder = Recorder(model, held_out, step_tokens, len(corpus.tokens))
+    step = 0
+    while step < (steps := pace.fit(step, steps)) and not pace.is_over():
         rate = learning_rate(step, steps, settings)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        losses += training_step(model, forward, optimizer, sampler.draw(*window_shape(step, settings)), device)
-        done = step + 1
-        late = time.monotonic() > deadline
-        if done % max(1, steps // settings.evaluations) == 0 or done == steps or late:
-            loss = losses.item() / (done - last)
-            seconds = time.monotonic() - started
-            held_out_loss = sliding_loss(model, held_out, autocast(device))
-            if not curve or held_out_loss < min(point.held_out_loss for point in curve):
-                best = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-            epoch = done * step_tokens / len(corpus.tokens)
-            curve.append(CurvePoint(done, epoch, loss, held_out_loss, rate, seconds))
-            print(
-                f"step {done}/{steps}  epoch {epoch:.1f}  loss {loss:.3f}  held-out loss {held_out_loss:.3f} "
-                f"perplexity {math.exp(held_out_loss):.2f}  {done * step_tokens / seconds:,.0f} tokens/s",
-                flush=True,
-            )
-            losses.zero_()
-            last = done
-        if late and done < steps:
-            print(f"the time limit came after {done} of {steps} steps", flush=True)
-            break
-    return TrainingResult(best, curve, last, time.monotonic() - started)
+        batch = sampler.draw(*window_shape(step, settings))
+        recorder.add(training_step(model, forward, optimizer, batch, rate))
+        step += 1
+        if step % max(1, steps // settings.evaluations) == 0 or step == steps or pace.is_over():
+            recorder.record(step, steps, rate)
+    if step < steps:
+        print(f"the time limit came after {step} of {steps} steps", flush=True)
+    return TrainingResult(recorder.best, recorder.curve, step, time.monotonic() - recorder.started)
 
 
 def training_step(
-    model: nn.Module,
-    forward: Any,
-    optimizer: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor],
-    device: torch.device,
+    model: nn.Module, forward: Any, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], rate: float
 ) -> Tensor:
-    """One optimizer step; returns the loss, on the device."""
+    """One optimizer step at a learning rate; returns the loss, on the device."""
     inputs, targets = batch
+    for group in optimizer.param_groups:
+        group["lr"] = rate
     model.train()
-    with autocast(device):
+    with autocast(inputs.device):
         logits = forward(input_ids=inputs, use_cache=False).logits
     loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-    loss.backward()
+    torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -607,7 +633,7 @@ def training_step(
 
 @torch.no_grad()
 def sliding_loss(
-    model: LlamaForCausalLM,
+    model: nn.Module,
     tokens: Tensor,
     precision: torch.autocast | None = None,
     context: int = EVALUATION_CONTEXT,
@@ -628,25 +654,24 @@ def sliding_loss(
     scored[0] = (positions[0] > 0) & (positions[0] < len(tokens))
     model.eval()
     total = 0.0
-    for window, mask in zip(windows.split(rows), scored.split(rows), strict=True):
-        with precision or autocast_off(device):
+    for window, mask in zip(torch.split(windows, rows), torch.split(scored, rows), strict=True):
+        with precision or contextlib.nullcontext():
             logits = model(input_ids=window, use_cache=False).logits
         losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), window[:, 1:].flatten(), reduction="none")
         total += losses[mask[:, 1:].flatten()].double().sum().item()
     return total / int(scored.sum())
 
 
-def autocast_off(device: torch.device) -> torch.autocast:
-    """The precision of the model's own weights."""
-    return torch.autocast(device.type, enabled=False)
+def load_checkpoint(directory: pathlib.Path, device: torch.device) -> tuple[Any, Any]:
+    """The tokenizer, and the model in float32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return AutoTokenizer.from_pretrained(directory), model.to(device)
 
 
-def evaluate_checkpoint(directory: pathlib.Path, device: torch.device) -> dict[str, Any]:
-    """Held-out perplexity of a checkpoint in float32, with what is needed to compare it: text, context, stride."""
-    text = held_out_text()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
-    tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False), device=device)
+def evaluate_checkpoint(directory: pathlib.Path, text: str, device: torch.device) -> dict[str, Any]:
+    """A checkpoint's perplexity on a text, in float32, with what is needed to compare it: text, context, stride."""
+    tokenizer, model = load_checkpoint(directory, device)
+    tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False, verbose=False), device=device)
     loss = sliding_loss(model, tokens)
     size = len(text.encode())
     return {
@@ -664,16 +689,16 @@ def evaluate_checkpoint(directory: pathlib.Path, device: torch.device) -> dict[s
 
 def greedy_samples(directory: pathlib.Path, device: torch.device) -> list[tuple[str, str]]:
     """Prompts and what the checkpoint writes after each, greedily."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
+    tokenizer, model = load_checkpoint(directory, device)
     chats = [render_chat([{"role": "user", "content": content}], prompt=True) for content in CHAT_PROMPTS]
     samples = []
     for prompt in (*PROMPTS, *chats):
-        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False).to(
-            device
+        tokens = tokenizer.encode(prompt, add_special_tokens=False)
+        inputs = torch.tensor([tokens], device=device)
+        output = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=SAMPLE_TOKENS, do_sample=False
         )
-        output = model.generate(**inputs, max_new_tokens=SAMPLE_TOKENS, do_sample=False)
-        samples.append((prompt, tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])))
+        samples.append((prompt, tokenizer.decode(output[0, len(tokens) :])))
     return samples
 
 
@@ -688,7 +713,7 @@ def save_checkpoint(out: pathlib.Path, weights: dict[str, Tensor], tokenizer: To
         for name, tensor in weights.items()
         if name != "lm_head.weight"  # tied to model.embed_tokens.weight
     }
-    safetensors.torch.save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").write_bytes(safetensors.torch.save(tensors, metadata={"format": "pt"}))
     tokenizer.save(str(out / "tokenizer.json"))
     write_json(out / "config.json", MODEL_CONFIG)
     write_json(out / "generation_config.json", GENERATION_CONFIG)
@@ -713,9 +738,10 @@ def check_checkpoint(directory: pathlib.Path) -> None:
         if template != render_chat(messages, prompt):
             raise ValueError(f"the chat template gives {template!r}, not what the model was trained on")
     for text in (held_out_text(), render_chat(messages), " \t\r\n\n\n  é 漢字 😀 don't ( x ) , .\x00  "):
-        if tokenizer.decode(tokenizer.encode(text)) != text:
+        if tokenizer.decode(tokenizer.encode(text, verbose=False)) != text:
             raise ValueError(f"a text that begins with {text[:20]!r} changes when it is encoded and decoded")
-    _, problems = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    problems = loaded[1]
     if any(problems.values()):
         raise ValueError(f"the checkpoint does not fit the model: {problems}")
 
@@ -726,13 +752,9 @@ def check_checkpoint(directory: pathlib.Path) -> None:
 def curve_table(curve: Sequence[CurvePoint], rows: int = 10) -> str:
     """The curve as a Markdown table of about so many rows, the last point and the best one included."""
     best = min(curve, key=lambda point: point.held_out_loss)
-    shown = [
-        point for i, point in enumerate(curve) if i % math.ceil(len(curve) / rows) == 0 or point in (best, curve[-1])
-    ]
-    lines = [
-        "| step | epoch | training loss | held-out loss | held-out perplexity |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    spacing = math.ceil(len(curve) / rows)
+    shown = [point for i, point in enumerate(curve) if i % spacing == 0 or point in (best, curve[-1])]
+    lines = ["| step | epoch | training loss | held-out loss | held-out perplexity |", "| --- " * 5 + "|"]
     for point in shown:
         cells = (f"{point.epoch:.1f}", f"{point.loss:.3f}", f"{point.held_out_loss:.3f}")
         mark = " (kept)" if point is best else ""
@@ -782,6 +804,7 @@ def model_card(report: dict[str, Any], samples: Sequence[tuple[str, str]], curve
         "learning_rate": settings["learning_rate"],
         "weight_decay": settings["weight_decay"],
         "dropout": settings["dropout"],
+        "arithmetic": "float32" if report["versions"]["device"] == "CPU" else "bfloat16 autocast",
         "seed": settings["seed"],
         "curve": curve_table(curve),
         "sample_tokens": SAMPLE_TOKENS,
@@ -808,7 +831,8 @@ def build_demo(settings: Settings, out: pathlib.Path, device: torch.device) -> N
     rng.shuffle(documents)
     tokenizer = train_tokenizer(documents)
     corpus = encode_documents(tokenizer, documents)
-    held_out = torch.tensor(tokenizer.encode(held_out_text(), add_special_tokens=False).ids, device=device)
+    text = held_out_text()[: settings.evaluation_length or None]
+    held_out = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids, device=device)
     data = {
         "files": len(sources),
         "source_bytes": sum(len(source.text.encode()) for source in sources),
@@ -817,13 +841,13 @@ def build_demo(settings: Settings, out: pathlib.Path, device: torch.device) -> N
         "tokens": len(corpus.tokens),
         "sha256": hashlib.sha256("".join(documents).encode()).hexdigest(),
         "held_out_modules": HELD_OUT,
-        "shared_passages": shared_passages(held_out_text(), sources),
+        "shared_passages": shared_passages(text, sources),
     }
     print(json.dumps(data, indent=2), flush=True)
 
-    model = build_model(settings.dropout).to(device)
-    used = held_out[: settings.evaluation_tokens or None]
-    result = train(model, corpus, used, settings, device, deadline)
+    model: Any = build_model(settings.dropout)
+    model.to(device)
+    result = train(model, corpus, held_out, settings, device, deadline)
 
     save_checkpoint(out, result.weights, tokenizer)
     check_checkpoint(out)
@@ -836,7 +860,7 @@ def build_demo(settings: Settings, out: pathlib.Path, device: torch.device) -> N
         "bytes": (out / "model.safetensors").stat().st_size,
         "steps": result.steps,
         "seconds": result.seconds,
-        "held_out": evaluate_checkpoint(out, device),
+        "held_out": evaluate_checkpoint(out, text, device),
         "curve": [asdict(point) for point in result.curve],
     }
     write_json(out / "training.json", report)
@@ -861,8 +885,9 @@ def versions(device: torch.device) -> dict[str, str]:
 def command_line(settings: Settings, steps: int) -> str:
     """The command that repeats a run: its settings where they differ from the defaults, and the steps it made."""
     words = ["python scripts/train_demo.py"]
-    for item in fields(replace(settings, steps=steps)):
-        value = steps if item.name == "steps" else getattr(settings, item.name)
+    repeated = replace(settings, steps=steps)
+    for item in fields(repeated):
+        value = getattr(repeated, item.name)
         if value != item.default:
             option = item.name.replace("_", "-")
             words.append(f"--{option}" if value is True else f"--{option} {value}")
@@ -875,9 +900,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
     parser.add_argument("--out", type=pathlib.Path, default=REPOSITORY / "demo" / "model", help="directory to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
     parser.add_argument("--smoke", action="store_true", help="tiny settings, for a test of the script on a CPU")
-    parser.add_argument(
-        "--evaluate", type=pathlib.Path, metavar="DIR", help="evaluate a checkpoint instead of training"
-    )
+    parser.add_argument("--evaluate", type=pathlib.Path, metavar="DIR", help="evaluate a checkpoint, train none")
     for item in fields(Settings):
         option, description = "--" + item.name.replace("_", "-"), item.metadata["help"]
         if isinstance(item.default, bool):
@@ -894,8 +917,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options, settings = parse_arguments(arguments)
     device = torch.device(options.device)
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
     if options.evaluate:
-        print(json.dumps(evaluate_checkpoint(options.evaluate, device), indent=2))
+        print(json.dumps(evaluate_checkpoint(options.evaluate, held_out_text(), device), indent=2))
     else:
         build_demo(settings, options.out, device)
 

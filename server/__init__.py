@@ -1,6 +1,42 @@
 """OpenAI-compatible HTTP in front of an engine process."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
 if __name__ != "engine.server":
     raise ImportError(
         "import this package as engine.server (pip install -e . maps it); a second copy would duplicate every class"
     )
+
+if TYPE_CHECKING:
+    from engine.core.config import EngineConfig
+
+NEEDS = ("fastapi", "httptools", "prometheus_client", "uvicorn", "zmq")
+
+
+def run(
+    config: EngineConfig, *, announce: Callable[[str], None] | None = None, command: Sequence[str] | None = None
+) -> int:
+    """Serve `config` over HTTP until SIGTERM or SIGINT; returns the process's exit code. Call it in the main thread.
+
+    announce: given the summary when the server is ready; None: print it. command: starts another engine process than
+    the usual one. Raises ConfigError when the packages for serving are not installed, and EngineError when the server
+    cannot start.
+    """
+    from engine.core.errors import ConfigError
+
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"serving needs {', '.join(missing)}; install them with `pip install 'pluggable-llm-engine[server]'`"
+        )
+    from engine.server import engine_client, main
+
+    return main.serve(config, announce=announce or _print, command=command or engine_client.COMMAND)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)

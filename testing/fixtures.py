@@ -1,1 +1,55 @@
-"""Pytest fixtures for plugin authors; pytest loads them by entry point."""
+"""Pytest fixtures for plugin authors; pytest finds them by entry point, so nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from engine.core.engine import Engine
+    from engine.core.registry import Plugins
+
+pytest.register_assert_rewrite("engine.testing.attention", "engine.testing.schedulers")
+
+
+@pytest.fixture(scope="session")
+def engine_plugins() -> Plugins:
+    """All installed plugins."""
+    from engine.core.registry import load_plugins
+
+    return load_plugins()
+
+
+@pytest.fixture(scope="session")
+def engine_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny random Llama checkpoint with a tokenizer."""
+    from engine.testing.checkpoints import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("engine") / "checkpoint", tokenizer=True)
+
+
+@pytest.fixture
+def make_engine(engine_checkpoint: Path) -> Iterator[Callable[..., Engine]]:
+    """`make_engine(*plugins, **settings)`: an Engine over the tiny checkpoint that knows these plugin objects too.
+
+    It has a small KV cache, computes in float32 on the CPU unless told otherwise, and is closed after the test.
+    """
+    from engine.core.engine import Engine
+    from engine.core.registry import load_plugins
+
+    engines: list[Engine] = []
+
+    def make(*plugins: object, model: str | None = None, **settings: Any) -> Engine:
+        defaults = {"cache__memory": "8MiB", "executor__device": "cpu", "model__dtype": "float32"}
+        engine = Engine(
+            model or str(engine_checkpoint), plugins=load_plugins(extra=plugins), **{**defaults, **settings}
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()

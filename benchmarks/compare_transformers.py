@@ -1,0 +1,154 @@
+"""The engine beside transformers' `generate`: same machine, checkpoint, type, prompts and lengths, greedy, in one run.
+
+    python benchmarks/compare_transformers.py [--model DIR] [--json benchmarks/results/cpu-transformers.json]
+
+transformers is given the better of two ways to serve requests of uneven length: all in one left-padded batch, which
+runs until the longest is done, or one after the other. Only the tokens that were asked for count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+import engine.demo
+from engine.cli.bench import Load, make_load, run_load
+from engine.cli.bench_report import Row, report, write
+from engine.core import Engine
+
+LATENCY = make_load(1, (64, 64), (256, 256), seed=0)
+UNEVEN = make_load(32, (16, 256), (16, 256), seed=0)
+
+
+class Baseline:
+    """transformers with its default settings: dynamic cache, scaled_dot_product_attention."""
+
+    def __init__(self, path: str, dtype: str) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+        self.pad = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+        """Continue left-padded prompts by exactly `new_tokens` each."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                pad_token_id=self.pad,
+            )
+        return [row[width:] for row in out.tolist()]
+
+    def one_batch(self, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> None:
+        """All at once, as long as the longest."""
+        self.generate(prompts, max(outputs))
+
+    def one_by_one(self, prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> None:
+        """Each alone."""
+        for prompt, count in zip(prompts, outputs, strict=True):
+            self.generate([prompt], count)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def compare(served: Engine, baseline: Baseline, load: Load, repeat: int) -> dict[str, float]:
+    """Median output tokens a second of each way to run the load, the ways taken in turn."""
+    requests = load.requests(served.vocab_size)
+    prompts = [request.prompt for request in requests]
+    outputs = [wanted for _, wanted in load.lengths]
+    ways: dict[str, Callable[[str], float]] = {
+        "engine": lambda name: run_load(served, load, prefix=name).seconds,
+        "one batch": lambda _: timed(lambda: baseline.one_batch(prompts, outputs)),
+        "one by one": lambda _: timed(lambda: baseline.one_by_one(prompts, outputs)),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for round_number in range(repeat + 1):
+        for way, run in ways.items():
+            spent = run(f"{round_number}-")
+            if round_number:
+                seconds[way].append(spent)
+    return {way: sum(outputs) / statistics.median(spent) for way, spent in seconds.items()}
+
+
+def same_tokens(served: Engine, baseline: Baseline, load: Load) -> int:
+    """How many requests of the load give the very tokens of transformers, each alone, under the engine's batching."""
+    requests = load.requests(served.vocab_size, "check-")
+    got: dict[str, list[int]] = {request.id: [] for request in requests}
+    for request in requests:
+        served.add(request)
+    while served.has_work:
+        for output in served.step():
+            got[output.request] += output.tokens
+    return sum(
+        got[request.id] == baseline.generate([request.prompt], outputs)[0]
+        for request, (_, outputs) in zip(requests, load.lengths, strict=True)
+    )
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(engine.demo.path()))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+    baseline = Baseline(arguments.model, arguments.dtype)
+    with Engine(model=arguments.model, model__dtype=arguments.dtype, executor__device="cpu") as served:
+        equal = same_tokens(served, baseline, UNEVEN)
+        alone = compare(served, baseline, LATENCY, arguments.repeat)
+        uneven = compare(served, baseline, UNEVEN, arguments.repeat)
+        machine = f"{served.cache_info.device}, {torch.get_num_threads()} threads"
+    name = f"transformers {transformers.__version__}"
+    rows = [
+        Row(
+            metric="1 request, 64 in / 256 out",
+            value=alone["engine"],
+            unit="output tokens/s",
+            baseline=max(alone["one batch"], alone["one by one"]),
+            baseline_name=name,
+        ),
+        Row(
+            metric="32 requests, 16-256 in / 16-256 out",
+            value=uneven["engine"],
+            unit="output tokens/s",
+            baseline=uneven["one batch"],
+            baseline_name=f"{name}, one padded batch",
+        ),
+        Row(
+            metric="32 requests, 16-256 in / 16-256 out",
+            value=uneven["engine"],
+            unit="output tokens/s",
+            baseline=uneven["one by one"],
+            baseline_name=f"{name}, one by one",
+        ),
+        Row(metric="requests with the very tokens of transformers, of 32", value=equal, unit="requests"),
+    ]
+    for row in rows:
+        against = f"  {row.baseline:9.1f} {row.baseline_name}: {row.value / row.baseline:.2f} x" if row.baseline else ""
+        print(f"{row.metric:<55}{row.value:9.1f} {row.unit}{against}")
+    if arguments.json is not None:
+        settings = {"model": Path(arguments.model).name, "dtype": arguments.dtype, "repeat": arguments.repeat}
+        write(arguments.json, report("cpu-transformers", machine, rows, settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Measurements as JSON: the figures with the machine, versions and commit they hold for."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, frozen
+
+PACKAGES = ("pluggable-llm-engine", "torch", "transformers", "triton", "flashinfer-python", "numpy")
+
+
+@frozen(kw_only=True)
+class Row:
+    """One figure, beside what it is measured against if there is such a thing."""
+
+    metric: str
+    value: float
+    unit: str
+    baseline: float | None = None
+    baseline_name: str | None = None
+
+
+def report(benchmark: str, machine: str, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes into benchmarks/results/. machine: the device in words; settings: what the figures depend on."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": machine,
+        "commit": _commit(),
+        "versions": _versions(),
+        "settings": dict(settings),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a report as readable JSON."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    """The commit of the checkout this file is in, "+" behind it when files differ; empty in an installed package."""
+    here = Path(__file__).resolve().parent
+    try:
+        head = _git(here, "rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=directory, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

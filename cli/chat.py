@@ -1,0 +1,96 @@
+"""`engine chat`: a conversation on the terminal, or one user message a line from a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+import typer
+
+from engine.cli.options import OFFLINE, configured, sampled
+from engine.core.errors import InvalidRequestError
+from engine.core.settings import Resolved
+
+if TYPE_CHECKING:
+    from engine.core.engine import Engine
+    from engine.core.types import SamplingParams
+
+Message = dict[str, str]
+HELP = "/reset forgets the conversation, /exit ends it (as Ctrl-D does), Ctrl-C stops an answer."
+
+
+@configured(without=OFFLINE)
+@sampled(without=("logprobs", "prompt_logprobs"))
+def chat(
+    resolved: Resolved,
+    sampling: dict[str, Any],
+    system: Annotated[str, typer.Option(help="Message that tells the model how to behave.", show_default=False)] = "",
+) -> None:
+    """Talk to a model. Piped in, each line is one message; /reset and /exit work in both."""
+    from engine.core.engine import Engine
+
+    engine = Engine(config=resolved.config)
+    try:
+        params = attrs.evolve(engine.default_params, **sampling)
+        interactive = sys.stdin.isatty()
+        if interactive:
+            typer.echo(HELP)
+        converse(engine, params, prompted_lines() if interactive else sys.stdin, system, forgiving=interactive)
+    finally:
+        engine.close()
+
+
+def converse(
+    engine: Engine, params: SamplingParams, lines: Iterator[str], system: str = "", *, forgiving: bool = False
+) -> None:
+    """Answer each line. With `forgiving`, a message that cannot be answered is dropped and the conversation goes on."""
+    beginning: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = list(beginning)
+    for line in lines:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            messages = list(beginning)
+        elif text.startswith("/"):
+            typer.echo(f"{text.split()[0]} is no command. {HELP}", err=True)
+        elif text:
+            messages.append({"role": "user", "content": text})
+            try:
+                messages.append({"role": "assistant", "content": answer(engine, params, messages)})
+            except InvalidRequestError as error:
+                if not forgiving:
+                    raise
+                messages.pop()
+                typer.echo(f"error: {error}", err=True)
+
+
+def answer(engine: Engine, params: SamplingParams, messages: list[Message]) -> str:
+    """Print the model's answer as it comes and return it; Ctrl-C ends it early."""
+    parts: list[str] = []
+    try:
+        for delta in engine.stream(engine.tokenizer.chat(messages), params):
+            parts.append(delta.text)
+            typer.echo(delta.text, nl=False)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        typer.echo(" (stopped)", nl=False)
+    typer.echo()
+    return "".join(parts)
+
+
+def prompted_lines() -> Iterator[str]:
+    """Lines typed at a prompt, with history where the platform has readline; Ctrl-D ends them."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (input() uses it once it is imported)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            typer.echo()
+            return
+        except KeyboardInterrupt:
+            typer.echo()

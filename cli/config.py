@@ -1,0 +1,63 @@
+"""`engine config`: what the settings are, and where each one came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.cli.options import configured
+from engine.cli.tables import print_table
+from engine.core.errors import ConfigError
+from engine.core.settings import PATHS, Resolved, flatten
+
+if TYPE_CHECKING:
+    from engine.core.config import EngineConfig
+
+app = typer.Typer(help="Show the settings and where each one came from.", no_args_is_help=True)
+
+
+@app.command()
+@configured()
+def show(
+    resolved: Resolved,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: value and origin of each setting.")] = False,
+    as_toml: Annotated[bool, typer.Option("--toml", help="Print a file that --config reads.")] = False,
+) -> None:
+    """Print every setting with its origin: a default, a file or an option."""
+    if as_json and as_toml:
+        raise ConfigError("--json and --toml exclude each other; give one of them")
+    rows = [(key, value, resolved.origins[key]) for key, value in flatten(resolved.config).items()]
+    if as_json:
+        typer.echo(
+            json.dumps({key: {"value": value, "origin": origin} for key, value, origin in rows}, indent=2, default=str)
+        )
+    elif as_toml:
+        typer.echo(to_toml(resolved.config))
+    else:
+        print_table(("setting", "value", "origin"), [(key, _toml(value), origin) for key, value, origin in rows])
+
+
+def to_toml(config: EngineConfig) -> str:
+    """The configuration as a TOML file; paths are absolute, since a file's own start from its directory."""
+    sections: dict[str, list[str]] = {}
+    for key, value in flatten(config).items():
+        section, _, name = key.partition(".")
+        path = str(Path(value).absolute()) if key in PATHS and value else value
+        sections.setdefault(section, []).append(f"{name} = {_toml(path)}")
+    return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items())
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml(str(key))} = {_toml(one)}" for key, one in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(one) for one in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -1,0 +1,137 @@
+"""`engine plugins`: which plugins are installed, and which of them would work here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from attrs import asdict, frozen
+
+from engine.cli.options import OFFLINE, SECTIONS, configured
+from engine.cli.tables import print_table
+from engine.core.errors import EngineError, PluginError
+from engine.core.settings import Resolved
+
+if TYPE_CHECKING:
+    from engine.core.config import EngineConfig
+    from engine.core.registry import Plugins
+
+app = typer.Typer(help="List and check the installed plugins.", no_args_is_help=True)
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+@configured(without=SECTIONS)
+def list_plugins(resolved: Resolved, as_json: AsJson = False) -> None:
+    """List what each plug point has to offer. Loads no implementation."""
+    from engine.core.registry import load_plugins
+
+    plugins = load_plugins(resolved.config.plugins)
+    columns = ("name", "summary", "distribution", "version", "preference")
+    failures = [str(failure) for failure in plugins.failures]
+    offers = {
+        seam: [{column: getattr(one, column) for column in columns} for one in registry]
+        for seam, registry in plugins.seams.items()
+    }
+    if as_json:
+        typer.echo(json.dumps({"seams": offers, "failures": failures}, indent=2))
+        return
+    for seam, rows in offers.items():
+        print_table(columns, [tuple(row.values()) for row in rows], title=seam)
+    for failure in failures:
+        typer.echo(f"failed: {failure}")
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """What `plugins check` says of one plugin."""
+
+    seam: str
+    name: str
+    status: str
+    """usable, refused, broken, or loads where the question cannot be put."""
+    reason: str = ""
+
+
+@app.command()
+@configured(without=OFFLINE)
+def check(resolved: Resolved, as_json: AsJson = False) -> None:
+    """Load every plugin and say whether it would serve this model on this machine. Exit status 1 if one is broken."""
+    from engine.core.registry import load_plugins
+
+    plugins = load_plugins(resolved.config.plugins)
+    verdicts = check_all(resolved.config, plugins)
+    failures = [str(failure) for failure in plugins.failures]
+    if as_json:
+        typer.echo(json.dumps({"plugins": [asdict(one) for one in verdicts], "failures": failures}, indent=2))
+    else:
+        print_table(
+            ("name", "seam", "status", "reason"), [(one.name, one.seam, one.status, one.reason) for one in verdicts]
+        )
+        for failure in failures:
+            typer.echo(f"failed: {failure}")
+    if failures or any(one.status == "broken" for one in verdicts):
+        raise typer.Exit(1)
+
+
+def check_all(config: EngineConfig, plugins: Plugins) -> list[Verdict]:
+    """Load each class and ask it whether it refuses this machine, and this model if one can be read."""
+    classes: dict[tuple[str, str], type[Any]] = {}
+    broken: dict[tuple[str, str], str] = {}
+    for seam, registry in plugins.seams.items():
+        for one in registry:
+            try:
+                classes[seam, one.name] = one.load()
+            except PluginError as error:
+                broken[seam, one.name] = str(error)
+    questions = _questions(config, [cls for (seam, _), cls in classes.items() if seam == "models"])
+    verdicts = []
+    for seam, registry in plugins.seams.items():
+        for name in registry.names():
+            if (seam, name) in broken:
+                verdicts.append(Verdict(seam=seam, name=name, status="broken", reason=broken[seam, name]))
+            else:
+                verdicts.append(_ask(seam, name, classes[seam, name], questions[seam]))
+    return verdicts
+
+
+def _ask(seam: str, name: str, cls: type[Any], question: Callable[[type[Any]], str | None] | str) -> Verdict:
+    if isinstance(question, str):
+        return Verdict(seam=seam, name=name, status="loads", reason=question)
+    try:
+        reason = question(cls)
+    except Exception as error:
+        return Verdict(
+            seam=seam, name=name, status="broken", reason=f"refuses() raised {type(error).__name__}: {error}"
+        )
+    return Verdict(seam=seam, name=name, status="refused" if reason else "usable", reason=reason or "")
+
+
+def _questions(config: EngineConfig, models: list[type[Any]]) -> dict[str, Callable[[type[Any]], str | None] | str]:
+    """How to ask a class of each seam whether it refuses; a sentence where it cannot be asked."""
+    from engine.core.checkpoint import Checkpoint
+    from engine.core.device import find_device
+    from engine.core.selection import attention_spec, max_len, resolve_dtype
+
+    device = find_device(config.executor.device)
+    questions: dict[str, Callable[[type[Any]], str | None] | str] = {
+        "schedulers": lambda cls: cls.refuses(),
+        "executors": lambda cls: cls.refuses(config, device),
+    }
+    try:
+        checkpoint = Checkpoint.open(config.model.path)
+        questions["models"] = lambda cls: cls.refuses(checkpoint.config)
+        questions["quant"] = lambda cls: cls.refuses(checkpoint.quantization, device)
+        model = next((cls for cls in models if cls.refuses(checkpoint.config) is None), None)
+        if model is None:
+            raise PluginError(f"no model plugin takes {config.model.path}")
+        shape = model.spec(checkpoint.config)
+        dtype = resolve_dtype(config, checkpoint.config, device)
+        spec = attention_spec(shape, config, dtype, max_len(config, shape))
+        questions["attention"] = lambda cls: cls.refuses(spec, device)
+    except EngineError as error:
+        for seam in ("models", "quant", "attention"):
+            questions.setdefault(seam, f"not asked whether it would serve this model: {error}")
+    return questions

@@ -1,0 +1,210 @@
+"""The engine: a scheduler that plans steps, an executor that runs them, and the loop between."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import cached_property
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+from engine.core.attention import AttentionBackend
+from engine.core.checkpoint import Checkpoint
+from engine.core.config import EngineConfig
+from engine.core.device import find_device
+from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.executors import Executor, Health, PendingResult
+from engine.core.generation import AsyncGenerator, Completion, generate, stream
+from engine.core.kv_cache import BlockManager
+from engine.core.quant import QuantMethod
+from engine.core.registry import Plugins, load_plugins
+from engine.core.scheduler import Scheduler
+from engine.core.schedulers import SchedulingPolicy
+from engine.core.selection import max_len, resolve
+from engine.core.settings import flatten, load_config
+from engine.core.text import TextDelta, Tokenizer
+from engine.core.types import EngineStats, Output, Request, SamplingParams, Step
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves one model. Requests go in by `add`, tokens come out of `step`; `generate` and `stream` do both.
+
+        engine = Engine(model="path/to/checkpoint", scheduler="priority", cache__memory="1GiB")
+        print(engine.generate("def fibonacci(n):")[0].text)
+
+    model: directory of a Hugging Face checkpoint.
+    config: a whole configuration; `settings` are then laid over it.
+    attention, quant, scheduler, executor: a plugin's name, or a class that implements the seam's contract (for the
+        scheduler an instance too), which need not be registered.
+    plugins: plugins already loaded; by default all that are installed.
+    settings: any other setting, with "__" for the dot (cache__page_size=32).
+
+    Raises ConfigError, PluginError, CheckpointError or CapacityError when it cannot be built.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        attention: str | type[AttentionBackend] | None = None,
+        quant: str | type[QuantMethod] | None = None,
+        scheduler: str | type[SchedulingPolicy] | SchedulingPolicy | None = None,
+        executor: str | type[Executor] | None = None,
+        plugins: Plugins | None = None,
+        **settings: object,
+    ) -> None:
+        began = time.perf_counter()
+        named = {"attention": attention, "quant": quant, "scheduler": scheduler, "executor": executor}
+        chosen = {f"{seam}.name": choice for seam, choice in named.items() if isinstance(choice, str)}
+        dotted = {key.replace("__", "."): value for key, value in settings.items()}
+        if model is not None:
+            dotted["model.path"] = model
+        base = {key: (value, "config") for key, value in flatten(config).items()} if config is not None else {}
+        self.config = load_config(overrides={**chosen, **dotted}, defaults=base).config
+        if not self.config.model.path:
+            raise ConfigError("no model is named; give the directory of a checkpoint as model.path (--model)")
+
+        self.plugins = plugins or load_plugins(self.config.plugins)
+        self.checkpoint = Checkpoint.open(
+            self.config.model.path, generation_config=self.config.model.generation_config
+        )
+        self.device = find_device(self.config.executor.device)
+        objects = {seam: choice for seam, choice in named.items() if not isinstance(choice, str | None)}
+        self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
+
+        model_spec = self.parts.model.spec(self.checkpoint.config)
+        self.max_len = max_len(self.config, model_spec)
+        self.vocab_size = model_spec.vocab_size
+        self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
+        self.cache_info = self._executor.start()
+        self._scheduler = Scheduler(
+            self.parts.policy,
+            BlockManager(
+                self.cache_info.num_blocks, self.cache_info.page_size, prefix_caching=self.config.cache.prefix_caching
+            ),
+            max_batch_tokens=self.config.scheduler.max_batch_tokens,
+            max_running=self.config.scheduler.max_running,
+            max_len=self.max_len,
+            eos_tokens=self.checkpoint.eos_tokens(),
+        )
+        overlap = self.config.scheduler.overlap
+        self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
+        self._in_flight: deque[tuple[Step, PendingResult]] = deque()
+        self._seconds: dict[str, float] = {"schedule": 0.0, "submit": 0.0, "wait": 0.0, "commit": 0.0}
+        self._async: AsyncGenerator | None = None
+        self._closed = False
+        self.startup_seconds = time.perf_counter() - began
+        self.plugins.hook.engine_started(engine=self)
+
+    def step(self) -> list[Output]:
+        """Plan and begin a step, and finish the one before it (or this one, where nothing runs ahead).
+
+        Returns what is new for each request.
+        Raises ExecutorError when a step failed; the engine is then of no further use.
+        """
+        step = self._timed("schedule", self._scheduler.schedule, time.monotonic())
+        if step is not None:
+            self._in_flight.append((step, self._timed("submit", self._executor.submit, step)))
+        if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
+            return []
+        earlier, pending = self._in_flight.popleft()
+        result = self._timed("wait", pending.result)
+        for phase, seconds in result.seconds:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+        return self._timed("commit", self._scheduler.commit, earlier, result, time.monotonic())
+
+    def add(self, request: Request) -> None:
+        """Take a request. Raises InvalidRequestError, and takes nothing, when it can never be served."""
+        bad = next((token for token in request.prompt if not 0 <= token < self.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"the prompt holds token {bad}, but the model's vocabulary has {self.vocab_size}", "prompt"
+            )
+        for name, tokens in (
+            ("logit_bias", (token for token, _ in request.params.logit_bias)),
+            ("stop_token_ids", iter(request.params.stop_token_ids)),
+        ):
+            if any(token >= self.vocab_size for token in tokens):
+                raise InvalidRequestError(f"{name} names a token beyond the vocabulary of {self.vocab_size}", name)
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> Output | None:
+        """End a request and free what it holds, at once; None for one that is not (or no longer) there."""
+        return self._scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._in_flight) or self._scheduler.has_work
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer, read when first asked for. Raises CheckpointError if there is none."""
+        model = self.config.model
+        return Tokenizer.open(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, unless model.generation_config is "none"."""
+        return self.checkpoint.default_params()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Continue prompts (texts or token ids) and wait for all; one Completion each, in their order.
+
+        params: for all, or one for each; None: `default_params`. progress: show a progress bar on stderr.
+        """
+        return generate(self, [prompts] if isinstance(prompts, str) else prompts, params, progress=progress)
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """Continue one prompt; text comes as it is made. Closing the iterator ends the request."""
+        return stream(self, prompt, params)
+
+    def astream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[TextDelta]:
+        """As `stream`, for asyncio; many may run at once in one event loop, and share their steps."""
+        if self._async is None:
+            self._async = AsyncGenerator(self)
+        return self._async.stream(prompt, params)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        return attrs.evolve(self._scheduler.stats(), seconds=tuple(self._seconds.items()))
+
+    def check(self) -> Health:
+        """Whether steps can be run."""
+        return Health(ok=False, detail="the engine is closed") if self._closed else self._executor.check()
+
+    def close(self) -> None:
+        """Stop, and free the device; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._in_flight.clear()
+            self._executor.shutdown()
+            self.plugins.hook.engine_stopped(engine=self)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _timed(self, phase: str, call: Any, *args: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return call(*args)
+        finally:
+            self._seconds[phase] += time.perf_counter() - begin

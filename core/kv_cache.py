@@ -1,0 +1,248 @@
+"""The paged KV cache: who owns which block (BlockManager, pure Python) and the tensors (KVPool)."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.core.attention import AttentionSpec
+
+DIGEST_BYTES = 16
+
+
+class HashChain:
+    """Digests of the full blocks of one token sequence that only grows, computed as far as asked, once.
+
+    A block's digest covers its parent's digest and its own tokens, the first one's the salt, so that equal digests mean
+    equal salts and equal tokens from the start of the sequence to the end of the block.
+    """
+
+    __slots__ = ("_digests", "_page_size", "_root")
+
+    def __init__(self, page_size: int, salt: str = "") -> None:
+        self._page_size = page_size
+        self._root = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+        self._digests: list[bytes] = []
+
+    def digest(self, tokens: Sequence[int], block: int) -> bytes:
+        """Digest of the full block with number `block`, counted from the start of `tokens`."""
+        digests = self._digests
+        while len(digests) <= block:
+            start = len(digests) * self._page_size
+            content = array("q", tokens[start : start + self._page_size]).tobytes()
+            parent = digests[-1] if digests else self._root
+            digests.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
+        return digests[block]
+
+
+class _Table:
+    """The blocks of one sequence, and how many at its front are registered or were found in the cache."""
+
+    __slots__ = ("blocks", "registered")
+
+    def __init__(self, blocks: list[int], registered: int) -> None:
+        self.blocks = blocks
+        self.registered = registered
+
+
+class BlockManager:
+    """Hands out KV blocks to sequences and shares those of equal prefixes.
+
+    A block is free, used (by one sequence, or by several that share a prefix) or cached: full, known by its digest, and
+    used by nobody. Cached blocks are given away when no free one is left, the least recently used first.
+    """
+
+    def __init__(self, num_blocks: int, page_size: int, *, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
+        self._references = [0] * num_blocks
+        self._digests: list[bytes | None] = [None] * num_blocks
+        self._by_digest: dict[bytes, int] = {}
+        self._tables: dict[int, _Table] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks with nothing of use in them."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks kept for prefixes to come."""
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks in tables of sequences."""
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def table(self, sequence: int) -> tuple[int, ...]:
+        """The blocks of a sequence, in order."""
+        return tuple(self._tables[sequence].blocks)
+
+    def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
+        """Blocks that hold the longest cached prefix of `tokens`; changes nothing.
+
+        Never all of `tokens`: the last one must be computed, for its logits.
+        """
+        found: list[int] = []
+        if self.prefix_caching:
+            for index in range((len(tokens) - 1) // self.page_size):
+                block = self._by_digest.get(chain.digest(tokens, index))
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def can_allocate(
+        self, num_tokens: int, cached: Sequence[int] = (), *, spare: int = 0, without: Iterable[int] = ()
+    ) -> bool:
+        """Whether `allocate` would succeed and leave `spare` blocks, once the sequences `without` are freed."""
+        released = Counter(block for sequence in without for block in self._tables[sequence].blocks)
+        available = self.num_available + sum(self._references[block] == count for block, count in released.items())
+        revived = sum(self._references[block] == released[block] for block in cached)
+        return self.blocks_for(num_tokens) - len(cached) + spare <= available - revived
+
+    def allocate(self, sequence: int, num_tokens: int, cached: Sequence[int] = ()) -> list[int] | None:
+        """Give a new sequence blocks for its first `num_tokens`, of which `cached` (from `lookup`) are the front.
+
+        Returns all its blocks, or None, with nothing changed, when there are not enough.
+        """
+        if not self.can_allocate(num_tokens, cached):
+            return None
+        for block in cached:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+        self._tables[sequence] = _Table(list(cached), len(cached))
+        self.extend(sequence, num_tokens)
+        return list(self._tables[sequence].blocks)
+
+    def extend(self, sequence: int, num_tokens: int) -> list[int] | None:
+        """Make a sequence's blocks hold `num_tokens`.
+
+        Returns the blocks added (none if it had enough), or None, with nothing changed, when there are not enough.
+        """
+        blocks = self._tables[sequence].blocks
+        missing = self.blocks_for(num_tokens) - len(blocks)
+        if missing > self.num_available:
+            return None
+        added = [self._take() for _ in range(missing)]
+        blocks += added
+        return added
+
+    def register(self, sequence: int, tokens: Sequence[int], chain: HashChain, num_computed: int) -> None:
+        """Let others share the sequence's full blocks among its first `num_computed` tokens, which are in the cache.
+
+        A block whose content is registered already stays private: one block a digest.
+        """
+        if not self.prefix_caching:
+            return
+        table = self._tables[sequence]
+        for index in range(table.registered, num_computed // self.page_size):
+            digest = chain.digest(tokens, index)
+            if digest not in self._by_digest:
+                block = table.blocks[index]
+                self._by_digest[digest] = block
+                self._digests[block] = digest
+            table.registered = index + 1
+
+    def free(self, sequence: int) -> None:
+        """Take the blocks from a sequence; registered ones that nobody else uses stay cached."""
+        # Last block first, so that a prefix is evicted from its end: a block without its parent cannot be found.
+        for block in reversed(self._tables.pop(sequence).blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._digests[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is accounted for exactly once."""
+        references = Counter(block for table in self._tables.values() for block in table.blocks)
+        used, free, cached = set(references), set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert len(used) + len(free) + len(cached) == len(used | free | cached), "a block is in two states"
+        assert used | free | cached == set(range(self.num_blocks)), "a block is lost"
+        assert self.num_used == len(used), "free + cached + used is not the total"
+        assert self._references == [references[block] for block in range(self.num_blocks)], "a reference count is wrong"
+        assert all(len(set(table.blocks)) == len(table.blocks) for table in self._tables.values()), "a block repeats"
+        known = {block: digest for block, digest in enumerate(self._digests) if digest is not None}
+        assert {digest: block for block, digest in known.items()} == self._by_digest, "the digest index is wrong"
+        assert cached <= known.keys(), "a cached block has no digest"
+        assert not free & known.keys(), "a free block has a digest"
+
+    def _take(self) -> int:
+        """One block for one sequence, the least recently used cached one if none is free."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            digest = self._digests[block]
+            assert digest is not None
+            del self._by_digest[digest]
+            self._digests[block] = None
+        self._references[block] = 1
+        return block
+
+
+class KVPool:
+    """The KV cache's tensors: for each layer, keys and values [num_blocks + 1, page_size, kv_heads, head_dim].
+
+    The last block is scratch: padding is written there, and nobody reads it.
+    """
+
+    def __init__(self, spec: AttentionSpec, num_blocks: int, device: torch.device | str) -> None:
+        import torch
+
+        self.num_blocks = num_blocks
+        self.page_size = spec.page_size
+        shape = (num_blocks + 1, spec.page_size, spec.num_kv_heads, spec.head_dim)
+        # On a CPU zeroed memory takes no space before it is written; on a GPU zeroing would only cost time.
+        allocate = torch.zeros if torch.device(device).type == "cpu" else torch.empty
+
+        def tensors() -> list[torch.Tensor]:
+            dtype = getattr(torch, spec.kv_dtype)
+            return [allocate(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+
+        self.keys = tensors()
+        self.values = tensors()
+        self._flat_keys = [tensor.flatten(0, 1) for tensor in self.keys]
+        self._flat_values = [tensor.flatten(0, 1) for tensor in self.values]
+
+    @property
+    def scratch_block(self) -> int:
+        """The block for padding."""
+        return self.num_blocks
+
+    @staticmethod
+    def bytes_per_block(spec: AttentionSpec) -> int:
+        """Memory that one block takes over all layers, keys and values."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, spec.kv_dtype)
+        return 2 * spec.num_layers * spec.page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store k and v: [tokens, kv_heads, head_dim] at `slots`: [tokens] int64, block * page_size + offset."""
+        keys = self._flat_keys[layer]
+        keys.index_copy_(0, slots, k.to(keys.dtype))
+        self._flat_values[layer].index_copy_(0, slots, v.to(keys.dtype))

@@ -1,0 +1,97 @@
+"""Linear layers: what every kernel needs around it, and the kernel without quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from engine.core.layers.base import Layer, plain_tensor, torch_dtype
+from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sums a tensor over all ranks."""
+
+WEIGHT_SHARD_DIM = {"none": None, "column": 0, "row": 1}
+BIAS_SHARD_DIM = {"none": None, "column": 0, "row": None}
+
+
+class PlainKernel(LinearKernel):
+    """Weights in the model's own type."""
+
+    def __init__(self, spec: LinearSpec) -> None:
+        self._spec = spec
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """NAME.weight of each part: [out_features, in_features]."""
+        spec = self._spec
+        shard_dim = WEIGHT_SHARD_DIM[spec.parallel]
+        return {
+            _weight(part): plain_tensor((part.out_features, spec.in_features), spec.dtype, shard_dim)
+            for part in spec.parts
+        }
+
+    def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """One matrix, the parts' outputs one below the other."""
+        return {"weight": merge([loaded[_weight(part)] for part in self._spec.parts], self._spec.dtype)}
+
+    def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        """x: [..., in_features] -> [..., out_features]."""
+        return F.linear(x, weights["weight"], bias)
+
+
+class Linear(Layer):
+    """y = x W^T + b under any kernel; merged parts give their outputs side by side."""
+
+    def __init__(self, spec: LinearSpec, kernel: LinearKernel, reduce: Reduce | None = None) -> None:
+        """`reduce`: given when each rank has only some of the inputs, so that y is a sum over ranks."""
+        self.spec = spec
+        self.kernel = kernel
+        self._apply = kernel.apply
+        self._reduce = reduce
+        self._weights: Mapping[str, torch.Tensor] = {}
+        self._bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
+        if self._reduce is None:
+            return self._apply(x, self._weights, self._bias)
+        y = self._reduce(self._apply(x, self._weights, None))
+        return y if self._bias is None else y + self._bias
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """The kernel's tensors, and NAME.bias of each part."""
+        spec = self.spec
+        shard_dim = BIAS_SHARD_DIM[spec.parallel]
+        biases = spec.parts if spec.bias else ()
+        return {
+            **self.kernel.tensors(),
+            **{_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in biases},
+        }
+
+    def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
+        """Let the kernel prepare its tensors; merge the biases."""
+        biases = {_bias(part): loaded[_bias(part)] for part in self.spec.parts} if self.spec.bias else {}
+        if biases:
+            self._bias = merge(list(biases.values()), self.spec.dtype)
+        self._weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and bias."""
+        kept = list(self._weights.values()) + ([] if self._bias is None else [self._bias])
+        return sum(tensor.nbytes for tensor in kept)
+
+
+def merge(tensors: list[torch.Tensor], dtype: str) -> torch.Tensor:
+    """Join along the first dimension, in `dtype`; a single tensor of that type is kept as it is."""
+    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(torch_dtype(dtype))
+
+
+def _weight(part: LinearPart) -> str:
+    return f"{part.name}.weight"
+
+
+def _bias(part: LinearPart) -> str:
+    return f"{part.name}.bias"

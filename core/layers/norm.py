@@ -1,0 +1,55 @@
+"""Root mean square normalisation (arXiv:1910.07467); the mean is taken in float32 or better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from engine.core.layers.base import Layer, TensorLayer, plain_tensor, torch_dtype
+from engine.core.quant import TensorSpec
+
+
+class RMSNorm(TensorLayer):
+    """Norm over the hidden size, with the residual addition before it."""
+
+    def __init__(self, name: str, size: int, eps: float, dtype: str) -> None:
+        super().__init__(name, (size,), dtype)
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and x + residual itself, the next residual; both [..., size]."""
+        total = x if residual is None else x + residual
+        return F.rms_norm(total, self.shape, self.weight, self.eps), total
+
+
+class HeadNorm(Layer):
+    """Norm over each head of queries and keys at once; all query heads share one weight, all key heads another."""
+
+    _weight: torch.Tensor
+
+    def __init__(self, parts: tuple[tuple[str, int], ...], head_dim: int, eps: float, dtype: str) -> None:
+        """`parts`: (tensor's name, heads it is for), in the order of the heads."""
+        self._parts = parts
+        self._shape = (head_dim,)
+        self._eps = eps
+        self._dtype = dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, heads, head_dim], the heads of all parts side by side."""
+        return F.rms_norm(x, self._shape, None, self._eps) * self._weight
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """One weight a part."""
+        return {name: plain_tensor(self._shape, self._dtype) for name, _ in self._parts}
+
+    def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
+        """Lay the weights out by heads."""
+        rows = [loaded[name].expand(heads, -1) for name, heads in self._parts]
+        self._weight = torch.cat(rows).to(torch_dtype(self._dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as laid out."""
+        return self._weight.nbytes if hasattr(self, "_weight") else 0

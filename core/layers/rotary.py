@@ -1,0 +1,192 @@
+"""Rotary position embedding (arXiv:2104.09864) and the ways to stretch it over longer contexts.
+
+The frequencies are computed in float32 in the order of operations of Hugging Face transformers, so that angles at far
+positions agree to the last bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from attrs import frozen
+
+from engine.core.checkpoint import read_key
+from engine.core.errors import CheckpointError
+from engine.core.layers.base import torch_dtype
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and signed sines of one pass: [tokens, 1, rotary_dim]."""
+
+DEFAULT_THETA = 10000.0
+
+T = TypeVar("T", int, float, bool)
+
+
+@frozen(kw_only=True)
+class RotarySpec:
+    """How a model turns its queries and keys."""
+
+    rotary_dim: int
+    """Leading dimensions of each head that are turned."""
+    type: str
+    """default, linear, llama3 or yarn."""
+    parameters: Mapping[str, Any]
+    """The keys of config.json's rope_parameters (rope_scaling in older files), with rope_theta among them."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RotarySpec:
+        """Read either layout of config.json. Raises CheckpointError for a type unknown or a key missing."""
+        refusal = refuses_rope(config)
+        if refusal is not None:
+            raise CheckpointError(refusal)
+        parameters = _parameters(config)
+        rotary_dim = int(head_dim * _read(parameters, "partial_rotary_factor", float, 1.0))
+        if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
+            raise CheckpointError(
+                f"config.json asks for a rotary embedding over {rotary_dim} of {head_dim} dimensions a head;"
+                " it must be an even number of them"
+            )
+        spec = cls(rotary_dim=rotary_dim, type=rope_type(parameters), parameters=parameters)
+        spec.frequencies()  # a missing key shows here, and not after the weights are read
+        return spec
+
+    def frequencies(self) -> tuple[torch.Tensor, float]:
+        """Radians a token of each pair of dimensions ([rotary_dim / 2] float32), and the factor on cosine and sine."""
+        theta = _read(self.parameters, "rope_theta", float, DEFAULT_THETA, least=2)
+        powers = theta ** (torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
+        return ROPE_TYPES[self.type](powers, theta, self.parameters)
+
+    def longest(self, max_position_embeddings: int) -> int:
+        """Longest context, tokens. Some files with yarn still give the original one as max_position_embeddings."""
+        if self.type != "yarn" or self.parameters.get("factor") is None:
+            return max_position_embeddings
+        original = _read(self.parameters, "original_max_position_embeddings", int, least=1)
+        return max(max_position_embeddings, int(original * _read(self.parameters, "factor", float, least=1)))
+
+
+def rope_type(parameters: Mapping[str, Any]) -> str:
+    """The type that rope parameters name; older files say "type"."""
+    return str(parameters.get("rope_type") or parameters.get("type") or "default")
+
+
+def refuses_rope(config: Mapping[str, Any]) -> str | None:
+    """Why the rotary embedding of this config.json cannot be computed; None if it can."""
+    stored = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(stored, Mapping):
+        return f"rope parameters must be a table, not {stored!r}"
+    if any(isinstance(value, Mapping) for value in stored.values()):
+        return f"rope parameters given by kind of layer ({', '.join(stored)}) are not supported"
+    if rope_type(stored) not in ROPE_TYPES:
+        return f"rope type {rope_type(stored)!r} is not supported; known are {', '.join(ROPE_TYPES)}"
+    return None
+
+
+def _parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Both layouts as one: what stood beside the table in older files is moved into it."""
+    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if parameters.get(key) is None and config.get(key) is not None:
+            parameters[key] = config[key]
+    longest = config.get("max_position_embeddings")
+    original = config.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
+    return {**parameters, "original_max_position_embeddings": original or longest, "max_position_embeddings": longest}
+
+
+def _default(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+    return 1.0 / powers, 1.0
+
+
+def _linear(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+    """Positions divided by a factor (arXiv:2306.15595)."""
+    return 1.0 / powers / _read(parameters, "factor", float, least=1), 1.0
+
+
+def _llama3(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+    """Llama 3.1: slow dimensions divided by a factor, fast ones kept, a straight blend between the two."""
+    factor = _read(parameters, "factor", float, least=1)
+    low = _read(parameters, "low_freq_factor", float)
+    high = _read(parameters, "high_freq_factor", float)
+    original = _read(parameters, "original_max_position_embeddings", int, least=1)
+    if high <= low:
+        raise CheckpointError(f"config.json: high_freq_factor ({high}) must be above low_freq_factor ({low})")
+    inverse = 1.0 / powers
+    turns = original / (2 * math.pi / inverse)  # in the original context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inverse / factor + kept * inverse, 1.0
+
+
+def _yarn(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv:2309.00071): the same blend with its bounds in dimensions, and attention made sharper."""
+    original = _read(parameters, "original_max_position_embeddings", int, least=1)
+    longest = _read(parameters, "max_position_embeddings", int, original)
+    factor = _read(parameters, "factor", float, longest / original, least=1)
+    size = 2 * len(powers)
+
+    def dimension(turns: float) -> float:
+        """Where a pair of dimensions makes so many turns in the original context."""
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(_read(parameters, "beta_fast", float, 32.0, least=0.001))
+    high = dimension(_read(parameters, "beta_slow", float, 1.0, least=0.001))
+    if _read(parameters, "truncate", bool, True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high += 0.001 if low == high else 0
+    divided = ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    frequencies = 1.0 / (factor * powers) * divided + 1.0 / powers * (1 - divided)
+    return frequencies, _yarn_attention_factor(factor, parameters)
+
+
+def _yarn_attention_factor(factor: float, parameters: Mapping[str, Any]) -> float:
+    def sharpness(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    default = sharpness(scale) / sharpness(scale_all) if scale and scale_all else sharpness(1.0)
+    return _read(parameters, "attention_factor", float, default)
+
+
+def _read(parameters: Mapping[str, Any], key: str, kind: type[T], default: T | None = None, *, least: float = 0) -> T:
+    return read_key(parameters, key, kind, default, least=least, where="config.json's table of rope parameters")
+
+
+ROPE_TYPES: Mapping[str, Callable[[torch.Tensor, float, Mapping[str, Any]], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+class Rotary:
+    """Computes a pass's angles from its positions: no table, so no longest position and nothing to grow."""
+
+    def __init__(self, spec: RotarySpec, dtype: str, device: str) -> None:
+        inverse, self._factor = spec.frequencies()
+        # The first half of a head gets -sin and the second sin (see rotate): a negative frequency gives just that.
+        self._signed = torch.cat((-inverse, inverse)).to(device)
+        self._dtype = torch_dtype(dtype)
+
+    def angles(self, positions: torch.Tensor) -> Angles:
+        """positions: [tokens] int64 -> what `rotate` needs, shared by all layers of the pass."""
+        turned = positions.view(-1, 1, 1) * self._signed
+        cos, sin = turned.cos(), turned.sin()
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+
+def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """x: [tokens, heads, head_dim], turned; dimension i pairs with i + rotary_dim / 2.
+
+    The second half times -sin is added to the first, the first half times sin to the second.
+    """
+    cos, sin = angles
+    size = cos.shape[-1]
+    if size == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(size // 2, -1), sin)
+    turned = x[..., :size]
+    return torch.cat((torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin), x[..., size:]), dim=-1)

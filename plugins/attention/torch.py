@@ -1,0 +1,176 @@
+"""Attention by PyTorch operations alone: gather each sequence's keys and values, then scaled_dot_product_attention.
+
+Runs wherever torch runs, and is what the other backends are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from attrs import frozen
+
+from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot, window_of
+from engine.core.batch import ForwardBatch
+from engine.core.device import DeviceInfo
+from engine.core.kv_cache import KVPool
+
+
+@frozen
+class Group:
+    """Sequences attended to in one call: their queries, padded to one length, against their keys, padded likewise."""
+
+    query_rows: torch.Tensor | slice
+    """[sequences * queries]: rows of q; a slice where they are adjacent."""
+    num_sequences: int
+    slots: torch.Tensor
+    """[sequences * keys]: where keys and values are in the pool; a padded key repeats a visible one."""
+    mask: torch.Tensor | None
+    """[sequences, 1, queries, keys]: 0 where a query sees a key, -inf elsewhere; None: all, or causal."""
+    causal: bool
+    """Plain causal attention of as many queries as keys."""
+
+
+class TorchAttention(AttentionBackend):
+    """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
+
+    api = "1"
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
+        """Any model on any device, with keys and values in a type that torch multiplies by itself."""
+        if spec.kv_dtype != spec.dtype:
+            return (
+                f"keys and values must have the type of the activations ({spec.dtype}), not {spec.kv_dtype}; "
+                "use --kv-dtype auto"
+            )
+        return None
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
+        self._spec = spec
+        self._windows = window_of(spec)
+        shape = (-1, spec.num_kv_heads, spec.head_dim)
+        self._keys = [keys.view(shape) for keys in pool.keys]
+        self._values = [values.view(shape) for values in pool.values]
+
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Mapping[int, Sequence[Group]]:
+        """For each layer, the groups to attend to."""
+        plans: dict[int, Sequence[Group]] = {}
+        for window, layers in self._windows.items():
+            groups = [*self._decode_groups(batch, window), *self._prefill_groups(batch, window)]
+            plans.update(dict.fromkeys(layers, groups))
+        return plans
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Mapping[int, Sequence[Group]]
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        groups = plan[layer]
+        if len(groups) == 1:
+            return self._attend(layer, q, groups[0])
+        out = torch.empty_like(q)
+        for group in groups:
+            out[group.query_rows] = self._attend(layer, q[group.query_rows], group)
+        return out
+
+    def _attend(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
+        """q: [sequences * queries, heads, head_dim], one sequence after the other -> the same shape."""
+        heads, dim = q.shape[1:]
+        count = group.num_sequences
+        keys, values = (
+            pool[layer].index_select(0, group.slots).view(count, -1, self._spec.num_kv_heads, dim).transpose(1, 2)
+            for pool in (self._keys, self._values)
+        )
+        queries = q.view(count, -1, heads, dim).transpose(1, 2)
+        if self._spec.softcap is None:
+            out = F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=group.mask,
+                is_causal=group.causal,
+                scale=self._spec.scale,
+                enable_gqa=heads != self._spec.num_kv_heads,
+            )
+        else:
+            out = self._attend_capped(queries, keys, values, group, self._spec.softcap)
+        return out.transpose(1, 2).reshape(q.shape)
+
+    def _attend_capped(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, softcap: float
+    ) -> torch.Tensor:
+        """As scaled_dot_product_attention, with scores capped. All [sequences, heads, length, head_dim]."""
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        scores = (q @ k.transpose(2, 3)).float() * self._spec.scale
+        scores = softcap * torch.tanh(scores / softcap)
+        if group.causal:
+            scores = scores + torch.full(scores.shape[2:], -torch.inf, device=q.device).triu(1)
+        elif group.mask is not None:
+            scores = scores + group.mask
+        return scores.softmax(-1).to(q.dtype) @ v
+
+    def _decode_groups(self, batch: ForwardBatch, window: int | None) -> list[Group]:
+        """Sequences with one query each, those of like lengths together, so that padding at most doubles the work."""
+        if not batch.num_decodes:
+            return []
+        ends = batch.context_lens_host[: batch.num_decodes].astype(np.int64)
+        starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+        lengths = ends - starts
+        buckets = np.frexp(np.maximum(lengths - 1, 1))[1]
+        groups = []
+        for bucket in np.unique(buckets):
+            members = np.flatnonzero(buckets == bucket)
+            count, keys = len(members), int(lengths[members].max())
+            offsets = np.arange(keys)
+            padding = offsets >= lengths[members, None]
+            positions = starts[members, None] + np.where(padding, 0, offsets)
+            mask = None
+            if padding.any():
+                mask = self._to_device(np.where(padding, -np.inf, 0.0)).to(self._dtype).view(count, 1, 1, keys)
+            adjacent = members[-1] - members[0] + 1 == count
+            rows = slice(int(members[0]), int(members[-1]) + 1) if adjacent else self._to_device(members)
+            slots = self._slots(batch, members, positions)
+            groups.append(Group(query_rows=rows, num_sequences=count, slots=slots, mask=mask, causal=False))
+        return groups
+
+    def _prefill_groups(self, batch: ForwardBatch, window: int | None) -> list[Group]:
+        """One group for each sequence with a stretch of prompt."""
+        groups = []
+        row = batch.num_decodes
+        for sequence in range(batch.num_decodes, batch.num_sequences):
+            queries = int(batch.query_lens_host[sequence])
+            end = int(batch.context_lens_host[sequence])
+            first = end - queries
+            start = 0 if window is None else max(first + 1 - window, 0)
+            positions = np.arange(start, end)
+            causal = start == 0 and first == 0 and (window is None or window >= end)
+            mask = None
+            if not causal:
+                distance = np.arange(first, end)[:, None] - positions
+                visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+                mask = self._to_device(np.where(visible, 0.0, -np.inf)).to(self._dtype)[None, None]
+            slots = self._slots(batch, np.array([sequence]), positions[None])
+            rows = slice(row, row + queries)
+            groups.append(Group(query_rows=rows, num_sequences=1, slots=slots, mask=mask, causal=causal))
+            row += queries
+        return groups
+
+    def _slots(
+        self, batch: ForwardBatch, sequences: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Places in the pool of `positions` [len(sequences), n]: [len(sequences) * n]."""
+        size = self._spec.page_size
+        blocks = batch.block_tables_host[sequences[:, None], positions // size].astype(np.int64)
+        return self._to_device((blocks * size + positions % size).reshape(-1))
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._keys[0].device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._keys[0].dtype

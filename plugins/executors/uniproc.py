@@ -1,0 +1,68 @@
+"""One device, in the engine's own process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.core.checkpoint import Checkpoint
+from engine.core.config import EngineConfig
+from engine.core.device import DeviceInfo, find_device
+from engine.core.errors import ExecutorError
+from engine.core.executors import Executor, Health, PendingResult
+from engine.core.runner import Runner
+from engine.core.selection import Parts
+from engine.core.types import CacheInfo, Step
+
+
+class UniprocExecutor(Executor):
+    """Calls the runner directly. A CPU computes a step within `submit`; a GPU computes while the engine goes on."""
+
+    api = "1"
+
+    @classmethod
+    def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
+        """Never: one device is always there."""
+        return None
+
+    def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
+        self._device = find_device(config.executor.device)
+        checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
+        self._runner: Runner | None = Runner(config, parts, checkpoint, self._device)
+        self._failure = ""
+
+    @property
+    def asynchronous(self) -> bool:
+        """True on a GPU."""
+        return self._device.type != "cpu"
+
+    def start(self) -> CacheInfo:
+        """See Executor."""
+        return self._running().start()
+
+    def submit(self, step: Step) -> PendingResult:
+        """See Executor."""
+        try:
+            return self._running().launch(step)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            self._failure = f"step {step.id} failed on {self._device.torch_name}: {error}"
+            raise ExecutorError(self._failure) from error
+
+    def check(self) -> Health:
+        """Whether the runner is there and no step has failed."""
+        if self._runner is None:
+            return Health(ok=False, detail="the executor is shut down")
+        return Health(ok=not self._failure, detail=self._failure)
+
+    def shutdown(self) -> None:
+        """See Executor."""
+        if self._runner is not None:
+            self._runner = None
+            if self.asynchronous:
+                torch.cuda.empty_cache()
+
+    def _running(self) -> Runner:
+        if self._runner is None:
+            raise ExecutorError("the executor is shut down; make a new engine")
+        return self._runner

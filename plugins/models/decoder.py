@@ -1,0 +1,192 @@
+"""The pre-norm decoder that Llama and its relatives share; their own files say only where they differ."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import frozen
+
+from engine.core.checkpoint import read_key
+from engine.core.errors import CheckpointError
+from engine.core.layers import Angles, LayerFactory, RotarySpec, silu_and_mul
+from engine.core.layers.rotary import refuses_rope
+from engine.core.models import Model, ModelSpec
+
+if TYPE_CHECKING:
+    from engine.core.batch import ForwardPass
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@frozen(kw_only=True)
+class DecoderConfig:
+    """What a config.json says of the network, in one form for all architectures."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_len: int
+    norm_eps: float
+    tied: bool
+    """Whether the LM head is the embedding."""
+    rope: RotarySpec
+    sliding_windows: tuple[int | None, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether each head of queries and keys is normalised before it is rotated."""
+
+
+class Decoder(Model):
+    """Embedding, blocks of attention and gated MLP, norm, LM head."""
+
+    api: ClassVar[str] = "1"
+    architecture: ClassVar[str]
+    """As config.json names it."""
+    model_type: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """Read a config.json. Raises CheckpointError, naming the key, for one that lacks something."""
+
+    @classmethod
+    def refuses(cls, config: Mapping[str, Any]) -> str | None:
+        """Another architecture, activation or rotary embedding than is built here."""
+        named = config.get("architectures")
+        is_mine = cls.architecture in named if named else config.get("model_type") == cls.model_type
+        if not is_mine:
+            what = ", ".join(map(str, named)) if named else f"of model_type {config.get('model_type')!r}"
+            return f"it builds {cls.architecture}, and this checkpoint is {what}"
+        activation = config.get("hidden_act", "silu")
+        if activation not in {"silu", "swish"}:
+            return f"it computes the activation silu, and this checkpoint wants {activation!r}"
+        experts = [key for key in EXPERT_KEYS if config.get(key)]
+        if experts:
+            return f"it has no mixture of experts, and this checkpoint has one ({experts[0]} in config.json)"
+        return refuses_rope(config)
+
+    @classmethod
+    def spec(cls, config: Mapping[str, Any]) -> ModelSpec:
+        """The shape of the model."""
+        shape = cls.parse(config)
+        return ModelSpec(
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            max_len=shape.max_len,
+            sliding_windows=shape.sliding_windows,
+            scale=shape.head_dim**-0.5,
+        )
+
+    def __init__(self, config: Mapping[str, Any], layers: LayerFactory, options: Any = None) -> None:
+        shape = self.parse(config)
+        self._embedding = layers.embedding("model.embed_tokens", shape.vocab_size, shape.hidden_size)
+        self._rotary = layers.rotary(shape.rope)
+        self._blocks = [DecoderBlock(index, shape, layers) for index in range(shape.num_layers)]
+        self._norm = layers.norm("model.norm", shape.hidden_size, shape.norm_eps)
+        tied = self._embedding if shape.tied else None
+        self._lm_head = layers.lm_head("lm_head", shape.vocab_size, shape.hidden_size, tied)
+
+    def forward(self, run: ForwardPass) -> torch.Tensor:
+        """Hidden states: [tokens, hidden_size]."""
+        angles = self._rotary.angles(run.batch.positions)
+        hidden = self._embedding(run.batch.tokens)
+        residual = None
+        for block in self._blocks:
+            hidden, residual = block(run, hidden, residual, angles)
+        return self._norm(hidden, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] -> [rows, vocab_size]."""
+        return self._lm_head(hidden)
+
+
+class DecoderBlock:
+    """One layer: attention, then the gated MLP, each behind a norm."""
+
+    def __init__(self, index: int, shape: DecoderConfig, layers: LayerFactory) -> None:
+        name, hidden, head_dim = f"model.layers.{index}", shape.hidden_size, shape.head_dim
+        self._attention_norm = layers.norm(f"{name}.input_layernorm", hidden, shape.norm_eps)
+        queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+        self._qkv = layers.linear(
+            [
+                (f"{name}.self_attn.q_proj", queries),
+                (f"{name}.self_attn.k_proj", keys),
+                (f"{name}.self_attn.v_proj", keys),
+            ],
+            hidden,
+            bias=shape.qkv_bias,
+            parallel="column",
+        )
+        heads = layers.share(shape.num_heads, "query heads")
+        kv_heads = layers.share(shape.num_kv_heads, "key and value heads")
+        self._head_norm = None
+        if shape.qk_norm:
+            parts = [(f"{name}.self_attn.q_norm", heads), (f"{name}.self_attn.k_norm", kv_heads)]
+            self._head_norm = layers.head_norm(parts, head_dim, shape.norm_eps)
+        self._attention = layers.attention(index, heads, kv_heads, head_dim)
+        self._output = layers.linear(
+            [(f"{name}.self_attn.o_proj", hidden)], queries, bias=shape.output_bias, parallel="row"
+        )
+        self._mlp_norm = layers.norm(f"{name}.post_attention_layernorm", hidden, shape.norm_eps)
+        self._gate_up = layers.linear(
+            [(f"{name}.mlp.gate_proj", shape.intermediate_size), (f"{name}.mlp.up_proj", shape.intermediate_size)],
+            hidden,
+            bias=shape.mlp_bias,
+            parallel="column",
+        )
+        self._down = layers.linear(
+            [(f"{name}.mlp.down_proj", hidden)], shape.intermediate_size, bias=shape.mlp_bias, parallel="row"
+        )
+
+    def __call__(
+        self, run: ForwardPass, hidden: torch.Tensor, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden: [tokens, hidden_size], what the block before adds to `residual`; returns the same two."""
+        hidden, residual = self._attention_norm(hidden, residual)
+        qk, v = self._attention.split(self._qkv(hidden))
+        if self._head_norm is not None:
+            qk = self._head_norm(qk)
+        hidden = self._output(self._attention(run, qk, v, angles))
+        hidden, residual = self._mlp_norm(hidden, residual)
+        return self._down(silu_and_mul(self._gate_up(hidden))), residual
+
+
+def parse_decoder(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read what all architectures name alike: no biases, no norm on heads, full attention."""
+    num_layers = read_key(config, "num_hidden_layers", int, least=1)
+    num_heads = read_key(config, "num_attention_heads", int, least=1)
+    num_kv_heads = read_key(config, "num_key_value_heads", int, num_heads, least=1)
+    hidden_size = read_key(config, "hidden_size", int, least=1)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_key_value_heads ({num_kv_heads}) does not divide num_attention_heads ({num_heads})"
+        )
+    head_dim = read_key(config, "head_dim", int, hidden_size // num_heads, least=1)
+    rope = RotarySpec.from_config(config, head_dim)
+    return DecoderConfig(
+        vocab_size=read_key(config, "vocab_size", int, least=1),
+        hidden_size=hidden_size,
+        intermediate_size=read_key(config, "intermediate_size", int, least=1),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_len=rope.longest(read_key(config, "max_position_embeddings", int, least=1)),
+        norm_eps=read_key(config, "rms_norm_eps", float),
+        tied=read_key(config, "tie_word_embeddings", bool, False),
+        rope=rope,
+        sliding_windows=(None,) * num_layers,
+    )

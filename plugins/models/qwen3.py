@@ -1,0 +1,31 @@
+"""Qwen3, the dense models (arXiv:2505.09388)."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import evolve
+
+from engine.core.checkpoint import read_key
+from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
+from engine.plugins.models.qwen2 import layer_windows
+
+
+class Qwen3(Decoder):
+    """The decoder with a norm on each head of queries and keys; windows as in Qwen2."""
+
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
+    model_type: ClassVar[str] = "qwen3"
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """head_dim is never derived: it is not hidden_size / num_attention_heads in most of these models."""
+        read_key(config, "head_dim", int, least=1)
+        attention_bias = read_key(config, "attention_bias", bool, False)
+        shape = parse_decoder(config)
+        return evolve(
+            shape,
+            qk_norm=True,
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            sliding_windows=layer_windows(config, shape.num_layers),
+        )

@@ -1,0 +1,66 @@
+"""What `engine serve` prints when it is ready."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.core.config import EngineConfig
+from engine.server.messages import Started
+from engine.server.service import served_name
+
+
+def summary(started: Started, config: EngineConfig, url: str) -> str:
+    """The address, the plugin of each seam and why, where the memory goes, and a line to paste."""
+    cache = started.cache
+    contexts = cache.num_blocks * cache.page_size / started.max_len
+    plugins = [(choice.seam, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices]
+    memory = [
+        ("weights", _size(cache.weights_bytes), ""),
+        ("activations", _size(cache.activation_bytes), ""),
+        (
+            "KV cache",
+            _size(cache.kv_bytes),
+            f"{cache.num_blocks} blocks of {cache.page_size} tokens, {contexts:.1f} contexts of full length",
+        ),
+        ("budget", _size(cache.budget_bytes), ""),
+    ]
+    title = f"{served_name(config)} on {cache.device}, {cache.dtype}, context {started.max_len} tokens"
+    return "\n".join(
+        (
+            f"{title}, loaded in {started.seconds:.1f} s",
+            "",
+            *_table(plugins),
+            "",
+            *_table(memory),
+            "",
+            f"Listening on {url}",
+            "",
+            curl(config, url),
+            "",
+        )
+    )
+
+
+def curl(config: EngineConfig, url: str) -> str:
+    """A command that asks the server for a completion."""
+    body = {"model": served_name(config), "prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0}
+    key = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key else ""
+    data = shlex.quote(msgspec.json.encode(body).decode())
+    return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {data}"
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"  {name:{widths[0]}}  {value:{widths[1]}}  {note}".rstrip() for name, value, note in rows]
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,290 @@
+"""Conformance suite for attention backends: what any backend must compute, against a dense reference in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+
+from engine.core.attention import AttentionBackend, AttentionSpec
+from engine.core.batch import ForwardBatch
+from engine.core.device import DeviceInfo
+from engine.core.kv_cache import KVPool
+
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+"""Largest relative norm of the error, by the type of queries, keys and values."""
+
+Lengths = tuple[tuple[int, int], ...]
+"""For each sequence: tokens in the cache from earlier steps, new tokens."""
+
+BATCHES: dict[str, Lengths] = {
+    "prefill": ((0, 7), (0, 33), (0, 1)),
+    "chunked prefill": ((16, 16), (5, 9), (40, 1)),
+    "decode": ((1, 1), (15, 1), (16, 1), (70, 1)),
+    "one token": ((0, 1),),
+    "mixed": ((31, 1), (3, 1), (0, 20), (17, 6)),
+}
+
+
+@frozen
+class Work:
+    """One forward pass: the batch, its inputs in each layer, and what must come out."""
+
+    batch: ForwardBatch
+    pool: KVPool
+    inputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    expected: Sequence[torch.Tensor]
+    """For each layer [tokens, heads, head_dim] float64."""
+
+
+class AttentionConformance:
+    """Derive a class named Test... from this one and set `backend`.
+
+    Slots of the pool beyond a sequence's context hold NaN, and so do blocks of no sequence. A feature that the backend
+    refuses is skipped with its sentence; the plain case must not be refused.
+    """
+
+    backend: ClassVar[type[AttentionBackend]]
+    device: ClassVar[DeviceInfo | str] = "cpu"
+    """A name stands for a device without further properties."""
+    dtype: ClassVar[str] = "float32"
+    options: ClassVar[Any] = None
+    """Passed to the backend; None: the defaults of its options_class."""
+
+    @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=lambda heads: f"{heads[0]}:{heads[1]}")
+    @pytest.mark.parametrize("name", BATCHES)
+    def test_batch(self, name: str, heads: tuple[int, int]) -> None:
+        """Ragged batches of each kind, for several ratios of query heads to key-value heads."""
+        self.check(self.spec(num_heads=heads[0], num_kv_heads=heads[1]), BATCHES[name])
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_random_batch(self, seed: int) -> None:
+        """Batches of random lengths."""
+        pick = random.Random(seed)
+        decodes = [(pick.randint(1, 90), 1) for _ in range(pick.randint(0, 6))]
+        prefills = [(pick.choice([0, 0, pick.randint(1, 40)]), pick.randint(1, 40)) for _ in range(pick.randint(0, 4))]
+        self.check(self.spec(), tuple(decodes + prefills) or ((0, 1),), seed=seed)
+
+    @pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128, 256])
+    def test_page_size(self, page_size: int) -> None:
+        """Every page size the backend says it can read."""
+        sizes = self.backend.page_sizes
+        if sizes is not None and page_size not in sizes:
+            pytest.skip(f"reads pages of {sizes}")
+        self.check(self.spec(page_size=page_size), BATCHES["mixed"])
+
+    @pytest.mark.parametrize("head_dim", [32, 64, 128])
+    def test_head_dim(self, head_dim: int) -> None:
+        """The sizes of heads that models have."""
+        self.check(self.spec(head_dim=head_dim, scale=head_dim**-0.5), BATCHES["mixed"])
+
+    @pytest.mark.parametrize("name", BATCHES)
+    @pytest.mark.parametrize("window", [1, 4, 16, 1000])
+    def test_sliding_window(self, window: int, name: str) -> None:
+        """A window in every layer."""
+        self.check(self.spec(sliding_windows=(window, window)), BATCHES[name])
+
+    def test_layers_of_different_windows(self) -> None:
+        """Full attention in one layer, a window in the next, under one plan."""
+        self.check(self.spec(sliding_windows=(None, 8)), BATCHES["mixed"])
+
+    @pytest.mark.parametrize("name", BATCHES)
+    def test_softcap(self, name: str) -> None:
+        """Scores capped by tanh."""
+        self.check(self.spec(softcap=2.0), BATCHES[name])
+
+    def test_scale(self) -> None:
+        """A scale that is not 1 / sqrt(head_dim)."""
+        self.check(self.spec(scale=0.03), BATCHES["mixed"])
+
+    def test_a_sequence_does_not_depend_on_its_batch(self) -> None:
+        """The other sequences of a batch change nothing beyond rounding."""
+        spec = self.spec()
+        work = self.make(spec, BATCHES["mixed"])
+        together = self.run(spec, work)[0]
+        start = 0
+        for index, (cached, new) in enumerate(BATCHES["mixed"]):
+            alone = self.run(spec, self._only(work, index, decodes=cached > 0 and new == 1))[0]
+            self._close(together[start : start + new], alone.double().cpu(), "alone")
+            start += new
+
+    def test_nothing_is_changed(self) -> None:
+        """Neither the pool nor the inputs are written to."""
+        spec = self.spec()
+        work = self.make(spec, BATCHES["mixed"])
+        tensors = [*work.pool.keys, *work.pool.values, *(tensor for layer in work.inputs for tensor in layer)]
+        before = [tensor.clone() for tensor in tensors]
+        self.run(spec, work)
+        for old, new in zip(before, tensors, strict=True):
+            torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
+
+    def test_the_plain_case_is_not_refused(self) -> None:
+        """A backend that refuses everything would pass all else."""
+        refusal = self.backend.refuses(self.spec(), self._device())
+        assert refusal is None, f"{self.backend.__name__} refuses plain attention in {self.dtype}: {refusal}"
+
+    def spec(self, **changes: Any) -> AttentionSpec:
+        """A small model's attention: two layers, four heads over two."""
+        spec = AttentionSpec(
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            scale=0.125,
+            dtype=self.dtype,
+            kv_dtype=self.dtype,
+            page_size=self.backend.page_sizes[0] if self.backend.page_sizes else 16,
+            max_len=256,
+            sliding_windows=(None, None),
+        )
+        return attrs.evolve(spec, **changes)
+
+    def check(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> None:
+        """Run one batch through every layer and compare; skip what the backend refuses."""
+        refusal = self.backend.refuses(spec, self._device())
+        if refusal is not None:
+            assert isinstance(refusal, str), f"refuses() answered {refusal!r}, not a sentence"
+            assert refusal, "refuses() answered an empty string"
+            pytest.skip(refusal)
+        work = self.make(spec, lengths, seed)
+        for layer, out in enumerate(self.run(spec, work)):
+            assert out.dtype == getattr(torch, spec.dtype), f"layer {layer} returned {out.dtype}"
+            self._close(out, work.expected[layer], f"layer {layer}")
+
+    def run(self, spec: AttentionSpec, work: Work) -> list[torch.Tensor]:
+        """The backend's output in each layer."""
+        options = self.options
+        if options is None and self.backend.options_class is not None:
+            options = self.backend.options_class()
+        backend = self.backend(spec, work.pool, options)
+        with torch.inference_mode():
+            plan = backend.plan(work.batch)
+            return [backend.forward(layer, *inputs, plan) for layer, inputs in enumerate(work.inputs)]
+
+    def make(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> Work:
+        """Random keys, values and queries; the pool in a random order of blocks, NaN wherever nothing was stored."""
+        pick = random.Random(seed)
+        draw = torch.Generator().manual_seed(seed)
+        name = self._device().torch_name
+        contexts = [cached + new for cached, new in lengths]
+        counts = [-(-context // spec.page_size) for context in contexts]
+        blocks = list(range(sum(counts) + 2))
+        pick.shuffle(blocks)
+        unused = blocks.pop()
+        tables = np.full((len(lengths), max(counts)), unused, np.int32)
+        slots: list[np.ndarray[Any, Any]] = []
+        for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
+            tables[row, :count] = [blocks.pop() for _ in range(count)]
+            at = np.arange(context)
+            slots.append(tables[row, at // spec.page_size].astype(np.int64) * spec.page_size + at % spec.page_size)
+        pool = KVPool(spec, sum(counts) + 2, name)
+        for tensor in (*pool.keys, *pool.values):
+            tensor.fill_(torch.nan)
+        inputs, expected = [], []
+        for layer in range(spec.num_layers):
+            queries, keys, values, outs = [], [], [], []
+            for row, (cached, new) in enumerate(lengths):
+                shape = (contexts[row], spec.num_kv_heads, spec.head_dim)
+                k, v = (torch.randn(shape, generator=draw).to(getattr(torch, spec.kv_dtype)) for _ in range(2))
+                q = torch.randn((new, spec.num_heads, spec.head_dim), generator=draw).to(getattr(torch, spec.dtype))
+                pool.write(layer, k.to(name), v.to(name), torch.tensor(slots[row], device=name))
+                queries.append(q)
+                keys.append(k[cached:])
+                values.append(v[cached:])
+                outs.append(dense_attention(q, k, v, spec, spec.sliding_windows[layer]))
+            dtype = getattr(torch, spec.dtype)
+            inputs.append(tuple(torch.cat(parts).to(name, dtype) for parts in (queries, keys, values)))
+            expected.append(torch.cat(outs))
+        return Work(self._batch(lengths, tables, slots), pool, inputs, expected)  # type: ignore[arg-type]
+
+    def _batch(self, lengths: Lengths, tables: np.ndarray[Any, Any], slots: list[np.ndarray[Any, Any]]) -> ForwardBatch:
+        name = self._device().torch_name
+        news = np.array([new for _, new in lengths], np.int32)
+        contexts = np.array([cached + new for cached, new in lengths], np.int32)
+        starts = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
+        positions = np.concatenate([np.arange(cached, cached + new) for cached, new in lengths])
+        places = np.concatenate([row[cached:] for row, (cached, _) in zip(slots, lengths, strict=True)])
+        decodes = 0
+        while decodes < len(lengths) and lengths[decodes][0] > 0 and lengths[decodes][1] == 1:
+            decodes += 1
+        return ForwardBatch(
+            tokens=torch.zeros(len(positions), dtype=torch.int64, device=name),
+            positions=torch.tensor(positions, dtype=torch.int64, device=name),
+            slots=torch.tensor(places, dtype=torch.int64, device=name),
+            query_starts=torch.tensor(starts, device=name),
+            context_lens=torch.tensor(contexts, device=name),
+            block_tables=torch.tensor(tables, device=name),
+            logit_rows=torch.tensor(starts[1:] - 1, dtype=torch.int64, device=name),
+            num_decodes=decodes,
+            query_lens_host=news,
+            context_lens_host=contexts,
+            block_tables_host=tables,
+        )
+
+    def _only(self, work: Work, index: int, decodes: bool) -> Work:
+        """The work of one sequence, over the same pool."""
+        batch = work.batch
+        start, end = int(batch.query_starts[index]), int(batch.query_starts[index + 1])
+        rows, one = slice(start, end), slice(index, index + 1)
+        alone = attrs.evolve(
+            batch,
+            tokens=batch.tokens[rows],
+            positions=batch.positions[rows],
+            slots=batch.slots[rows],
+            query_starts=batch.query_starts[index : index + 2] - start,
+            context_lens=batch.context_lens[one],
+            block_tables=batch.block_tables[one],
+            logit_rows=batch.logit_rows[one] - start,
+            num_decodes=int(decodes),
+            query_lens_host=batch.query_lens_host[one],
+            context_lens_host=batch.context_lens_host[one],
+            block_tables_host=batch.block_tables_host[one],
+        )
+        inputs = [(q[rows], k[rows], v[rows]) for q, k, v in work.inputs]
+        return Work(alone, work.pool, inputs, [out[rows] for out in work.expected])
+
+    def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+        error = float((found.double().cpu() - expected).norm() / expected.norm())
+        limit = TOLERANCE[self.dtype]
+        assert error <= limit, (
+            f"{what}: relative error {error:.2e}, more than {limit:.0e} (NaN: an unused slot was read)"
+        )
+
+    def _device(self) -> DeviceInfo:
+        if isinstance(self.device, DeviceInfo):
+            return self.device
+        kind, _, index = self.device.partition(":")
+        return DeviceInfo(type=kind, index=int(index or 0))
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, window: int | None
+) -> torch.Tensor:
+    """Causal attention of one sequence by the definition: the reference.
+
+    q: [new, heads, head_dim], the last tokens of the sequence; k, v: [context, kv_heads, head_dim].
+    Returns [new, heads, head_dim] float64.
+    """
+    new, context = len(q), len(k)
+    group = spec.num_heads // spec.num_kv_heads
+    out = torch.empty(q.shape, dtype=torch.float64)
+    at = torch.arange(context)
+    for head in range(spec.num_heads):
+        keys, values = k[:, head // group].double(), v[:, head // group].double()
+        for row in range(new):
+            position = context - new + row
+            scores = keys @ q[row, head].double() * spec.scale
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            seen = at <= position
+            if window is not None:
+                seen &= at > position - window
+            out[row, head] = scores[seen].softmax(0) @ values[seen]
+    return out

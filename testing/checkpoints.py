@@ -1,0 +1,90 @@
+"""Tiny random checkpoints of every built-in architecture, for tests of models, engines and servers."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""Small, with weights large enough that attention is not nearly even and mistakes show in the logits."""
+
+LETTERS = "etaoinshrdlucmfw"
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_checkpoint(
+    directory: str | Path,
+    architecture: str = "llama",
+    *,
+    tokenizer: bool = False,
+    seed: int = 0,
+    shards: bool = False,
+    **config: Any,
+) -> Path:
+    """Write a tiny random float32 checkpoint by transformers' own save_pretrained, and return its directory.
+
+    architecture: llama, mistral, qwen2 or qwen3, or any other model_type that transformers knows.
+    tokenizer: also write a tokenizer of 512 tokens (256 bytes, pairs of letters, special ones) with a chat template;
+        its <|endoftext|> then ends a text.
+    shards: several safetensors files and an index, in place of one file.
+    config: keys of config.json that differ from `TINY`; rope_parameters or the older rope_scaling among them.
+    """
+    import torch
+    import transformers
+
+    target = Path(directory)
+    special = {"eos_token_id": TINY["vocab_size"] - len(SPECIAL_TOKENS)} if tokenizer else {}
+    library: Any = transformers  # without types
+    built = library.AutoConfig.for_model(architecture, **{**TINY, **special, **config})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = library.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide mistakes
+                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(target, max_shard_size="100KB" if shards else "50GB")
+    if tokenizer:
+        _write_tokenizer(target)
+    return target
+
+
+def _write_tokenizer(directory: Path) -> None:
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    every_pair = ((first, second) for first in LETTERS for second in LETTERS)
+    pairs = list(islice(every_pair, TINY["vocab_size"] - 256 - len(SPECIAL_TOKENS)))
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(first + second for first, second in pairs)]
+    raw = Tokenizer(models.BPE(vocab={symbol: token for token, symbol in enumerate(symbols)}, merges=pairs))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    library: Any = transformers  # without types
+    fast = library.PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        eos_token=SPECIAL_TOKENS[0],
+        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)

@@ -1,0 +1,157 @@
+"""Conformance suite for scheduling policies: answers within the contract, and a random workload to its end."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar
+
+import pytest
+from attrs import frozen
+
+from engine.core.errors import InvalidRequestError
+from engine.core.kv_cache import BlockManager
+from engine.core.scheduler import Scheduler
+from engine.core.schedulers import SchedulingPolicy, Split
+from engine.core.types import Request, SamplingParams, Step, StepResult
+
+
+@frozen(kw_only=True)
+class View:
+    """A request as a policy sees it."""
+
+    id: str
+    priority: int = 0
+    arrival: float = 0.0
+    prompt_tokens: int = 1
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+
+
+class PolicyConformance:
+    """Derive a class named Test... from this one and set `policy`."""
+
+    policy: ClassVar[type[SchedulingPolicy]]
+    options: ClassVar[Any] = None
+    """Passed to the policy; None: the defaults of its options_class."""
+
+    def make(self) -> SchedulingPolicy:
+        """A fresh policy."""
+        options = self.options
+        if options is None and self.policy.options_class is not None:
+            options = self.policy.options_class()
+        return self.policy(options)
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_order(self, seed: int) -> None:
+        """Only waiting requests, each once, the same each time, and nothing is changed."""
+        waiting = self.views(seed)
+        order = list(self.make().order(tuple(waiting), 100.0))
+        assert len({view.id for view in order}) == len(order), "order() names a request twice"
+        assert all(any(view is one for one in waiting) for view in order), "order() names what does not wait"
+        assert list(self.make().order(tuple(waiting), 100.0)) == order, "order() differs from call to call"
+        assert waiting == self.views(seed), "order() changed a request"
+        assert list(self.make().order((), 100.0)) == []
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_victim(self, seed: int) -> None:
+        """A running request, the same each time."""
+        running = self.views(seed)
+        victim = self.make().victim(tuple(running))
+        assert any(victim is one for one in running), "victim() names what does not run"
+        assert self.make().victim(tuple(running)) is victim, "victim() differs from call to call"
+        assert self.make().victim((running[0],)) is running[0]
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_preempts(self, seed: int) -> None:
+        """None or a running request, and never two that would displace one another for ever."""
+        candidate, *running = self.views(seed)
+        policy = self.make()
+        victim = policy.preempts(candidate, tuple(running))
+        if victim is None:
+            return
+        assert any(victim is one for one in running), "preempts() names what does not run"
+        assert policy.preempts(victim, (candidate,)) is None, "two requests would displace one another for ever"
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_split_and_decode_steps(self, seed: int) -> None:
+        """Shares and step counts of the right kind."""
+        views = self.views(seed)
+        running, waiting = tuple(views[:3]), tuple(views[3:])
+        split = self.make().split(64, waiting, running)
+        assert isinstance(split, Split)
+        assert isinstance(split.decode, int) and split.decode >= 0, f"decode share {split.decode!r}"  # noqa: PT018
+        assert isinstance(split.prefill, int) and split.prefill >= 0, f"prefill share {split.prefill!r}"  # noqa: PT018
+        steps = self.make().decode_steps(running, waiting)
+        assert isinstance(steps, int) and steps >= 1, f"decode_steps() answered {steps!r}"  # noqa: PT018
+
+    @pytest.mark.parametrize("num_blocks", [4, 12, 64])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_every_request_ends(self, seed: int, num_blocks: int) -> None:
+        """The real scheduler, short of blocks, runs a random workload to its end and stays within its budgets."""
+        pick = random.Random(seed)
+        blocks = BlockManager(num_blocks, 4)
+        scheduler = Scheduler(
+            self.make(), blocks, max_batch_tokens=16, max_running=5, max_len=64, eos_tokens=frozenset({0})
+        )
+        arrivals = [self.request(pick, number) for number in range(24)]
+        wanted: set[str] = set()
+        ended: set[str] = set()
+        for now in range(5000):
+            for request in arrivals[: pick.randint(0, 3)]:
+                arrivals.remove(request)
+                try:
+                    scheduler.add(request)
+                    wanted.add(request.id)
+                except InvalidRequestError:
+                    continue  # it would never fit into so few blocks
+            if wanted - ended and pick.random() < 0.05:
+                name = pick.choice(sorted(wanted - ended))
+                assert scheduler.abort(name) is not None
+                ended.add(name)
+            step = scheduler.schedule(float(now))
+            if step is None:
+                if not arrivals and not scheduler.has_work:
+                    break
+                assert not scheduler.has_work, f"nothing runs, but {sorted(wanted - ended)} wait"
+                continue
+            assert sum(piece.count for piece in step.slices) <= 16, "more tokens than the budget"
+            assert len(step.slices) <= 5, "more sequences than may run"
+            for output in scheduler.commit(step, self.result(pick, step), float(now)):
+                if output.finish_reason is not None:
+                    ended.add(output.request)
+            scheduler.check()
+        assert ended == wanted, f"never ended: {sorted(wanted - ended)}"
+        assert scheduler.stats().blocks_used == 0, "blocks are in use though nothing runs"
+
+    def views(self, seed: int) -> list[View]:
+        """Six requests in the order of their arrival."""
+        pick = random.Random(seed)
+        return [
+            View(
+                id=f"r{number}",
+                priority=pick.randint(0, 2),
+                arrival=float(number),
+                prompt_tokens=pick.randint(1, 100),
+                computed_tokens=pick.randint(0, 50),
+                output_tokens=pick.randint(0, 50),
+                preemptions=pick.randint(0, 2),
+            )
+            for number in range(6)
+        ]
+
+    def request(self, pick: random.Random, number: int) -> Request:
+        """A request of random lengths."""
+        return Request(
+            id=f"r{number}",
+            prompt=tuple(pick.choices(range(1, 4), k=pick.randint(1, 24))),
+            params=SamplingParams(max_tokens=pick.randint(1, 16), seed=number),
+            priority=pick.randint(0, 2),
+            arrival=float(number),
+        )
+
+    def result(self, pick: random.Random, step: Step) -> StepResult:
+        """Random tokens for a step; 0 ends a request."""
+        rows = sum(piece.sample for piece in step.slices)
+        tokens = tuple(tuple(pick.choices(range(12), k=step.iterations)) for _ in range(rows))
+        return StepResult(step=step.id, tokens=tokens)

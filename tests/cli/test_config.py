@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.cli.config import to_toml
+from engine.core.config import EngineConfig
+from engine.core.settings import flatten, load_config
+
+
+def test_every_setting_is_shown_with_value_and_origin(run):
+    result = run("config", "show", "--max-running", "7")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["scheduler.max_running", "7", "--max-running"] in lines
+    assert ["cache.prefix_caching", "true", "default"] in lines
+    assert {line[0] for line in lines if len(line) > 2} >= set(flatten(EngineConfig()))
+
+
+def test_json(run):
+    shown = json.loads(run("config", "show", "--json", "--set", "server.max_n=3").stdout)
+    assert shown["server.max_n"] == {"value": 3, "origin": "--set"}
+    assert set(shown) == set(flatten(EngineConfig()))
+
+
+def test_toml_can_be_fed_back(run, tmp_path):
+    arguments = (
+        *("--model", str(tmp_path / "a b"), "--attention-option", "tile=64", "--attention-option", "nested.on=true"),
+        *("--api-key", 'a"b\\c', "--memory-fraction", "0.25", "--set", "plugins.deny=", "--no-prefix-caching"),
+    )
+    file = tmp_path / "resolved.toml"
+    file.write_text(run("config", "show", "--toml", *arguments).stdout)
+    first = json.loads(run("config", "show", "--json", *arguments).stdout)
+    second = json.loads(run("config", "show", "--json", "--config", str(file)).stdout)
+    assert {key: one["value"] for key, one in second.items()} == {key: one["value"] for key, one in first.items()}
+    assert {one["origin"] for one in second.values()} == {"resolved.toml"}
+
+
+def test_toml_makes_paths_absolute(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    file = tmp_path / "elsewhere" / "resolved.toml"
+    file.write_text(run("config", "show", "--toml", "--model", "mine").stdout)
+    assert load_config(file).config.model.path == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("value", ["tab\there", "line\nbreak", "del\x7f", 'quote"back\\slash', "ü😀", ""])
+def test_any_string_survives_toml(tmp_path, value):
+    file = tmp_path / "strings.toml"
+    config = load_config(
+        overrides={"attention.options": {"text": value, "list": [value], "table": {"a.b": 1.5}}}
+    ).config
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(file).config == config
+
+
+def test_json_and_toml_exclude_each_other(run):
+    result = run("config", "show", "--json", "--toml")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[scheduler]\nmax_runing = 3\n", ("broken.toml", "max_running")),
+        ("[schedulr]\nmax_running = 3\n", ("broken.toml", "schedulr", "scheduler")),
+        ('[scheduler]\nmax_running = "three"\n', ("broken.toml", "max_running", "three")),
+        ("[scheduler\n", ("broken.toml", "TOML")),
+    ],
+)
+def test_errors_in_a_file_name_file_key_and_fix(run, tmp_path, text, words):
+    file = Path(tmp_path / "broken.toml")
+    file.write_text(text)
+    result = run("config", "show", "--config", str(file))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr

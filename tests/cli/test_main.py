@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from engine.cli import main, serve
+from engine.core import registry
+from engine.core.errors import CapacityError, ExecutorError
+from engine.core.hooks import hookimpl
+
+HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "numpy", "safetensors")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["plugins", "list"], ["config", "show"], ["serve", "--help"], ["bench", "--help"], ["--version"]],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported(arguments):
+    program = (
+        "import sys\n"
+        "from engine.cli.main import app\n"
+        f"app({arguments!r}, standalone_mode=False)\n"
+        f"print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert done.stdout
+
+
+def test_the_script_runs():
+    program = "import sys; from engine.cli.main import main; sys.argv = ['engine', '--version']; main()"
+    assert subprocess.check_output([sys.executable, "-c", program]).startswith(b"engine ")
+
+
+def test_help_lists_every_command(run):
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("serve", "generate", "chat", "bench", "config", "plugins"):
+        assert f" {command} " in result.stdout
+
+
+def test_version(run):
+    assert run("--version").stdout.strip() == f"engine {importlib.metadata.version(main.DISTRIBUTION)}"
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(run):
+    result = run("generte")
+    assert result.exit_code == 2
+    assert "generate" in result.stderr
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest(run):
+    result = run("serve", "--max-runing", "3")
+    assert result.exit_code == 2
+    assert "--max-running" in result.stderr
+
+
+@pytest.mark.parametrize(("error", "status"), [(CapacityError("too big"), 2), (ExecutorError("it broke"), 1)])
+def test_an_error_is_one_sentence(run, monkeypatch, error, status):
+    def fail(config: object) -> int:
+        raise error
+
+    monkeypatch.setattr("engine.server.run", fail)
+    result = run("serve")
+    assert (result.exit_code, result.stderr, result.stdout) == (status, f"error: {error}\n", "")
+
+
+def test_debug_prints_the_traceback(run, monkeypatch):
+    def fail(config: object) -> int:
+        raise CapacityError("too big")
+
+    monkeypatch.setattr("engine.server.run", fail)
+    result = run("--debug", "serve")
+    assert "Traceback" in result.stderr
+    assert result.stderr.endswith("error: too big\n")
+
+
+def test_serve_hands_over_the_configuration_and_returns_the_exit_code(run, monkeypatch):
+    seen = []
+
+    def fake(config):
+        seen.append(config)
+        return 143
+
+    monkeypatch.setattr("engine.server.run", fake)
+    assert run("serve", "--port", "9", "--max-running", "5").exit_code == 143
+    assert (seen[0].server.port, seen[0].scheduler.max_running) == (9, 5)
+    assert serve.serve.__doc__
+
+
+class Greeter:
+    """A plugin that adds commands."""
+
+    @hookimpl
+    def register_commands(self, app: typer.Typer) -> None:
+        @app.command()
+        def greet(name: str) -> None:
+            """Say hello."""
+            typer.echo(f"hello {name}")
+
+        @app.command()
+        def serve() -> None:
+            """Not this one: the name is taken."""
+
+
+class Broken:
+    """A plugin that cannot add its commands."""
+
+    @hookimpl
+    def register_commands(self, app: typer.Typer) -> None:
+        raise RuntimeError("out of order")
+
+
+@pytest.fixture
+def plugged(monkeypatch):
+    """plugged(plugin, ...) installs plugins for the commands that look for them."""
+    real = registry.load_plugins
+
+    def install(*plugins: object) -> None:
+        monkeypatch.setattr(registry, "load_plugins", lambda *config: real(*config, extra=plugins))
+
+    return install
+
+
+def test_a_plugin_adds_a_command(run, plugged):
+    plugged(Greeter())
+    assert "Say hello." in run("--help").stdout
+    assert run("greet", "you").stdout == "hello you\n"
+
+
+def test_a_plugin_does_not_replace_a_command(run, plugged):
+    plugged(Greeter())
+    result = run("--help")
+    assert "Not this one" not in result.stdout
+    assert "serve" in result.stderr
+
+
+def test_a_plugin_that_fails_to_add_commands_is_a_warning(run, plugged):
+    plugged(Broken(), Greeter())
+    result = run("greet", "you")
+    assert result.stdout == "hello you\n"
+    assert "out of order" in result.stderr
+
+
+def test_built_in_commands_look_for_no_plugin(run, monkeypatch):
+    monkeypatch.setattr(registry, "load_plugins", lambda *config: pytest.fail("plugins were loaded"))
+    assert run("config", "show").exit_code == 0

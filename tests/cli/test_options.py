@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from engine.cli.options import DEMO_MODEL, OFFLINE, SECTIONS, configured, purpose, sampled
+from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.settings import Resolved, describe
+from engine.core.types import SamplingParams
+
+
+def resolve(*arguments: str, without: tuple[str, ...] = ()) -> Resolved:
+    """What a command gets for these arguments; raises what it would raise."""
+    found: list[Resolved] = []
+    app = typer.Typer()
+
+    @app.command()
+    @configured(without=without)
+    def command(resolved: Resolved) -> None:
+        found.append(resolved)
+
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None:
+        raise result.exception
+    return found[0]
+
+
+def sample(*arguments: str) -> SamplingParams:
+    found: list[SamplingParams] = []
+    app = typer.Typer()
+
+    @app.command()
+    @sampled()
+    def command(sampling: dict[str, object]) -> None:
+        found.append(SamplingParams(**sampling))
+
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None:
+        raise result.exception
+    return found[0]
+
+
+def flags_of(command: object) -> set[str]:
+    app = typer.Typer()
+    app.command()(command)
+    return {flag for param in typer.main.get_command(app).params for flag in param.opts}
+
+
+def test_each_setting_with_a_flag_is_an_option():
+    @configured()
+    def command(resolved: Resolved) -> None: ...
+
+    assert flags_of(command) - {"--help", "--install-completion", "--show-completion"} == {
+        "--config",
+        "--set",
+        *(setting.flag for setting in describe() if setting.flag),
+    }
+
+
+@pytest.mark.parametrize(("without", "gone"), [(OFFLINE, "--port"), (SECTIONS, "--model")])
+def test_sections_can_be_left_out(without, gone):
+    @configured(without=without)
+    def command(resolved: Resolved) -> None: ...
+
+    assert gone not in flags_of(command)
+    assert {"--config", "--set"} <= flags_of(command)
+
+
+def test_only_what_was_given_overrides_and_its_origin_is_the_flag():
+    plain = resolve()
+    given = resolve("--max-running", "7", "--no-prefix-caching", "--memory-fraction", "0.5", "--dtype", "float16")
+    assert given.config.scheduler.max_running == 7
+    assert given.config.cache.prefix_caching is False
+    assert given.config.cache.memory_fraction == 0.5
+    assert given.config.model.dtype == "float16"
+    changed = {key: origin for key, origin in given.origins.items() if plain.origins[key] != origin}
+    assert changed == {
+        "scheduler.max_running": "--max-running",
+        "cache.prefix_caching": "--prefix-caching",
+        "cache.memory_fraction": "--memory-fraction",
+        "model.dtype": "--dtype",
+    }
+
+
+def test_the_model_is_the_demo_unless_named():
+    assert resolve().origins["model.path"] == DEMO_MODEL
+    named = resolve("--model", "somewhere")
+    assert (named.config.model.path, named.origins["model.path"]) == ("somewhere", "--model")
+
+
+def test_options_beat_the_file_and_the_file_beats_defaults(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[scheduler]\nmax_running = 3\nmax_batch_tokens = 64\n")
+    resolved = resolve("--config", str(file), "--max-running", "4")
+    assert (resolved.config.scheduler.max_running, resolved.config.scheduler.max_batch_tokens) == (4, 64)
+    assert resolved.origins["scheduler.max_batch_tokens"] == "mine.toml"
+    assert resolved.origins["scheduler.max_running"] == "--max-running"
+
+
+def test_set_reaches_settings_without_an_option():
+    resolved = resolve("--set", "server.max_n=3", "--set", "cache.prefix_caching=off")
+    assert resolved.config.server.max_n == 3
+    assert resolved.config.cache.prefix_caching is False
+    assert resolved.origins["server.max_n"] == "--set"
+
+
+def test_plugin_options_are_collected():
+    resolved = resolve("--attention-option", "tile=64", "--attention-option", "name=a=b")
+    assert resolved.config.attention.options == {"tile": 64, "name": "a=b"}
+    assert resolved.origins["attention.options.tile"] == "--attention-option"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--max-running", "4", "--set", "scheduler.max_running=5"),
+        ("--attention-option", "tile=1", "--attention-option", "tile=2"),
+        ("--set", "server.max_n=1", "--set", "server.max_n=2"),
+    ],
+)
+def test_a_setting_given_twice_is_refused(arguments):
+    with pytest.raises(ConfigError, match="given twice"):
+        resolve(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--max-running", "many"), ("--max-running", "many")),
+        (("--max-running", "0"), ("--max-running", "0")),
+        (("--dtype", "float61"), ("--dtype", "float61", "float16")),
+        (("--set", "scheduler.max_runing=4"), ("--set", "max_running")),
+        (("--set", "scheduler"), ("--set", "KEY=VALUE")),
+        (("--attention-option", "tile"), ("--attention-option", "KEY=VALUE")),
+        (("--config", "nowhere.toml"), ("nowhere.toml",)),
+    ],
+)
+def test_errors_name_the_option_and_what_would_work(arguments, words):
+    with pytest.raises(ConfigError) as caught:
+        resolve(*arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_every_section_says_what_it_is_for():
+    assert all(purpose(section) for section in SECTIONS)
+
+
+def test_each_sampling_field_is_an_option_with_help():
+    @sampled(without=("seed",))
+    def command(sampling: dict[str, object]) -> None: ...
+
+    app = typer.Typer()
+    app.command()(command)
+    options = {param.name: param for param in typer.main.get_command(app).params}
+    for name in SamplingParams.__attrs_attrs__:
+        if name.name != "seed":
+            assert options[name.name].help, name.name
+    assert "seed" not in options
+
+
+def test_no_sampling_option_leaves_the_defaults_alone():
+    assert sample() == SamplingParams()
+
+
+def test_sampling_options_have_the_types_of_the_fields():
+    params = sample(
+        *("--max-tokens", "5", "--temperature", "0", "--top-p", "0.5", "--seed", "7", "--ignore-eos"),
+        *("--no-skip-special-tokens", "--stop", "a", "--stop", "b", "--stop-token-ids", "3", "--logprobs", "0"),
+        *("--logit-bias", "5=-1.5", "--logit-bias", "6=2"),
+    )
+    assert params == SamplingParams(
+        max_tokens=5,
+        temperature=0.0,
+        top_p=0.5,
+        seed=7,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        stop=("a", "b"),
+        stop_token_ids=(3,),
+        logprobs=0,
+        logit_bias=((5, -1.5), (6, 2.0)),
+    )
+
+
+def test_a_sampling_value_out_of_range_is_refused():
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        sample("--temperature", "-1")
+
+
+def test_a_bias_that_is_no_number_is_refused():
+    with pytest.raises(InvalidRequestError, match="--logit-bias 'a=b'"):
+        sample("--logit-bias", "a=b")
+
+
+def test_an_options_decorator_keeps_the_commands_own_parameters():
+    app = typer.Typer()
+
+    @app.command()
+    @configured(without=SECTIONS)
+    @sampled()
+    def command(resolved: Resolved, sampling: dict[str, object], word: str, count: int = 1) -> None:
+        """Say it."""
+        typer.echo(json.dumps([word, count, sampling, resolved.config.server.max_n]))
+
+    result = CliRunner().invoke(app, ["hello", "--count", "2", "--seed", "3", "--set", "server.max_n=9"])
+    assert json.loads(result.stdout) == ["hello", 2, {"seed": 3}, 9]
+    assert "Say it." in CliRunner().invoke(app, ["--help"]).stdout

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from engine.cli.plugins import check_all
+from engine.core import registry
+from engine.core.config import EngineConfig, ModelConfig
+from engine.core.hooks import hookimpl
+from engine.core.schedulers import API, SchedulingPolicy
+
+
+class Fussy(SchedulingPolicy):
+    """Refuses every machine."""
+
+    api = API
+
+    @classmethod
+    def refuses(cls) -> str | None:
+        return "it needs a tide table; install one"
+
+    def order(self, waiting, now):
+        return waiting
+
+    def victim(self, running):
+        return running[-1]
+
+
+class Crashing(Fussy):
+    """Raises when asked."""
+
+    @classmethod
+    def refuses(cls) -> str | None:
+        raise RuntimeError("out of order")
+
+
+class Unfinished(SchedulingPolicy):
+    """Lacks all methods."""
+
+    api = API
+
+
+class Extra:
+    """Three policies that have something against working."""
+
+    @hookimpl
+    def register_schedulers(self, register) -> None:
+        for cls in (Fussy, Crashing, Unfinished):
+            register(cls.__name__.lower(), lambda cls=cls: cls, api=API, summary="for tests")
+
+
+@pytest.fixture
+def with_extra(monkeypatch):
+    loaded = registry.load_plugins(extra=[Extra()])
+    monkeypatch.setattr(registry, "load_plugins", lambda *config: loaded)
+    return loaded
+
+
+def test_the_list_names_every_offer_and_where_it_is_from(run):
+    offers = json.loads(run("plugins", "list", "--json").stdout)
+    plugins = registry.load_plugins()
+    assert {seam: [one["name"] for one in rows] for seam, rows in offers["seams"].items()} == {
+        seam: list(one.names()) for seam, one in plugins.seams.items()
+    }
+    assert offers["failures"] == [str(failure) for failure in plugins.failures]
+    assert set(offers["seams"]["attention"][0]) == {"name", "summary", "distribution", "version", "preference"}
+    lines = run("plugins", "list").stdout.splitlines()
+    for rows in offers["seams"].values():
+        for one in rows:
+            [line] = [line for line in lines if line.split()[:1] == [one["name"]]]
+            assert one["summary"] in line
+            assert one["distribution"] in line
+
+
+def test_the_list_names_plugins_that_failed(run, monkeypatch):
+    empty = SimpleNamespace(seams={}, failures=("plugin 'bad' of bad-dist 1 could not be loaded",))
+    monkeypatch.setattr(registry, "load_plugins", lambda *config: empty)
+    result = run("plugins", "list")
+    assert "failed: plugin 'bad' of bad-dist 1 could not be loaded" in result.stdout
+    assert run("plugins", "check").exit_code == 1
+
+
+def test_denied_plugins_are_left_out(run):
+    result = run("plugins", "list", "--json", "--set", "plugins.deny=builtin")
+    assert not any(json.loads(result.stdout)["seams"].values())
+
+
+def test_check_accepts_the_built_ins(run, engine_checkpoint):
+    result = run("plugins", "check", "--json", "--model", str(engine_checkpoint))
+    assert result.exit_code == 0
+    verdicts = {(one["seam"], one["name"]): one for one in json.loads(result.stdout)["plugins"]}
+    assert all(one["status"] in ("usable", "refused") for one in verdicts.values())
+    assert verdicts["models", "llama"]["status"] == "usable"
+    assert verdicts["models", "qwen3"]["status"] == "refused"
+    assert verdicts["models", "qwen3"]["reason"]
+
+
+def test_check_tells_refused_from_broken(run, with_extra, engine_checkpoint):
+    result = run("plugins", "check", "--json", "--model", str(engine_checkpoint))
+    assert result.exit_code == 1
+    found = {one["name"]: (one["status"], one["reason"]) for one in json.loads(result.stdout)["plugins"]}
+    assert found["fussy"] == ("refused", "it needs a tide table; install one")
+    assert found["crashing"][0] == "broken"
+    assert "out of order" in found["crashing"][1]
+    assert found["unfinished"][0] == "broken"
+    assert "victim" in found["unfinished"][1]
+
+
+def test_check_without_a_readable_model_still_loads_every_class(tmp_path):
+    config = EngineConfig(model=ModelConfig(path=str(tmp_path / "nowhere")))
+    verdicts = {(one.seam, one.name): one for one in check_all(config, registry.load_plugins())}
+    assert verdicts["schedulers", "fcfs"].status == "usable"
+    assert verdicts["attention", "torch"].status == "loads"
+    assert "nowhere" in verdicts["attention", "torch"].reason
+
+
+def test_check_prints_a_table(run, engine_checkpoint):
+    lines = run("plugins", "check", "--model", str(engine_checkpoint)).stdout.splitlines()
+    assert ["fcfs", "schedulers", "usable"] in [line.split() for line in lines]
+    assert "torch" in sys.modules

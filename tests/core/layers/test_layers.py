@@ -1,0 +1,105 @@
+"""Norms, embedding, LM head, activation and the attention layer."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.core.layers import Attention, HeadNorm, LayerFactory, RMSNorm, Rotary, RotarySpec, silu_and_mul
+from engine.core.layers.rotary import rotate
+
+
+def reference_norm(x, weight, eps):
+    """In float32, cast back, then times the weight."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-7), ("float16", 2**-9)])
+def test_rms_norm(dtype, tolerance):
+    kind = getattr(torch, dtype)
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(7, 64).to(kind), torch.randn(7, 64).to(kind), torch.randn(64).to(kind)
+    norm = RMSNorm("norm.weight", 64, 1e-5, dtype)
+    norm.fill({"norm.weight": weight})
+    plain, same = norm(x)
+    assert torch.equal(same, x)
+    torch.testing.assert_close(plain, reference_norm(x, weight, 1e-5), rtol=tolerance, atol=tolerance)
+    fused, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    assert fused.dtype == kind
+    torch.testing.assert_close(fused, reference_norm(total, weight, 1e-5), rtol=tolerance, atol=tolerance)
+
+
+def test_rms_norm_of_tiny_values_uses_eps():
+    norm = RMSNorm("norm.weight", 4, 1.0, "float32")
+    norm.fill({"norm.weight": torch.ones(4)})
+    torch.testing.assert_close(norm(torch.full((1, 4), 1e-3))[0], torch.full((1, 4), 1e-3), rtol=1e-5, atol=0)
+
+
+def test_norms_leave_their_inputs_alone():
+    norm = RMSNorm("norm.weight", 4, 1e-6, "float32")
+    norm.fill({"norm.weight": torch.ones(4)})
+    x, residual = torch.ones(1, 4), torch.ones(1, 4)
+    norm(x, residual)
+    assert torch.equal(x, torch.ones(1, 4))
+    assert torch.equal(residual, torch.ones(1, 4))
+
+
+def test_head_norm():
+    torch.manual_seed(0)
+    x, queries, keys = torch.randn(5, 6, 8), torch.randn(8), torch.randn(8)
+    norm = HeadNorm((("q.weight", 4), ("k.weight", 2)), 8, 1e-6, "float32")
+    assert {name: spec.shape for name, spec in norm.tensors().items()} == {"q.weight": (8,), "k.weight": (8,)}
+    norm.fill({"q.weight": queries, "k.weight": keys})
+    expected = torch.cat([reference_norm(x[:, :4], queries, 1e-6), reference_norm(x[:, 4:], keys, 1e-6)], 1)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_silu_and_mul():
+    x = torch.randn(3, 10)
+    kept = x.clone()
+    torch.testing.assert_close(silu_and_mul(x), F.silu(x[:, :5]) * x[:, 5:])
+    assert torch.equal(x, kept)
+
+
+def test_embedding_and_heads():
+    layers = LayerFactory(dtype="float32", device="cpu")
+    embedding = layers.embedding("embed", 6, 4)
+    tied = layers.lm_head("lm_head", 6, 4, embedding)
+    assert layers.ignored == ["lm_head.weight"]
+    own = layers.lm_head("lm_head", 6, 4)
+    table, head = torch.randn(6, 4), torch.randn(6, 4)
+    for layer in layers.layers:
+        layer.fill({"embed.weight": table, "lm_head.weight": head})
+    assert torch.equal(embedding(torch.tensor([5, 0])), table[[5, 0]])
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(tied(x), x @ table.T)
+    torch.testing.assert_close(own(x), x @ head.T)
+    assert layers.nbytes == 2 * 6 * 4 * 4
+
+
+def test_attention_rotates_writes_and_attends():
+    written = []
+    run = SimpleNamespace(
+        batch=SimpleNamespace(slots=torch.tensor([3, 1])),
+        plan="the plan",
+        pool=SimpleNamespace(write=lambda *values: written.append(values)),
+        attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: q if (layer, plan) == (2, "the plan") else None),
+    )
+    torch.manual_seed(0)
+    qkv = torch.randn(2, (4 + 2 + 2) * 8)
+    heads = qkv.view(2, 8, 8)
+    rotary = Rotary(RotarySpec(rotary_dim=8, type="default", parameters={}), "float32", "cpu")
+    angles = rotary.angles(torch.tensor([5, 0]))
+    attention = Attention(2, num_heads=4, num_kv_heads=2, head_dim=8)
+    qk, v = attention.split(qkv)
+    out = attention(run, qk, v, angles)
+    torch.testing.assert_close(out, rotate(heads[:, :4], angles).flatten(1))
+    [(layer, keys, values, slots)] = written
+    assert layer == 2
+    torch.testing.assert_close(keys, rotate(heads[:, 4:6], angles))
+    assert torch.equal(values, heads[:, 6:])
+    assert torch.equal(slots, run.batch.slots)

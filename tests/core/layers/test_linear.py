@@ -1,0 +1,111 @@
+"""Linear layers, their kernels, and the factory that chooses them."""
+
+import pytest
+import torch
+
+from engine.core.errors import ConfigError
+from engine.core.layers import LayerFactory, PlainKernel
+from engine.core.quant import LinearKernel, QuantMethod, TensorSpec
+
+
+class Doubled(LinearKernel):
+    """Reads one tensor for all parts and multiplies by twice its sum."""
+
+    def tensors(self):
+        return {"only.values": TensorSpec(shape=(-1,), dtypes=("int8",))}
+
+    def prepare(self, loaded):
+        return {"factor": loaded["only.values"].sum() * 2}
+
+    def apply(self, x, weights, bias):
+        return x * weights["factor"] + (0 if bias is None else bias)
+
+
+class Chosen(QuantMethod):
+    """Takes only the layers named special."""
+
+    api = "1"
+
+    def __init__(self):
+        self.asked = []
+
+    @classmethod
+    def refuses(cls, checkpoint, device):
+        return None
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint, options):
+        return cls()
+
+    def linear(self, spec):
+        self.asked.append(spec)
+        return Doubled() if spec.parts[0].name == "special" else None
+
+
+def make(**changes):
+    return LayerFactory(**{"dtype": "float32", "device": "cpu", **changes})
+
+
+def test_the_quantization_method_is_asked_for_each_linear():
+    quant = Chosen()
+    layers = make(quant=quant)
+    special = layers.linear([("special", 3)], 3, bias=True)
+    plain = layers.linear([("a", 3), ("b", 2)], 3, parallel="column")
+    assert [[part.name for part in spec.parts] for spec in quant.asked] == [["special"], ["a", "b"]]
+    assert quant.asked[1].parallel == "column"
+    assert quant.asked[1].out_features == 5
+    assert isinstance(plain.kernel, PlainKernel)
+    assert set(special.tensors()) == {"only.values", "special.bias"}
+    special.fill({"only.values": torch.tensor([1, 2]), "special.bias": torch.ones(3)})
+    assert torch.equal(special(torch.ones(1, 3)), torch.full((1, 3), 7.0))
+
+
+@pytest.mark.parametrize("parallel", ["none", "column", "row"])
+def test_tensors_of_a_plain_linear(parallel):
+    linear = make().linear([("a", 4), ("b", 2)], 6, bias=True, parallel=parallel)
+    shapes = {name: spec.shape for name, spec in linear.tensors().items()}
+    assert shapes == {"a.weight": (4, 6), "b.weight": (2, 6), "a.bias": (4,), "b.bias": (2,)}
+    shards = {name: spec.shard_dim for name, spec in linear.tensors().items()}
+    weight, bias = {"none": (None, None), "column": (0, 0), "row": (1, None)}[parallel]
+    assert shards == {"a.weight": weight, "b.weight": weight, "a.bias": bias, "b.bias": bias}
+
+
+def test_a_single_weight_is_kept_without_a_copy():
+    linear = make().linear([("a", 4)], 6)
+    weight = torch.randn(4, 6)
+    assert linear.kernel.prepare({"a.weight": weight})["weight"] is weight
+
+
+def test_several_ranks_need_something_to_sum_with():
+    with pytest.raises(ConfigError, match="nothing was given to sum"):
+        make(ranks=2)
+
+
+def test_only_row_layers_sum_and_the_bias_is_added_once():
+    calls = []
+
+    def reduce(x):
+        calls.append(x)
+        return 2 * x  # as if the other rank had computed the same
+
+    layers = make(ranks=2, reduce=reduce)
+    row = layers.linear([("a", 3)], 4, bias=True, parallel="row")
+    column = layers.linear([("b", 4)], 3, parallel="column")
+    row.fill({"a.weight": torch.ones(3, 2), "a.bias": torch.full((3,), 10.0)})
+    column.fill({"b.weight": torch.ones(2, 3)})
+    assert torch.equal(row(torch.ones(1, 2)), torch.full((1, 3), 14.0))
+    assert len(calls) == 1
+    column(torch.ones(1, 3))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("parallel", "said"), [("column", "3 outputs of b"), ("row", "5 inputs of a")])
+def test_sizes_that_ranks_cannot_share(parallel, said):
+    layers = make(ranks=2, reduce=lambda x: x)
+    with pytest.raises(ConfigError, match=f"2 ranks cannot share {said} evenly"):
+        layers.linear([("a", 4), ("b", 3)], 5, parallel=parallel)
+
+
+def test_unknown_type_to_compute_in():
+    with pytest.raises(ConfigError, match="cannot compute in 'int8'; use one of float32"):
+        make(dtype="int8")

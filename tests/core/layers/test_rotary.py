@@ -1,0 +1,131 @@
+"""Rotary embedding against transformers' own tables, and the two layouts of its parameters."""
+
+import pytest
+import torch
+
+from engine.core.errors import CheckpointError
+from engine.core.layers import Rotary, RotarySpec
+from engine.core.layers.rotary import refuses_rope, rotate
+
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+TABLES = [
+    {"rope_type": "default", "rope_theta": 1e6},
+    {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 500000.0},
+    {**YARN, "rope_theta": 1e6},
+    {**YARN, "rope_theta": 1e6, "truncate": False},
+    {**YARN, "rope_theta": 1e6, "attention_factor": 1.25},
+    {**YARN, "rope_theta": 10000.0, "beta_fast": 8, "beta_slow": 8, "truncate": False},
+    {**YARN, "rope_theta": 10000.0, "mscale": 0.707, "mscale_all_dim": 1.0},
+    {**YARN, "rope_theta": 10000.0, "factor": 1.0},
+]
+
+
+@pytest.mark.parametrize("parameters", TABLES, ids=lambda parameters: "-".join(map(str, parameters.values())))
+def test_angles_equal_transformers(parameters):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    longest = 16384
+    config = LlamaConfig(
+        hidden_size=512, num_attention_heads=4, max_position_embeddings=longest, rope_parameters=dict(parameters)
+    )
+    positions = torch.tensor([0, 1, 17, 4095, 4096, 10000, longest - 1])
+    theirs = LlamaRotaryEmbedding(config)
+    spec = RotarySpec.from_config({"max_position_embeddings": longest, "rope_parameters": parameters}, 128)
+    frequencies, _ = spec.frequencies()
+    torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=2e-7, atol=0)
+    cos, sin = Rotary(spec, "float32", "cpu").angles(positions)
+    expected_cos, expected_sin = theirs(torch.empty(1), positions[None])
+    # A last bit of a frequency, times the position, is what the angles may differ by.
+    torch.testing.assert_close(cos[:, 0], expected_cos[0], rtol=0, atol=3e-3)
+    torch.testing.assert_close(sin[:, 0, 64:], expected_sin[0, :, 64:], rtol=0, atol=3e-3)
+    torch.testing.assert_close(cos[:4, 0], expected_cos[0, :4], rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("kind", ["default", "linear"])
+def test_frequencies_are_equal_to_the_last_bit(kind):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_type": kind, "rope_theta": 500000.0} | ({"factor": 3.0} if kind == "linear" else {})
+    theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=dict(parameters)))
+    ours, factor = RotarySpec.from_config({"rope_parameters": parameters}, 128).frequencies()
+    assert torch.equal(ours, theirs.inv_freq)
+    assert factor == 1.0
+
+
+def test_rotation_turns_each_pair_by_its_angle():
+    spec = RotarySpec(rotary_dim=8, type="default", parameters={"rope_theta": 100.0})
+    frequencies, _ = spec.frequencies()
+    positions = torch.tensor([0, 3, 1000])
+    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
+    turned = rotate(x, Rotary(spec, "float32", "cpu").angles(positions))
+    plane = torch.complex(x[..., :4], x[..., 4:])
+    angle = (positions[:, None].float() * frequencies)[:, None]
+    expected = plane * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), -1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(turned[0], x[0])
+
+
+def test_only_a_part_of_each_head_may_turn():
+    spec = RotarySpec.from_config({"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, 16)
+    assert spec.rotary_dim == 8
+    x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0))
+    angles = Rotary(spec, "float32", "cpu").angles(torch.tensor([1, 2, 3]))
+    turned = rotate(x, angles)
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+    torch.testing.assert_close(turned[..., :8], rotate(x[..., :8], angles))
+
+
+def test_angles_have_the_models_type():
+    spec = RotarySpec(rotary_dim=8, type="default", parameters={})
+    exact = Rotary(spec, "float32", "cpu").angles(torch.tensor([7777]))
+    for ours, precise in zip(Rotary(spec, "bfloat16", "cpu").angles(torch.tensor([7777])), exact, strict=True):
+        assert torch.equal(ours, precise.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 2.0}, YARN])
+def test_both_layouts_mean_the_same(scaling):
+    older = {key: value for key, value in scaling.items() if key != "rope_type"} | {"type": scaling["rope_type"]}
+    common = {"max_position_embeddings": 8192}
+    new = RotarySpec.from_config({**common, "rope_parameters": {**scaling, "rope_theta": 5e5}}, 64)
+    old = RotarySpec.from_config({**common, "rope_theta": 5e5, "rope_scaling": older}, 64)
+    assert new.type == old.type == scaling["rope_type"]
+    assert torch.equal(new.frequencies()[0], old.frequencies()[0])
+    assert new.frequencies()[1] == old.frequencies()[1]
+
+
+@pytest.mark.parametrize("config", [{}, {"rope_scaling": None}, {"rope_parameters": None, "rope_scaling": {}}])
+def test_nothing_said_is_the_default(config):
+    spec = RotarySpec.from_config(config, 64)
+    assert spec.type == "default"
+    assert float(spec.frequencies()[0][-1]) == pytest.approx(10000 ** (-62 / 64))
+
+
+def test_unknown_types_are_refused_by_name():
+    for kind in ("dynamic", "longrope", "mrope"):
+        config = {"rope_scaling": {"type": kind, "factor": 2.0}}
+        assert f"{kind!r}" in (refuses_rope(config) or "")
+        with pytest.raises(CheckpointError, match=kind):
+            RotarySpec.from_config(config, 64)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"rope_type": "linear"}, "lacks 'factor'"),
+        ({**YARN, "factor": "4"}, "'factor' is '4'"),
+        ({**YARN, "factor": 0}, "'factor' is 0.0; it must be at least 1"),
+        ({**YARN, "rope_theta": 1.0}, "'rope_theta' is 1.0"),
+        ({"rope_type": "yarn", "factor": 4.0}, "'original_max_position_embeddings'"),
+        ({**LLAMA3, "original_max_position_embeddings": 64, "high_freq_factor": 1.0}, "high_freq_factor"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.01}, "0 of 64 dimensions"),
+        ({"rope_type": "default", "partial_rotary_factor": 1.5}, "96 of 64 dimensions"),
+    ],
+)
+def test_parameters_missing_or_wrong(parameters, said):
+    with pytest.raises(CheckpointError, match=said):
+        RotarySpec.from_config({"rope_parameters": parameters}, 64)

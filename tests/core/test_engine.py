@@ -1,0 +1,289 @@
+"""The engine whole: outputs do not depend on how the work is cut, shared, interrupted or watched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core import Engine, Request, SamplingParams
+from engine.core.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, PluginError
+from engine.core.schedulers import RequestView, SchedulingPolicy
+from engine.core.types import Output
+from engine.testing.checkpoints import make_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+def build(checkpoint: Path, **settings: Any) -> Engine:
+    return Engine(
+        model=str(checkpoint), **{"executor__device": "cpu", "cache__memory": "8MiB", "model__max_len": 256, **settings}
+    )
+
+
+def tokens_of(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY
+) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in engine.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[tuple[int, ...]]:
+    """Each prompt alone, whole, without prefix cache."""
+    with build(checkpoint, cache__prefix_caching=False) as engine:
+        return [tokens_of(engine, [prompt])[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint: Path) -> Iterator[Engine]:
+    with build(checkpoint) as engine:
+        yield engine
+
+
+def test_batch_composition_does_not_matter(shared: Engine, expected: list[tuple[int, ...]]) -> None:
+    assert tokens_of(shared, PROMPTS) == expected
+    assert tokens_of(shared, PROMPTS[::-1]) == expected[::-1]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 17, 64])
+def test_chunk_size_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], chunk: int) -> None:
+    with build(checkpoint, scheduler__max_batch_tokens=chunk) as engine:
+        assert tokens_of(engine, PROMPTS) == expected
+        assert engine.stats().steps > len(PROMPTS[-1]) // chunk
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_page_size_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], page_size: int) -> None:
+    with build(checkpoint, cache__page_size=page_size) as engine:
+        assert tokens_of(engine, PROMPTS) == expected
+
+
+def test_prefix_hits_do_not_matter(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
+    with build(checkpoint) as engine:
+        first = engine.generate(PROMPTS, GREEDY)
+        again = engine.generate(PROMPTS, GREEDY)
+        assert [completion.token_ids for completion in first] == expected
+        assert [completion.token_ids for completion in again] == expected
+        assert [completion.cached_tokens for completion in again] == [(len(p) - 1) // 16 * 16 for p in PROMPTS]
+        assert engine.stats().prefix_hits == sum(completion.cached_tokens for completion in (*first, *again))
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "priority"])
+def test_preemption_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], scheduler: str) -> None:
+    bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, kv heads, head_dim, page_size, float32
+    with build(checkpoint, scheduler=scheduler, model__max_len=128, cache__memory=str(9 * bytes_per_block)) as engine:
+        assert engine.cache_info.num_blocks == 9
+        assert tokens_of(engine, PROMPTS) == expected
+        assert engine.stats().preemptions > 0
+        assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_planning_ahead_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], overlap: str) -> None:
+    with build(checkpoint, scheduler__overlap=overlap) as engine:
+        assert tokens_of(engine, PROMPTS) == expected
+        stop = expected[5][4]
+        stopped = engine.generate([PROMPTS[5]], SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(stop,)))
+        assert stopped[0].token_ids == expected[5][: expected[5].index(stop) + 1]
+        assert stopped[0].finish_reason == "stop"
+
+
+def test_streams_give_the_same(shared: Engine, expected: list[tuple[int, ...]]) -> None:
+    whole = shared.generate([PROMPTS[2]], GREEDY)[0]
+    deltas = list(shared.stream(PROMPTS[2], GREEDY))
+    assert tuple(token for delta in deltas for token in delta.tokens) == whole.token_ids == expected[2]
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert len(deltas) > 1
+    assert deltas[-1].finish_reason == whole.finish_reason == "length"
+
+
+def test_many_async_streams_share_steps(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
+    async def collect(engine: Engine, prompt: Sequence[int]) -> tuple[int, ...]:
+        return tuple([token async for delta in engine.astream(prompt, GREEDY) for token in delta.tokens])
+
+    async def all_of(engine: Engine) -> list[tuple[int, ...]]:
+        return await asyncio.gather(*(collect(engine, prompt) for prompt in PROMPTS))
+
+    with build(checkpoint) as engine:
+        assert asyncio.run(all_of(engine)) == expected
+        assert engine.stats().steps < sum(map(len, expected))
+
+
+def test_a_closed_async_stream_frees_its_blocks(checkpoint: Path) -> None:
+    async def cut(engine: Engine) -> None:
+        stream = engine.astream(PROMPTS[0], SamplingParams(temperature=0.0, ignore_eos=True))
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        while engine.has_work:
+            await asyncio.sleep(0.01)
+
+    with build(checkpoint) as engine:
+        asyncio.run(cut(engine))
+        assert engine.stats().blocks_used == 0
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch(shared: Engine) -> None:
+    seeded = SamplingParams(temperature=1.0, seed=11, max_tokens=16, ignore_eos=True)
+    alone = tokens_of(shared, [PROMPTS[1]], seeded)[0]
+    among = shared.generate(
+        [PROMPTS[0], PROMPTS[1], PROMPTS[2]],
+        [
+            SamplingParams(max_tokens=30, ignore_eos=True),
+            seeded,
+            SamplingParams(temperature=2.0, top_p=0.5, max_tokens=9),
+        ],
+    )
+    assert among[1].token_ids == alone
+    other = tokens_of(shared, [PROMPTS[1]], SamplingParams(seed=12, max_tokens=16, ignore_eos=True))[0]
+    assert other != alone
+
+
+def test_logprobs_of_prompt_and_output(shared: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    completion = shared.generate([PROMPTS[3]], params)[0]
+    assert completion.logprobs is not None
+    assert completion.prompt_logprobs is not None
+    assert [entry.token for entry in completion.logprobs] == list(completion.token_ids)
+    assert all(entry.rank == 1 and len(entry.top) == 2 for entry in completion.logprobs)
+    assert [entry.token for entry in completion.prompt_logprobs] == PROMPTS[3][1:]
+    again = shared.generate([[*PROMPTS[3], *completion.token_ids]], params)[0]
+    assert again.prompt_logprobs is not None
+    tail = again.prompt_logprobs[-4:]
+    assert [entry.token for entry in tail] == list(completion.token_ids)
+    assert [entry.logprob for entry in tail] == pytest.approx(
+        [entry.logprob for entry in completion.logprobs], abs=1e-4
+    )
+
+
+def test_prompt_logprobs_over_chunks(checkpoint: Path, shared: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    whole = shared.generate([PROMPTS[5]], params)[0].prompt_logprobs
+    with build(checkpoint, scheduler__max_batch_tokens=7) as engine:
+        chunked = engine.generate([PROMPTS[5]], params)[0].prompt_logprobs
+    assert whole is not None
+    assert chunked is not None
+    assert [entry.logprob for entry in chunked] == pytest.approx([entry.logprob for entry in whole], abs=1e-4)
+
+
+class TwoAtOnce(SchedulingPolicy):
+    """Latest first, two decode steps at once."""
+
+    api = "1"
+
+    def order(self, waiting: Sequence[RequestView], now: float) -> Sequence[RequestView]:
+        return waiting[::-1]
+
+    def victim(self, running: Sequence[RequestView]) -> RequestView:
+        return running[0]
+
+    def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("policy", [TwoAtOnce, TwoAtOnce()])
+def test_a_policy_can_be_passed_as_an_object(checkpoint: Path, expected: list[tuple[int, ...]], policy: Any) -> None:
+    with build(checkpoint, scheduler=policy) as engine:
+        assert tokens_of(engine, PROMPTS) == expected
+        assert "object" in {choice.provenance for choice in engine.parts.choices}
+        assert engine.stats().steps < 24
+
+
+def step_until_done(engine: Engine) -> list[Output]:
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return outputs
+
+
+def test_tokens_level_interface(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
+    with build(checkpoint) as engine:
+        engine.add(Request(id="a", prompt=tuple(PROMPTS[0]), params=GREEDY))
+        engine.add(Request(id="b", prompt=tuple(PROMPTS[1]), params=GREEDY))
+        engine.step()
+        aborted = engine.abort("b")
+        outputs = step_until_done(engine)
+        assert aborted is not None
+        assert aborted.finish_reason == "abort"
+        assert engine.abort("b") is None
+        assert {output.request for output in outputs} == {"a"}
+        assert outputs[-1].finish_reason == "length"
+        assert outputs[-1].times is not None
+        assert engine.stats().blocks_used == 0
+
+
+def test_generate_refuses_to_swallow_others_tokens(checkpoint: Path) -> None:
+    with build(checkpoint) as engine:
+        engine.add(Request(id="a", prompt=(1, 2), params=GREEDY))
+        with pytest.raises(InvalidRequestError, match="other requests"):
+            engine.generate([[1]])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "parameter"),
+    [
+        ([], GREEDY, "prompt"),
+        ([512], GREEDY, "prompt"),
+        ([-1], GREEDY, "prompt"),
+        ([1] * 256, GREEDY, "prompt"),
+        ([1] * 250, GREEDY, "max_tokens"),
+        ([1], SamplingParams(logit_bias=((512, 1.0),)), "logit_bias"),
+        ([1], SamplingParams(stop_token_ids=(512,)), "stop_token_ids"),
+    ],
+)
+def test_impossible_requests_are_refused_by_name(
+    shared: Engine, prompt: list[int], params: SamplingParams, parameter: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        shared.generate([[1, 2, 3], prompt], params)
+    assert caught.value.parameter == parameter
+    assert not shared.has_work
+    assert shared.stats().blocks_used == 0
+
+
+def test_stop_strings_end_the_text(shared: Engine) -> None:
+    whole = shared.generate([PROMPTS[4]], GREEDY)[0].text
+    stop = whole[5:8]
+    stopped = shared.generate(
+        [PROMPTS[4]], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop=(stop,))
+    )[0]
+    assert stopped.text == whole[: whole.index(stop)]
+    assert stopped.finish_reason == "stop"
+    assert shared.stats().blocks_used == 0
+
+
+def test_closing_is_final_and_may_be_repeated(checkpoint: Path) -> None:
+    engine = build(checkpoint)
+    assert engine.check().ok
+    engine.close()
+    engine.close()
+    assert not engine.check().ok
+
+
+def test_errors_of_construction(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        Engine()
+    with pytest.raises(CheckpointError, match="config"):
+        Engine(model=str(tmp_path))
+    with pytest.raises(PluginError, match="fcfs"):
+        build(checkpoint, scheduler="fcsf")
+    with pytest.raises(CapacityError, match="--max-len"):
+        build(checkpoint, cache__memory="100kB")
+    with pytest.raises(ConfigError, match="page_size"):
+        build(checkpoint, cache__page_sizes=16)
+
+
+def test_dummy_weights_need_only_a_config(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    with build(tmp_path, model__load_format="dummy") as engine:
+        engine.add(Request(id="a", prompt=(1, 2, 3), params=GREEDY))
+        assert sum(len(output.tokens) for output in step_until_done(engine)) == 24

@@ -1,0 +1,307 @@
+"""Which plugin serves each seam: by name, by auto, passed in; refusals, options and reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+
+from engine.core.attention import AttentionBackend
+from engine.core.config import (
+    AttentionConfig,
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    PluginsConfig,
+    QuantConfig,
+    SchedulerConfig,
+)
+from engine.core.device import DeviceInfo
+from engine.core.errors import ConfigError, PluginError
+from engine.core.executors import Executor
+from engine.core.hooks import hookimpl
+from engine.core.models import Model, ModelSpec
+from engine.core.quant import QuantMethod
+from engine.core.registry import Plugins, load_plugins
+from engine.core.schedulers import SchedulingPolicy
+from engine.core.selection import Parts, attention_spec, max_len, resolve, resolve_dtype
+
+CPU = DeviceInfo(type="cpu")
+GPU = DeviceInfo(type="cuda", capability=(9, 0))
+SHAPE = ModelSpec(
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_size=32,
+    vocab_size=100,
+    max_len=512,
+    sliding_windows=(None, 16),
+    scale=0.5,
+    softcap=30.0,
+)
+
+
+def concrete(contract: type, **members: Any) -> type[Any]:
+    """A class that fills every abstract method of a contract."""
+    filled = {name: lambda *_: None for name in contract.__abstractmethods__}  # type: ignore[attr-defined]
+    return type("Filled", (contract,), {**filled, "api": "1", **members})
+
+
+def refusing(answer: object) -> classmethod:
+    return classmethod(lambda cls, *_: answer)
+
+
+@frozen
+class Options:
+    splits: int = 1
+
+
+MODEL = concrete(Model, refuses=refusing(None), spec=classmethod(lambda cls, config: SHAPE))
+POLICY = concrete(SchedulingPolicy, options_class=Options, __init__=SchedulingPolicy.__init__)
+
+
+def registry(*offers: tuple[str, str, Any, int], defaults: bool = True) -> Plugins:
+    """Only these implementations: (seam, name, class or exception, preference), and one for each other seam."""
+
+    def hook(seam: str) -> Any:
+        def offer(register: Any) -> None:
+            for where, name, cls, preference in wanted:
+                if where == seam:
+                    register(name, load(cls), api="1", summary="", preference=preference)
+
+        offer.__name__ = f"register_{seam}"
+        return staticmethod(hookimpl(offer))
+
+    def load(cls: Any) -> Any:
+        def loader() -> Any:
+            if isinstance(cls, Exception):
+                raise cls
+            return cls
+
+        return loader
+
+    wanted = list(offers)
+    if defaults:
+        for seam, cls in (
+            ("models", MODEL),
+            ("attention", concrete(AttentionBackend)),
+            ("quant", concrete(QuantMethod)),
+            ("schedulers", POLICY),
+            ("executors", concrete(Executor)),
+        ):
+            if seam not in [offer[0] for offer in offers]:
+                wanted.append((seam, f"the-{seam}", cls, 1))
+    seams = ("models", "attention", "quant", "schedulers", "executors")
+    plugin = type("Plugin", (), {f"register_{seam}": hook(seam) for seam in seams})
+    return load_plugins(PluginsConfig(deny=("builtin",)), extra=[plugin()])
+
+
+def chosen(parts: Parts, seam: str) -> tuple[str, str]:
+    [choice] = [one for one in parts.choices if one.seam == seam]
+    return choice.name, choice.reason
+
+
+def test_auto_takes_the_most_preferred_that_does_not_refuse_and_says_why() -> None:
+    good, better = concrete(AttentionBackend), concrete(AttentionBackend, refuses=refusing("needs a GPU; use --device"))
+    plugins = registry(
+        ("attention", "good", good, 1), ("attention", "better", better, 5), ("attention", "shy", good, 0)
+    )
+    parts = resolve(EngineConfig(), plugins, CPU, {})
+    assert parts.attention is good
+    name, reason = chosen(parts, "attention")
+    assert name == "good"
+    assert "better refuses: needs a GPU; use --device" in reason
+    assert "shy" not in reason
+
+
+def test_equal_preference_keeps_the_order_of_loading() -> None:
+    one, two = concrete(AttentionBackend), concrete(AttentionBackend)
+    plugins = registry(("attention", "z-first", one, 1), ("attention", "a-second", two, 1))
+    assert resolve(EngineConfig(), plugins, CPU, {}).attention is one
+
+
+def test_auto_passes_over_a_class_that_cannot_be_imported_or_crashes() -> None:
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError("crash")
+
+    good = concrete(QuantMethod)
+    plugins = registry(
+        ("quant", "gone", ImportError("no such library"), 9),
+        ("quant", "crashing", concrete(QuantMethod, refuses=classmethod(crash)), 8),
+        ("quant", "vague", concrete(QuantMethod, refuses=refusing(True)), 7),
+        ("quant", "good", good, 1),
+    )
+    parts = resolve(EngineConfig(), plugins, CPU, {})
+    assert parts.quant is good
+    reason = chosen(parts, "quant")[1]
+    for part in ("no such library", "ZeroDivisionError: crash", "it must be a sentence or None"):
+        assert part in reason
+
+
+def test_nothing_left_for_auto_lists_every_refusal() -> None:
+    plugins = registry(
+        ("models", "aa", concrete(Model, refuses=refusing("builds only A")), 1),
+        ("models", "bb", concrete(Model, refuses=refusing("builds only B")), 1),
+        ("models", "cc", MODEL, 0),
+    )
+    with pytest.raises(PluginError) as caught:
+        resolve(EngineConfig(), plugins, CPU, {})
+    for part in ("no model plugin serves this", "aa refuses: builds only A", "bb refuses: builds only B", "cc"):
+        assert part in str(caught.value)
+    named = evolve(EngineConfig(), model=ModelConfig(name="cc"))
+    assert resolve(named, plugins, CPU, {}).model is MODEL
+
+
+def test_an_empty_seam_is_an_error() -> None:
+    with pytest.raises(PluginError, match=r"no model plugin serves this: none is offered to auto.*installed: nothing"):
+        resolve(EngineConfig(), registry(defaults=False), CPU, {})
+
+
+def test_a_named_plugin_that_refuses_raises_its_sentence() -> None:
+    bad = concrete(Executor, refuses=refusing("it needs two GPUs; use another"))
+    plugins = registry(("executors", "good", concrete(Executor), 5), ("executors", "bad", bad, 1))
+    config = evolve(EngineConfig(), executor=ExecutorConfig(name="bad"))
+    with pytest.raises(PluginError, match="executor 'bad' of object refuses: it needs two GPUs; use another"):
+        resolve(config, plugins, CPU, {})
+
+
+def test_a_named_plugin_that_cannot_be_imported_raises_its_cause() -> None:
+    plugins = registry(("quant", "gone", ImportError("no such library"), 0))
+    with pytest.raises(PluginError, match="no such library") as caught:
+        resolve(evolve(EngineConfig(), quant=QuantConfig(name="gone")), plugins, CPU, {})
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_refuses_is_asked_with_what_the_contract_says() -> None:
+    asked: dict[str, Any] = {}
+
+    def note(name: str) -> Any:
+        return classmethod(lambda cls, *arguments: asked.update({name: arguments}))
+
+    plugins = registry(
+        ("models", "m", concrete(Model, refuses=note("models"), spec=classmethod(lambda cls, config: SHAPE)), 1),
+        ("attention", "a", concrete(AttentionBackend, refuses=note("attention")), 1),
+        ("quant", "q", concrete(QuantMethod, refuses=note("quant")), 1),
+        ("schedulers", "s", concrete(SchedulingPolicy, refuses=note("schedulers")), 1),
+        ("executors", "e", concrete(Executor, refuses=note("executors")), 1),
+    )
+    config, checkpoint = EngineConfig(), {"quantization_config": {"bits": 4}}
+    resolve(config, plugins, GPU, checkpoint)
+    assert asked == {
+        "models": (checkpoint,),
+        "attention": (attention_spec(SHAPE, config, "float32", 512), GPU),
+        "quant": ({"bits": 4}, GPU),
+        "schedulers": (),
+        "executors": (config, GPU),
+    }
+
+
+def test_a_page_size_the_backend_cannot_read_is_a_refusal() -> None:
+    picky = concrete(AttentionBackend, page_sizes=(64, 128))
+    plugins = registry(("attention", "picky", picky, 1))
+    with pytest.raises(PluginError, match=r"picky refuses: it reads KV blocks of 64 or 128 tokens, not 16"):
+        resolve(EngineConfig(), plugins, CPU, {})
+    config = evolve(EngineConfig(), cache=CacheConfig(page_size=128))
+    assert resolve(config, plugins, CPU, {}).attention is picky
+
+
+def test_options_reach_the_plugin_as_its_own_class() -> None:
+    plugins = registry(("attention", "mine", concrete(AttentionBackend, options_class=Options), 1))
+    config = evolve(
+        EngineConfig(),
+        attention=AttentionConfig(options={"splits": 3}),
+        scheduler=SchedulerConfig(options={"splits": 4}),
+    )
+    parts = resolve(config, plugins, CPU, {})
+    assert parts.options == {"attention": Options(3), "quant": None, "executors": None, "models": None}
+    assert parts.policy.options == Options(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": 3}, r"attention 'mine': attention.options: there is no option 'split'; did you mean splits\?"),
+        ({"splits": "3"}, "attention 'mine': attention.options.splits: expected a whole number"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
+    plugins = registry(("attention", "mine", concrete(AttentionBackend, options_class=Options), 1))
+    with pytest.raises(ConfigError, match=message):
+        resolve(evolve(EngineConfig(), attention=AttentionConfig(options=options)), plugins, CPU, {})
+
+
+def test_options_for_a_plugin_without_any_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"quant.options has no options, but bits was given"):
+        resolve(evolve(EngineConfig(), quant=QuantConfig(options={"bits": 4})), registry(), CPU, {})
+
+
+def test_classes_and_policies_can_be_passed_in() -> None:
+    backend, policy = concrete(AttentionBackend), POLICY(Options(7))
+    parts = resolve(EngineConfig(), registry(), CPU, {}, {"attention": backend, "scheduler": policy})
+    assert parts.attention is backend
+    assert parts.policy is policy
+    [attention] = [choice for choice in parts.choices if choice.seam == "attention"]
+    assert (attention.provenance, attention.reason) == ("object", "passed in from Python")
+    by_class = resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": POLICY})
+    assert by_class.policy.options == Options()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"atention": 3}, r"no plug point 'atention'; did you mean attention\?"),
+        ({"attention": dict}, "the attention passed in is .*not a subclass"),
+        ({"attention": concrete(AttentionBackend)()}, "pass the class"),
+        ({"scheduler": SchedulingPolicy}, "lacks order, victim"),
+        ({"quant": concrete(QuantMethod, refuses=refusing("not here"))}, "refuses: not here"),
+        ({"executor": concrete(Executor, api="7")}, "api = '7'"),
+    ],
+)
+def test_what_is_passed_in_must_keep_the_contract(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        resolve(EngineConfig(), registry(), CPU, {}, overrides)
+
+
+def test_options_beside_a_finished_policy_are_not_ignored() -> None:
+    config = evolve(EngineConfig(), scheduler=SchedulerConfig(options={"splits": 1}))
+    with pytest.raises(ConfigError, match=r"scheduler.options is set"):
+        resolve(config, registry(), CPU, {}, {"scheduler": POLICY(Options())})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "checkpoint", "device", "dtype"),
+    [
+        ("auto", {"dtype": "bfloat16"}, CPU, "float32"),
+        ("auto", {"dtype": "bfloat16"}, GPU, "bfloat16"),
+        ("auto", {"torch_dtype": "float16"}, GPU, "float16"),
+        ("auto", {"dtype": None, "text_config": {"torch_dtype": "torch.bfloat16"}}, GPU, "bfloat16"),
+        ("auto", {}, GPU, "float32"),
+        ("float16", {"dtype": "bfloat16"}, GPU, "float16"),
+        ("bfloat16", {}, CPU, "bfloat16"),
+    ],
+)
+def test_dtype(wanted: str, checkpoint: dict[str, Any], device: DeviceInfo, dtype: str) -> None:
+    assert resolve_dtype(evolve(EngineConfig(), model=ModelConfig(dtype=wanted)), checkpoint, device) == dtype
+
+
+def test_a_dtype_nobody_computes_in_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dtype is float8_e4m3fn; choose --dtype"):
+        resolve_dtype(EngineConfig(), {"dtype": "float8_e4m3fn"}, GPU)
+
+
+def test_max_len() -> None:
+    assert max_len(EngineConfig(), SHAPE) == 512
+    assert max_len(evolve(EngineConfig(), model=ModelConfig(max_len=100)), SHAPE) == 100
+    with pytest.raises(ConfigError, match=r"model.max_len \(--max-len\) is 513, but this model was made for 512"):
+        max_len(evolve(EngineConfig(), model=ModelConfig(max_len=513)), SHAPE)
+
+
+def test_the_attention_spec_says_what_the_model_asks() -> None:
+    config = evolve(EngineConfig(), cache=CacheConfig(dtype="bfloat16", page_size=32))
+    spec = attention_spec(SHAPE, config, "float16", 128)
+    assert (spec.dtype, spec.kv_dtype, spec.page_size, spec.max_len) == ("float16", "bfloat16", 32, 128)
+    assert (spec.sliding_windows, spec.softcap, spec.scale) == ((None, 16), 30.0, 0.5)
+    assert attention_spec(SHAPE, EngineConfig(), "float16", 128).kv_dtype == "float16"

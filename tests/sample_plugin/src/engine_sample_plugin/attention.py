@@ -1,0 +1,88 @@
+"""Attention by scaled_dot_product_attention, one sequence after the other: simple, not fast."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from attrs import field, frozen, validators
+
+from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
+from engine.core.batch import ForwardBatch
+from engine.core.device import DeviceInfo
+from engine.core.kv_cache import KVPool
+
+
+@frozen
+class Options:
+    """[attention.options]."""
+
+    max_keys: int = field(default=1 << 20, validator=validators.ge(1))
+    """Refuse a context longer than this, tokens."""
+
+
+@frozen
+class Piece:
+    """One sequence of a batch."""
+
+    rows: slice
+    """Its tokens in the batch."""
+    context: int
+    slots: torch.Tensor
+    """[context] int64: where its keys and values are in the pool."""
+
+
+class SampleAttention(AttentionBackend):
+    """Gathers each sequence's keys and values and attends to them."""
+
+    api = "1"
+    options_class = Options
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
+        """No capped scores, and keys and values in the type of the queries."""
+        if spec.softcap is not None:
+            return "sample-sdpa knows no capped scores (softcap); use --attention auto"
+        if spec.kv_dtype != spec.dtype:
+            return f"sample-sdpa reads keys and values in {spec.dtype} only; use --kv-dtype auto"
+        return None
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, options: Options) -> None:
+        self.spec = spec
+        self.pool = pool
+        self.options = options
+
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> list[Piece]:
+        """Where each sequence's queries, keys and values are."""
+        pieces = []
+        start = 0
+        for row, (new, context) in enumerate(zip(batch.query_lens_host, batch.context_lens_host, strict=True)):
+            if context > self.options.max_keys:
+                raise ValueError(f"a context of {context} tokens exceeds attention.options.max_keys")
+            at = torch.arange(int(context), device=batch.slots.device)
+            table = batch.block_tables[row].long()
+            slots = table[at // self.spec.page_size] * self.spec.page_size + at % self.spec.page_size
+            pieces.append(Piece(slice(start, start + int(new)), int(context), slots))
+            start += int(new)
+        return pieces
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: list[Piece]) -> torch.Tensor:
+        """See AttentionBackend."""
+        out = torch.empty_like(q)
+        window = self.spec.sliding_windows[layer]
+        keys, values = self.pool.keys[layer].flatten(0, 1), self.pool.values[layer].flatten(0, 1)
+        for piece in plan:
+            queries = q[piece.rows]
+            at = torch.arange(piece.context, device=q.device)
+            position = at[piece.context - len(queries) :, None]
+            seen = at <= position
+            if window is not None:
+                seen &= at > position - window
+            out[piece.rows] = F.scaled_dot_product_attention(
+                queries.transpose(0, 1),
+                keys[piece.slots].transpose(0, 1),
+                values[piece.slots].transpose(0, 1),
+                attn_mask=seen,
+                scale=self.spec.scale,
+                enable_gqa=True,
+            ).transpose(0, 1)
+        return out

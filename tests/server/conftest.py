@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+import pytest
+
+from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
+from engine.core.wire import encode
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+FAKE_SERVER = Path(__file__).with_name("fake_server.py")
+
+
+class RunningServer:
+    """A server process, and what is needed to look into it from outside."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        self._errors: list[str] = []
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+        self.output = ""
+        assert self.process.stdout is not None
+        self.url = ""
+        for line in self.process.stdout:
+            self.output += line
+            if line.startswith("Listening on "):
+                self.url = line.split()[-1]
+                break
+        else:
+            self.process.wait(10)
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._errors.append(line)
+
+    @property
+    def errors(self) -> str:
+        """What it wrote to standard error."""
+        if self.process.poll() is not None:
+            self._reader.join(5)
+        return "".join(self._errors)
+
+    def client(self, **headers: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30)
+
+    def metrics(self) -> dict[str, float]:
+        """Each sample of /metrics: name and labels as written there."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+        """Wait until something is so; fail if it never is."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.errors}"
+            time.sleep(0.02)
+
+    def engine_pid(self) -> int:
+        """The engine process: the child that is a Python module or the fake."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1
+        return int(children[0])
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(20)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                self._reader.join(5)
+                stream.close()
+
+
+def process_lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.fixture(scope="session")
+def alive() -> Callable[[int], bool]:
+    """Whether a process number is that of a running process."""
+    return process_lives
+
+
+@pytest.fixture(scope="session")
+def fake_config() -> Callable[..., EngineConfig]:
+    """A configuration for the fake engine: keyword arguments are ServerConfig's, and `options` the engine's."""
+
+    def make(options: dict[str, Any] | None = None, **server: Any) -> EngineConfig:
+        return EngineConfig(
+            model=ModelConfig(path="somewhere/tiny"),
+            executor=ExecutorConfig(options=options or {}),
+            server=attrs.evolve(ServerConfig(port=0), **server),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def fake_command() -> list[str]:
+    """Starts the fake engine process."""
+    return [sys.executable, "-P", str(FAKE_ENGINE)]
+
+
+@pytest.fixture(scope="session")
+def serve_fake(
+    fake_config: Callable[..., EngineConfig], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., contextlib.AbstractContextManager[RunningServer]]:
+    """A context manager: a real server process around the fake engine; arguments as of `fake_config`."""
+
+    @contextlib.contextmanager
+    def start(**kwargs: Any) -> Iterator[RunningServer]:
+        file = tmp_path_factory.mktemp("serve") / "config"
+        file.write_bytes(encode(fake_config(**kwargs)))
+        server = RunningServer([sys.executable, "-P", str(FAKE_SERVER), str(file), str(FAKE_ENGINE)])
+        try:
+            yield server
+        finally:
+            server.kill()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Iterator[Callable[[Sequence[str]], RunningServer]]:
+    """Starts a server by its command line, and waits until it listens or has exited."""
+    started: list[RunningServer] = []
+
+    def start(command: Sequence[str]) -> RunningServer:
+        started.append(RunningServer(command))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()

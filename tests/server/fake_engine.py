@@ -1,0 +1,148 @@
+"""An engine process without a model: bytes are tokens, the answer is the alphabet. Run as a script.
+
+How it behaves is in executor.options of its configuration:
+    delay: seconds a step takes; die_after: steps until the process kills itself; raise_after: steps until one fails;
+    start_error: fail at start with this sentence; blocks: KV blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import string
+import sys
+import time
+from typing import Any
+
+from attrs import define, evolve
+
+from engine.core.config import EngineConfig
+from engine.core.errors import CapacityError, ExecutorError, InvalidRequestError
+from engine.core.executors import Health
+from engine.core.selection import Choice
+from engine.core.types import (
+    CacheInfo,
+    EngineStats,
+    Output,
+    Request,
+    RequestTimes,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+EOS = 256
+MAX_LEN = 256
+
+
+@define
+class Parts:
+    choices: tuple[Choice, ...]
+
+
+@define
+class Sequence:
+    request: Request
+    made: int = 0
+    scheduled: float = 0.0
+
+
+class FakeEngine:
+    """Has as much of engine.core.engine.Engine as the engine process uses."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        options: dict[str, Any] = dict(config.executor.options)
+        if "start_error" in options:
+            raise CapacityError(options["start_error"])
+        self._delay = options.get("delay", 0.0)
+        self._die_after = options.get("die_after")
+        self._raise_after = options.get("raise_after")
+        self._sequences: dict[str, Sequence] = {}
+        self._stats = EngineStats(blocks_total=100)
+        self.max_len = MAX_LEN
+        self.vocab_size = EOS + 1
+        self.default_params = SamplingParams()
+        self.parts = Parts((Choice(seam="attention", name="fake", provenance="tests 1.0", reason="the only one"),))
+        self.cache_info = CacheInfo(
+            num_blocks=100,
+            page_size=16,
+            weights_bytes=1000,
+            activation_bytes=2000,
+            kv_bytes=5 * 2**20,
+            budget_bytes=6 * 2**20,
+            device="no device",
+            dtype="float32",
+        )
+
+    def add(self, request: Request) -> None:
+        if request.prompt == tuple(b"refuse me"):
+            raise InvalidRequestError("this prompt is refused by the engine", "prompt")
+        self._sequences[request.id] = Sequence(request)
+
+    def abort(self, request_id: str) -> None:
+        self._sequences.pop(request_id, None)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> list[Output]:
+        time.sleep(self._delay)
+        self._stats = evolve(self._stats, steps=self._stats.steps + 1)
+        if self._stats.steps == self._die_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._stats.steps == self._raise_after:
+            raise ExecutorError("the fake step failed")
+        outputs = [self._advance(sequence) for sequence in list(self._sequences.values())]
+        self._stats = evolve(self._stats, generation_tokens=self._stats.generation_tokens + len(outputs))
+        return outputs
+
+    def _advance(self, sequence: Sequence) -> Output:
+        request, params = sequence.request, sequence.request.params
+        sequence.scheduled = sequence.scheduled or time.monotonic()
+        token = _token(sequence.made + (params.seed or 0))
+        done = sequence.made + 1 == params.max_tokens
+        times = None
+        if done:
+            del self._sequences[request.id]
+            now = time.monotonic()
+            times = RequestTimes(
+                arrival=request.arrival, scheduled=sequence.scheduled, first_token=sequence.scheduled, finished=now
+            )
+        first = sequence.made == 0
+        sequence.made += 1
+        return Output(
+            request=request.id,
+            tokens=(token,),
+            logprobs=() if params.logprobs is None else (_logprobs(token, params.logprobs),),
+            prompt_logprobs=tuple(_logprobs(token, params.prompt_logprobs) for token in request.prompt[1:])
+            if first and params.prompt_logprobs is not None
+            else None,
+            finish_reason="length" if done else None,
+            cached_tokens=2 if len(request.prompt) > 2 else 0,
+            times=times,
+        )
+
+    def stats(self) -> EngineStats:
+        used = len(self._sequences)
+        return evolve(self._stats, running=used, blocks_used=used, seconds=(("schedule", 0.5),))
+
+    def check(self) -> Health:
+        return Health(ok=True)
+
+    def close(self) -> None:
+        pass
+
+
+def _token(index: int) -> int:
+    return ord(string.ascii_lowercase[index % 26])
+
+
+def _logprobs(token: int, count: int) -> TokenLogprobs:
+    top = tuple((token + index, -0.5 - index) for index in range(count))
+    return TokenLogprobs(token=token, logprob=-0.5, rank=1, top=top)
+
+
+if __name__ == "__main__":
+    from engine.server import engine_process
+
+    sys.exit(engine_process.run(FakeEngine))  # type: ignore[arg-type]

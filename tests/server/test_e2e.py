@@ -1,0 +1,242 @@
+"""The real server: `engine serve` on a tiny checkpoint, seen through the real openai client."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+Start = Callable[..., Any]
+MAX_LEN = 256
+ENGINE = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[[Sequence[str]], Any]) -> Start:
+    """Starts `engine serve` with these flags."""
+    from engine.testing.checkpoints import make_checkpoint
+
+    directory = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", tokenizer=True)
+
+    def serve(*flags: str) -> Any:
+        command = [*ENGINE, "serve", "--model", str(directory), "--port", "0"]
+        command += ["--kv-memory", "8MiB", "--max-len", str(MAX_LEN), "--dtype", "float32", "--threads", "1", *flags]
+        server = start_server(command)
+        assert server.url, server.errors
+        return server
+
+    return serve
+
+
+@pytest.fixture(scope="module")
+def server(start: Start) -> Iterator[Any]:
+    running = start()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_completion_streamed_or_not(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": "once upon", "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**asked)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens <= 24
+    pieces = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].text for piece in pieces[:-1]) == whole.choices[0].text
+    assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert pieces[-1].usage is not None
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_chat_streamed_or_not(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}],
+        "max_completion_tokens": 16,
+        "temperature": 0,
+    }
+    whole = client.chat.completions.create(**asked)
+    pieces = list(client.chat.completions.create(**asked, stream=True))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
+    assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_three_seeded_choices(client: openai.OpenAI) -> None:
+    def ask(seed: int, n: int) -> list[str]:
+        made = client.completions.create(
+            model="tiny", prompt="the", n=n, seed=seed, max_tokens=16, extra_body={"ignore_eos": True}
+        )
+        return [choice.text for choice in made.choices]
+
+    first = ask(7, 3)
+    assert len(set(first)) == 3
+    assert ask(7, 3) == first
+    assert ask(8, 2) == first[1:]  # choice i has seed + i, whatever it is batched with
+
+
+def test_the_prompt_of_several_choices_comes_from_the_cache(client: openai.OpenAI) -> None:
+    prompt = "a long prompt that fills some blocks of the cache " * 3
+    for _ in range(2):
+        made = client.completions.create(model="tiny", prompt=prompt, n=2, max_tokens=2)
+    assert made.usage is not None
+    assert made.usage.prompt_tokens_details is not None
+    assert made.usage.prompt_tokens_details.cached_tokens is not None
+    assert made.usage.prompt_tokens_details.cached_tokens >= 32
+
+
+def test_a_stop_string(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 40, "temperature": 0}
+    text = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
+    stop = text[5:7]
+    choice = client.completions.create(**asked, stop=stop, extra_body={"ignore_eos": True}).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.text == text[: text.index(stop)]
+    pieces = list(client.completions.create(**asked, stop=stop, stream=True, extra_body={"ignore_eos": True}))
+    assert "".join(piece.choices[0].text for piece in pieces) == choice.text
+
+
+def test_logprobs_of_both_apis(client: openai.OpenAI) -> None:
+    made = client.completions.create(
+        model="tiny", prompt="hello there", echo=True, logprobs=3, max_tokens=4, temperature=0
+    )
+    logprobs = made.choices[0].logprobs
+    assert logprobs is not None
+    assert made.usage is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.tokens is not None
+    assert len(logprobs.tokens) == made.usage.total_tokens
+    assert logprobs.token_logprobs[0] is None
+    assert all(value is not None and value <= 0 for value in logprobs.token_logprobs[1:])
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hello"}],
+        logprobs=True,
+        top_logprobs=2,
+        max_tokens=4,
+        temperature=0,
+    )
+    assert chat.choices[0].logprobs is not None
+    for token in chat.choices[0].logprobs.content or []:
+        assert len(token.top_logprobs) == 2
+        assert token.logprob == token.top_logprobs[0].logprob  # greedy: the likeliest
+        assert token.bytes is not None
+        assert bytes(token.bytes).decode(errors="replace") == token.token
+
+
+def test_errors_of_each_kind(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="other", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="tiny", prompt="x", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as unknown:
+        client.completions.create(model="tiny", prompt="x", extra_body={"guided": 1})
+    assert unknown.value.param == "guided"
+    with pytest.raises(openai.BadRequestError) as tools:
+        client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "x"}],
+            tools=[{"type": "function", "function": {"name": "f"}}],
+        )
+    assert tools.value.param == "tools"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="tiny", prompt="x " * MAX_LEN)
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_many_streams_a_third_of_them_cut(server: Any) -> None:
+    async def one(client: openai.AsyncOpenAI, index: int) -> int:
+        stream = await client.completions.create(
+            model="tiny",
+            prompt=f"stream {index} " * (1 + index % 7),
+            max_tokens=8 + index % 40,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        pieces = 0
+        async for _ in stream:
+            pieces += 1
+            if index % 3 == 0:
+                await stream.close()
+                break
+        return pieces
+
+    async def all_of_them() -> list[int]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60) as client:
+            return await asyncio.gather(*(one(client, index) for index in range(64)))
+
+    pieces = asyncio.run(all_of_them())
+    assert all(count > 0 for count in pieces)
+    assert pieces[::3] == [1] * 22  # those were cut, and the engine was told:
+    assert server.metrics()['engine_requests_finished_total{finish_reason="abort"}'] > 0
+    server.until(lambda: server.metrics()['engine_kv_blocks{state="used"}'] == 0)
+    metrics = server.metrics()
+    assert metrics["engine_num_requests_running"] == 0
+    assert metrics["engine_num_requests_waiting"] == 0
+
+
+def test_kill_of_the_engine(start: Start, alive: Callable[[int], bool]) -> None:
+    server = start()
+    engine = server.engine_pid()
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 250, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(engine, signal.SIGKILL)
+        begun = time.monotonic()
+        last = [line for line in lines if line][-1]
+        # Not a measurement: two seconds are what is promised.
+        assert time.monotonic() - begun < 2
+    assert last.startswith('data: {"error":')
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 503
+    assert not alive(engine)
+    assert server.stop() == 1
+
+
+def test_sigterm_drains_and_sigkill_leaves_nothing(start: Start, alive: Callable[[int], bool]) -> None:
+    draining = start()
+    engine = draining.engine_pid()
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "n": 8, "ignore_eos": True}
+    with httpx.stream("POST", f"{draining.url}/v1/completions", json=body | {"stream": True}, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        draining.process.terminate()
+        statuses = (
+            httpx.post(f"{draining.url}/v1/completions", json=body | {"max_tokens": 1}) for _ in itertools.count()
+        )
+        assert next(answer for answer in statuses if answer.status_code != 200).status_code == 503
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert draining.process.wait(10) == 0
+    assert not alive(engine)
+
+    killed = start()
+    engine = killed.engine_pid()
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.until(lambda: not alive(engine))
+
+
+def test_a_checkpoint_that_is_not_there(start_server: Callable[[Sequence[str]], Any], tmp_path: Path) -> None:
+    server = start_server([*ENGINE, "serve", "--model", str(tmp_path / "none"), "--port", "0"])
+    assert server.process.returncode not in (0, None)
+    assert "none" in server.errors
+    assert "Traceback" not in server.errors

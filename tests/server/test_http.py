@@ -1,0 +1,397 @@
+"""The whole front end, in a process of its own, around an engine that answers the alphabet."""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+Serve = Callable[..., AbstractContextManager[Any]]
+
+MODEL = "tiny"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+COMPLETION = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def server(serve_fake: Serve) -> Iterator[Any]:
+    with serve_fake(max_body_bytes=10_000, max_prompts=3, options={"delay": 0.002}) as running:
+        yield running
+        assert running.stop() == 0
+        assert running.errors == ""
+
+
+@pytest.fixture(scope="module")
+def http(server: Any) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def complete(http: httpx.Client, **body: Any) -> Any:
+    response = http.post("/v1/completions", json=COMPLETION | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refusal(response: httpx.Response, status: int = 400) -> Any:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def events(response: httpx.Response) -> list[Any]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *found, last, rest = response.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in found]
+
+
+def test_completion(http: httpx.Client) -> None:
+    body = complete(http)
+    assert body["object"] == "text_completion"
+    assert body["model"] == MODEL
+    assert body["choices"] == [{"index": 0, "text": "abcd", "logprobs": None, "finish_reason": "length"}]
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 4,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "echoes"),
+    [("xy", ["xy"]), (["x", "y"], ["x", "y"]), ([120, 121], ["xy"]), ([[120], [121, 122]], ["x", "yz"])],
+)
+def test_forms_of_a_prompt(http: httpx.Client, prompt: Any, echoes: list[str]) -> None:
+    choices = complete(http, prompt=prompt, echo=True)["choices"]
+    assert [choice["text"] for choice in choices] == [echo + "abcd" for echo in echoes]
+
+
+def test_n_choices_of_several_prompts_have_seeds_of_their_own(http: httpx.Client) -> None:
+    body = complete(http, prompt=["x", "yy"], n=3, seed=1)
+    assert [choice["index"] for choice in body["choices"]] == list(range(6))
+    assert [choice["text"] for choice in body["choices"]] == ["bcde", "cdef", "defg"] * 2
+    assert body["usage"]["prompt_tokens"] == 3
+    assert body["usage"]["completion_tokens"] == 24
+
+
+def test_max_tokens_defaults(http: httpx.Client) -> None:
+    body = {name: value for name, value in COMPLETION.items() if name != "max_tokens"}
+    usage = http.post("/v1/completions", json=body).json()["usage"]
+    assert usage["completion_tokens"] == 16
+
+
+def test_a_stop_string_ends_the_text_and_the_request(server: Any, http: httpx.Client) -> None:
+    body = complete(http, stop=["zz", "de"], max_tokens=200)
+    assert body["choices"][0]["text"] == "abc"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    server.until(lambda: server.metrics()["engine_num_requests_running"] == 0)
+
+
+def test_logprobs_with_echo(http: httpx.Client) -> None:
+    choice = complete(http, prompt="xyz", echo=True, logprobs=1, max_tokens=2)["choices"][0]
+    assert choice["text"] == "xyzab"
+    assert choice["logprobs"] == {
+        "tokens": ["x", "y", "z", "a", "b"],
+        "token_logprobs": [None, -0.5, -0.5, -0.5, -0.5],
+        "top_logprobs": [None, {"y": -0.5}, {"z": -0.5}, {"a": -0.5}, {"b": -0.5}],
+        "text_offset": [0, 1, 2, 3, 4],
+    }
+
+
+@pytest.mark.parametrize("extra", [{}, {"echo": True, "logprobs": 2}, {"n": 2, "prompt": ["x", "y"], "seed": 3}])
+def test_a_stream_is_the_answer_in_pieces(http: httpx.Client, extra: dict[str, Any]) -> None:
+    whole = complete(http, **extra)
+    body = COMPLETION | extra | {"stream": True, "stream_options": {"include_usage": True}}
+    *pieces, usage = events(http.post("/v1/completions", json=body))
+    assert usage["choices"] == []
+    assert usage["usage"] == whole["usage"]
+    assert all(piece["usage"] is None for piece in pieces)
+    assert len({piece["id"] for piece in pieces}) == 1
+    for index, choice in enumerate(whole["choices"]):
+        mine = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == index]
+        assert "".join(piece["text"] for piece in mine) == choice["text"]
+        assert [piece["finish_reason"] for piece in mine][-1] == choice["finish_reason"]
+        assert all(piece["finish_reason"] is None for piece in mine[:-1])
+        if choice["logprobs"]:
+            joined = [token for piece in mine for token in piece["logprobs"]["tokens"]]
+            assert joined == choice["logprobs"]["tokens"]
+            offsets = [offset for piece in mine for offset in piece["logprobs"]["text_offset"]]
+            assert offsets == choice["logprobs"]["text_offset"]
+
+
+def test_chat(http: httpx.Client) -> None:
+    body = http.post("/v1/chat/completions", json=CHAT | {"logprobs": True, "top_logprobs": 2}).json()
+    assert body["object"] == "chat.completion"
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "abcd", "refusal": None}
+    assert choice["finish_reason"] == "length"
+    first = choice["logprobs"]["content"][0]
+    assert (first["token"], first["bytes"], len(first["top_logprobs"])) == ("a", [97], 2)
+    assert body["usage"]["prompt_tokens"] == len("<user>hi<assistant>")
+
+
+def test_chat_stream(http: httpx.Client) -> None:
+    body = CHAT | {"stream": True, "n": 2, "seed": 0, "stream_options": {"include_usage": True}}
+    *pieces, usage = events(http.post("/v1/chat/completions", json=body))
+    assert usage["usage"]["completion_tokens"] == 8
+    for index, text in enumerate(("abcd", "bcde")):
+        first, *rest, last = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == index]
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(piece["delta"]["content"] for piece in rest) == text
+        assert (last["delta"], last["finish_reason"]) == ({}, "length")
+
+
+def test_chat_without_max_tokens_fills_the_context(http: httpx.Client) -> None:
+    body = {name: value for name, value in CHAT.items() if name != "max_tokens"}
+    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["total_tokens"] == 256
+
+
+def test_chat_takes_text_parts(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    body = CHAT | {"messages": [{"role": "developer", "content": parts}]}
+    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens"] == len("<system>h\ni<assistant>")
+
+
+def test_chat_template_variables(http: httpx.Client) -> None:
+    body = CHAT | {"chat_template_kwargs": {"begin": "<think>"}}
+    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens"] == len("<user>hi<think>")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", COMPLETION | {"best_of": 2}, "best_of"),
+        ("/v1/completions", COMPLETION | {"suffix": "x"}, "suffix"),
+        ("/v1/completions", COMPLETION | {"prompt": []}, "prompt"),
+        ("/v1/completions", COMPLETION | {"prompt": ""}, "prompt"),
+        ("/v1/completions", COMPLETION | {"prompt": [[]]}, "prompt"),
+        ("/v1/completions", COMPLETION | {"prompt": ["a", 1]}, "prompt"),
+        ("/v1/completions", COMPLETION | {"prompt": [257]}, "prompt"),
+        ("/v1/completions", COMPLETION | {"prompt": [-1]}, "prompt"),
+        ("/v1/completions", COMPLETION | {"prompt": ["a"] * 4}, "prompt"),
+        ("/v1/completions", COMPLETION | {"prompt": [2**70]}, "prompt"),
+        ("/v1/completions", COMPLETION | {"seed": 2**70}, "seed"),
+        ("/v1/completions", COMPLETION | {"logit_bias": {str(2**70): 1}}, "logit_bias"),
+        ("/v1/completions", COMPLETION | {"max_tokens": 2**70}, "max_tokens"),
+        ("/v1/completions", COMPLETION | {"min_tokens": 2**70}, "min_tokens"),
+        ("/v1/completions", COMPLETION | {"n": 65}, "n"),
+        ("/v1/completions", COMPLETION | {"logprobs": 21}, "logprobs"),
+        ("/v1/completions", COMPLETION | {"max_tokens": 0}, "max_tokens"),
+        ("/v1/completions", COMPLETION | {"max_tokens": 252}, "max_tokens"),
+        ("/v1/completions", COMPLETION | {"min_tokens": 5}, "min_tokens"),
+        ("/v1/completions", COMPLETION | {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("/v1/chat/completions", CHAT | {"tools": [{}]}, "tools"),
+        ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", CHAT | {"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
+        ("/v1/chat/completions", CHAT | {"max_completion_tokens": 3}, "max_tokens"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/detokenize", {"tokens": [999]}, "tokens"),
+    ],
+)
+def test_refusals_name_the_parameter(http: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    assert refusal(http.post(path, json=body))["param"] == param
+
+
+def test_a_prompt_that_fills_the_context(http: httpx.Client) -> None:
+    error = refusal(http.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 256, "max_tokens": None}))
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_is_a_400_also_before_a_stream(http: httpx.Client, stream: bool) -> None:
+    error = refusal(http.post("/v1/completions", json=COMPLETION | {"prompt": "refuse me", "stream": stream}))
+    assert error["message"] == "this prompt is refused by the engine"
+
+
+def test_another_model_is_not_found(http: httpx.Client) -> None:
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "a"})):
+        error = refusal(http.post(path, json=body | {"model": "gpt"}), 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_bodies_too_large(http: httpx.Client) -> None:
+    big = json.dumps(COMPLETION | {"prompt": "x" * 10_000}).encode()
+    refusal(http.post("/v1/completions", content=big), 413)
+    chunks = (big[start : start + 1000] for start in range(0, len(big), 1000))
+    refusal(http.post("/v1/completions", content=chunks), 413)
+
+
+def test_unknown_paths_and_methods_have_the_same_shape(http: httpx.Client) -> None:
+    refusal(http.get("/v1/nothing"), 404)
+    refusal(http.get("/v1/completions"), 405)
+
+
+def test_models(http: httpx.Client) -> None:
+    (model,) = http.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == (MODEL, 256)
+    assert http.get(f"/v1/models/{MODEL}").json() == model
+    refusal(http.get("/v1/models/other"), 404)
+
+
+def test_tokenize_and_back(http: httpx.Client) -> None:
+    body = http.post("/tokenize", json={"prompt": "héj"}).json()
+    assert body == {"tokens": list("héj".encode()), "count": 4, "max_model_len": 256}
+    assert http.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": "héj"}
+    chat = http.post("/tokenize", json={"messages": CHAT["messages"]}).json()
+    assert bytes(chat["tokens"]) == b"<user>hi<assistant>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_all_its_choices(server: Any, stream: bool) -> None:
+    aborted = server.metrics()['engine_requests_finished_total{finish_reason="abort"}']
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            body = COMPLETION | {"max_tokens": 250, "n": 4, "stream": stream}
+            async with client.stream("POST", "/v1/completions", json=body, timeout=0.2):
+                await asyncio.sleep(0)
+
+    if stream:
+        asyncio.run(leave())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            asyncio.run(leave())
+    server.until(lambda: server.metrics()['engine_requests_finished_total{finish_reason="abort"}'] == aborted + 4)
+    server.until(lambda: server.metrics()["engine_num_requests_running"] == 0)
+
+
+def test_api_key(serve_fake: Serve) -> None:
+    with serve_fake(api_key="sécret") as server, server.client() as http:
+        assert http.get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            assert refusal(http.get(path), 401)["code"] == "invalid_api_key"
+        wrong = {"authorization": "Bearer wrong"}
+        assert refusal(http.post("/v1/completions", json=COMPLETION, headers=wrong), 401)
+        right = {"authorization": "Bearer sécret".encode()}
+        assert http.post("/v1/completions", json=COMPLETION, headers=right).status_code == 200
+        assert server.stop() == 0
+
+
+def test_a_chat_template_from_a_file(serve_fake: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "template"
+    with serve_fake(chat_template=str(file)) as server:
+        assert server.process.returncode == 1
+        assert f"the chat template {file} cannot be read" in server.errors
+    file.write_text("<ä>", encoding="utf-8")
+    with serve_fake(chat_template=str(file)) as server, server.client() as http:
+        usage = http.post("/v1/chat/completions", json=CHAT).json()["usage"]
+        assert usage["prompt_tokens"] == len("<user>hi<ä>".encode())
+
+
+def test_too_many_requests(serve_fake: Serve) -> None:
+    with serve_fake(max_waiting=3) as server, server.client() as http:
+        response = http.post("/v1/completions", json=COMPLETION | {"n": 4})
+        assert refusal(response, 503)["code"] == "overloaded"
+        assert response.headers["retry-after"] == "1"
+        assert http.post("/v1/completions", json=COMPLETION | {"n": 3}).status_code == 200
+
+
+@pytest.mark.parametrize("cause", ["die_after", "raise_after"])
+def test_a_dead_engine(serve_fake: Serve, cause: str, alive: Callable[[int], bool]) -> None:
+    with serve_fake(options={cause: 5, "delay": 0.01}) as server, server.client() as http:
+        engine = server.engine_pid()
+        response = http.post("/v1/completions", json=COMPLETION | {"max_tokens": 200, "stream": True})
+        *_, last, rest = response.text.split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_failed"
+        assert rest == ""
+        assert refusal(http.post("/v1/completions", json=COMPLETION), 503)["code"] == "engine_failed"
+        assert http.get("/metrics").text.count("engine_up 0.0") == 1
+        health = http.get("/health")
+        assert health.status_code == 503
+        assert set(health.json()) == {"status", "reason", "since"}
+        assert ("SIGKILL" if cause == "die_after" else "the fake step failed") in health.json()["reason"]
+        assert not alive(engine)
+        assert server.stop() == 1
+
+
+def test_a_killed_front_end_leaves_nothing(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
+    before = set(glob.glob(f"{tempfile.gettempdir()}/engine-*"))
+    with serve_fake() as server:
+        (directory,) = set(glob.glob(f"{tempfile.gettempdir()}/engine-*")) - before
+        engine = server.engine_pid()
+        assert alive(engine)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.until(lambda: not alive(engine))
+        assert not Path(directory).exists()
+
+
+def test_sigterm_lets_streams_finish_and_takes_nothing_new(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
+    with serve_fake(options={"delay": 0.02}) as server, server.client() as http:
+        engine = server.engine_pid()
+        body = COMPLETION | {"max_tokens": 60, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.terminate()
+            server.until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+            refused = httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
+            assert refusal(refused, 503)["code"] == "shutting_down"
+            assert refused.headers["connection"] == "close"
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert server.process.wait(10) == 0
+        assert not alive(engine)
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error(serve_fake: Serve) -> None:
+    with serve_fake(options={"delay": 0.05}, shutdown_timeout=0.2) as server, server.client() as http:
+        with http.stream("POST", "/v1/completions", json=COMPLETION | {"max_tokens": 200, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_exits_at_once(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
+    with serve_fake(options={"delay": 0.05}) as server, server.client() as http:
+        engine = server.engine_pid()
+        with http.stream("POST", "/v1/completions", json=COMPLETION | {"max_tokens": 250, "stream": True}) as response:
+            lines = response.iter_lines()  # dropping it would close the connection
+            next(lines)
+            server.process.terminate()
+            server.until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+            server.process.terminate()
+            assert server.process.wait(10) == 128 + signal.SIGTERM
+        assert not alive(engine)
+
+
+def test_an_engine_that_cannot_start(serve_fake: Serve) -> None:
+    with serve_fake(options={"start_error": "there is not enough memory"}) as server:
+        assert server.process.returncode == 1
+        assert server.errors == "error: there is not enough memory\n"
+
+
+def test_a_taken_port(server: Any, serve_fake: Serve) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with serve_fake(port=port) as second:
+        assert second.process.returncode == 1
+        assert f"cannot listen on 127.0.0.1, port {port}" in second.errors

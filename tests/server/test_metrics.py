@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.core.types import EngineStats, RequestTimes
+from engine.server.metrics import Exporter, Histogram, Metrics
+
+
+def samples(metrics: Metrics, stats: EngineStats, up: bool = True) -> dict[tuple[str, str], float]:
+    text = Exporter(metrics, lambda: stats, lambda: up).text().decode()
+    return {
+        (sample.name, "".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_histogram_counts_up_to_each_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    histogram.observe(0.5)
+    histogram.observe(1.0)
+    histogram.observe(1.5, 3)
+    histogram.observe(9.0)
+    assert histogram.buckets() == [("1.0", 2), ("2.0", 5), ("+Inf", 6)]
+    assert histogram.sum == 0.5 + 1.0 + 4.5 + 9.0
+
+
+def test_engine_statistics() -> None:
+    stats = EngineStats(
+        running=2,
+        waiting=3,
+        blocks_used=25,
+        blocks_cached=15,
+        blocks_total=100,
+        prefix_queries=40,
+        prefix_hits=30,
+        preemptions=4,
+        prompt_tokens=50,
+        generation_tokens=60,
+        steps=7,
+        seconds=(("wait", 1.5),),
+    )
+    found = samples(Metrics(), stats)
+    expected = {
+        ("engine_up", ""): 1,
+        ("engine_num_requests_running", ""): 2,
+        ("engine_num_requests_waiting", ""): 3,
+        ("engine_kv_cache_usage_perc", ""): 0.25,
+        ("engine_kv_blocks", "used"): 25,
+        ("engine_kv_blocks", "cached"): 15,
+        ("engine_kv_blocks", "free"): 60,
+        ("engine_prefix_cache_queries_total", ""): 40,
+        ("engine_prefix_cache_hits_total", ""): 30,
+        ("engine_num_preemptions_total", ""): 4,
+        ("engine_prompt_tokens_total", ""): 50,
+        ("engine_generation_tokens_total", ""): 60,
+        ("engine_steps_total", ""): 7,
+        ("engine_phase_seconds_total", "wait"): 1.5,
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_durations_and_ends() -> None:
+    metrics = Metrics()
+    metrics.tokens(0.3, 1, first=True)
+    metrics.tokens(0.04, 4, first=False)
+    times = RequestTimes(arrival=1.0, scheduled=1.25, first_token=1.3, finished=2.0)
+    metrics.finish("stop", times, 1.0)
+    found = samples(metrics, EngineStats())
+    assert found["engine_time_to_first_token_seconds_sum", ""] == 0.3
+    assert found["engine_inter_token_latency_seconds_count", ""] == 4
+    assert found["engine_inter_token_latency_seconds_bucket", "0.01"] == 4
+    assert found["engine_inter_token_latency_seconds_bucket", "0.005"] == 0
+    assert found["engine_request_queue_time_seconds_sum", ""] == 0.25
+    assert found["engine_e2e_request_latency_seconds_sum", ""] == 1.0
+    assert found["engine_requests_finished_total", "stop"] == 1
+    assert found["engine_requests_finished_total", "abort"] == 0
+
+
+def test_two_servers_in_one_process_do_not_meet() -> None:
+    first, second = Metrics(), Metrics()
+    first.finish("stop", None, 1.0)
+    assert samples(second, EngineStats())["engine_requests_finished_total", "stop"] == 0
+    assert samples(first, EngineStats(), up=False)["engine_up", ""] == 0

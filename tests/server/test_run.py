@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from engine import server
+from engine.core.config import EngineConfig
+from engine.core.errors import ConfigError
+
+
+def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "find_spec", lambda name: None if name == "zmq" else object())
+    with pytest.raises(ConfigError, match=r"serving needs zmq; .*pip install 'pluggable-llm-engine\[server\]'"):
+        server.run(EngineConfig())
+
+
+def test_importing_the_package_costs_nothing() -> None:
+    code = "import sys, engine.server; print([m for m in ('torch', 'fastapi', 'zmq', 'msgspec') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"

@@ -1,0 +1,174 @@
+"""Every example of docs/plugins.md works as it stands there."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from engine.core.engine import Engine
+from engine.core.errors import ConfigError
+from engine.core.registry import load_plugins
+from engine.core.settings import load_config
+from engine.core.types import SamplingParams
+from engine.testing.checkpoints import make_checkpoint
+
+TEXT = (Path(__file__).parent.parent / "docs" / "plugins.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n# (\S+)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+PYTHON = {name: source for kind, name, source in BLOCKS if kind == "python"}
+TOML = [(name, source) for kind, name, source in BLOCKS if kind == "toml"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = ["def f(", "import os, sys", "x"]
+
+Example = Callable[[str], ModuleType]
+Run = Callable[..., list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples as files."""
+    target = tmp_path_factory.mktemp("examples")
+    for name, source in PYTHON.items():
+        (target / name).write_text(source)
+    return target
+
+
+@pytest.fixture
+def example(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
+    """Imports an example by its module name."""
+    monkeypatch.syspath_prepend(str(folder))
+    for name in PYTHON:
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", tokenizer=True)
+
+
+@pytest.fixture
+def run(checkpoint: Path) -> Run:
+    """Greedy tokens for the prompts, from an engine that knows these plugins too."""
+
+    def generate(*plugins: ModuleType, model: Path = checkpoint, **settings: Any) -> list[tuple[int, ...]]:
+        common = {"cache__memory": "4MiB", "executor__device": "cpu"}
+        engine = Engine(str(model), plugins=load_plugins(extra=plugins), **common, **settings)
+        try:
+            return [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)]
+        finally:
+            engine.close()
+
+    return generate
+
+
+def test_every_block_is_a_named_file() -> None:
+    assert len(BLOCKS) == len(re.findall(r"^```\w+$", TEXT, re.MULTILINE))
+    assert len(PYTHON) == sum(kind == "python" for kind, _, _ in BLOCKS)
+
+
+def test_the_toml_examples_are_valid(tmp_path: Path) -> None:
+    for name, source in TOML:
+        if name == "pyproject.toml":
+            assert "engine" in tomllib.loads(source)["project"]["entry-points"]
+        else:
+            (tmp_path / name).write_text(source)
+            load_config(tmp_path / name)
+
+
+def test_greeter(example: Example, run: Run, capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    greeter = example("greeter")
+    app = typer.Typer()
+    load_plugins(extra=[greeter]).hook.register_commands(app=app)
+    assert CliRunner().invoke(app, ["you"]).output == "hello you\n"
+    run(greeter)
+    out = capsys.readouterr().out
+    assert f"serving {checkpoint} with TorchAttention" in out
+    assert f"computed {GREEDY.max_tokens * len(PROMPTS)} tokens" in out
+
+
+@pytest.mark.parametrize("upcast", [False, True])
+def test_attention(example: Example, run: Run, upcast: bool) -> None:
+    found = run(example("loop_attention"), attention="loop", attention__options__upcast=upcast)
+    assert found == run()
+
+
+def test_attention_takes_its_options_from_a_file(example: Example, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "engine.toml").write_text(next(source for _, source in TOML if "upcast" in source))
+    config = load_config(tmp_path / "engine.toml").config
+    assert run(example("loop_attention"), config=config) == run()
+    with pytest.raises(ConfigError, match="did you mean upcast"):
+        run(example("loop_attention"), config=config, attention__options__upcst=True)
+
+
+def test_quant(example: Example, run: Run) -> None:
+    plugin = example("int8_rows")
+    plain = run()
+    assert run(plugin, quant="int8-rows") != plain
+    everything = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert run(plugin, quant="int8-rows", quant__options__skip=everything) == plain
+
+
+def test_quant_stays_close(example: Example, run: Run) -> None:
+    import torch
+
+    from engine.core.quant import LinearPart, LinearSpec
+
+    kernel = example("int8_rows").Int8RowsKernel(
+        LinearSpec(parts=(LinearPart(name="a", out_features=8),), in_features=64, bias=False, dtype="float32")
+    )
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 64), torch.randn(3, 64)
+    assert kernel.tensors()["a.weight"].shape == (8, 64)
+    y = kernel.apply(x, kernel.prepare({"a.weight": weight}), None)
+    assert (y - x @ weight.T).norm() < 0.01 * (x @ weight.T).norm()
+
+
+def test_scheduler(example: Example, run: Run) -> None:
+    plugin = example("newest_first")
+    limits = {"scheduler__max_running": 1, "scheduler__options__patience": 0.5}
+    assert run(plugin, scheduler="newest-first", **limits) == run()
+
+
+def test_scheduler_order(example: Example) -> None:
+    from engine.testing.schedulers import View
+
+    plugin = example("newest_first")
+    views = [View(id=str(number), arrival=float(number)) for number in range(5)]
+    policy = plugin.NewestFirst(plugin.Options(patience=2.5))
+    assert [view.id for view in policy.order(views, 4.0)] == ["0", "1", "4", "3", "2"]
+
+
+def test_executor(example: Example, run: Run) -> None:
+    assert run(example("thread_executor"), executor="thread") == run()
+
+
+def test_model(example: Example, run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    model = tmp_path / "mini"
+    shutil.copytree(checkpoint, model)
+    (model / "model.safetensors").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["MiniForCausalLM"]}))
+    plugin = example("mini_model")
+    found = run(plugin, model=model, model__load_format="dummy")
+    assert [len(tokens) for tokens in found] == [12] * len(PROMPTS)
+    assert found == run(plugin, model=model, model__load_format="dummy", scheduler__max_batch_tokens=3)
+
+
+def test_the_tests_of_the_page_pass(folder: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "test_mine.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+MAPPED = PROJECT["tool"]["setuptools"]["package-dir"]
+
+
+def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run this repository's Makefile in `directory`."""
+    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON", "VENV", "CONSTRAINTS", "ARGS")
+    settled = {key: value for key, value in os.environ.items() if key not in outer}
+    return subprocess.run(
+        ["make", "-f", str(ROOT / "Makefile"), *arguments],
+        cwd=directory,
+        env=settled,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    """A clone in which nothing is installed."""
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def installed(fresh: Path) -> Path:
+    """A clone in which every extra is noted as installed."""
+    (fresh / ".venv" / "bin").mkdir(parents=True)
+    for name in ("bin/python", ".installed-server", ".installed-test", ".installed-dev"):
+        (fresh / ".venv" / name).touch()
+    return fresh
+
+
+@pytest.mark.parametrize(
+    ("target", "extra", "runs"), [("serve", "server", ".venv/bin/engine serve"), ("test", "test", "-m pytest")]
+)
+def test_a_target_sets_up_what_it_needs(fresh, target, extra, runs):
+    lines = make(fresh, "--dry-run", target, "PYTHON=python3").stdout
+    venv, install, run = lines.index("-m venv"), lines.index("pip install"), lines.rindex(runs)
+    assert venv < install < run
+    assert f"--editable '.[{extra}]' --constraint constraints.txt" in lines
+
+
+def test_a_target_sets_up_only_once(installed):
+    lines = make(installed, "--dry-run", "serve").stdout.splitlines()
+    assert lines == [".venv/bin/engine serve "]
+
+
+def test_a_changed_list_of_requirements_is_installed_again(installed):
+    later = (installed / ".venv" / ".installed-server").stat().st_mtime + 10
+    os.utime(installed / "pyproject.toml", (later, later))
+    assert "pip install" in make(installed, "--dry-run", "serve").stdout
+
+
+def test_the_constraints_can_be_dropped(fresh):
+    done = make(fresh, "--dry-run", "serve", "CONSTRAINTS=")
+    assert done.returncode == 0
+    assert "--editable" in done.stdout
+    assert "--constraint" not in done.stdout
+
+
+def test_bare_make_checks_everything(installed):
+    lines = make(installed, "--dry-run").stdout
+    for step in ("ruff check .", "ruff format --check .", "scripts/typecheck", "-m pytest"):
+        assert step in lines
+
+
+@pytest.mark.parametrize("script", ["#!/bin/sh\nexit 1\n", None], ids=["old", "missing"])
+def test_an_old_or_missing_python_is_an_error(fresh, script):
+    python = fresh / "python-old"
+    if script:
+        python.write_text(script)
+        python.chmod(0o755)
+    done = make(fresh, "serve", f"PYTHON={python}")
+    assert done.returncode != 0
+    assert f"error: {python} is missing or older than 3.11" in done.stderr
+    assert not (fresh / ".venv").exists()
+
+
+def test_ci_runs_the_tests_and_all_checks():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "set -euo pipefail" in script
+    for step in ("make test", "lint", "format", "types"):
+        assert step in script
+    for path in (".ci/run", "scripts/typecheck"):
+        assert os.access(ROOT / path, os.X_OK), f"{path} is not executable"
+
+
+def test_pre_commit_downloads_nothing():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert [repo["repo"] for repo in config["repos"]] == ["local"]
+    assert {hook["id"] for repo in config["repos"] for hook in repo["hooks"]} == {"ruff", "ruff-format", "typecheck"}
+    assert all(hook["language"] == "system" for repo in config["repos"] for hook in repo["hooks"])
+
+
+def test_every_package_of_the_tree_is_listed():
+    found = {
+        ".".join([name, *init.parent.relative_to(ROOT / directory).parts])
+        for name, directory in MAPPED.items()
+        for init in (ROOT / directory).rglob("__init__.py")
+    }
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(found)
+
+
+def test_the_type_checker_sees_every_package():
+    script = (ROOT / "scripts" / "typecheck").read_text(encoding="utf-8")
+    for name, directory in MAPPED.items():
+        assert f"-p {name}" in script
+        assert f" {directory}" in script.partition("for package in")[2].partition(";")[0]
+
+
+def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
+    source = tmp_path / "source"
+    for directory in MAPPED.values():
+        shutil.copytree(ROOT / directory, source / directory, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", *(["setup.py"] if (ROOT / "setup.py").exists() else [])):
+        shutil.copy(ROOT / name, source)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
+        check=True,
+    )
+    [wheel] = tmp_path.glob("*.whl")
+    held = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    wanted = {
+        Path(name.replace(".", "/"), file.relative_to(source / directory))
+        for name, directory in MAPPED.items()
+        for file in (source / directory).rglob("*.py")
+    }
+    data = {Path("engine/demo/model", file.name) for file in (source / "demo" / "model").glob("*")}
+    assert {path for path in held if path.parts[0] == "engine"} == {*wanted, *data, Path("engine/core/py.typed")}
+    scripts = next(path for path in held if path.name == "entry_points.txt")
+    text = zipfile.ZipFile(wheel).read(str(scripts)).decode()
+    assert "engine = engine.cli.main:main" in text
+    assert "builtin = engine.plugins:BUILTINS" in text

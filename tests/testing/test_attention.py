@@ -1,0 +1,177 @@
+"""The attention suite finds the mistakes it is there to find, and passes a correct backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from engine.core.attention import AttentionBackend, AttentionSpec
+from engine.testing.attention import BATCHES, AttentionConformance, dense_attention
+
+
+class Plain(AttentionBackend):
+    """By the definition, in the type of the inputs; faulty classes below change one thing."""
+
+    api = "1"
+
+    @classmethod
+    def refuses(cls, spec, device):
+        return None
+
+    def __init__(self, spec: AttentionSpec, pool: Any, options: Any) -> None:
+        self.spec = spec
+        self.pool = pool
+
+    def plan(self, batch, graph=None):
+        return batch
+
+    def slots(self, batch, row: int, context: int) -> torch.Tensor:
+        at = torch.arange(context)
+        return (
+            batch.block_tables[row].long()[at // self.spec.page_size] * self.spec.page_size + at % self.spec.page_size
+        )
+
+    def spec_of(self, layer: int) -> tuple[AttentionSpec, int | None]:
+        return self.spec, self.spec.sliding_windows[layer]
+
+    def forward(self, layer, q, k, v, plan):
+        keys, values = self.pool.keys[layer].flatten(0, 1), self.pool.values[layer].flatten(0, 1)
+        outs = []
+        spec, window = self.spec_of(layer)
+        for row, context in enumerate(plan.context_lens.tolist()):
+            start, end = plan.query_starts[row : row + 2].tolist()
+            slots = self.slots(plan, row, context)
+            outs.append(dense_attention(q[start:end], keys[slots], values[slots], spec, window))
+        return torch.cat(outs).to(q.dtype)
+
+
+class TestPlain(AttentionConformance):
+    backend = Plain
+
+
+class TestPlainHalf(AttentionConformance):
+    backend = Plain
+    dtype = "bfloat16"
+
+
+class Windowless(Plain):
+    def spec_of(self, layer):
+        return self.spec, None
+
+
+class OneWindow(Plain):
+    def spec_of(self, layer):
+        return self.spec, self.spec.sliding_windows[-1]
+
+
+class WideWindow(Plain):
+    def spec_of(self, layer):
+        window = self.spec.sliding_windows[layer]
+        return self.spec, window and window + 1
+
+
+class Capless(Plain):
+    def spec_of(self, layer):
+        return attrs.evolve(self.spec, softcap=None), self.spec.sliding_windows[layer]
+
+
+class OwnScale(Plain):
+    def spec_of(self, layer):
+        return attrs.evolve(self.spec, scale=self.spec.head_dim**-0.5), self.spec.sliding_windows[layer]
+
+
+class Contiguous(Plain):
+    """Takes the blocks of a sequence to be adjacent."""
+
+    def slots(self, batch, row, context):
+        return int(batch.block_tables[row, 0]) * self.spec.page_size + torch.arange(context)
+
+
+class Greedy(Plain):
+    """Multiplies whole blocks and masks afterwards, so that NaN beyond the context comes through."""
+
+    def forward(self, layer, q, k, v, plan):
+        whole = self.pool.values[layer].flatten(0, 1)[self.slots(plan, 0, self.spec.page_size)]
+        return super().forward(layer, q, k, v, plan) + (whole.sum() * 0).to(q.dtype)
+
+
+class Writer(Plain):
+    def forward(self, layer, q, k, v, plan):
+        out = super().forward(layer, q, k, v, plan)
+        q.zero_()
+        return out
+
+
+class Neighbours(Plain):
+    """Lets the batch's first sequence into all others."""
+
+    def forward(self, layer, q, k, v, plan):
+        return super().forward(layer, q, k, v, plan) + (0.01 * q[0] if plan.num_sequences > 1 else 0)
+
+
+class Widened(Plain):
+    def forward(self, layer, q, k, v, plan):
+        return super().forward(layer, q, k, v, plan).double()
+
+
+class Refusing(Plain):
+    @classmethod
+    def refuses(cls, spec, device):
+        return "no"
+
+
+class Vague(Plain):
+    @classmethod
+    def refuses(cls, spec, device):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("backend", "test"),
+    [
+        (Windowless, lambda suite: suite.test_sliding_window(4, "mixed")),
+        (Windowless, lambda suite: suite.test_sliding_window(4, "decode")),
+        (OneWindow, lambda suite: suite.test_layers_of_different_windows()),
+        (WideWindow, lambda suite: suite.test_sliding_window(16, "prefill")),
+        (Capless, lambda suite: suite.test_softcap("mixed")),
+        (OwnScale, lambda suite: suite.test_scale()),
+        (Contiguous, lambda suite: suite.test_batch("mixed", (4, 2))),
+        (Greedy, lambda suite: suite.test_batch("prefill", (4, 4))),
+        (Writer, lambda suite: suite.test_nothing_is_changed()),
+        (Neighbours, lambda suite: suite.test_a_sequence_does_not_depend_on_its_batch()),
+        (Widened, lambda suite: suite.test_batch("decode", (4, 2))),
+        (Refusing, lambda suite: suite.test_the_plain_case_is_not_refused()),
+        (Vague, lambda suite: suite.test_batch("decode", (4, 2))),
+    ],
+    ids=lambda value: getattr(value, "__name__", "") if isinstance(value, type) else "",
+)
+def test_a_fault_is_found(backend: type[AttentionBackend], test: Any) -> None:
+    suite = type("Suite", (AttentionConformance,), {"backend": backend})()
+    with pytest.raises((AssertionError, IndexError)):
+        test(suite)
+
+
+def test_a_refused_feature_is_skipped_with_its_sentence() -> None:
+    suite = type("Suite", (AttentionConformance,), {"backend": Refusing})()
+    with pytest.raises(pytest.skip.Exception, match="no"):
+        suite.test_softcap("mixed")
+
+
+def test_the_reference_agrees_with_an_independent_formula() -> None:
+    torch.manual_seed(0)
+    suite = TestPlain()
+    spec = suite.spec(num_heads=4, num_kv_heads=2)
+    q, k, v = (torch.randn(9, heads, spec.head_dim) for heads in (4, 2, 2))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(tensor.double().transpose(0, 1) for tensor in (q, k, v)), is_causal=True, scale=spec.scale, enable_gqa=True
+    ).transpose(0, 1)
+    torch.testing.assert_close(dense_attention(q, k, v, spec, None), expected)
+
+
+def test_batches_cover_prefill_decode_and_both() -> None:
+    assert all(new == 1 and cached for cached, new in BATCHES["decode"])
+    assert all(not cached for cached, _ in BATCHES["prefill"])
+    assert {new == 1 for _, new in BATCHES["mixed"]} == {True, False}
