@@ -32,15 +32,12 @@ def chat(
     """Talk to a model. Piped in, each line is one message; /reset and /exit work in both."""
     from engine.core.engine import Engine
 
-    engine = Engine(config=resolved.config)
-    try:
+    with Engine(config=resolved.config) as engine:
         params = attrs.evolve(engine.default_params, **sampling)
         interactive = sys.stdin.isatty()
         if interactive:
             typer.echo(HELP)
         converse(engine, params, prompted_lines() if interactive else sys.stdin, system, forgiving=interactive)
-    finally:
-        engine.close()
 
 
 def converse(
@@ -65,7 +62,7 @@ def converse(
                 if not forgiving:
                     raise
                 messages.pop()
-                typer.echo(f"error: {error}", err=True)
+                typer.echo(f"error: {error} (/reset begins anew)", err=True)
 
 
 def answer(engine: Engine, params: SamplingParams, messages: list[Message]) -> str:

@@ -41,15 +41,12 @@ def generate(
 
     from engine.core.engine import Engine
 
-    engine = Engine(config=resolved.config)
-    try:
+    with Engine(config=resolved.config) as engine:
         params = attrs.evolve(engine.default_params, **sampling)
         if as_json:
             print_json(engine, text, params)
         else:
             print_stream(engine, text, params)
-    finally:
-        engine.close()
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -15,7 +15,6 @@ from engine.core.errors import EngineError, ExecutorError
 if TYPE_CHECKING:
     from engine.core.registry import Plugins
 
-DISTRIBUTION = "pluggable-llm-engine"
 DEBUG = "engine.debug"
 
 
@@ -25,6 +24,9 @@ class Commands(TyperGroup):
     Plugins are looked up only for `--help` and for a command that is none of the built-in ones. An EngineError becomes
     one sentence on stderr: exit status 2 for what the user can mend, 1 for a failure while running.
     """
+
+    _complete = False
+    """Whether the commands of plugins are in."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All commands, those of plugins last."""
@@ -50,6 +52,9 @@ class Commands(TyperGroup):
     def _add_late(self) -> None:
         from engine.core.registry import load_plugins
 
+        if self._complete:
+            return
+        self._complete = True
         for plugin, command in late_commands(load_plugins()):
             if command.name in self.commands:
                 _warn(f"plugin {plugin} offers a command {command.name!r}, a name that is taken; it is left out")
@@ -91,7 +96,9 @@ app.add_typer(plugins.app, name="plugins")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"engine {importlib.metadata.version(DISTRIBUTION)}")
+        from engine.core.registry import HOME
+
+        typer.echo(f"engine {importlib.metadata.version(HOME)}")
         raise typer.Exit
 
 

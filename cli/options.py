@@ -48,11 +48,8 @@ def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]
 
     without: sections that get no options.
     """
-    flags = {
-        setting.key.replace(".", "__"): setting
-        for setting in describe()
-        if setting.flag and setting.key.partition(".")[0] not in without
-    }
+    offered = {name: one for name, one in _setting_options().items() if one[0].path[0] not in without}
+    flags = {name: setting for name, (setting, _) in offered.items()}
     parameters = [
         _option("config", Path | None, "--config", help="TOML or YAML file of settings.", metavar="FILE"),
         _option(
@@ -62,7 +59,7 @@ def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]
             help="Any setting, as server.max_n=8.",
             metavar="SECTION.KEY=VALUE",
         ),
-        *(_setting_option(name, setting) for name, setting in flags.items()),
+        *(option for _, option in offered.values()),
     ]
 
     def resolve(given: Mapping[str, Any]) -> Resolved:
@@ -152,6 +149,13 @@ def _option(name: str, hint: Any, *declarations: str, **settings: Any) -> inspec
     )
 
 
+@functools.cache
+def _setting_options() -> dict[str, tuple[Setting, inspect.Parameter]]:
+    """Parameter name -> setting and option, for each setting that has a flag; the same for all commands."""
+    names = {setting.key.replace(".", "__"): setting for setting in describe() if setting.flag}
+    return {name: (setting, _setting_option(name, setting)) for name, setting in names.items()}
+
+
 def _setting_option(name: str, setting: Setting) -> inspect.Parameter:
     flag = str(setting.flag)
     hint: Any = str | None  # load_config converts and checks, so that a file and an option get the same error
@@ -161,7 +165,7 @@ def _setting_option(name: str, setting: Setting) -> inspect.Parameter:
         hint, flag, metavar = bool | None, _on_off(flag), " "
     elif setting.type is dict:
         hint, metavar = list[str] | None, "KEY=VALUE"
-    section = setting.key.partition(".")[0]
+    section = setting.path[0]
     return _option(
         name,
         hint,
@@ -198,6 +202,7 @@ def _bias(text: str) -> tuple[int, float]:
         raise InvalidRequestError(f"--logit-bias {text!r} is not a token number = a number", "logit_bias") from None
 
 
+@functools.cache
 def _attribute_docs(cls: type) -> dict[str, str]:
     """The string below each attribute of a class, which Python itself does not keep; first paragraph, one line."""
     body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body

@@ -11,7 +11,7 @@ from attrs import asdict, frozen
 
 from engine.cli.options import OFFLINE, SECTIONS, configured
 from engine.cli.tables import print_table
-from engine.core.errors import EngineError, PluginError
+from engine.core.errors import PluginError
 from engine.core.settings import Resolved
 
 if TYPE_CHECKING:
@@ -121,17 +121,17 @@ def _questions(config: EngineConfig, models: list[type[Any]]) -> dict[str, Calla
         "executors": lambda cls: cls.refuses(config, device),
     }
     try:
-        checkpoint = Checkpoint.open(config.model.path)
+        checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
         questions["models"] = lambda cls: cls.refuses(checkpoint.config)
         questions["quant"] = lambda cls: cls.refuses(checkpoint.quantization, device)
-        model = next((cls for cls in models if cls.refuses(checkpoint.config) is None), None)
+        model = next((cls for cls in models if _ask("models", "", cls, questions["models"]).status == "usable"), None)
         if model is None:
             raise PluginError(f"no model plugin takes {config.model.path}")
         shape = model.spec(checkpoint.config)
         dtype = resolve_dtype(config, checkpoint.config, device)
         spec = attention_spec(shape, config, dtype, max_len(config, shape))
         questions["attention"] = lambda cls: cls.refuses(spec, device)
-    except EngineError as error:
+    except Exception as error:  # of a checkpoint that cannot be read, or of a plugin's own code
         for seam in ("models", "quant", "attention"):
             questions.setdefault(seam, f"not asked whether it would serve this model: {error}")
     return questions

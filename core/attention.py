@@ -10,6 +10,7 @@ from attrs import define, frozen
 
 if TYPE_CHECKING:
     import torch
+
     from engine.core.batch import ForwardBatch
     from engine.core.device import DeviceInfo
     from engine.core.kv_cache import KVPool

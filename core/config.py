@@ -33,6 +33,7 @@ class ModelConfig:
     options: Mapping[str, Any] = setting({}, "Settings of the architecture plugin.")
     served_name: str = setting("", "Name in the HTTP interface; empty: the directory's.", flag="--served-model-name")
     tokenizer: str = setting("", "Directory of the tokenizer; empty: the checkpoint's.", flag="--tokenizer")
+    chat_template: str = setting("", "File of a Jinja chat template; empty: the tokenizer's.", flag="--chat-template")
     dtype: str = setting(
         AUTO,
         "Type of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU.",
@@ -144,7 +145,6 @@ class ServerConfig:
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"
     )
-    chat_template: str = setting("", "File of a Jinja chat template; empty: the tokenizer's.", flag="--chat-template")
     max_body_bytes: int = setting(8 * 2**20, "Largest request body.")
     max_n: int = setting(64, "Most choices for one prompt.")
     max_prompts: int = setting(256, "Most prompts in one completion request.")

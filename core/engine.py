@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import attrs
 
@@ -29,7 +28,8 @@ from engine.core.settings import flatten, load_config
 from engine.core.text import TextDelta, Tokenizer
 from engine.core.types import EngineStats, Output, Request, SamplingParams, Step
 
-log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Engine:
@@ -62,19 +62,19 @@ class Engine:
     ) -> None:
         began = time.perf_counter()
         named = {"attention": attention, "quant": quant, "scheduler": scheduler, "executor": executor}
-        chosen = {f"{seam}.name": choice for seam, choice in named.items() if isinstance(choice, str)}
-        dotted = {key.replace("__", "."): value for key, value in settings.items()}
+        given: dict[str, object] = {f"{seam}.name": choice for seam, choice in named.items() if isinstance(choice, str)}
+        given |= {key.replace("__", "."): value for key, value in settings.items()}
         if model is not None:
-            dotted["model.path"] = model
+            given["model.path"] = model
         base = {key: (value, "config") for key, value in flatten(config).items()} if config is not None else {}
-        self.config = load_config(overrides={**chosen, **dotted}, defaults=base).config
+        self.config = load_config(
+            overrides={key: (value, "argument") for key, value in given.items()}, defaults=base
+        ).config
         if not self.config.model.path:
             raise ConfigError("no model is named; give the directory of a checkpoint as model.path (--model)")
 
         self.plugins = plugins or load_plugins(self.config.plugins)
-        self.checkpoint = Checkpoint.open(
-            self.config.model.path, generation_config=self.config.model.generation_config
-        )
+        self.checkpoint = Checkpoint.open(self.config.model.path, generation_config=self.config.model.generation_config)
         self.device = find_device(self.config.executor.device)
         objects = {seam: choice for seam, choice in named.items() if not isinstance(choice, str | None)}
         self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
@@ -146,9 +146,8 @@ class Engine:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer, read when first asked for. Raises CheckpointError if there is none."""
-        model = self.config.model
-        return Tokenizer.open(model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
+        """The checkpoint's tokenizer and chat template, read when first asked for. Raises CheckpointError."""
+        return Tokenizer.of_model(self.config.model)
 
     @property
     def default_params(self) -> SamplingParams:
@@ -202,9 +201,9 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _timed(self, phase: str, call: Any, *args: Any) -> Any:
+    def _timed(self, phase: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         begin = time.perf_counter()
         try:
-            return call(*args)
+            return call(*args, **kwargs)
         finally:
             self._seconds[phase] += time.perf_counter() - begin

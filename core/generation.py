@@ -201,8 +201,8 @@ class AsyncGenerator:
                         queue.put_nowait(error)
                     return
             for entry, delta in news:
-                if (queue := self._queues.get(entry.request.id)) is not None:
-                    queue.put_nowait(delta)
+                if entry.request.id in self._queues:
+                    self._queues[entry.request.id].put_nowait(delta)
             await asyncio.sleep(0)
 
 

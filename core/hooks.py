@@ -10,6 +10,7 @@ import pluggy
 
 if TYPE_CHECKING:
     import typer
+
     from engine.core.engine import Engine
 
 PROJECT = "engine"

@@ -103,12 +103,11 @@ class BlockManager:
         Never all of `tokens`: the last one must be computed, for its logits.
         """
         found: list[int] = []
-        if self.prefix_caching:
-            for index in range((len(tokens) - 1) // self.page_size):
-                block = self._by_digest.get(chain.digest(tokens, index))
-                if block is None:
-                    break
-                found.append(block)
+        for index in range((len(tokens) - 1) // self.page_size if self.prefix_caching else 0):
+            block = self._by_digest.get(chain.digest(tokens, index))
+            if block is None:
+                break
+            found.append(block)
         return found
 
     def can_allocate(

@@ -10,6 +10,7 @@ from attrs import frozen
 
 if TYPE_CHECKING:
     import torch
+
     from engine.core.batch import ForwardPass
     from engine.core.layers import LayerFactory
 

@@ -276,7 +276,9 @@ class Scheduler:
                 continue
             if plan.prefill_room <= 0 or state.in_flight:
                 return
-            cached = [] if state.wants_prompt_logprobs else self._blocks.lookup(state.tokens, state.chain)
+            # Log probabilities of the whole prompt need the whole prompt computed.
+            use_cache = self._blocks.prefix_caching and not state.wants_prompt_logprobs
+            cached = self._blocks.lookup(state.tokens, state.chain) if use_cache else []
             if not self._fits(state, cached) and not self._displace(state, cached, plan):
                 return
             self._queues.start(state, cached)
@@ -284,7 +286,7 @@ class Scheduler:
             if state.scheduled_at is None:
                 state.scheduled_at = now
                 state.cached_tokens = state.computed
-                self._prefix_queries += state.prompt_len
+                self._prefix_queries += state.prompt_len if use_cache else 0
                 self._prefix_hits += state.computed
 
     def _fits(self, state: RequestState, cached: Sequence[int], without: Sequence[RequestState] = ()) -> bool:

@@ -82,7 +82,7 @@ class SchedulingPolicy(ABC):
         """Whom to preempt when KV blocks run out: one of `running` (never empty, oldest admission first)."""
 
     def preempts(self, candidate: RequestView, running: Sequence[RequestView]) -> RequestView | None:
-        """A running request to preempt so that waiting `candidate` can be admitted when there is no room; None: wait."""
+        """A running request to preempt so that waiting `candidate` gets its room; None: let it wait."""
         return None
 
     def split(self, budget: int, waiting: Sequence[RequestView], running: Sequence[RequestView]) -> Split:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from engine.core.errors import CheckpointError, InvalidRequestError
+from engine.core.config import ModelConfig
+from engine.core.errors import CheckpointError, ConfigError, InvalidRequestError
 from engine.core.types import FINISH_STOP, Output, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -78,6 +79,16 @@ class Tokenizer:
                 "`tokenizers` library can run are supported: convert it to a tokenizer.json"
             )
         return cls(wrapped, chat_template)
+
+    @classmethod
+    def of_model(cls, model: ModelConfig) -> Tokenizer:
+        """The tokenizer that a configuration names. Raises CheckpointError or, for a bad template file, ConfigError."""
+        file = model.chat_template
+        try:
+            template = Path(file).read_text(encoding="utf-8") if file else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template {file} cannot be read ({error}); check --chat-template") from None
+        return cls.open(model.tokenizer or model.path, model.trust_remote_code, template)
 
     @property
     def eos_token_id(self) -> int | None:

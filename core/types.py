@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from attrs import field, frozen
+
 from engine.core.errors import InvalidRequestError
 
 FINISH_STOP = "stop"

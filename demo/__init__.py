@@ -16,7 +16,7 @@ def path() -> pathlib.Path:
 
     Raises FileNotFoundError where the checkpoint was left out, as in a source tree that has not trained it.
     """
-    directory = pathlib.Path(__file__).resolve().parent / "model"
+    directory = pathlib.Path(__file__).resolve().parent / "engine-demo"
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(f"no demo checkpoint in {directory}: run `python scripts/train_demo.py` to make it")
     return directory

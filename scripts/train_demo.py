@@ -1,6 +1,6 @@
 """Train the demo checkpoint that the package ships: a 6 M parameter Llama that has read Python's standard library.
 
-    python scripts/train_demo.py                     # train on the GPU, write demo/model
+    python scripts/train_demo.py                     # train on the GPU, write demo/engine-demo
     python scripts/train_demo.py --smoke --out DIR   # the whole path in a few tiny steps, on the CPU
     python scripts/train_demo.py --evaluate DIR      # held-out perplexity of a checkpoint, as JSON
 
@@ -897,7 +897,9 @@ def command_line(settings: Settings, steps: int) -> str:
 def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """The command line: what to do, and the settings of a training run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path, default=REPOSITORY / "demo" / "model", help="directory to write")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=REPOSITORY / "demo" / "engine-demo", help="directory to write"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
     parser.add_argument("--smoke", action="store_true", help="tiny settings, for a test of the script on a CPU")
     parser.add_argument("--evaluate", type=pathlib.Path, metavar="DIR", help="evaluate a checkpoint, train none")

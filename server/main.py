@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import uvicorn
 
@@ -97,11 +96,7 @@ class _Server:
 
     async def _start(self) -> tuple[Started, Tokenizer]:
         """The engine and the tokenizer, loaded side by side."""
-        model = self._config.model
-        template = _read_template(self._config.server.chat_template)
-        tokenizer = asyncio.to_thread(
-            Tokenizer.open, model.tokenizer or model.path, model.trust_remote_code, chat_template=template
-        )
+        tokenizer = asyncio.to_thread(Tokenizer.of_model, self._config.model)
         started, opened = await asyncio.gather(self._client.start(), tokenizer)
         return started, opened
 
@@ -158,13 +153,6 @@ def _bind(config: ServerConfig) -> socket.socket:
             "choose another address by --host or --port (0: any free port)"
         ) from None
     return listener
-
-
-def _read_template(file: str) -> str | None:
-    try:
-        return Path(file).read_text(encoding="utf-8") if file else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the chat template {file} cannot be read ({error}); check --chat-template") from None
 
 
 def _url(listener: socket.socket) -> str:

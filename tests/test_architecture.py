@@ -32,7 +32,6 @@ NO_PLUGIN_NAMES = {
     ("attention.py", "none"): "AttentionBackend.graphs",
     ("checkpoint.py", "none"): "model.generation_config",
     ("config.py", "none"): "model.generation_config",
-    ("engine.py", "none"): "model.generation_config",
     ("layers/factory.py", "none"): "LinearSpec.parallel",
     ("layers/linear.py", "none"): "LinearSpec.parallel",
     ("quant.py", "none"): "LinearSpec.parallel",

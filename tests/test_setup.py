@@ -142,7 +142,7 @@ def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
         for name, directory in MAPPED.items()
         for file in (source / directory).rglob("*.py")
     }
-    data = {Path("engine/demo/model", file.name) for file in (source / "demo" / "model").glob("*")}
+    data = {Path("engine/demo/engine-demo", file.name) for file in (source / "demo" / "engine-demo").glob("*")}
     assert {path for path in held if path.parts[0] == "engine"} == {*wanted, *data, Path("engine/core/py.typed")}
     scripts = next(path for path in held if path.name == "entry_points.txt")
     text = zipfile.ZipFile(wheel).read(str(scripts)).decode()

@@ -495,6 +495,7 @@ def test_prompt_logprobs_are_put_together_over_chunks_and_not_cached() -> None:
     (output,) = scheduler.commit(step, result, 0.0)
     assert output.prompt_logprobs == scores(2, 3, 4, 5, 6)
     assert output.logprobs == scores(7)
+    assert scheduler.stats().prefix_queries == 6, "only the first request's prompt was looked up"
     (output,) = turn(scheduler)
     assert output.prompt_logprobs is None
     assert output.logprobs == ()
@@ -688,6 +689,23 @@ def test_displacement_cannot_go_on_for_ever() -> None:
     assert scheduler.stats().preemptions >= 2 * MAX_DISPLACED
 
 
+def test_who_got_a_token_in_between_can_be_displaced_again() -> None:
+    scheduler = make_scheduler(displacing(), max_running=1)
+    scheduler.add(request("a", priority=1))
+    for number in range(MAX_DISPLACED + 2):
+        assert [output.request for output in turn(scheduler)] == ["a"]
+        scheduler.add(request(f"b{number}", priority=0, max_tokens=1))
+        assert [output.request for output in turn(scheduler)] == [f"b{number}"]
+
+
+def test_nobody_is_displaced_in_the_step_of_his_admission() -> None:
+    scheduler = make_scheduler(policy(preempts=lambda candidate, running: running[0]), max_running=1)
+    for name in "ab":
+        scheduler.add(request(name))
+    assert [new.sequence for new in plan(scheduler).new] == [1]
+    assert scheduler.stats().preemptions == 0
+
+
 # Abort
 
 
@@ -767,6 +785,19 @@ def test_an_impossible_answer_names_policy_and_question(question: str, answer: C
     with pytest.raises(PluginError, match=rf"Changed .*{question}\(\)"):
         scheduler.schedule(0.0)
     scheduler.check()
+
+
+def test_the_runner_is_not_told_of_the_end_of_what_it_never_saw() -> None:
+    answers = [lambda waiting: [waiting[0], None], lambda waiting: waiting]
+    scheduler = make_scheduler(policy(order=lambda waiting, now: answers.pop(0)(waiting)))
+    for name in "ab":
+        scheduler.add(request(name))
+    with pytest.raises(PluginError):
+        scheduler.schedule(0.0)
+    scheduler.abort("a")
+    step = plan(scheduler)
+    assert step.finished == ()
+    assert [new.sequence for new in step.new] == [2]
 
 
 @pytest.mark.parametrize("answer", [None, "b"])

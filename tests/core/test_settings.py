@@ -114,11 +114,11 @@ def test_a_flattened_tree_can_be_loaded_again(write: WriteFile) -> None:
 
 
 def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path: Path) -> None:
-    file = write('[model]\npath = "ckpt"\ntokenizer = "/abs/tok"\n[server]\nchat_template = "../t.jinja"\n')
+    file = write('[model]\npath = "ckpt"\ntokenizer = "/abs/tok"\nchat_template = "../t.jinja"\n')
     config = load_config(file).config
     assert config.model.path == str(tmp_path / "ckpt")
     assert config.model.tokenizer == "/abs/tok"
-    assert Path(config.server.chat_template).resolve() == (tmp_path.parent / "t.jinja").resolve()
+    assert Path(config.model.chat_template).resolve() == (tmp_path.parent / "t.jinja").resolve()
     assert load_config(file, {"model.path": "here"}).config.model.path == "here"
 
 

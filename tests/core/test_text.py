@@ -10,7 +10,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.errors import CheckpointError, InvalidRequestError
+from engine.core.config import ModelConfig
+from engine.core.errors import CheckpointError, ConfigError, InvalidRequestError
 from engine.core.text import Detokenizer, TextDelta, Tokenizer, TokenStream
 from engine.core.types import Output, SamplingParams, TokenLogprobs
 
@@ -236,6 +237,17 @@ def test_opening_and_using_does_not_import_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("user\nthe")
+
+
+def test_a_chat_template_from_a_file(tmp_path):
+    save(tmp_path, byte_level(), chat_template=TEMPLATE)
+    file = tmp_path / "other.jinja"
+    model = ModelConfig(path=str(tmp_path), chat_template=str(file))
+    with pytest.raises(ConfigError, match=r"other\.jinja cannot be read .*--chat-template"):
+        Tokenizer.of_model(model)
+    file.write_text("{{ messages[0].content }}!", encoding="utf-8")
+    tokenizer = Tokenizer.of_model(model)
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "the"}])) == "the!"
 
 
 def test_a_directory_without_tokenizer(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import server
-from engine.core.config import EngineConfig
+from engine.core.config import EngineConfig, ModelConfig
 from engine.core.errors import EngineError
 from engine.core.wire import Decoder
 from engine.server import main
@@ -24,8 +24,8 @@ class ByteTokenizer:
         self._begin = begin
 
     @classmethod
-    def open(cls, path: str, trust_remote_code: bool, chat_template: str | None) -> ByteTokenizer:
-        return cls(chat_template or "<assistant>")
+    def of_model(cls, model: ModelConfig) -> ByteTokenizer:
+        return cls("<assistant>")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

@@ -293,17 +293,6 @@ def test_api_key(serve_fake: Serve) -> None:
         assert server.stop() == 0
 
 
-def test_a_chat_template_from_a_file(serve_fake: Serve, tmp_path: Path) -> None:
-    file = tmp_path / "template"
-    with serve_fake(chat_template=str(file)) as server:
-        assert server.process.returncode == 1
-        assert f"the chat template {file} cannot be read" in server.errors
-    file.write_text("<ä>", encoding="utf-8")
-    with serve_fake(chat_template=str(file)) as server, server.client() as http:
-        usage = http.post("/v1/chat/completions", json=CHAT).json()["usage"]
-        assert usage["prompt_tokens"] == len("<user>hi<ä>".encode())
-
-
 def test_too_many_requests(serve_fake: Serve) -> None:
     with serve_fake(max_waiting=3) as server, server.client() as http:
         response = http.post("/v1/completions", json=COMPLETION | {"n": 4})
