@@ -93,10 +93,9 @@ class LayerFactory:
 
     def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> LMHead:
         """The output layer. With `tied` it multiplies by that table, and a copy in the checkpoint is not read."""
-        if tied is None:
-            return LMHead(self.embedding(name, vocab_size, hidden_size))
-        self.ignore(f"{name}.weight")
-        return LMHead(tied)
+        if tied is not None:
+            self.ignore(f"{name}.weight")
+        return self._note(LMHead(tied or self.embedding(name, vocab_size, hidden_size)))
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """A norm over the hidden size."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
+from engine.core.layers.matmul import multiply, pack
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -33,12 +33,12 @@ class PlainKernel(LinearKernel):
         }
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """One matrix, the parts' outputs one below the other."""
-        return {"weight": merge([loaded[_weight(part)] for part in self._spec.parts], self._spec.dtype)}
+        """One matrix, the parts' outputs one below the other, as `matmul.pack` lays it out."""
+        return {"weight": pack(merge([loaded[_weight(part)] for part in self._spec.parts], self._spec.dtype))}
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """x: [..., in_features] -> [..., out_features]."""
-        return F.linear(x, weights["weight"], bias)
+        return multiply(x, weights["weight"], bias)
 
 
 class Linear(Layer):

@@ -7,6 +7,13 @@ from engine.core.hooks import Register, hookimpl, lazy
 def register_attention(register: Register) -> None:
     """Offer them."""
     register(
+        "cpu",
+        lazy("engine.plugins.attention.cpu:CpuAttention"),
+        api="1",
+        summary="native kernel that reads the paged cache in place, for decodes in float32 on a CPU",
+        preference=20,
+    )
+    register(
         "torch",
         lazy("engine.plugins.attention.torch:TorchAttention"),
         api="1",

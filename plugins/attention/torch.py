@@ -56,6 +56,10 @@ class TorchAttention(AttentionBackend):
         shape = (-1, spec.num_kv_heads, spec.head_dim)
         self._keys = [keys.view(shape) for keys in pool.keys]
         self._values = [values.view(shape) for values in pool.values]
+        # What is gathered goes into memory that is kept: asking the system for fresh pages each time costs more than
+        # the copy itself.
+        self._gathered_keys = self._keys[0].new_empty(0, *shape[1:])
+        self._gathered_values = self._gathered_keys.clone()
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Mapping[int, Sequence[Group]]:
         """For each layer, the groups to attend to."""
@@ -82,8 +86,8 @@ class TorchAttention(AttentionBackend):
         heads, dim = q.shape[1:]
         count = group.num_sequences
         keys, values = (
-            pool[layer].index_select(0, group.slots).view(count, -1, self._spec.num_kv_heads, dim).transpose(1, 2)
-            for pool in (self._keys, self._values)
+            part.view(count, -1, self._spec.num_kv_heads, dim).transpose(1, 2)
+            for part in self._gather(layer, group.slots)
         )
         queries = q.view(count, -1, heads, dim).transpose(1, 2)
         if self._spec.softcap is None:
@@ -99,6 +103,17 @@ class TorchAttention(AttentionBackend):
         else:
             out = self._attend_capped(queries, keys, values, group, self._spec.softcap)
         return out.transpose(1, 2).reshape(q.shape)
+
+    def _gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `slots`: [len(slots), kv_heads, head_dim] each, valid until the next call."""
+        count = len(slots)
+        if count > len(self._gathered_keys):
+            self._gathered_keys = self._gathered_keys.new_empty(count, *self._gathered_keys.shape[1:])
+            self._gathered_values = torch.empty_like(self._gathered_keys)
+        keys, values = self._gathered_keys[:count], self._gathered_values[:count]
+        torch.index_select(self._keys[layer], 0, slots, out=keys)
+        torch.index_select(self._values[layer], 0, slots, out=values)
+        return keys, values
 
     def _attend_capped(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, softcap: float

@@ -1,0 +1,126 @@
+"""Attention on a CPU: decodes by a native kernel that reads the paged cache in place, prompts by PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+
+from engine.core.attention import AttentionSpec, GraphSlot
+from engine.core.batch import ForwardBatch
+from engine.core.device import DeviceInfo
+from engine.core.errors import ExecutorError
+from engine.core.kv_cache import KVPool
+from engine.plugins.attention.torch import Group, TorchAttention
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURE = (
+    *(_POINTER, _INT),  # q, q_stride
+    *(_POINTER, _POINTER),  # keys, values
+    *(_POINTER, _INT),  # tables, table_stride
+    *(_POINTER, _POINTER, _INT),  # starts, ends, sequences
+    *(_INT, _INT, _INT, _INT),  # kv_heads, group, dim, page_size
+    *(ctypes.c_float, ctypes.c_float, ctypes.c_int),  # scale, softcap, threads
+    _POINTER,  # out
+)
+
+
+@functools.cache
+def native_kernel() -> Any:
+    """paged_decode of _paged.c; None where it was not built."""
+    spec = importlib.util.find_spec("engine.plugins.attention._paged")
+    if spec is None or spec.origin is None:
+        return None
+    kernel = ctypes.CDLL(spec.origin).paged_decode
+    kernel.argtypes, kernel.restype = _SIGNATURE, ctypes.c_int
+    return kernel
+
+
+@frozen
+class Plan:
+    """Decodes for the kernel, prompts for PyTorch."""
+
+    decodes: int
+    tables: npt.NDArray[np.int32]
+    """[decodes, most blocks]."""
+    starts: Mapping[int, npt.NDArray[np.int64]]
+    """For each layer, the first position that each decode sees."""
+    ends: npt.NDArray[np.int64]
+    groups: Mapping[int, Sequence[Group]]
+
+
+class CpuAttention(TorchAttention):
+    """TorchAttention whose decodes copy no keys and values."""
+
+    api = "1"
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
+        """All but float32 on a CPU, and an installation without its native part."""
+        if device.type != "cpu":
+            return f"it runs on a CPU, not on {device.torch_name}; use another backend or --device cpu"
+        if spec.dtype != "float32" or spec.kv_dtype != "float32":
+            return f"its kernel computes in float32, not in {spec.dtype}; use --dtype float32 or another backend"
+        if native_kernel() is None:
+            return "its native part was not built; install again with a C compiler at hand, or use another backend"
+        return None
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
+        super().__init__(spec, pool, options)
+        self._kernel = native_kernel()
+        self._group = spec.num_heads // spec.num_kv_heads
+
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
+        """See AttentionBackend."""
+        count = batch.num_decodes
+        ends = batch.context_lens_host[:count].astype(np.int64)
+        starts: dict[int, npt.NDArray[np.int64]] = {}
+        groups: dict[int, Sequence[Group]] = {}
+        for window, layers in self._windows.items():
+            first = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+            starts.update(dict.fromkeys(layers, first))
+            groups.update(dict.fromkeys(layers, self._prefill_groups(batch, window)))
+        tables = np.ascontiguousarray(batch.block_tables_host[:count])
+        return Plan(decodes=count, tables=tables, starts=starts, ends=ends, groups=groups)
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """See AttentionBackend."""
+        if not plan.decodes:
+            return super().forward(layer, q, k, v, plan.groups)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._decode(layer, q, plan, out)
+        for group in plan.groups[layer]:
+            out[group.query_rows] = self._attend(layer, q[group.query_rows], group)
+        return out
+
+    def _decode(self, layer: int, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
+        """The rows of the decodes, into `out`."""
+        spec = self._spec
+        failed = self._kernel(
+            q.data_ptr(),
+            q.stride(0),
+            self._keys[layer].data_ptr(),
+            self._values[layer].data_ptr(),
+            plan.tables.ctypes.data,
+            plan.tables.shape[1],
+            plan.starts[layer].ctypes.data,
+            plan.ends.ctypes.data,
+            plan.decodes,
+            spec.num_kv_heads,
+            self._group,
+            spec.head_dim,
+            spec.page_size,
+            spec.scale,
+            spec.softcap or 0.0,
+            torch.get_num_threads(),
+            out.data_ptr(),
+        )
+        if failed:
+            raise ExecutorError("there is no memory left for attention scores; use a lower --max-len or --max-running")

@@ -1,0 +1,77 @@
+"""The built-in attention backends under the conformance suite, and what each refuses."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+
+from engine.core.attention import AttentionSpec
+from engine.core.device import DeviceInfo
+from engine.plugins.attention import cpu
+from engine.plugins.attention.cpu import CpuAttention
+from engine.plugins.attention.torch import TorchAttention
+from engine.testing.attention import AttentionConformance
+
+CPU = DeviceInfo(type="cpu")
+GPU = DeviceInfo(type="cuda", capability=(9, 0))
+SPEC = AttentionSpec(
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    scale=0.5,
+    dtype="float32",
+    kv_dtype="float32",
+    page_size=16,
+    max_len=64,
+    sliding_windows=(None,),
+)
+
+
+class TestTorch(AttentionConformance):
+    backend = TorchAttention
+
+
+class TestTorchHalf(AttentionConformance):
+    backend = TorchAttention
+    dtype = "bfloat16"
+
+
+class TestCpu(AttentionConformance):
+    backend = CpuAttention
+
+
+class TestCpuManyThreads(AttentionConformance):
+    backend = CpuAttention
+
+    @pytest.fixture(autouse=True)
+    def _threads(self):
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        yield
+        torch.set_num_threads(before)
+
+
+@pytest.mark.gpu
+class TestTorchOnGpu(AttentionConformance):
+    backend = TorchAttention
+    device = "cuda"
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "device", "said"),
+    [
+        (TorchAttention, {"kv_dtype": "bfloat16"}, CPU, "--kv-dtype auto"),
+        (CpuAttention, {}, GPU, "--device cpu"),
+        (CpuAttention, {"dtype": "bfloat16", "kv_dtype": "bfloat16"}, CPU, "--dtype float32"),
+    ],
+)
+def test_refusals_say_what_would_work(backend, changes, device, said):
+    assert backend.refuses(SPEC, CPU) is None
+    assert said in backend.refuses(attrs.evolve(SPEC, **changes), device)
+
+
+def test_without_its_native_part_the_cpu_backend_refuses(monkeypatch):
+    monkeypatch.setattr(cpu, "native_kernel", lambda: None)
+    assert "C compiler" in CpuAttention.refuses(SPEC, CPU)
