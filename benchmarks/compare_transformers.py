@@ -2,8 +2,8 @@
 
     python benchmarks/compare_transformers.py [--model DIR] [--json benchmarks/results/cpu-transformers.json]
 
-transformers is given the better of two ways to serve requests of uneven length: all in one left-padded batch, which
-runs until the longest is done, or one after the other. Only the tokens that were asked for count.
+transformers serves requests of uneven length in two ways: all in one left-padded batch, which runs until the longest is
+done, or one after the other. Only the tokens that were asked for count.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from engine.cli.bench import Load, make_load, run_load
 from engine.cli.bench_report import Row, report, write
 from engine.core import Engine
 
-LATENCY = make_load(1, (64, 64), (256, 256), seed=0)
-UNEVEN = make_load(32, (16, 256), (16, 256), seed=0)
+ALONE = make_load(1, (64, 64), (256, 256), seed=0)
+SHORT = make_load(32, (16, 256), (16, 256), seed=0)
+UNEVEN = make_load(32, (100, 1024), (100, 1024), seed=0)
 
 
 class Baseline:
@@ -74,9 +75,10 @@ def compare(served: Engine, baseline: Baseline, load: Load, repeat: int) -> dict
     outputs = [wanted for _, wanted in load.lengths]
     ways: dict[str, Callable[[str], float]] = {
         "engine": lambda name: run_load(served, load, prefix=name).seconds,
-        "one batch": lambda _: timed(lambda: baseline.one_batch(prompts, outputs)),
         "one by one": lambda _: timed(lambda: baseline.one_by_one(prompts, outputs)),
     }
+    if len(prompts) > 1:
+        ways["one padded batch"] = lambda _: timed(lambda: baseline.one_batch(prompts, outputs))
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for round_number in range(repeat + 1):
         for way, run in ways.items():
@@ -101,6 +103,21 @@ def same_tokens(served: Engine, baseline: Baseline, load: Load) -> int:
     )
 
 
+def compared(metric: str, rates: dict[str, float]) -> list[Row]:
+    """The engine's rate beside each of transformers' ways."""
+    return [
+        Row(
+            metric=metric,
+            value=rates["engine"],
+            unit="output tokens/s",
+            baseline=rate,
+            baseline_name=f"transformers {transformers.__version__}, {way}",
+        )
+        for way, rate in rates.items()
+        if way != "engine"
+    ]
+
+
 def main() -> None:
     """Measure, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,36 +129,17 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
     baseline = Baseline(arguments.model, arguments.dtype)
+    rows = []
     with Engine(model=arguments.model, model__dtype=arguments.dtype, executor__device="cpu") as served:
-        equal = same_tokens(served, baseline, UNEVEN)
-        alone = compare(served, baseline, LATENCY, arguments.repeat)
-        uneven = compare(served, baseline, UNEVEN, arguments.repeat)
+        equal = same_tokens(served, baseline, SHORT)
+        for name, load in (
+            ("1 request, 64 in / 256 out", ALONE),
+            ("32 requests, 16-256 in / 16-256 out", SHORT),
+            ("32 requests, 100-1024 in / 100-1024 out", UNEVEN),
+        ):
+            rows += compared(name, compare(served, baseline, load, arguments.repeat))
         machine = f"{served.cache_info.device}, {torch.get_num_threads()} threads"
-    name = f"transformers {transformers.__version__}"
-    rows = [
-        Row(
-            metric="1 request, 64 in / 256 out",
-            value=alone["engine"],
-            unit="output tokens/s",
-            baseline=max(alone["one batch"], alone["one by one"]),
-            baseline_name=name,
-        ),
-        Row(
-            metric="32 requests, 16-256 in / 16-256 out",
-            value=uneven["engine"],
-            unit="output tokens/s",
-            baseline=uneven["one batch"],
-            baseline_name=f"{name}, one padded batch",
-        ),
-        Row(
-            metric="32 requests, 16-256 in / 16-256 out",
-            value=uneven["engine"],
-            unit="output tokens/s",
-            baseline=uneven["one by one"],
-            baseline_name=f"{name}, one by one",
-        ),
-        Row(metric="requests with the very tokens of transformers, of 32", value=equal, unit="requests"),
-    ]
+    rows.append(Row(metric="requests with the very tokens of transformers, of 32", value=equal, unit="requests"))
     for row in rows:
         against = f"  {row.baseline:9.1f} {row.baseline_name}: {row.value / row.baseline:.2f} x" if row.baseline else ""
         print(f"{row.metric:<55}{row.value:9.1f} {row.unit}{against}")

@@ -34,6 +34,7 @@ NO_PLUGIN_NAMES = {
     ("config.py", "none"): "model.generation_config",
     ("layers/factory.py", "none"): "LinearSpec.parallel",
     ("layers/linear.py", "none"): "LinearSpec.parallel",
+    ("layers/matmul.py", "none"): "oneDNN's post-operation",
     ("quant.py", "none"): "LinearSpec.parallel",
 }
 """(file in core, string) -> the field it is a value of there; such a word reads like a plugin's name and is none."""

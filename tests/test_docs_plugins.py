@@ -95,7 +95,7 @@ def test_greeter(example: Example, run: Run, capsys: pytest.CaptureFixture[str],
     assert CliRunner().invoke(app, ["you"]).output == "hello you\n"
     run(greeter)
     out = capsys.readouterr().out
-    assert f"serving {checkpoint} with TorchAttention" in out
+    assert f"serving {checkpoint} with NativeAttention" in out
     assert f"computed {GREEDY.max_tokens * len(PROMPTS)} tokens" in out
 
 

@@ -16,7 +16,8 @@ _ROWS = 16
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN has a layout of its own for a weight of this type and device."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not available:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -7,8 +7,8 @@ from engine.core.hooks import Register, hookimpl, lazy
 def register_attention(register: Register) -> None:
     """Offer them."""
     register(
-        "cpu",
-        lazy("engine.plugins.attention.cpu:CpuAttention"),
+        "native",
+        lazy("engine.plugins.attention.native:NativeAttention"),
         api="1",
         summary="native kernel that reads the paged cache in place, for decodes in float32 on a CPU",
         preference=20,

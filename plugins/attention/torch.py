@@ -69,6 +69,13 @@ class TorchAttention(AttentionBackend):
             plans.update(dict.fromkeys(layers, groups))
         return plans
 
+    def plan_prompts(self, batch: ForwardBatch) -> Mapping[int, Sequence[Group]]:
+        """As `plan`, without the sequences that decode; for a backend that does those by itself."""
+        plans: dict[int, Sequence[Group]] = {}
+        for window, layers in self._windows.items():
+            plans.update(dict.fromkeys(layers, self._prefill_groups(batch, window)))
+        return plans
+
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Mapping[int, Sequence[Group]]
     ) -> torch.Tensor:
@@ -77,9 +84,13 @@ class TorchAttention(AttentionBackend):
         if len(groups) == 1:
             return self._attend(layer, q, groups[0])
         out = torch.empty_like(q)
+        self.forward_groups(layer, q, groups, out)
+        return out
+
+    def forward_groups(self, layer: int, q: torch.Tensor, groups: Sequence[Group], out: torch.Tensor) -> None:
+        """Attention of the groups' rows of q into the same rows of `out`, both [tokens, heads, head_dim]."""
         for group in groups:
             out[group.query_rows] = self._attend(layer, q[group.query_rows], group)
-        return out
 
     def _attend(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
         """q: [sequences * queries, heads, head_dim], one sequence after the other -> the same shape."""

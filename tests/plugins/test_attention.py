@@ -8,8 +8,8 @@ import torch
 
 from engine.core.attention import AttentionSpec
 from engine.core.device import DeviceInfo
-from engine.plugins.attention import cpu
-from engine.plugins.attention.cpu import CpuAttention
+from engine.plugins.attention import native
+from engine.plugins.attention.native import NativeAttention
 from engine.plugins.attention.torch import TorchAttention
 from engine.testing.attention import AttentionConformance
 
@@ -38,12 +38,12 @@ class TestTorchHalf(AttentionConformance):
     dtype = "bfloat16"
 
 
-class TestCpu(AttentionConformance):
-    backend = CpuAttention
+class TestNative(AttentionConformance):
+    backend = NativeAttention
 
 
-class TestCpuManyThreads(AttentionConformance):
-    backend = CpuAttention
+class TestNativeManyThreads(AttentionConformance):
+    backend = NativeAttention
 
     @pytest.fixture(autouse=True)
     def _threads(self):
@@ -63,8 +63,8 @@ class TestTorchOnGpu(AttentionConformance):
     ("backend", "changes", "device", "said"),
     [
         (TorchAttention, {"kv_dtype": "bfloat16"}, CPU, "--kv-dtype auto"),
-        (CpuAttention, {}, GPU, "--device cpu"),
-        (CpuAttention, {"dtype": "bfloat16", "kv_dtype": "bfloat16"}, CPU, "--dtype float32"),
+        (NativeAttention, {}, GPU, "--device cpu"),
+        (NativeAttention, {"dtype": "bfloat16", "kv_dtype": "bfloat16"}, CPU, "--dtype float32"),
     ],
 )
 def test_refusals_say_what_would_work(backend, changes, device, said):
@@ -72,6 +72,6 @@ def test_refusals_say_what_would_work(backend, changes, device, said):
     assert said in backend.refuses(attrs.evolve(SPEC, **changes), device)
 
 
-def test_without_its_native_part_the_cpu_backend_refuses(monkeypatch):
-    monkeypatch.setattr(cpu, "native_kernel", lambda: None)
-    assert "C compiler" in CpuAttention.refuses(SPEC, CPU)
+def test_without_its_native_part_it_refuses(monkeypatch):
+    monkeypatch.setattr(native, "native_kernel", lambda: None)
+    assert "C compiler" in NativeAttention.refuses(SPEC, CPU)

@@ -78,7 +78,8 @@ def test_embedding_and_heads():
     x = torch.randn(2, 4)
     torch.testing.assert_close(tied(x), x @ table.T)
     torch.testing.assert_close(own(x), x @ head.T)
-    assert layers.nbytes == 2 * 6 * 4 * 4
+    tables, packed_heads = 2 * 6 * 4 * 4, 2 * 6 * 4 * 4
+    assert layers.nbytes == tables + packed_heads
 
 
 def test_attention_rotates_writes_and_attends():

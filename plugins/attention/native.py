@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionSpec, GraphSlot
+from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
 from engine.core.batch import ForwardBatch
 from engine.core.device import DeviceInfo
 from engine.core.errors import ExecutorError
@@ -50,14 +50,16 @@ class Plan:
     decodes: int
     tables: npt.NDArray[np.int32]
     """[decodes, most blocks]."""
-    starts: Mapping[int, npt.NDArray[np.int64]]
-    """For each layer, the first position that each decode sees."""
+    starts: Mapping[int | None, npt.NDArray[np.int64]]
+    """For each sliding window, the first position that each decode sees."""
     ends: npt.NDArray[np.int64]
-    groups: Mapping[int, Sequence[Group]]
+    """Behind the last one."""
+    prompts: Mapping[int, Sequence[Group]]
+    """TorchAttention's."""
 
 
-class CpuAttention(TorchAttention):
-    """TorchAttention whose decodes copy no keys and values."""
+class NativeAttention(AttentionBackend):
+    """Decodes copy no keys and values; prompts are TorchAttention's."""
 
     api = "1"
 
@@ -73,31 +75,34 @@ class CpuAttention(TorchAttention):
         return None
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
-        super().__init__(spec, pool, options)
+        self._spec = spec
+        self._pool = pool
+        self._prompts = TorchAttention(spec, pool, None)
         self._kernel = native_kernel()
-        self._group = spec.num_heads // spec.num_kv_heads
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
         """See AttentionBackend."""
         count = batch.num_decodes
         ends = batch.context_lens_host[:count].astype(np.int64)
-        starts: dict[int, npt.NDArray[np.int64]] = {}
-        groups: dict[int, Sequence[Group]] = {}
-        for window, layers in self._windows.items():
-            first = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-            starts.update(dict.fromkeys(layers, first))
-            groups.update(dict.fromkeys(layers, self._prefill_groups(batch, window)))
-        tables = np.ascontiguousarray(batch.block_tables_host[:count])
-        return Plan(decodes=count, tables=tables, starts=starts, ends=ends, groups=groups)
+        starts = {
+            window: np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+            for window in set(self._spec.sliding_windows)
+        }
+        return Plan(
+            decodes=count,
+            tables=np.ascontiguousarray(batch.block_tables_host[:count]),
+            starts=starts,
+            ends=ends,
+            prompts=self._prompts.plan_prompts(batch),
+        )
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
         """See AttentionBackend."""
         if not plan.decodes:
-            return super().forward(layer, q, k, v, plan.groups)
+            return self._prompts.forward(layer, q, k, v, plan.prompts)
         out = torch.empty(q.shape, dtype=q.dtype)
         self._decode(layer, q, plan, out)
-        for group in plan.groups[layer]:
-            out[group.query_rows] = self._attend(layer, q[group.query_rows], group)
+        self._prompts.forward_groups(layer, q, plan.prompts[layer], out)
         return out
 
     def _decode(self, layer: int, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
@@ -106,15 +111,15 @@ class CpuAttention(TorchAttention):
         failed = self._kernel(
             q.data_ptr(),
             q.stride(0),
-            self._keys[layer].data_ptr(),
-            self._values[layer].data_ptr(),
+            self._pool.keys[layer].data_ptr(),
+            self._pool.values[layer].data_ptr(),
             plan.tables.ctypes.data,
             plan.tables.shape[1],
-            plan.starts[layer].ctypes.data,
+            plan.starts[spec.sliding_windows[layer]].ctypes.data,
             plan.ends.ctypes.data,
             plan.decodes,
             spec.num_kv_heads,
-            self._group,
+            spec.num_heads // spec.num_kv_heads,
             spec.head_dim,
             spec.page_size,
             spec.scale,
