@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,10 +67,10 @@ class Measured:
 
 def parse_range(text: str, flag: str) -> tuple[int, int]:
     """ "512" or "100-1024" as (low, high). Raises ConfigError naming the flag."""
-    low, _, high = text.partition("-")
-    if not low.isdigit() or not (high or low).isdigit():
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None:
         raise ConfigError(f"{flag} {text!r} is no length; give a number of tokens, or a range as 100-1024")
-    bounds = int(low), int(high or low)
+    bounds = int(match[1]), int(match[2] or match[1])
     if not 1 <= bounds[0] <= bounds[1]:
         raise ConfigError(f"{flag} {text!r} is an empty range")
     return bounds

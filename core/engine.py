@@ -122,11 +122,11 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Take a request. Raises InvalidRequestError, and takes nothing, when it can never be served."""
-        bad = next((token for token in request.prompt if not 0 <= token < self.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequestError(
-                f"the prompt holds token {bad}, but the model's vocabulary has {self.vocab_size}", "prompt"
-            )
+        for token in (min(request.prompt, default=0), max(request.prompt, default=0)):
+            if not 0 <= token < self.vocab_size:
+                raise InvalidRequestError(
+                    f"the prompt holds token {token}, but the model's vocabulary has {self.vocab_size}", "prompt"
+                )
         for name, tokens in (
             ("logit_bias", (token for token, _ in request.params.logit_bias)),
             ("stop_token_ids", iter(request.params.stop_token_ids)),

@@ -173,10 +173,14 @@ class Runner:
         return tuple(scores)
 
     def _measure_activations(self) -> int:
-        """Peak bytes of a full step beside the weights: measured on a GPU, estimated on a CPU."""
+        """Peak bytes of a full step beside the weights: measured on a GPU, estimated on a CPU.
+
+        The step measured has few sequences; logits of as many rows as may run are counted on top.
+        """
         if self.device.type == "cpu":
             return estimate_activations(self._model_spec, self.config, self._dtype)
-        tokens = self.config.scheduler.max_batch_tokens
+        scheduler = self.config.scheduler
+        tokens = min(scheduler.max_batch_tokens, scheduler.max_running * self._spec.max_len)
         step = _trial_step(tokens, self._spec.max_len, self._spec.page_size)
         try:
             self._make_state(sum(len(blocks) for _, blocks in step.blocks))
@@ -189,8 +193,7 @@ class Runner:
                 f"a step of {tokens} tokens does not fit on {self._name} beside the weights; "
                 "use a lower --max-batch-tokens or a smaller model"
             ) from error
-        logits = min(self.config.scheduler.max_running, tokens) * 3 * self._model_spec.vocab_size * 4
-        return peak + logits
+        return peak + min(scheduler.max_running, tokens) * 3 * self._model_spec.vocab_size * 4
 
 
 def _trial_step(tokens: int, longest: int, page_size: int) -> Step:

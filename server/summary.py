@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.core.config import EngineConfig
+from engine.core.memory import format_bytes
 from engine.server.messages import Started
 from engine.server.service import served_name
 
@@ -18,14 +19,14 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     contexts = cache.num_blocks * cache.page_size / started.max_len
     plugins = [(choice.seam, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices]
     memory = [
-        ("weights", _size(cache.weights_bytes), ""),
-        ("activations", _size(cache.activation_bytes), ""),
+        ("weights", format_bytes(cache.weights_bytes), ""),
+        ("activations", format_bytes(cache.activation_bytes), ""),
         (
             "KV cache",
-            _size(cache.kv_bytes),
+            format_bytes(cache.kv_bytes),
             f"{cache.num_blocks} blocks of {cache.page_size} tokens, {contexts:.1f} contexts of full length",
         ),
-        ("budget", _size(cache.budget_bytes), ""),
+        ("budget", format_bytes(cache.budget_bytes), ""),
     ]
     title = f"{served_name(config)} on {cache.device}, {cache.dtype}, context {started.max_len} tokens"
     return "\n".join(
@@ -55,12 +56,3 @@ def curl(config: EngineConfig, url: str) -> str:
 def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return [f"  {name:{widths[0]}}  {value:{widths[1]}}  {note}".rstrip() for name, value, note in rows]
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -34,9 +34,9 @@ def test_all_that_was_decided_is_told(fake_config: Callable[..., EngineConfig]) 
     for words in (
         "tiny on a small box, float32, context 512 tokens, loaded in 1.2 s",
         "attention  first  somewhere 1.0: nothing else ran",
-        "3.0 MiB",
-        "512.0 B",
-        "2.0 GiB",
+        "3.00 MiB",
+        "512 B",
+        "2.00 GiB",
         "64 blocks of 16 tokens, 2.0 contexts of full length",
         "Listening on http://127.0.0.1:8123",
     ):
