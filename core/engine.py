@@ -36,7 +36,7 @@ class Engine:
     """Serves one model. Requests go in by `add`, tokens come out of `step`; `generate` and `stream` do both.
 
         engine = Engine(model="path/to/checkpoint", scheduler="priority", cache__memory="1GiB")
-        print(engine.generate("def fibonacci(n):")[0].text)
+        print(engine.generate("def read_lines(path):")[0].text)
 
     model: directory of a Hugging Face checkpoint.
     config: a whole configuration; `settings` are then laid over it.

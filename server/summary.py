@@ -47,7 +47,7 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
 
 def curl(config: EngineConfig, url: str) -> str:
     """A command that asks the server for a completion."""
-    body = {"model": served_name(config), "prompt": "def fibonacci(n):", "max_tokens": 48, "temperature": 0}
+    body = {"model": served_name(config), "prompt": "def read_lines(path):\n", "max_tokens": 48, "temperature": 0}
     key = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key else ""
     data = shlex.quote(msgspec.json.encode(body).decode())
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {data}"
