@@ -1,0 +1,1 @@
+"""The demo checkpoint: its data, its training and its files."""

@@ -1,0 +1,69 @@
+"""Greedy tokens of each architecture, through the whole engine, against transformers' own generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.core import Engine, SamplingParams
+from engine.testing.checkpoints import make_checkpoint
+
+STEPS = 64
+PROMPTS = [[(11 * row + 5 * column + row * column) % 500 for column in range(3 + 17 * row)] for row in range(4)]
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def expected(path: Path) -> list[list[int]]:
+    """Each prompt alone, exactly STEPS tokens."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        return [
+            model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=STEPS,
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+            for prompt in PROMPTS
+        ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("llama", {}),
+        ("llama", {"rope_parameters": LLAMA3}),
+        ("llama", {"rope_parameters": LINEAR}),
+        ("llama", {"rope_parameters": YARN}),
+        ("mistral", {"sliding_window": 24}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("qwen3", {"rope_parameters": YARN}),
+    ],
+)
+def test_greedy_tokens_equal_transformers(tmp_path: Path, architecture: str, config: dict[str, Any]) -> None:
+    path = make_checkpoint(tmp_path / "model", architecture, tokenizer=True, **config)
+    wanted = expected(path)
+    greedy = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    settings: dict[str, Any] = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "8MiB"}
+    for attention in ("torch", "native"):
+        with Engine(model=str(path), attention=attention, **settings) as engine:
+            alone = [list(engine.generate([prompt], greedy)[0].token_ids) for prompt in PROMPTS]
+            together = [list(completion.token_ids) for completion in engine.generate(PROMPTS, greedy)]
+        assert alone == wanted
+        assert together == wanted
