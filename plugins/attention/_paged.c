@@ -43,27 +43,31 @@ static inline __attribute__((always_inline)) void prefetch(const float *block, i
         __builtin_prefetch(block + i);
 }
 
-/* One sequence: all its heads, over positions start to end. scores: room for kv_heads * group * (end - start). */
-FOR_EACH_CPU
-static void attend(const float *q, const float *keys, const float *values, const int32_t *table, int64_t start, int64_t end,
-                   const shape_t *shape, float *scores, float *out) {
-    const int64_t dim = shape->dim, group = shape->group, page = shape->page_size;
+/* One sequence: all its heads, over positions start to end. scores: room for kv_heads * group * (end - start). Within a
+ * block, one head at a time: its query, and later its output, then stays in registers. */
+static inline __attribute__((always_inline)) void attend(const float *q, const float *keys, const float *values,
+                                                         const int32_t *table, int64_t start, int64_t end,
+                                                         const shape_t *shape, const int64_t dim, float *scores,
+                                                         float *out) {
+    const int64_t group = shape->group, page = shape->page_size;
     const int64_t heads = shape->kv_heads * group, row = shape->kv_heads * dim, count = end - start;
 
     for (int64_t first = start, next; first < end; first = next) {
         next = (first / page + 1) * page < end ? (first / page + 1) * page : end;
-        const float *key = keys + ((int64_t)table[first / page] * page + first % page) * row;
+        const float *block = keys + ((int64_t)table[first / page] * page + first % page) * row;
         if (next < end)
             prefetch(keys + (int64_t)table[next / page] * page * row, page * row);
-        for (int64_t t = first - start; t < next - start; t++, key += row)
-            for (int64_t h = 0; h < heads; h++) {
-                const float *query = q + h * dim, *head = key + h / group * dim;
+        for (int64_t h = 0; h < heads; h++) {
+            const float *query = q + h * dim, *key = block + h / group * dim;
+            float *score = scores + h * count + first - start;
+            for (int64_t t = 0; t < next - first; t++, key += row) {
                 float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
                 for (int64_t d = 0; d < dim; d++)
-                    dot += query[d] * head[d];
-                scores[h * count + t] = dot * shape->scale;
+                    dot += query[d] * key[d];
+                score[t] = dot * shape->scale;
             }
+        }
     }
 
     for (int64_t h = 0; h < heads; h++) {
@@ -89,18 +93,30 @@ static void attend(const float *q, const float *keys, const float *values, const
         out[i] = 0.0f;
     for (int64_t first = start, next; first < end; first = next) {
         next = (first / page + 1) * page < end ? (first / page + 1) * page : end;
-        const float *value = values + ((int64_t)table[first / page] * page + first % page) * row;
+        const float *block = values + ((int64_t)table[first / page] * page + first % page) * row;
         if (next < end)
             prefetch(values + (int64_t)table[next / page] * page * row, page * row);
-        for (int64_t t = first - start; t < next - start; t++, value += row)
-            for (int64_t h = 0; h < heads; h++) {
-                const float weight = scores[h * count + t], *head = value + h / group * dim;
-                float *restrict sum = out + h * dim;
+        for (int64_t h = 0; h < heads; h++) {
+            const float *weight = scores + h * count + first - start, *value = block + h / group * dim;
+            float *restrict sum = out + h * dim;
+            for (int64_t t = 0; t < next - first; t++, value += row)
 #pragma omp simd
                 for (int64_t d = 0; d < dim; d++)
-                    sum[d] += weight * head[d];
-            }
+                    sum[d] += weight[t] * value[d];
+        }
     }
+}
+
+/* The usual head sizes are known to the compiler, so that it keeps a head in registers. */
+FOR_EACH_CPU
+static void attend_any(const float *q, const float *keys, const float *values, const int32_t *table, int64_t start,
+                       int64_t end, const shape_t *shape, float *scores, float *out) {
+    if (shape->dim == 64)
+        attend(q, keys, values, table, start, end, shape, 64, scores, out);
+    else if (shape->dim == 128)
+        attend(q, keys, values, table, start, end, shape, 128, scores, out);
+    else
+        attend(q, keys, values, table, start, end, shape, shape->dim, scores, out);
 }
 
 /* All sequences. starts, ends: the positions each one sees. Returns 0, or -1 without memory for the scores. */
@@ -126,7 +142,7 @@ int paged_decode(const float *q, int64_t q_stride, const float *keys, const floa
 #pragma omp for schedule(dynamic)
         for (int64_t s = 0; s < sequences; s++)
             if (scores != NULL)
-                attend(q + s * q_stride, keys, values, tables + s * table_stride, starts[s], ends[s], &shape, scores,
+                attend_any(q + s * q_stride, keys, values, tables + s * table_stride, starts[s], ends[s], &shape, scores,
                        out + s * heads * dim);
         free(scores);
     }
