@@ -43,13 +43,7 @@ class Checkpoint:
 
         Raises CheckpointError if it is no directory or has no config.json.
         """
-        directory = Path(path).expanduser()
-        if not directory.is_dir():
-            what = "is a file" if directory.exists() else "does not exist"
-            raise CheckpointError(
-                f"the model directory {directory} {what}; give a directory with config.json and safetensors files"
-                " (names of models on a hub are not downloaded: fetch the model first)"
-            )
+        directory = model_directory(path)
         if not (directory / "config.json").is_file():
             raise CheckpointError(f"{directory} has no config.json; it is not a model in the Hugging Face layout")
         generation = directory / "generation_config.json"
@@ -95,6 +89,18 @@ class Checkpoint:
                 )
             return frozenset(tokens)
         return frozenset()
+
+
+def model_directory(path: str | Path) -> Path:
+    """The directory that `path` names. Raises CheckpointError if there is none."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise CheckpointError(
+            f"the model directory {directory} {what}; give a directory with config.json and safetensors files"
+            " (names of models on a hub are not downloaded: fetch the model first)"
+        )
+    return directory
 
 
 def read_json(file: Path) -> Mapping[str, Any]:

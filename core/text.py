@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from engine.core.checkpoint import model_directory
 from engine.core.config import ModelConfig
 from engine.core.errors import CheckpointError, ConfigError, InvalidRequestError
 from engine.core.types import FINISH_STOP, Output, SamplingParams, TokenLogprobs
@@ -58,7 +59,7 @@ class Tokenizer:
 
         Raises CheckpointError.
         """
-        directory = Path(path)
+        directory = model_directory(path)
         if not trust_remote_code and not any(any(directory.glob(name)) for name in _VOCABULARIES):
             raise CheckpointError(
                 f"{directory} has no tokenizer (no tokenizer.json, nor any other vocabulary); copy the model's "
