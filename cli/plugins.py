@@ -111,27 +111,21 @@ def _ask(seam: str, name: str, cls: type[Any], question: Callable[[type[Any]], s
 
 def _questions(config: EngineConfig, models: list[type[Any]]) -> dict[str, Callable[[type[Any]], str | None] | str]:
     """How to ask a class of each seam whether it refuses; a sentence where it cannot be asked."""
+    from engine.core import selection
     from engine.core.checkpoint import Checkpoint
     from engine.core.device import find_device
-    from engine.core.selection import attention_spec, max_len, resolve_dtype
+    from engine.core.seams import SEAMS
 
     device = find_device(config.executor.device)
-    questions: dict[str, Callable[[type[Any]], str | None] | str] = {
-        "schedulers": lambda cls: cls.refuses(),
-        "executors": lambda cls: cls.refuses(config, device),
-    }
+    questions: dict[str, selection.Question | str] = dict(selection.questions_of_machine(config, device))
     try:
-        checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
-        questions["models"] = lambda cls: cls.refuses(checkpoint.config)
-        questions["quant"] = lambda cls: cls.refuses(checkpoint.quantization, device)
-        model = next((cls for cls in models if _ask("models", "", cls, questions["models"]).status == "usable"), None)
+        checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config).config
+        questions["model"] = ask_model = selection.model_question(checkpoint)
+        model = next((cls for cls in models if _ask("models", "", cls, ask_model).status == "usable"), None)
         if model is None:
             raise PluginError(f"no model plugin takes {config.model.path}")
-        shape = model.spec(checkpoint.config)
-        dtype = resolve_dtype(config, checkpoint.config, device)
-        spec = attention_spec(shape, config, dtype, max_len(config, shape))
-        questions["attention"] = lambda cls: cls.refuses(spec, device)
+        questions.update(selection.questions_of_model(config, device, checkpoint, model))
     except Exception as error:  # of a checkpoint that cannot be read, or of a plugin's own code
-        for seam in ("models", "quant", "attention"):
-            questions.setdefault(seam, f"not asked whether it would serve this model: {error}")
-    return questions
+        for section in ("model", "quant", "attention"):
+            questions.setdefault(section, f"not asked whether it would serve this model: {error}")
+    return {seam.name: questions[seam.section] for seam in SEAMS}

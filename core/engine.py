@@ -60,7 +60,6 @@ class Engine:
         plugins: Plugins | None = None,
         **settings: object,
     ) -> None:
-        began = time.perf_counter()
         named = {"attention": attention, "quant": quant, "scheduler": scheduler, "executor": executor}
         given: dict[str, object] = {f"{seam}.name": choice for seam, choice in named.items() if isinstance(choice, str)}
         given |= {key.replace("__", "."): value for key, value in settings.items()}
@@ -100,7 +99,6 @@ class Engine:
         self._seconds: dict[str, float] = {"schedule": 0.0, "submit": 0.0, "wait": 0.0, "commit": 0.0}
         self._async: AsyncGenerator | None = None
         self._closed = False
-        self.startup_seconds = time.perf_counter() - began
         self.plugins.hook.engine_started(engine=self)
 
     def step(self) -> list[Output]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
 from attrs import define
@@ -78,7 +77,7 @@ class Runner:
         self._spec = attention_spec(self._model_spec, config, self._dtype, max_len(config, self._model_spec))
 
     @torch.inference_mode()
-    def start(self, on_progress: Callable[[int, int], None] | None = None) -> CacheInfo:
+    def start(self) -> CacheInfo:
         """Load the weights, measure, and make the KV cache. Raises CheckpointError or CapacityError."""
         free = free_memory(self.device)
         config = self.config
@@ -87,7 +86,7 @@ class Runner:
         self._model = self.parts.model(self.checkpoint.config, layers, self.parts.options["models"])
         dummy = config.model.load_format == "dummy"
         source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
-        load_weights(layers, source, on_progress)
+        load_weights(layers, source)
         weights = layers.nbytes
 
         share = config.cache.memory_fraction or MEMORY_SHARE[self.device.type]

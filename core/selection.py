@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+Question = Callable[[Any], str | None]
+"""Asks a class whether it refuses: a sentence, or None."""
+
 
 @frozen(kw_only=True)
 class Choice:
@@ -72,7 +75,7 @@ def resolve(
     options: dict[str, Any] = {}
     choices: list[Choice] = []
 
-    def choose(section: str, refuses: Callable[[Any], str | None]) -> Any:
+    def choose(section: str, refuses: Question) -> None:
         seam = sections[section]
         wanted = getattr(config, section)
         found, choice = _choose(seam, plugins.seams[seam.name], wanted.name, overrides.get(section), refuses)
@@ -88,15 +91,13 @@ def resolve(
             )
         chosen[section] = found
         choices.append(choice)
-        return found
 
-    model: type[Model] = choose("model", lambda cls: cls.refuses(checkpoint))
-    shape = model.spec(checkpoint)
-    spec = attention_spec(shape, config, resolve_dtype(config, checkpoint, device), max_len(config, shape))
-    choose("attention", lambda cls: cls.refuses(spec, device) or _page_refusal(cls, spec))
-    choose("quant", lambda cls: cls.refuses(checkpoint.get("quantization_config"), device))
-    policy = choose("scheduler", lambda cls: cls.refuses())
-    choose("executor", lambda cls: cls.refuses(config, device))
+    choose("model", model_question(checkpoint))
+    model: type[Model] = chosen["model"]
+    questions = questions_of_model(config, device, checkpoint, model) | questions_of_machine(config, device)
+    for section, question in questions.items():
+        choose(section, question)
+    policy = chosen["scheduler"]
     return Parts(
         model=model,
         attention=chosen["attention"],
@@ -106,6 +107,28 @@ def resolve(
         options=options,
         choices=tuple(choices),
     )
+
+
+def model_question(checkpoint: Mapping[str, Any]) -> Question:
+    """Whether a model class refuses this config.json."""
+    return lambda cls: cls.refuses(checkpoint)
+
+
+def questions_of_model(
+    config: EngineConfig, device: DeviceInfo, checkpoint: Mapping[str, Any], model: type[Model]
+) -> dict[str, Question]:
+    """By section, for the plug points that must suit the model. Raises CheckpointError or ConfigError."""
+    shape = model.spec(checkpoint)
+    spec = attention_spec(shape, config, resolve_dtype(config, checkpoint, device), max_len(config, shape))
+    return {
+        "attention": lambda cls: cls.refuses(spec, device) or _page_refusal(cls, spec),
+        "quant": lambda cls: cls.refuses(checkpoint.get("quantization_config"), device),
+    }
+
+
+def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, Question]:
+    """By section, for the plug points that depend on no model."""
+    return {"scheduler": lambda cls: cls.refuses(), "executor": lambda cls: cls.refuses(config, device)}
 
 
 def resolve_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], device: DeviceInfo) -> str:
@@ -152,9 +175,7 @@ def attention_spec(model_spec: ModelSpec, config: EngineConfig, dtype: str, max_
     )
 
 
-def _choose(
-    seam: Seam, registry: Registry[Any], name: str, override: object, refuses: Callable[[Any], str | None]
-) -> tuple[Any, Choice]:
+def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, refuses: Question) -> tuple[Any, Choice]:
     """The class (or instance) that serves a seam. Raises PluginError."""
     if override is not None:
         return _passed_in(seam, override, refuses)
@@ -187,7 +208,7 @@ def _choose(
     )
 
 
-def _passed_in(seam: Seam, override: object, refuses: Callable[[Any], str | None]) -> tuple[Any, Choice]:
+def _passed_in(seam: Seam, override: object, refuses: Question) -> tuple[Any, Choice]:
     """A class, or a policy already made, that came from Python."""
     cls = override if isinstance(override, type) else type(override)
     owner = f"the {seam.section} passed in"
@@ -202,7 +223,7 @@ def _passed_in(seam: Seam, override: object, refuses: Callable[[Any], str | None
     return override, Choice(seam=seam.name, name=cls.__qualname__, provenance="object", reason="passed in from Python")
 
 
-def _ask(cls: type, owner: str, refuses: Callable[[Any], str | None]) -> str | None:
+def _ask(cls: type, owner: str, refuses: Question) -> str | None:
     try:
         answer = refuses(cls)
     except Exception as error:

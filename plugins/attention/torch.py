@@ -63,9 +63,10 @@ class TorchAttention(AttentionBackend):
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Mapping[int, Sequence[Group]]:
         """For each layer, the groups to attend to."""
+        prompts = self.plan_prompts(batch)
         plans: dict[int, Sequence[Group]] = {}
         for window, layers in self._windows.items():
-            groups = [*self._decode_groups(batch, window), *self._prefill_groups(batch, window)]
+            groups = [*self._decode_groups(batch, window), *prompts[layers[0]]]
             plans.update(dict.fromkeys(layers, groups))
         return plans
 

@@ -11,6 +11,7 @@ from engine.core import registry
 from engine.core.config import EngineConfig, ModelConfig
 from engine.core.hooks import hookimpl
 from engine.core.schedulers import API, SchedulingPolicy
+from engine.plugins.attention.torch import TorchAttention
 
 
 class Fussy(SchedulingPolicy):
@@ -43,8 +44,18 @@ class Unfinished(SchedulingPolicy):
     api = API
 
 
+class LargePages(TorchAttention):
+    """Reads no pages but of 64 tokens."""
+
+    page_sizes = (64,)
+
+
 class Extra:
-    """Three policies that have something against working."""
+    """Three policies that have something against working, and a backend that wants other pages."""
+
+    @hookimpl
+    def register_attention(self, register) -> None:
+        register("largepages", lambda: LargePages, api=API, summary="for tests")
 
     @hookimpl
     def register_schedulers(self, register) -> None:
@@ -107,6 +118,8 @@ def test_check_tells_refused_from_broken(run, with_extra, engine_checkpoint):
     assert "out of order" in found["crashing"][1]
     assert found["unfinished"][0] == "broken"
     assert "victim" in found["unfinished"][1]
+    assert found["largepages"][0] == "refused"
+    assert "--page-size" in found["largepages"][1]
 
 
 def test_check_without_a_readable_model_still_loads_every_class(tmp_path):

@@ -1,25 +1,12 @@
 from __future__ import annotations
 
-from attrs import frozen
-
 from engine.core.kv_cache import BlockManager
 from engine.core.scheduler import Scheduler
 from engine.core.schedulers import SchedulingPolicy
 from engine.core.types import Request, SamplingParams, StepResult
 from engine.plugins.schedulers.fcfs import FirstComeFirstServed
 from engine.plugins.schedulers.priority import Priority
-from engine.testing.schedulers import PolicyConformance
-
-
-@frozen(kw_only=True)
-class View:
-    id: str
-    priority: int = 0
-    arrival: float = 0.0
-    prompt_tokens: int = 1
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
+from engine.testing.schedulers import PolicyConformance, View
 
 
 class TestFcfsContract(PolicyConformance):
