@@ -101,6 +101,19 @@ class ExecutorConfig:
     options: Mapping[str, Any] = setting({}, "Settings of the executor.", flag="--executor-option")
     device: str = setting(AUTO, "auto (a GPU if there is one), cpu, cuda or cuda:N.", flag="--device")
     threads: int = setting(0, "CPU threads for tensor operations; 0: torch's choice.", flag="--threads")
+    kernels: str = setting(
+        AUTO,
+        "Norms, rotary embedding, activation, few-row linears and sampling by fused (Triton) kernels or plain (PyTorch)"
+        " operations; auto: fused on a GPU.",
+        flag="--kernels",
+        choices=(AUTO, "fused", "plain"),
+    )
+    graphs: str = setting(
+        AUTO,
+        "Replay decode steps as CUDA graphs; auto: where device and attention backend allow it.",
+        flag="--graphs",
+        choices=(AUTO, "on", "off"),
+    )
 
 
 @frozen(kw_only=True)
