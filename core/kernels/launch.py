@@ -1,0 +1,44 @@
+"""Programmatic dependent launch: a kernel may start while the one before it ends.
+
+From compute capability 9.0 on, a kernel launched with the attribute is set up, and may read what no earlier kernel
+writes (weights), before its predecessor has finished; `wait` is where it stops until all memory is as the predecessor
+left it. Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):  # noqa: N803
+    """Before the first access to what an earlier kernel reads or writes."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def release(PDL: tl.constexpr):  # noqa: N803
+    """Let the next kernel be set up; it waits by itself for this one's end."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@cache
+def dependent_launch(device: torch.device) -> Mapping[str, bool]:
+    """Keyword arguments for a kernel with a `PDL` flag: on where the device knows such launches."""
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU, where the interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
