@@ -69,6 +69,8 @@ class _Resident:
     """Its row in the persistent tables."""
     tokens: npt.NDArray[np.int64]
     """[known tokens] int64: prompt, and output computed before a preemption."""
+    computed: int = 0
+    """Tokens in the cache."""
     blocks: int = 0
     """Entries of its row of the block table."""
 
@@ -98,17 +100,22 @@ class BatchBuilder:
             self._tables[resident.row, resident.blocks : resident.blocks + len(blocks)] = blocks
             resident.blocks += len(blocks)
 
-    def build(self, step: Step, iteration: int = 0) -> ForwardBatch:
-        """The batch of one of the step's iterations; `update` comes first."""
-        residents = [self._sequences[piece.sequence] for piece in step.slices]
+    def build(self, step: Step) -> ForwardBatch:
+        """The batch of the step's next iteration, which then counts as computed; `update` comes first."""
+        decodes = len(step.decodes)
+        residents = [self._sequences[sequence] for sequence in step.decodes]
+        for piece in step.chunks:
+            resident = self._sequences[piece.sequence]
+            resident.computed = piece.start
+            residents.append(resident)
         rows = np.fromiter((resident.row for resident in residents), np.int64, len(residents))
-        starts = np.fromiter((piece.start for piece in step.slices), np.int64, len(residents)) + iteration
-        counts = np.fromiter((piece.count for piece in step.slices), np.int64, len(residents))
+        starts = np.fromiter((resident.computed for resident in residents), np.int64, len(residents))
+        counts = np.ones(len(residents), np.int64)
+        counts[decodes:] = [piece.count for piece in step.chunks]
         query_starts = np.zeros(len(residents) + 1, np.int64)
         np.cumsum(counts, out=query_starts[1:])
         ends = starts + counts
 
-        decodes = step.num_decodes
         positions, owners = starts, np.arange(len(residents))
         if decodes < len(residents):
             owners = np.repeat(owners, counts)
@@ -119,12 +126,15 @@ class BatchBuilder:
 
         known = [
             resident.tokens[piece.start : piece.start + piece.count]
-            for resident, piece in zip(residents[decodes:], step.slices[decodes:], strict=True)
+            for resident, piece in zip(residents[decodes:], step.chunks, strict=True)
         ]
         pieces = [self._last_tokens[self._tensor(rows[:decodes])]] if decodes else []
         if known:
             pieces.append(self._tensor(np.concatenate(known)))
-        sampling = np.fromiter((piece.sample for piece in step.slices), bool, len(residents))
+        sampling = np.ones(len(residents), bool)
+        sampling[decodes:] = [piece.sample for piece in step.chunks]
+        for resident, end in zip(residents, ends.tolist(), strict=True):
+            resident.computed = end
         return ForwardBatch(
             tokens=pieces[0] if len(pieces) == 1 else torch.cat(pieces),
             positions=self._tensor(positions),

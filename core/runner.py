@@ -31,30 +31,23 @@ class PendingStep:
     """A step whose kernels are launched; see executors.PendingResult."""
 
     step: int
-    samples: list[Sampled]
-    """One an iteration."""
+    samples: list[Sampled | None]
+    """One an iteration; None where nothing samples."""
     prompt_scores: PromptScores
     seconds: dict[str, float]
 
     def done(self) -> bool:
         """Whether `result` returns at once; results on a GPU are fetched by `result`."""
-        return all(sampled.tokens.device.type == "cpu" for sampled in self.samples)
+        return all(sampled is None or sampled.tokens.device.type == "cpu" for sampled in self.samples)
 
     def result(self) -> StepResult:
         """Wait for the tokens."""
-        fetched = [sampled.to_host() for sampled in self.samples]
-        tokens = tuple(zip(*(tokens for tokens, _ in fetched), strict=True)) if fetched else ()
-        logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
-        if any(entry is not None for _, entries in fetched for entry in entries):
-            columns = zip(*(entries for _, entries in fetched), strict=True)
-            logprobs = tuple(
-                tuple(entry for entry in column if entry is not None) if column[0] is not None else None
-                for column in columns
-            )
+        fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
+        asked = any(entry is not None for _, entries in fetched for entry in entries)
         return StepResult(
             step=self.step,
-            tokens=tokens,
-            logprobs=logprobs,
+            tokens=tuple(tuple(tokens) for tokens, _ in fetched),
+            logprobs=tuple(tuple(entries) for _, entries in fetched) if asked else (),
             prompt_logprobs=self.prompt_scores,
             seconds=tuple(self.seconds.items()),
         )
@@ -117,19 +110,20 @@ class Runner:
         begin = time.perf_counter()
         seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
         self._update(step)
-        sampling = [piece.sequence for piece in step.slices if piece.sample]
-        samples: list[Sampled] = []
+        sampling = [*step.decodes, *(piece.sequence for piece in step.chunks if piece.sample)]
+        samples: list[Sampled | None] = []
         prompt_scores: PromptScores = ()
-        for iteration in range(step.iterations):
-            batch = self._builder.build(step, iteration)
+        for _ in range(step.iterations):
+            batch = self._builder.build(step)
             run = ForwardPass(batch=batch, attention=self._attention, plan=self._attention.plan(batch), pool=self._pool)
             begin = _lap(seconds, "prepare", begin)
             hidden = self._model.forward(run)
             logits = self._model.logits(hidden[batch.logit_rows]) if sampling else None
             begin = _lap(seconds, "forward", begin)
-            if logits is not None:
-                samples.append(self._sampler.sample(logits, sampling))
-                self._builder.keep(sampling, samples[-1].tokens)
+            sampled = self._sampler.sample(logits, sampling) if logits is not None else None
+            if sampled is not None:
+                self._builder.keep(sampling, sampled.tokens)
+            samples.append(sampled)
             if self._scored_prompts:
                 prompt_scores = self._score_prompts(step, hidden)
             begin = _lap(seconds, "sample", begin)
@@ -159,10 +153,10 @@ class Runner:
                 self._scored_prompts[new.sequence] = new
 
     def _score_prompts(self, step: Step, hidden: torch.Tensor) -> PromptScores:
-        """Log probabilities of the prompt tokens that this step's slices lead to, where asked for."""
+        """Log probabilities of the prompt tokens that this step's chunks lead to, where asked for."""
         scores = []
-        row = 0
-        for piece in step.slices:
+        row = len(step.decodes)
+        for piece in step.chunks:
             new = self._scored_prompts.get(piece.sequence)
             if new is not None and piece.start < new.prompt_len - 1:
                 targets = self._builder.prompt_targets(new, piece.start, piece.count)
@@ -202,8 +196,8 @@ def _trial_step(tokens: int, longest: int, page_size: int) -> Step:
     greedy = SamplingParams(temperature=0.0, seed=0)
     return Step(
         id=0,
-        slices=tuple(Slice(i, 0, length, True) for i, length in enumerate(lengths)),
-        num_decodes=0,
+        decodes=(),
+        chunks=tuple(Slice(i, 0, length, True) for i, length in enumerate(lengths)),
         new=tuple(
             NewSequence(sequence=i, tokens=(0,) * length, prompt_len=length, params=greedy)
             for i, length in enumerate(lengths)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 import attrs
 
@@ -104,6 +105,7 @@ class Scheduler:
         self._max_len = max_len
         self._eos_tokens = eos_tokens
         self._in_flight: deque[Step] = deque()
+        self._decodes: tuple[int, ...] = ()  # of the last step
         self._requests_added = 0
         self._steps_planned = 0
         self._steps_committed = 0
@@ -200,34 +202,54 @@ class Scheduler:
         self._steps_committed += 1
         scores = dict(result.prompt_logprobs)
         outputs = []
-        row = 0
-        for piece in step.slices:
-            tokens: tuple[int, ...] = ()
-            logprobs: tuple[TokenLogprobs, ...] = ()
-            if piece.sample:
-                tokens = result.tokens[row]
-                logprobs = (result.logprobs[row] if result.logprobs else None) or ()
-                row += 1
-            state = self._queues.find(piece.sequence)
+        rows = zip(zip(*result.tokens, strict=True), _columns(result), strict=False)
+        for sequence in step.decodes:
+            tokens, logprobs = next(rows)
+            state = self._arrived(sequence)
+            if state is not None:
+                end = len(state.tokens) - 1 + step.iterations
+                outputs.append(self._take(state, tokens, logprobs, now, end - step.iterations, end))
+        for piece in step.chunks:
+            tokens, logprobs = next(rows) if piece.sample else ((), ())
+            state = self._arrived(piece.sequence)
             if state is None:
-                continue  # it ended while this step was under way
-            state.in_flight -= 1
-            if not (state.sequence or state.in_flight):
-                self._queues.drained(piece.sequence)
+                continue
             if piece.start < state.prompt_len:
                 self._prompt_tokens += min(piece.count, state.prompt_len - piece.start)
                 state.prompt_logprobs += scores.get(piece.sequence, ())
-            reason = None
+            end = piece.start + piece.count
             if tokens:
-                output = state.take(tokens, logprobs, now)
-                outputs.append(output)
-                reason = output.finish_reason
-                self._generation_tokens += len(output.tokens)
-            if state.sequence:
-                self._register(state, piece.start, piece.start + piece.count + step.iterations - 1)
-            if reason:
-                self._queues.remove(state)
+                outputs.append(self._take(state, tokens, logprobs, now, piece.start, end))
+            elif state.sequence:
+                self._register(state, piece.start, end)
         return outputs
+
+    def _arrived(self, sequence: int) -> RequestState | None:
+        """Whose result this is, with one fewer under way; None: it ended while the step was."""
+        state = self._queues.find(sequence)
+        if state is not None:
+            state.in_flight -= 1
+            if not (state.sequence or state.in_flight):
+                self._queues.drained(sequence)
+        return state
+
+    def _take(
+        self,
+        state: RequestState,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        now: float,
+        start: int,
+        end: int,
+    ) -> Output:
+        """Give a request its tokens, which came of computing positions `start` to `end`."""
+        output = state.take(tokens, logprobs, now)
+        self._generation_tokens += len(output.tokens)
+        if state.sequence:
+            self._register(state, start, end)
+        if output.finish_reason:
+            self._queues.remove(state)
+        return output
 
     def check(self) -> None:
         """Raise AssertionError when the books disagree; for tests and for an idle engine."""
@@ -341,15 +363,18 @@ class Scheduler:
     def _emit(self, plan: _Plan) -> Step:
         """Book the plan and put it into words for the runner."""
         iterations = self._iterations(plan)
-        slices = []
+        chunks = []
+        decodes = tuple(state.sequence for state in plan.decodes)
+        if decodes == self._decodes:
+            decodes = self._decodes
+        self._decodes = decodes
         for state in plan.decodes:
-            slices.append(Slice(state.sequence, state.computed, 1, True))
             state.computed += iterations
             state.sampled += iterations
             state.in_flight += 1
         for state, count in plan.chunks.items():
             last = state.computed + count == state.known
-            slices.append(Slice(state.sequence, state.computed, count, last))
+            chunks.append(Slice(state.sequence, state.computed, count, last))
             state.computed += count
             state.sampled += last
             state.in_flight += 1
@@ -357,8 +382,8 @@ class Scheduler:
         self._steps_planned += 1
         step = Step(
             id=self._steps_planned,
-            slices=tuple(slices),
-            num_decodes=len(plan.decodes),
+            decodes=decodes,
+            chunks=tuple(chunks),
             iterations=iterations,
             new=new,
             blocks=blocks,
@@ -373,12 +398,13 @@ class Scheduler:
             raise ExecutorError(
                 f"the result of step {result.step} came out of turn, for step {step.id}; the executor is at fault"
             )
-        rows = step.num_decodes + sum(piece.sample for piece in step.slices[step.num_decodes :])
-        if len(result.tokens) != rows or any(len(row) != step.iterations for row in result.tokens):
-            raise ExecutorError(
-                f"the result of step {step.id} does not hold {step.iterations} tokens for each of {rows} sequences; "
-                "the executor is at fault"
-            )
+        columns = len(step.decodes) + sum(piece.sample for piece in step.chunks)
+        for rows in (result.tokens, result.logprobs or result.tokens):
+            if len(rows) != step.iterations or any(len(row) != columns for row in rows):
+                raise ExecutorError(
+                    f"the result of step {step.id} does not hold {step.iterations} rows of {columns} tokens; "
+                    "the executor is at fault"
+                )
         self._in_flight.popleft()
 
     def _register(self, state: RequestState, start: int, end: int) -> None:
@@ -386,3 +412,10 @@ class Scheduler:
         end = min(end, len(state.tokens))  # beyond: tokens sampled past a stop
         if end // self._blocks.page_size > start // self._blocks.page_size:
             self._blocks.register(state.sequence, state.tokens, state.chain, end)
+
+
+def _columns(result: StepResult) -> Iterator[tuple[TokenLogprobs, ...]]:
+    """Log probabilities of each sequence that samples, one a token; empty where not asked for."""
+    if not result.logprobs:
+        return repeat(())
+    return (tuple(entry for entry in column if entry is not None) for column in zip(*result.logprobs, strict=True))

@@ -139,7 +139,7 @@ class NewSequence:
 
 @frozen
 class Slice:
-    """What one step does for one sequence: compute `count` tokens from position `start` on."""
+    """A stretch of known tokens of one sequence to compute: `count` of them from position `start` on."""
 
     sequence: int
     start: int
@@ -150,21 +150,20 @@ class Slice:
 
 @frozen(kw_only=True)
 class Step:
-    """One batch for the runner, as a difference to the steps before it.
-
-    Slices that decode (count 1 and sample, past the prompt) stand first; their token is the one sampled last for that
-    sequence, which the runner still holds, so that a step can be planned before the result of the one before is known.
-    """
+    """One batch for the runner, as a difference to the steps before it: the decodes, and behind them the chunks."""
 
     id: int
-    slices: tuple[Slice, ...]
-    num_decodes: int
-    """How many of the slices, at the front, decode."""
+    decodes: tuple[int, ...]
+    """Sequences that compute one token each, the one sampled last for them, and sample the next. The runner holds that
+    token, so that a step can be planned before the result of the one before is known, and the token's position, since
+    it counts what it has computed of each sequence. The same tuple object as in the step before if nothing changed."""
+    chunks: tuple[Slice, ...]
+    """Stretches of prompts, and of output that was computed before a preemption."""
     iterations: int = 1
-    """Above 1 (all slices then decode): repeat, feeding back each sampled token, without asking the scheduler."""
+    """Above 1 (there are no chunks then): repeat, feeding back each sampled token, without asking the scheduler."""
     new: tuple[NewSequence, ...] = ()
     blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(sequence, KV blocks to append to its table)."""
+    """(sequence, KV blocks to append to its table), for all iterations."""
     finished: tuple[int, ...] = ()
     """Sequences to forget before anything else is done; their blocks may be in use by others in this very step."""
 
@@ -175,9 +174,9 @@ class StepResult:
 
     step: int
     tokens: tuple[tuple[int, ...], ...]
-    """For each slice that samples, in the step's order: one token an iteration."""
-    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
-    """As `tokens`, None where not asked for; empty when nobody asked."""
+    """One entry an iteration: a token for each sequence that samples, decodes first, then the chunks that sample."""
+    logprobs: tuple[tuple[TokenLogprobs | None, ...], ...] = ()
+    """Of the same shape, None where not asked for; empty when nobody asked."""
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
     """(sequence, one entry a prompt position computed in this step), for sequences that asked; the entry of a position
     is about the prompt token after it."""

@@ -115,8 +115,9 @@ class PolicyConformance:
                     break
                 assert not scheduler.has_work, f"nothing runs, but {sorted(wanted - ended)} wait"
                 continue
-            assert sum(piece.count for piece in step.slices) <= 16, "more tokens than the budget"
-            assert len(step.slices) <= 5, "more sequences than may run"
+            num_tokens = len(step.decodes) + sum(piece.count for piece in step.chunks)
+            assert num_tokens <= 16, "more tokens than the budget"
+            assert len(step.decodes) + len(step.chunks) <= 5, "more sequences than may run"
             for output in scheduler.commit(step, self.result(pick, step), float(now)):
                 if output.finish_reason is not None:
                     ended.add(output.request)
@@ -152,6 +153,6 @@ class PolicyConformance:
 
     def result(self, pick: random.Random, step: Step) -> StepResult:
         """Random tokens for a step; 0 ends a request."""
-        rows = sum(piece.sample for piece in step.slices)
-        tokens = tuple(tuple(pick.choices(range(12), k=step.iterations)) for _ in range(rows))
+        columns = len(step.decodes) + sum(piece.sample for piece in step.chunks)
+        tokens = tuple(tuple(pick.choices(range(12), k=columns)) for _ in range(step.iterations))
         return StepResult(step=step.id, tokens=tokens)

@@ -15,8 +15,8 @@ def new(sequence: int, tokens: tuple[int, ...], prompt_len: int | None = None) -
     )
 
 
-def step(*slices: Slice, num_decodes: int = 0, iterations: int = 1, **changes: object) -> Step:
-    return Step(id=0, slices=slices, num_decodes=num_decodes, iterations=iterations, **changes)
+def step(*chunks: Slice, decodes: tuple[int, ...] = (), iterations: int = 1, **changes: object) -> Step:
+    return Step(id=0, decodes=decodes, chunks=chunks, iterations=iterations, **changes)
 
 
 @pytest.fixture
@@ -57,10 +57,8 @@ def test_decodes_take_the_token_sampled_last(builder: BatchBuilder) -> None:
     builder.build(first)
     builder.keep([0, 1], torch.tensor([100, 101]))
     mixed = step(
-        Slice(1, 3, 1, True),
-        Slice(0, 2, 1, True),
         Slice(2, 0, 2, True),
-        num_decodes=2,
+        decodes=(1, 0),
         new=(new(2, (6, 7)),),
         blocks=((2, (2,)),),
     )
@@ -78,11 +76,11 @@ def test_iterations_move_positions_and_tokens_on(builder: BatchBuilder) -> None:
     builder.update(first)
     builder.build(first)
     builder.keep([0], torch.tensor([50]))
-    twice = step(Slice(0, 3, 1, True), num_decodes=1, iterations=2)
+    twice = step(decodes=(0,), iterations=2)
     builder.update(twice)
-    assert builder.build(twice, 0).slots.tolist() == [3]
+    assert builder.build(twice).slots.tolist() == [3]
     builder.keep([0], torch.tensor([51]))
-    batch = builder.build(twice, 1)
+    batch = builder.build(twice)
     assert (batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist()) == ([51], [4], [4])
     assert batch.context_lens.tolist() == [5]
 

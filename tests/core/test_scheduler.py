@@ -64,11 +64,12 @@ def plan(scheduler: Scheduler, now: float = 0.0) -> Step:
 
 
 def commit(scheduler: Scheduler, step: Step, *tokens: int | tuple[int, ...], now: float = 0.0) -> list[Output]:
-    """Commit with these tokens, one a sampling slice; without any, 7 for each."""
-    rows: Sequence[int | tuple[int, ...]] = tokens or [7] * sum(piece.sample for piece in step.slices)
-    result = StepResult(
-        step=step.id, tokens=tuple(row if isinstance(row, tuple) else (row,) * step.iterations for row in rows)
-    )
+    """Commit with these tokens, one (or one an iteration) a sequence that samples; without any, 7 for each."""
+    sampling = len(step.decodes) + sum(piece.sample for piece in step.chunks)
+    columns = [
+        column if isinstance(column, tuple) else (column,) * step.iterations for column in tokens or [7] * sampling
+    ]
+    result = StepResult(step=step.id, tokens=tuple(zip(*columns, strict=True)) if columns else ((),))
     outputs = scheduler.commit(step, result, now)
     scheduler.check()
     return outputs
@@ -88,8 +89,9 @@ def finish(scheduler: Scheduler, most: int = 500) -> list[Output]:
     raise AssertionError("no end")
 
 
-def slices(step: Step) -> list[tuple[int, int, int, bool]]:
-    return [(piece.sequence, piece.start, piece.count, piece.sample) for piece in step.slices]
+def work(step: Step) -> list[int | tuple[int, int, int, bool]]:
+    """The sequences that decode, then the chunks."""
+    return [*step.decodes, *((piece.sequence, piece.start, piece.count, piece.sample) for piece in step.chunks)]
 
 
 # A request's way
@@ -104,8 +106,7 @@ def test_a_prompt_then_its_tokens() -> None:
     assert scheduler.requests() == ("a",)
 
     first = plan(scheduler)
-    assert slices(first) == [(1, 0, 3, True)]
-    assert first.num_decodes == 0
+    assert work(first) == [(1, 0, 3, True)]
     (new,) = first.new
     assert (new.sequence, new.tokens, new.prompt_len) == (1, tuple(hash_tokens("a", 3)), 3)
     assert [(sequence, len(blocks)) for sequence, blocks in first.blocks] == [(1, 1)]
@@ -113,12 +114,12 @@ def test_a_prompt_then_its_tokens() -> None:
     assert output == Output(request="a", tokens=(11,))
 
     second = plan(scheduler)
-    assert slices(second) == [(1, 3, 1, True)]
-    assert (second.num_decodes, second.new, second.blocks, second.finished) == (1, (), (), ())
+    assert work(second) == [1]
+    assert (second.new, second.blocks, second.finished) == ((), (), ())
     commit(scheduler, second, 12)
 
     third = plan(scheduler)
-    assert slices(third) == [(1, 4, 1, True)]
+    assert work(third) == [1]
     assert [(sequence, len(blocks)) for sequence, blocks in third.blocks] == [(1, 1)], "a page is crossed"
     (output,) = commit(scheduler, third, 13)
     assert (output.tokens, output.finish_reason, output.stop_token) == ((13,), "length", None)
@@ -269,12 +270,12 @@ def test_several_tokens_a_step() -> None:
     assert plan_iterations(scheduler) == 1, "prompts are computed once"
     step = plan(scheduler)
     assert step.iterations == 4
-    assert slices(step) == [(1, 3, 1, True), (2, 6, 1, True)]
+    assert work(step) == [1, 2]
     assert [(sequence, len(blocks)) for sequence, blocks in step.blocks] == [(1, 1), (2, 1)]
     first, second = commit(scheduler, step, (5, 6, EOS, 8), (5, 6, 7, 8))
     assert (first.tokens, first.finish_reason, first.stop_token) == ((5, 6, EOS), "stop", EOS)
     assert second.tokens == (5, 6, 7, 8)
-    assert slices(plan(scheduler)) == [(2, 10, 1, True)]
+    assert work(plan(scheduler)) == [2]
 
 
 def test_one_token_a_step_while_a_prompt_waits_for_its_next_chunk() -> None:
@@ -288,9 +289,9 @@ def test_one_token_a_step_while_a_prompt_waits_for_its_next_chunk() -> None:
     scheduler.add(request("a", 3, max_tokens=20))
     turn(scheduler)
     scheduler.add(request("b", 6, max_tokens=20))
-    assert slices(plan(scheduler))[1:] == [(2, 0, 2, False)]
+    assert work(plan(scheduler))[1:] == [(2, 0, 2, False)]
     step = plan(scheduler)
-    assert slices(step) == [(1, 4, 1, True)]
+    assert work(step) == [1]
     assert step.iterations == 1
 
 
@@ -328,7 +329,7 @@ def test_a_step_is_planned_before_the_one_before_is_known() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 3, max_tokens=3))
     steps = [plan(scheduler), plan(scheduler)]
-    assert [slices(step) for step in steps] == [[(1, 0, 3, True)], [(1, 3, 1, True)]]
+    assert [work(step) for step in steps] == [[(1, 0, 3, True)], [1]]
     commit(scheduler, steps[0])
     steps.append(plan(scheduler))
     commit(scheduler, steps[1])
@@ -355,7 +356,7 @@ def test_results_come_in_order_and_in_shape() -> None:
     first, second = plan(scheduler), plan(scheduler)
     with pytest.raises(ExecutorError, match="out of turn"):
         commit(scheduler, second)
-    for rows in ((), ((5,), (6,)), ((5, 6),)):
+    for rows in ((), ((5,), (6,)), ((5, 6),), ((),)):
         with pytest.raises(ExecutorError, match="does not hold"):
             scheduler.commit(first, StepResult(step=first.id, tokens=rows), 0.0)
     assert commit(scheduler, first, 5)[0].tokens == (5,)
@@ -372,13 +373,13 @@ def test_a_long_prompt_is_computed_in_chunks_behind_the_decodes() -> None:
     seen = []
     for _ in range(4):
         step = plan(scheduler)
-        seen.append((step.num_decodes, slices(step)))
+        seen.append(work(step))
         commit(scheduler, step)
     assert seen == [
-        (0, [(1, 0, 4, True), (2, 0, 4, False)]),
-        (1, [(1, 4, 1, True), (2, 4, 6, True), (3, 0, 1, False)]),
-        (2, [(1, 5, 1, True), (2, 10, 1, True), (3, 1, 4, True)]),
-        (3, [(1, 6, 1, True), (2, 11, 1, True), (3, 5, 1, True)]),
+        [(1, 0, 4, True), (2, 0, 4, False)],
+        [1, (2, 4, 6, True), (3, 0, 1, False)],
+        [1, 2, (3, 1, 4, True)],
+        [1, 2, 3],
     ]
 
 
@@ -386,7 +387,7 @@ def test_no_more_run_than_there_are_seats() -> None:
     scheduler = make_scheduler(max_running=2)
     for name in "abc":
         scheduler.add(request(name, 3, max_tokens=2))
-    assert [piece.sequence for piece in plan(scheduler).slices] == [1, 2]
+    assert [piece.sequence for piece in plan(scheduler).chunks] == [1, 2]
     assert scheduler.stats().waiting == 1
 
 
@@ -406,13 +407,13 @@ def test_the_policy_splits_the_budget() -> None:
     seen = []
     for _ in range(4):
         step = plan(scheduler)
-        seen.append(slices(step))
+        seen.append(work(step))
         commit(scheduler, step)
     assert seen == [
         [(1, 0, 2, False)],
         [(1, 2, 1, True), (2, 0, 1, False)],
-        [(1, 3, 1, True), (2, 1, 2, True)],
-        [(1, 4, 1, True), (3, 0, 2, False)],
+        [1, (2, 1, 2, True)],
+        [1, (3, 0, 2, False)],
     ]
 
 
@@ -425,7 +426,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     turn(scheduler)
     scheduler.add(request("b", hash_tokens("a", 12), max_tokens=2))
     step = plan(scheduler)
-    assert slices(step) == [(2, 8, 4, True)]
+    assert work(step) == [(2, 8, 4, True)]
     assert [(sequence, len(blocks)) for sequence, blocks in step.blocks] == [(2, 3)]
     assert len(step.new[0].tokens) == 12
     assert commit(scheduler, step)[0].cached_tokens == 8
@@ -437,7 +438,7 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_block() -> None:
         scheduler.add(request(name, range(100, 108), max_tokens=1))
         step = plan(scheduler)
         commit(scheduler, step)
-    assert slices(step) == [(2, 4, 4, True)]
+    assert work(step) == [(2, 4, 4, True)]
 
 
 def test_output_is_cached_too() -> None:
@@ -454,7 +455,7 @@ def test_blocks_are_shared_only_once_their_step_is_committed() -> None:
     first = plan(scheduler)
     scheduler.add(request("b", hash_tokens("a", 9), max_tokens=1))
     second = plan(scheduler)
-    assert slices(second) == [(1, 8, 1, True), (2, 0, 9, True)]
+    assert work(second) == [1, (2, 0, 9, True)]
     commit(scheduler, first)
     commit(scheduler, second)
 
@@ -487,8 +488,8 @@ def test_prompt_logprobs_are_put_together_over_chunks_and_not_cached() -> None:
         turn(scheduler)
     scheduler.add(request("b", [1, 2, 3, 4, 5, 6], max_tokens=2, prompt_logprobs=0, logprobs=0))
     step = plan(scheduler)
-    assert slices(step) == [(2, 0, 4, False)]
-    result = StepResult(step=step.id, tokens=(), prompt_logprobs=((2, scores(2, 3, 4, 5)),))
+    assert work(step) == [(2, 0, 4, False)]
+    result = StepResult(step=step.id, tokens=((),), prompt_logprobs=((2, scores(2, 3, 4, 5)),))
     assert scheduler.commit(step, result, 0.0) == []
     step = plan(scheduler)
     result = StepResult(step=step.id, tokens=((7,),), logprobs=(scores(7),), prompt_logprobs=((2, scores(6)),))
@@ -507,7 +508,8 @@ def test_logprobs_end_where_the_tokens_do() -> None:
     scheduler.add(request("b", max_tokens=9))
     turn(scheduler)
     step = plan(scheduler)
-    result = StepResult(step=step.id, tokens=((5, EOS, 6), (5, 6, 7)), logprobs=(scores(5, EOS, 6), None))
+    logprobs = tuple((entry, None) for entry in scores(5, EOS, 6))
+    result = StepResult(step=step.id, tokens=((5, 5), (EOS, 6), (6, 7)), logprobs=logprobs)
     first, second = scheduler.commit(step, result, 0.0)
     assert first.logprobs == scores(5, EOS)
     assert second.logprobs == ()
@@ -530,7 +532,7 @@ def crowded(chosen: SchedulingPolicy | None = None) -> Scheduler:
 def test_a_victim_is_computed_again_from_all_its_tokens() -> None:
     scheduler = crowded()
     step = plan(scheduler)
-    assert slices(step) == [(1, 8, 1, True)], "the last block goes to the first, the second gives way"
+    assert work(step) == [1], "the last block goes to the first, the second gives way"
     assert scheduler.stats().preemptions == 1
     commit(scheduler, step)
     while scheduler.stats().running:
@@ -551,14 +553,14 @@ def test_a_victim_finds_its_blocks_in_the_cache() -> None:
     commit(scheduler, plan(scheduler))
     scheduler.abort("a")
     step = plan(scheduler)
-    assert slices(step) == [(3, 8, 1, True)]
-    assert step.num_decodes == 0, "its token is new to the runner"
+    assert work(step) == [(3, 8, 1, True)]
+    assert not step.decodes, "its token is new to the runner"
 
 
 def test_a_victim_leaves_the_step_being_planned() -> None:
     scheduler = crowded(policy(victim=lambda running: running[0]))
     step = plan(scheduler)
-    assert slices(step) == [(2, 8, 1, True)], "the first had its slice, and lost it to the second"
+    assert work(step) == [2], "the first had its slice, and lost it to the second"
     assert step.finished == (1,)
     assert [sequence for sequence, _ in step.blocks] == [2]
 
@@ -567,7 +569,7 @@ def test_nobody_is_admitted_in_a_step_for_which_somebody_was_preempted() -> None
     scheduler = crowded()
     scheduler.add(request("c", 1, max_tokens=1, arrival=1.0))
     step = plan(scheduler)
-    assert slices(step) == [(1, 8, 1, True)], "c overtook the victim"
+    assert work(step) == [1], "c overtook the victim"
 
 
 def test_a_victim_waits_for_its_results_under_way() -> None:
@@ -577,7 +579,7 @@ def test_a_victim_waits_for_its_results_under_way() -> None:
     turn(scheduler)
     ahead = plan(scheduler)
     second = plan(scheduler)
-    assert slices(second) == [(1, 8, 1, True)]
+    assert work(second) == [1]
     scheduler.abort("a")
     assert scheduler.schedule(0.0) is None, "b has a token under way"
     assert [(output.request, output.tokens) for output in commit(scheduler, ahead, 5, 6)] == [("b", (6,))]
@@ -600,7 +602,7 @@ def test_a_request_is_not_admitted_into_the_last_blocks() -> None:
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(request("a", 8, max_tokens=8))
     scheduler.add(request("b", 8, max_tokens=8))
-    assert len(plan(scheduler).slices) == 1, "the blocks are there, but the first needs one with its next token"
+    assert len(plan(scheduler).chunks) == 1, "the blocks are there, but the first needs one with its next token"
 
 
 # Displacement
@@ -622,11 +624,11 @@ def test_an_urgent_request_takes_a_seat() -> None:
     turn(scheduler)
     scheduler.add(request("b", priority=0, max_tokens=3))
     step = plan(scheduler)
-    assert slices(step) == [(2, 0, 3, True)]
+    assert work(step) == [(2, 0, 3, True)]
     assert step.finished == (1,)
     scheduler.add(request("c", priority=0, max_tokens=3))
     commit(scheduler, step)
-    assert slices(plan(scheduler)) == [(2, 3, 1, True)], "an equal one waits"
+    assert work(plan(scheduler)) == [2], "an equal one waits"
 
 
 def test_the_tokens_of_a_displaced_prompt_are_for_the_urgent_one() -> None:
@@ -634,7 +636,7 @@ def test_the_tokens_of_a_displaced_prompt_are_for_the_urgent_one() -> None:
     scheduler.add(request("a", 12, priority=1))
     turn(scheduler)
     scheduler.add(request("b", 8, priority=0))
-    assert slices(plan(scheduler)) == [(2, 0, 8, True)]
+    assert work(plan(scheduler)) == [(2, 0, 8, True)]
 
 
 def test_who_was_displaced_is_not_admitted_again_in_the_same_step() -> None:
@@ -816,7 +818,7 @@ def test_an_impossible_number_of_steps_is_refused_and_nothing_is_lost() -> None:
     with pytest.raises(PluginError, match=r"decode_steps\(\)"):
         scheduler.schedule(0.0)
     step = plan(scheduler)
-    assert slices(step) == [(1, 4, 1, True)]
+    assert work(step) == [1]
     assert [sequence for sequence, _ in step.blocks] == [1]
 
 
@@ -841,7 +843,7 @@ def test_one_named_twice_is_admitted_once() -> None:
     scheduler = make_scheduler(policy(order=lambda waiting, now: [*waiting, *waiting]))
     scheduler.add(request("a"))
     scheduler.add(request("b"))
-    assert [piece.sequence for piece in plan(scheduler).slices] == [1, 2]
+    assert [piece.sequence for piece in plan(scheduler).chunks] == [1, 2]
 
 
 def test_no_share_for_anybody_still_gives_progress() -> None:

@@ -48,6 +48,11 @@ def expected_output(request: Request, longest: int) -> tuple[list[int], str]:
             return tokens, "length"
 
 
+def sequences(step: Step) -> list[int]:
+    """All that the step computes something of."""
+    return [*step.decodes, *(piece.sequence for piece in step.chunks)]
+
+
 class FakeRunner:
     """Runs steps by their contract alone."""
 
@@ -61,6 +66,7 @@ class FakeRunner:
         self.computed: dict[int, int] = {}
         self.numbers: set[int] = set()
         self.cached = 0
+        self.decodes: tuple[int, ...] = ()  # of the last step
 
     def run(self, step: Step) -> StepResult:
         for sequence in step.finished:
@@ -77,41 +83,46 @@ class FakeRunner:
         for sequence, blocks in step.blocks:
             assert blocks
             self.tables[sequence] += blocks
-        assert len({piece.sequence for piece in step.slices}) == len(step.slices)
-        assert step.iterations == 1 or step.num_decodes == len(step.slices)
+        assert len(set(sequences(step))) == len(sequences(step))
+        assert step.iterations == 1 or not step.chunks
+        assert (step.decodes is self.decodes) == (step.decodes == self.decodes), "nothing changed, but the object"
+        self.decodes = step.decodes
 
-        rows: list[tuple[int, ...]] = []
+        rows = []
         scores = []
-        for place, piece in enumerate(step.slices):
+        for _ in range(step.iterations):
+            rows.append([self.decode(sequence) for sequence in step.decodes])
+        for piece in step.chunks:
             sequence, known = piece.sequence, self.known[piece.sequence]
-            decodes = place < step.num_decodes
-            if decodes:
-                assert (piece.start, piece.count, piece.sample) == (len(known) - 1, 1, True)
-                assert piece.start >= self.prompt_len[sequence]
-            else:
-                assert piece.sample == (piece.start + piece.count == len(known))
-            row = []
-            start = piece.start
-            for _ in range(step.iterations):
-                self.compute(sequence, start, start + piece.count)
-                start += piece.count
-                if piece.sample:
-                    seed = self.params[sequence].seed
-                    assert seed is not None
-                    row.append(next_token(self.read(sequence, start), seed))
-                    known.append(row[-1])
+            assert piece.sample == (piece.start + piece.count == len(known))
+            self.compute(sequence, piece.start, piece.start + piece.count)
             if piece.sample:
-                rows.append(tuple(row))
+                rows[0].append(self.sample(sequence))
             if self.params[sequence].prompt_logprobs is not None and piece.start < self.prompt_len[sequence] - 1:
                 end = min(piece.start + piece.count, self.prompt_len[sequence] - 1)
                 targets = known[piece.start + 1 : end + 1]
                 scores.append((sequence, tuple(TokenLogprobs(token=token, logprob=0.0, rank=1) for token in targets)))
         return StepResult(
             step=step.id,
-            tokens=tuple(rows),
+            tokens=tuple(tuple(row) for row in rows),
             logprobs=tuple(tuple(TokenLogprobs(token=token, logprob=0.0, rank=1) for token in row) for row in rows),
             prompt_logprobs=tuple(scores),
         )
+
+    def decode(self, sequence: int) -> int:
+        """Compute the token sampled last, and sample."""
+        position = self.computed[sequence]
+        assert position == len(self.known[sequence]) - 1 >= self.prompt_len[sequence]
+        self.compute(sequence, position, position + 1)
+        return self.sample(sequence)
+
+    def sample(self, sequence: int) -> int:
+        """The token after all that is computed."""
+        seed = self.params[sequence].seed
+        assert seed is not None
+        token = next_token(self.read(sequence, self.computed[sequence]), seed)
+        self.known[sequence].append(token)
+        return token
 
     def compute(self, sequence: int, start: int, end: int) -> None:
         """Write positions to the pool: each once, in order, into blocks that nobody else has."""
@@ -303,12 +314,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step is None:
             assert self.in_flight or not self.live, "nothing runs though something could"
             return False
-        assert step.slices
-        assert sum(piece.count for piece in step.slices) <= self.max_batch_tokens
-        assert len(step.slices) <= self.max_running
+        assert sequences(step)
+        assert len(step.decodes) + sum(piece.count for piece in step.chunks) <= self.max_batch_tokens
+        assert len(sequences(step)) <= self.max_running
         result = self.runner.run(step)
-        for piece in step.slices:
-            assert tuple(self.runner.tables[piece.sequence]) == self.blocks.table(piece.sequence)
+        for sequence in sequences(step):
+            assert tuple(self.runner.tables[sequence]) == self.blocks.table(sequence)
         running = self.scheduler._queues.running
         assert set(self.runner.tables) == set(running)
         for new in step.new:

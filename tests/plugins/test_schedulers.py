@@ -76,7 +76,7 @@ def order_of_ends(policy: SchedulingPolicy, *requests: tuple[str, int]) -> str:
             scheduler.add(Request(id=name, prompt=(1, 2, 3), params=params, priority=priority, arrival=now))
         step = scheduler.schedule(now)
         assert step is not None
-        result = StepResult(step=step.id, tokens=tuple((5,) for piece in step.slices if piece.sample))
+        result = StepResult(step=step.id, tokens=((5,) * (len(step.decodes) + len(step.chunks)),))
         ended += "".join(output.request for output in scheduler.commit(step, result, now) if output.finish_reason)
     scheduler.check()
     return ended
