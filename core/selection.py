@@ -131,6 +131,20 @@ def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, 
     return {"scheduler": lambda cls: cls.refuses(), "executor": lambda cls: cls.refuses(config, device)}
 
 
+def use_graphs(config: EngineConfig, attention: AttentionBackend, device: DeviceInfo) -> bool:
+    """Whether decode steps are replayed as CUDA graphs. Raises ConfigError where they are asked for and cannot be."""
+    if config.executor.graphs == "off":
+        return False
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = f"{device.torch_name} has no CUDA graphs"
+    elif attention.graphs == "none":
+        obstacle = f"{type(attention).__name__} computes on the host what changes from step to step"
+    if obstacle is not None and config.executor.graphs == "on":
+        raise ConfigError(f"graphs were asked for, but {obstacle}; use --graphs auto, or another backend or device")
+    return obstacle is None
+
+
 def resolve_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], device: DeviceInfo) -> str:
     """Type of weights and activations; auto: the checkpoint's (float32 if it names none) on a GPU, float32 on a CPU."""
     if config.model.dtype != AUTO:
