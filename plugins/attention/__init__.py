@@ -1,11 +1,19 @@
 """Built-in attention backends."""
 
 from engine.core.hooks import Register, hookimpl, lazy
+from engine.plugins.kernels import interpreted
 
 
 @hookimpl
 def register_attention(register: Register) -> None:
     """Offer them."""
+    register(
+        "triton",
+        lazy("engine.plugins.attention.triton:TritonAttention"),
+        api="1",
+        summary="Triton kernels that read the paged cache in place, for GPUs; decodes in CUDA graphs",
+        preference=0 if interpreted() else 30,  # the interpreter is too slow to be chosen for anybody
+    )
     register(
         "native",
         lazy("engine.plugins.attention.native:NativeAttention"),

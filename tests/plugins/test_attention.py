@@ -11,6 +11,8 @@ from engine.core.device import DeviceInfo
 from engine.plugins.attention import native
 from engine.plugins.attention.native import NativeAttention
 from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.attention.triton import TritonAttention
+from engine.plugins.kernels import interpreted
 from engine.testing.attention import AttentionConformance
 
 CPU = DeviceInfo(type="cpu")
@@ -51,6 +53,11 @@ class TestNativeManyThreads(AttentionConformance):
         torch.set_num_threads(3)
         yield
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not interpreted(), reason="runs on the GPU")
+class TestTriton(AttentionConformance):
+    backend = TritonAttention
 
 
 @pytest.mark.gpu
