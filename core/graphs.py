@@ -114,8 +114,7 @@ class DecodeGraphs:
         self._all_rows = torch.arange(max_running, device=device)
         self._rows.fill_(residents.padding_row)
         self._graphs: dict[tuple[int, str], _Graph] = {}
-        self._memory = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._recorder = Recorder(device)
         self._current: tuple[int, ...] = ()
         self._host_rows = np.zeros(0, np.int64)
         self.seconds = 0.0

@@ -66,3 +66,7 @@ class Model(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden_size] -> [rows, vocab_size]."""
+
+    def greedy(self, hidden):
+        peaks, tokens = self.logits(hidden).max(dim=-1)
+        return peaks.float(), tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from attrs import define
@@ -33,19 +34,19 @@ class PendingStep:
     """A step whose kernels are launched; see executors.PendingResult."""
 
     step: int
-    samples: list[Sampled]
-    """One an iteration; their tokens are on the way to the host."""
+    samples: Sequence[Sampled | None]
+    """One an iteration, whose tokens are on the way to the host; None where no sequence samples."""
     prompt_scores: PromptScores
     seconds: dict[str, float]
 
     def done(self) -> bool:
         """Whether `result` returns at once."""
-        return all(sampled.ready() for sampled in self.samples)
+        return all(sampled is None or sampled.ready() for sampled in self.samples)
 
     def result(self) -> StepResult:
         """Wait for the tokens. Raises ExecutorError when the device failed, or logits were not finite."""
         try:
-            fetched = [sampled.to_host() for sampled in self.samples]
+            fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
         except RuntimeError as error:  # torch raises nothing else
             raise ExecutorError(f"step {self.step} failed on the device: {error}") from error
         logprobs = tuple(tuple(entries) for _, entries in fetched)
@@ -140,7 +141,7 @@ class Runner:
     def _launch_kernels(self, step: Step, laps: Laps) -> PendingStep:
         """Do the step without graphs."""
         sampling = (*step.decodes, *(piece.sequence for piece in step.chunks if piece.sample))
-        samples: list[Sampled] = []
+        samples: list[Sampled | None] = []
         prompt_scores: PromptScores = ()
         for _ in range(step.iterations):
             batch, sampling_rows = build_batch(self._residents, step)
@@ -152,9 +153,11 @@ class Runner:
                 everything = len(batch.logit_rows) == len(hidden)
                 logits = self._model.logits(hidden if everything else hidden[batch.logit_rows])
             laps("launch")
+            sampled = None
             if logits is not None:
-                samples.append(self._sampler.sample(logits, sampling, sampling_rows))
-                self._residents.keep(sampling_rows, samples[-1].tokens)
+                sampled = self._sampler.sample(logits, sampling, sampling_rows)
+                self._residents.keep(sampling_rows, sampled.tokens)
+            samples.append(sampled)
             if self._scored_prompts:
                 prompt_scores = self._score_prompts(step, hidden)
             laps("sample")

@@ -78,7 +78,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Again]]:
     monkeypatch.setattr(graphs, "Recorder", Again)
-    monkeypatch.setattr(runner, "use_graphs", lambda *_: True)
+    monkeypatch.setattr(runner, "use_graphs", lambda config, attention, device: attention.graphs != "none")
     Again.recorded = 0
     yield Again
 
