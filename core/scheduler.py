@@ -1,21 +1,29 @@
 """Plans each step and takes in its result. Owns queues, blocks and budgets; a policy only answers questions.
 
 A request waits, runs as a sequence (a new number at each admission), and may be preempted: its blocks are freed and it
-waits again, to be computed anew from all its tokens. Steps run in the order planned; one may be under way while the
-next is planned, and results come in the same order. Hence a block can be handed on as soon as its owner is out of the
-plan, though a step under way still writes to it: its next owner writes later.
+waits again, to be computed anew from all its tokens. What holds throughout:
+
+- Steps run in the order planned; one may be under way while the next is planned, and results come in the same order.
+  Hence a block can be handed on as soon as its owner is out of the plan, though a step under way still writes to it:
+  its next owner writes later.
+- A running sequence is first in its prompt, and gets chunks as the policy and the token budget allow. Then it decodes:
+  it is in every step, with a token an iteration (`Decoding`), until all its tokens are planned.
+- A decoding sequence always has a block for its next token, or is due. So planning looks only at those that are due,
+  in their prompts or waiting, and taking in a result only appends tokens, until a sequence reaches its `milestone`.
 """
 
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 import attrs
 
+from engine.core.clock import Clock
+from engine.core.decoding import Decoding
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.kv_cache import BlockManager
 from engine.core.policy import CheckedPolicy
@@ -39,34 +47,41 @@ MAX_DISPLACED = 3
 progress under any policy."""
 
 
+class _InFlight(NamedTuple):
+    """A step whose result is not in yet, and whose its parts are: they may have ended since, or been preempted."""
+
+    step: Step
+    decodes: tuple[RequestState, ...]
+    chunks: tuple[RequestState, ...]
+
+
 class _Plan:
-    """The step in the making. Sequences are booked as advanced only once it is complete, so that a policy that fails
-    half-way leaves nothing half done."""
+    """The step in the making, beside its decodes: what is left of its tokens, and the chunks. Sequences are booked as
+    advanced only once it is complete, so that a policy that fails half-way leaves nothing half done."""
 
-    __slots__ = ("_prefill", "_total", "chunk_tokens", "chunks", "decode_room", "decodes", "preempted", "prefilling")
+    __slots__ = ("_decoding", "_prefill", "_total", "chunk_tokens", "chunks", "decode_room", "preempted", "yielding")
 
-    def __init__(self, total: int, split: Split) -> None:
+    def __init__(self, total: int, split: Split, decoding: Decoding) -> None:
         self._total = total
         self._prefill = split.prefill
-        self.decode_room = min(total, split.decode)
-        self.decodes: list[RequestState] = []
+        self._decoding = decoding
+        self.decode_room = max(0, min(total, split.decode))
         self.chunks: dict[RequestState, int] = {}
         self.chunk_tokens = 0
-        self.prefilling = False  # whether any sequence is in its prompt, even without a chunk in this step
+        self.yielding: list[RequestState] = []  # in their prompts, served once the urgent ones that wait have been
         self.preempted: set[RequestState] = set()
 
     @property
     def empty(self) -> bool:
-        return not (self.decodes or self.chunks)
+        return not (self._decoding or self.chunks)
 
     @property
     def prefill_room(self) -> int:
         """Tokens left for prompts."""
-        return min(self._prefill, self._total - len(self.decodes)) - self.chunk_tokens
+        return min(self._prefill, self._total - len(self._decoding)) - self.chunk_tokens
 
     def add_chunk(self, state: RequestState) -> None:
         """As many of the sequence's known tokens as there is room for."""
-        self.prefilling = True
         count = min(self.prefill_room, state.known - state.computed)
         if count > 0:
             self.chunks[state] = count
@@ -76,8 +91,8 @@ class _Plan:
         """Take a preempted sequence out."""
         self.preempted.add(state)
         self.chunk_tokens -= self.chunks.pop(state, 0)
-        if state in self.decodes:
-            self.decodes.remove(state)
+        if state in self.yielding:
+            self.yielding.remove(state)
 
 
 class Scheduler:
@@ -97,18 +112,17 @@ class Scheduler:
         max_len: int,
         eos_tokens: frozenset[int],
     ) -> None:
-        self._queues = Queues(blocks)
+        self._clock = Clock()
+        self._queues = Queues(blocks, self._clock)
         self._policy = CheckedPolicy(policy, self._queues.requests)
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._max_len = max_len
         self._eos_tokens = eos_tokens
-        self._in_flight: deque[Step] = deque()
-        self._decodes: tuple[int, ...] = ()  # of the last step
+        self._everything = Split(decode=max_batch_tokens, prefill=max_batch_tokens)
+        self._in_flight: deque[_InFlight] = deque()
         self._requests_added = 0
-        self._steps_planned = 0
-        self._steps_committed = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._preemptions = 0
@@ -137,7 +151,7 @@ class Scheduler:
             preemptions=self._preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            steps=self._steps_committed,
+            steps=self._clock.committed,
         )
 
     def add(self, request: Request) -> None:
@@ -161,6 +175,7 @@ class Scheduler:
                 stop_tokens=stop_tokens,
                 page_size=page_size,
                 number=self._requests_added,
+                clock=self._clock,
             )
         )
 
@@ -180,15 +195,17 @@ class Scheduler:
         queues = self._queues
         if not queues.requests:
             return None
-        total = self._max_batch_tokens
-        plan = _Plan(total, self._policy.split(total, queues.waiting_views, queues.running_views))
-        self._plan_running(plan)
-        full = len(queues.running) >= self._max_running and not self._policy.displaces
-        if queues.waiting and not full and plan.prefill_room > 0 and not plan.preempted:
-            self._admit(self._policy.order(queues.waiting_views, now), plan, now)
+        split = self._everything
+        if self._policy.splits:
+            split = self._policy.split(self._max_batch_tokens, queues.waiting_views, queues.running_views)
+        plan = _Plan(self._max_batch_tokens, split, queues.decoding)
+        self._plan_decodes(plan)
+        self._plan_prompts(plan, now)
         if plan.empty and not self._in_flight:  # something must run, whatever the policy says
-            plan = _Plan(total, Split(decode=total, prefill=total))
-            self._plan_running(plan)
+            plan = _Plan(self._max_batch_tokens, self._everything, queues.decoding)
+            self._plan_decodes(plan)
+            for state in queues.prefilling.values():
+                plan.add_chunk(state)
             if not queues.running:
                 self._admit(queues.waiting[:1], plan, now)
         return None if plan.empty else self._emit(plan)
@@ -198,93 +215,81 @@ class Scheduler:
 
         Raises ExecutorError when the result does not belong to the step.
         """
-        self._expect(step, result)
-        self._steps_committed += 1
-        scores = dict(result.prompt_logprobs)
-        outputs = []
-        rows = zip(zip(*result.tokens, strict=True), _columns(result), strict=False)
-        for sequence in step.decodes:
-            tokens, logprobs = next(rows)
-            state = self._arrived(sequence)
-            if state is not None:
-                end = len(state.tokens) - 1 + step.iterations
-                outputs.append(self._take(state, tokens, logprobs, now, end - step.iterations, end))
-        for piece in step.chunks:
-            tokens, logprobs = next(rows) if piece.sample else ((), ())
-            state = self._arrived(piece.sequence)
-            if state is None:
-                continue
-            if piece.start < state.prompt_len:
-                self._prompt_tokens += min(piece.count, state.prompt_len - piece.start)
-                state.prompt_logprobs += scores.get(piece.sequence, ())
-            end = piece.start + piece.count
-            if tokens:
-                outputs.append(self._take(state, tokens, logprobs, now, piece.start, end))
-            elif state.sequence:
-                self._register(state, piece.start, end)
+        planned = self._expect(step, result)
+        outputs: list[Output] = []
+        columns = zip(zip(*result.tokens, strict=True), _logprob_columns(result), strict=False)
+        milestones = 0
+        # This loop is for every token there is: what can be done elsewhere is.
+        for state, (tokens, logprobs) in zip(planned.decodes, columns, strict=False):
+            known = state.tokens
+            if len(known) + step.iterations < state.milestone and state.stop_tokens.isdisjoint(tokens):
+                known += tokens
+                outputs.append(
+                    Output(request=state.id, tokens=tokens, logprobs=logprobs, cached_tokens=state.cached_tokens)
+                )
+            elif not state.ended:
+                milestones += 1
+                outputs.append(self._take(state, tokens, logprobs, now))
+        self._generation_tokens += (len(outputs) - milestones) * step.iterations
+        if step.chunks:
+            self._commit_chunks(planned, columns, dict(result.prompt_logprobs), now, outputs)
         return outputs
-
-    def _arrived(self, sequence: int) -> RequestState | None:
-        """Whose result this is, with one fewer under way; None: it ended while the step was."""
-        state = self._queues.find(sequence)
-        if state is not None:
-            state.in_flight -= 1
-            if not (state.sequence or state.in_flight):
-                self._queues.drained(sequence)
-        return state
-
-    def _take(
-        self,
-        state: RequestState,
-        tokens: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...],
-        now: float,
-        start: int,
-        end: int,
-    ) -> Output:
-        """Give a request its tokens, which came of computing positions `start` to `end`."""
-        output = state.take(tokens, logprobs, now)
-        self._generation_tokens += len(output.tokens)
-        if state.sequence:
-            self._register(state, start, end)
-        if output.finish_reason:
-            self._queues.remove(state)
-        return output
 
     def check(self) -> None:
         """Raise AssertionError when the books disagree; for tests and for an idle engine."""
         self._queues.check()
         assert len(self._queues.running) <= self._max_running, "more run than may"
-        if not self._in_flight:
-            assert not any(state.in_flight for state in self._queues.requests.values()), "a result was missed"
+        under_way = {state for planned in self._in_flight for state in (*planned.decodes, *planned.chunks)}
+        for state in self._queues.requests.values():
+            assert state.in_flight == (state in under_way), "a result is awaited that never comes, or the reverse"
 
-    def _plan_running(self, plan: _Plan) -> None:
-        """A token for each sequence that decodes, then chunks for those still in their prompts."""
-        prefilling = []
-        decodes = plan.decodes
-        for state in list(self._queues.running.values()):
-            if not state.sequence:
+    def _plan_decodes(self, plan: _Plan) -> None:
+        """Let those that are due leave or have a block, so that all that then decode can do so once more."""
+        decoding = self._queues.decoding
+        decoding.limit(plan.decode_room)
+        tick = self._clock.ticks
+        for state in decoding.due(tick):
+            if state.due != tick:
                 continue  # preempted a moment ago
-            if state.computed < state.known:
-                prefilling.append(state)
-            elif (
-                state.sampled < state.max_output
-                and len(decodes) < plan.decode_room
-                and (state.computed < state.capacity or self._extend(state, plan))
-            ):
-                decodes.append(state)
-        for state in prefilling:
-            if state.sequence:
-                plan.add_chunk(state)
+            if state.ends_at == tick:
+                decoding.leave(state)
+            else:
+                self._extend(state, plan)
 
-    def _extend(self, state: RequestState, plan: _Plan) -> bool:
-        """Room for one more token, taken from others if need be; False when the policy preempts `state` itself."""
-        while not self._queues.extend(state, state.computed + 1):
+    def _extend(self, state: RequestState, plan: _Plan) -> None:
+        """One more block, taken from others if need be; the policy may have `state` itself preempted instead."""
+        while not self._queues.extend(state):
             victim = self._policy.victim(self._queues.running_views)
             self._preempt(victim, plan)
             if victim is state:
-                return False
-        return True
+                return
+
+    def _plan_prompts(self, plan: _Plan, now: float) -> None:
+        """Chunks for those in their prompts, and for waiting ones that can be admitted."""
+        queues, policy = self._queues, self._policy
+        seats = len(queues.running) < self._max_running or policy.displaces
+        admitting = bool(queues.waiting) and seats and not plan.preempted
+        plan.yielding = list(queues.prefilling.values())
+        if not (admitting and policy.displaces):
+            self._serve_prompts(plan)
+        if admitting and plan.prefill_room > 0:
+            self._admit(policy.order(queues.waiting_views, now), plan, now)
+        self._serve_prompts(plan)
+
+    def _serve_prompts(self, plan: _Plan, candidate: RequestState | None = None) -> None:
+        """Chunks for those in their prompts, but for whom the policy would preempt for the waiting `candidate`: those
+        need not go, but its prompt comes first."""
+        staying = []
+        for state in plan.yielding:
+            if (
+                candidate is not None
+                and state.displaced < MAX_DISPLACED
+                and self._policy.preempts(candidate.view, (state.view,)) is state
+            ):
+                staying.append(state)
+            else:
+                plan.add_chunk(state)
+        plan.yielding = staying
 
     def _preempt(self, state: RequestState, plan: _Plan) -> None:
         plan.drop(state)
@@ -296,6 +301,7 @@ class Scheduler:
         for state in order:
             if state in plan.preempted:
                 continue
+            self._serve_prompts(plan, state)
             if plan.prefill_room <= 0 or state.in_flight:
                 return
             # Log probabilities of the whole prompt need the whole prompt computed.
@@ -304,6 +310,7 @@ class Scheduler:
             if not self._fits(state, cached) and not self._displace(state, cached, plan):
                 return
             self._queues.start(state, cached)
+            self._queues.put_behind(plan.yielding)
             plan.add_chunk(state)
             if state.scheduled_at is None:
                 state.scheduled_at = now
@@ -340,61 +347,53 @@ class Scheduler:
             self._preempt(victim, plan)
         return True
 
-    def _iterations(self, plan: _Plan) -> int:
+    def _iterations(self) -> int:
         """How many times to repeat the step: as the policy wants, as far as outputs and blocks of all allow."""
-        if plan.prefilling:
+        queues = self._queues
+        if queues.prefilling or not self._policy.repeats:
             return 1
-        wanted = self._policy.decode_steps(self._queues.running_views, self._queues.waiting_views)
-        if wanted <= 1:
-            return 1
-        most = min(wanted, *(state.max_output - state.sampled for state in plan.decodes))
-        page_size = self._blocks.page_size
-
-        def missing(count: int) -> int:
-            """Blocks for so many iterations, beside those that the sequences have."""
-            return sum(max(0, -(-(state.computed + count - state.capacity) // page_size)) for state in plan.decodes)
-
-        count = bisect_right(range(1, most + 1), self._blocks.num_available, key=missing)
-        for state in plan.decodes:
-            granted = self._queues.extend(state, state.computed + count)
-            assert granted, "the blocks were counted"
+        wanted = self._policy.decode_steps(queues.running_views, queues.waiting_views)
+        count = 1
+        while count < wanted:
+            tick = self._clock.ticks + count
+            due = queues.decoding.due(tick)
+            if len(due) > self._blocks.num_available or any(state.ends_at == tick for state in due):
+                break
+            for state in due:
+                queues.extend(state)
+            count += 1
         return count
 
     def _emit(self, plan: _Plan) -> Step:
         """Book the plan and put it into words for the runner."""
-        iterations = self._iterations(plan)
+        queues, clock = self._queues, self._clock
+        iterations = self._iterations()
+        numbers, decodes = queues.decoding.members()
+        clock.planned += 1
+        queues.decoding.advance(iterations)
         chunks = []
-        decodes = tuple(state.sequence for state in plan.decodes)
-        if decodes == self._decodes:
-            decodes = self._decodes
-        self._decodes = decodes
-        for state in plan.decodes:
-            state.computed += iterations
-            state.sampled += iterations
-            state.in_flight += 1
         for state, count in plan.chunks.items():
-            last = state.computed + count == state.known
-            chunks.append(Slice(state.sequence, state.computed, count, last))
-            state.computed += count
-            state.sampled += last
-            state.in_flight += 1
-        new, blocks, finished = self._queues.take_news()
-        self._steps_planned += 1
+            start = state.computed
+            sample = state.book_chunk(count)
+            chunks.append(Slice(state.sequence, start, count, sample))
+            if sample:
+                queues.prefilled(state)
+        new, blocks, finished = queues.take_news()
         step = Step(
-            id=self._steps_planned,
-            decodes=decodes,
+            id=clock.planned,
+            decodes=numbers,
             chunks=tuple(chunks),
             iterations=iterations,
             new=new,
             blocks=blocks,
             finished=finished,
         )
-        self._in_flight.append(step)
+        self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks)))
         return step
 
-    def _expect(self, step: Step, result: StepResult) -> None:
+    def _expect(self, step: Step, result: StepResult) -> _InFlight:
         """Take the step from those under way, if it is its turn and the result has its shape."""
-        if not self._in_flight or not step.id == result.step == self._in_flight[0].id:
+        if not self._in_flight or not step.id == result.step == self._in_flight[0].step.id:
             raise ExecutorError(
                 f"the result of step {result.step} came out of turn, for step {step.id}; the executor is at fault"
             )
@@ -405,16 +404,44 @@ class Scheduler:
                     f"the result of step {step.id} does not hold {step.iterations} rows of {columns} tokens; "
                     "the executor is at fault"
                 )
-        self._in_flight.popleft()
+        self._clock.committed = step.id
+        return self._in_flight.popleft()
 
-    def _register(self, state: RequestState, start: int, end: int) -> None:
-        """Let others share the blocks that were filled by computing positions `start` to `end`."""
-        end = min(end, len(state.tokens))  # beyond: tokens sampled past a stop
-        if end // self._blocks.page_size > start // self._blocks.page_size:
-            self._blocks.register(state.sequence, state.tokens, state.chain, end)
+    def _commit_chunks(
+        self,
+        planned: _InFlight,
+        columns: Iterator[tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]],
+        scores: Mapping[int, tuple[TokenLogprobs, ...]],
+        now: float,
+        outputs: list[Output],
+    ) -> None:
+        """Take in what came of a step's chunks. columns: what those that sample sampled; scores: of prompts."""
+        for state, piece in zip(planned.chunks, planned.step.chunks, strict=True):
+            tokens, logprobs = next(columns) if piece.sample else ((), ())
+            if state.ended:
+                continue
+            if piece.start < state.prompt_len:
+                self._prompt_tokens += min(piece.count, state.prompt_len - piece.start)
+                state.prompt_logprobs += scores.get(piece.sequence, ())
+            if tokens:
+                outputs.append(self._take(state, tokens, logprobs, now))
+            elif state.sequence:
+                self._blocks.register(state.sequence, state.tokens, state.chain, piece.start + piece.count)
+
+    def _take(
+        self, state: RequestState, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
+    ) -> Output:
+        """Give a request its tokens, let others share the blocks that are full now, and see whether it has ended."""
+        output = state.take(tokens, logprobs, now)
+        self._generation_tokens += len(output.tokens)
+        if state.sequence:  # the last token is not computed yet
+            self._blocks.register(state.sequence, state.tokens, state.chain, len(state.tokens) - 1)
+        if output.finish_reason is not None:
+            self._queues.remove(state)
+        return output
 
 
-def _columns(result: StepResult) -> Iterator[tuple[TokenLogprobs, ...]]:
+def _logprob_columns(result: StepResult) -> Iterator[tuple[TokenLogprobs, ...]]:
     """Log probabilities of each sequence that samples, one a token; empty where not asked for."""
     if not result.logprobs:
         return repeat(())
