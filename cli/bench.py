@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from attrs import frozen
 
+from engine.cli.opening import open_engine
 from engine.cli.options import OFFLINE, configured
 from engine.core.errors import ConfigError
 from engine.core.settings import Resolved
@@ -129,10 +130,9 @@ def throughput(
     from rich.table import Table
 
     from engine.cli.bench_report import Row, report, write
-    from engine.core import Engine
 
     load = make_load(requests, parse_range(input_len, "--input-len"), parse_range(output_len, "--output-len"), seed)
-    with Engine(config=resolved.config) as engine:
+    with open_engine(resolved) as engine:
         run_load(engine, load, prefix="warm-up-", progress=True)
         runs = [run_load(engine, load, prefix=f"{run}-", progress=True) for run in range(repeat)]
         median = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]

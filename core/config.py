@@ -15,10 +15,12 @@ from attrs import frozen
 AUTO = "auto"
 
 
-def setting(default: Any, text: str, *, flag: str | None = None, choices: tuple[str, ...] = ()) -> Any:
+def setting(
+    default: Any, text: str, *, flag: str | None = None, choices: tuple[str, ...] = (), secret: bool = False
+) -> Any:
     """One setting. `flag`: its command-line option; None: set it in the file or by --set. Lists in `choices` are for
-    values that are no plugin names."""
-    metadata = {"help": text, "flag": flag, "choices": choices}
+    values that are no plugin names. A `secret` is never shown."""
+    metadata = {"help": text, "flag": flag, "choices": choices, "secret": secret}
     if isinstance(default, dict):
         return attrs.field(factory=dict, metadata=metadata)
     return attrs.field(default=default, metadata=metadata)
@@ -46,6 +48,9 @@ class ModelConfig:
         "auto: safetensors files; dummy: random weights, only config.json is read.",
         flag="--load-format",
         choices=(AUTO, "dummy"),
+    )
+    load_threads: int = setting(
+        0, "Threads that read the weights; 0: as many as there are processors, up to 8.", flag="--load-threads"
     )
     generation_config: str = setting(
         AUTO,
@@ -154,7 +159,9 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
     port: int = setting(8000, "Port to listen on; 0: any free one.", flag="--port")
-    api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.", flag="--api-key")
+    api_key: str = setting(
+        "", "Key that clients must send as a bearer token; empty: none.", flag="--api-key", secret=True
+    )
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"
     )

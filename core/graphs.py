@@ -6,7 +6,6 @@ by itself. While the same sequences follow each other, the host sends nothing bu
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -117,13 +116,15 @@ class DecodeGraphs:
         self._recorder = Recorder(device)
         self._current: tuple[int, ...] = ()
         self._host_rows = np.zeros(0, np.int64)
-        self.seconds = 0.0
-        """Spent on capturing."""
 
-    def capture_all(self, ending: str = GREEDY) -> None:
-        """Capture every batch size with this ending, the largest first, whose memory serves the others."""
-        for size in reversed(self._sizes):
-            self._capture(size, ending)
+    def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
+        """Capture every batch size with the greedy ending, the largest first, whose memory serves the others.
+
+        on_progress: called with batch sizes done and in all. Other endings are captured when first needed.
+        """
+        for done, size in enumerate(reversed(self._sizes)):
+            on_progress(done, len(self._sizes))
+            self._capture(size, GREEDY)
 
     def leave(self) -> None:
         """Sequences were moved on outside the graphs: send all positions before the next replay."""
@@ -185,7 +186,6 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, size: int, ending: str) -> _Graph:
         """Record the step, for padding alone."""
-        begin = time.perf_counter()
         self.leave()
         self._rows[:size].fill_(self._residents.padding_row)
         self._positions[:size].zero_()
@@ -194,7 +194,6 @@ class DecodeGraphs:
         run = ForwardPass(batch=batch, attention=self._attention, plan=plan, pool=self._pool)
         replay, logits = self._recorder.record(lambda: self._step(run, size, ending))
         self._graphs[size, ending] = made = _Graph(replay, logits)
-        self.seconds += time.perf_counter() - begin
         return made
 
     def _batch(self, size: int) -> ForwardBatch:

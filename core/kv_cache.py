@@ -212,15 +212,20 @@ class KVPool:
     def __init__(self, spec: AttentionSpec, num_blocks: int, device: torch.device | str) -> None:
         import torch
 
+        from engine.core.host_memory import host_tensor
+
         self.num_blocks = num_blocks
         self.page_size = spec.page_size
         shape = (num_blocks + 1, spec.page_size, spec.num_kv_heads, spec.head_dim)
-        # On a CPU zeroed memory takes no space before it is written; on a GPU zeroing would only cost time.
-        allocate = torch.zeros if torch.device(device).type == "cpu" else torch.empty
+
+        def tensor() -> torch.Tensor:
+            dtype = getattr(torch, spec.kv_dtype)
+            if torch.device(device).type == "cpu":  # zeroed memory takes no space before it is written
+                return host_tensor(shape, dtype, zeroed=True)
+            return torch.empty(shape, dtype=dtype, device=device)
 
         def tensors() -> list[torch.Tensor]:
-            dtype = getattr(torch, spec.kv_dtype)
-            return [allocate(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+            return [tensor() for _ in range(spec.num_layers)]
 
         self.keys = tensors()
         self.values = tensors()

@@ -20,6 +20,7 @@ from engine.core.memory import estimate_activations, free_memory, plan_memory
 from engine.core.residents import Residents
 from engine.core.sampler import Sampled, Sampler, prompt_logprobs
 from engine.core.selection import Parts, attention_spec, max_len, resolve_dtype, use_fused, use_graphs
+from engine.core.startup import Phases
 from engine.core.transfer import to_device
 from engine.core.types import CacheInfo, NewSequence, SamplingParams, Slice, Step, StepResult, TokenLogprobs
 
@@ -91,20 +92,24 @@ class Runner:
         self._spec = attention_spec(self._model_spec, config, self._dtype, max_len(config, self._model_spec))
 
     @torch.inference_mode()
-    def start(self) -> CacheInfo:
+    def start(self, phases: Phases | None = None) -> CacheInfo:
         """Load the weights, measure, and make the KV cache. Raises CheckpointError or CapacityError."""
-        free = free_memory(self.device)
-        config = self.config
-        quant = self.parts.quant.from_checkpoint(self.checkpoint.quantization, self.parts.options["quant"])
-        layers = LayerFactory(dtype=self._dtype, device=self._name, quant=quant, fused=self._fused)
-        self._model = self.parts.model(self.checkpoint.config, layers, self.parts.options["models"])
-        dummy = config.model.load_format == "dummy"
-        source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
-        load_weights(layers, source)
+        phases = phases or Phases()
+        with phases.phase("model"):
+            free = free_memory(self.device)
+            config = self.config
+            quant = self.parts.quant.from_checkpoint(self.checkpoint.quantization, self.parts.options["quant"])
+            layers = LayerFactory(dtype=self._dtype, device=self._name, quant=quant, fused=self._fused)
+            self._model = self.parts.model(self.checkpoint.config, layers, self.parts.options["models"])
+        with phases.phase("weights"):
+            dummy = config.model.load_format == "dummy"
+            source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
+            load_weights(layers, source, phases.progress, threads=config.model.load_threads)
         weights = layers.nbytes
 
         share = config.cache.memory_fraction or MEMORY_SHARE[self.device.type]
-        activations = self._measure_activations()
+        with phases.phase("memory"):
+            activations = self._measure_activations()
         plan = plan_memory(
             config,
             self._spec,
@@ -113,8 +118,10 @@ class Runner:
             activations=activations,
             bytes_per_block=KVPool.bytes_per_block(self._spec),
         )
-        self._make_state(plan.num_blocks)
-        self._capture()
+        with phases.phase("kv_cache"):
+            self._make_state(plan.num_blocks)
+        with phases.phase("graphs"):
+            self._capture(phases)
         return CacheInfo(
             num_blocks=plan.num_blocks,
             page_size=self._spec.page_size,
@@ -124,6 +131,7 @@ class Runner:
             budget_bytes=plan.budget,
             device=f"{self._name} ({self.device.name})" if self.device.name else self._name,
             dtype=self._dtype,
+            phases=phases.seconds,
         )
 
     @torch.inference_mode()
@@ -184,7 +192,7 @@ class Runner:
         )
         self._graphs = None
 
-    def _capture(self) -> None:
+    def _capture(self, phases: Phases) -> None:
         """Make the graphs, where the configuration wants them and device and attention backend can."""
         if use_graphs(self.config, self._attention, self.device):
             from engine.core.graphs import DecodeGraphs
@@ -199,7 +207,7 @@ class Runner:
                 max_len=self._spec.max_len,
                 fused=self._fused,
             )
-            self._graphs.capture_all()
+            self._graphs.capture_all(lambda done, total: phases.progress(done, total, "batch sizes"))
 
     def _update(self, step: Step) -> None:
         self._residents.update(step)

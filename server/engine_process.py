@@ -161,8 +161,10 @@ def _add(engine: Engine, requests: tuple[Request, ...]) -> Iterator[Output]:
 
 def _make_engine(config: EngineConfig) -> Engine:
     from engine.core.engine import Engine
+    from engine.core.startup_display import show_startup
 
-    return Engine(config=config)
+    with show_startup() as listener:
+        return Engine(config=config, on_progress=listener)
 
 
 def _sentence(error: Exception) -> str:

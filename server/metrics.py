@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -73,7 +73,15 @@ class Metrics:
 class Exporter(Collector):
     """The text that /metrics answers."""
 
-    def __init__(self, metrics: Metrics, stats: Callable[[], EngineStats], up: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        stats: Callable[[], EngineStats],
+        up: Callable[[], bool],
+        startup: Sequence[tuple[str, float]] = (),
+    ) -> None:
+        """startup: (phase, seconds) of the engine's start."""
+        self._startup = startup
         self._metrics = metrics
         self._stats = stats
         self._up = up
@@ -107,6 +115,10 @@ class Exporter(Collector):
         for phase, seconds in stats.seconds:
             phases.add_metric([phase], seconds)
         yield phases
+        startup = GaugeMetricFamily("engine_startup_seconds", "Seconds that starting took, by phase.", labels=["phase"])
+        for phase, seconds in self._startup:
+            startup.add_metric([phase], seconds)
+        yield startup
         finished = CounterMetricFamily("engine_requests_finished", "Requests by end.", labels=["finish_reason"])
         for reason, count in sorted(self._metrics.finished.items()):
             finished.add_metric([reason], count)

@@ -37,6 +37,7 @@ class Service:
         self.max_len = started.max_len
         self.vocab_size = started.vocab_size
         self.default_params: SamplingParams = started.default_params
+        self.startup = started.cache.phases
         self.draining = False
         self.active = 0
         """Requests with a body that are being answered."""

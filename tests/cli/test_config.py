@@ -27,7 +27,15 @@ def test_json(run):
 def test_toml_can_be_fed_back(run, tmp_path):
     arguments = (
         *("--model", str(tmp_path / "a b"), "--attention-option", "tile=64", "--attention-option", "nested.on=true"),
-        *("--api-key", 'a"b\\c', "--memory-fraction", "0.25", "--set", "plugins.deny=", "--no-prefix-caching"),
+        *(
+            "--served-model-name",
+            'a"b\\c',
+            "--memory-fraction",
+            "0.25",
+            "--set",
+            "plugins.deny=",
+            "--no-prefix-caching",
+        ),
     )
     file = tmp_path / "resolved.toml"
     file.write_text(run("config", "show", "--toml", *arguments).stdout)
@@ -53,6 +61,20 @@ def test_any_string_survives_toml(tmp_path, value):
     ).config
     file.write_text(to_toml(config), encoding="utf-8")
     assert load_config(file).config == config
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--toml",)])
+def test_a_key_is_not_shown(run, form):
+    shown = run("config", "show", *form, "--api-key", "hush-hush").stdout
+    assert "hush" not in shown
+    assert "(set, not shown)" in shown
+    assert "(set" not in run("config", "show", *form).stdout
+
+
+def test_toml_with_a_key_left_out_is_a_file_that_can_be_read(run, tmp_path):
+    file = tmp_path / "resolved.toml"
+    file.write_text(run("config", "show", "--toml", "--api-key", "hush-hush").stdout)
+    assert load_config(file).config.server.api_key == ""
 
 
 def test_json_and_toml_exclude_each_other(run):

@@ -25,6 +25,12 @@ def test_histogram_counts_up_to_each_bound() -> None:
     assert histogram.sum == 0.5 + 1.0 + 4.5 + 9.0
 
 
+def test_phases_of_starting() -> None:
+    text = Exporter(Metrics(), EngineStats, lambda: True, (("weights", 3.5), ("import", 1.0))).text().decode()
+    assert 'engine_startup_seconds{phase="weights"} 3.5' in text
+    assert 'engine_startup_seconds{phase="import"} 1.0' in text
+
+
 def test_engine_statistics() -> None:
     stats = EngineStats(
         running=2,
