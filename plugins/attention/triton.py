@@ -47,17 +47,21 @@ class TritonAttention(AttentionBackend):
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
         """CPUs, unless for tests; GPUs too old for Triton; sizes and types that the kernels cannot load."""
         if importlib.util.find_spec("triton") is None:
-            return "the package triton is not installed; pip install 'pluggable-llm-engine[triton]', or use another backend"
+            return "triton is not installed; pip install 'pluggable-llm-engine[triton]', or use another backend"
         if device.type == "cpu" and not interpreted():
             return "its kernels run on a GPU; use another backend, or --device cuda where there is one"
+        if device.type == "cpu" and spec.dtype == "bfloat16":
+            return "Triton's interpreter, which stands in for a GPU here, multiplies no bfloat16; use --dtype float32"
         if device.capability is not None and device.capability < (8, 0):
-            return f"Triton needs compute capability 8.0, and {device.torch_name} has {_dotted(device)}; use another backend"
+            return (
+                f"it needs compute capability 8.0, and {device.torch_name} has {_dotted(device)}; use another backend"
+            )
         if spec.head_dim % 16 or not 16 <= spec.head_dim <= 256:
             return f"its heads have a multiple of 16 up to 256 numbers, not {spec.head_dim}; use another backend"
         if spec.kv_dtype not in (spec.dtype, FLOAT8):
             return (
-                f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, not {spec.kv_dtype}; "
-                "use --kv-dtype auto"
+                f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
+                f"not {spec.kv_dtype}; use --kv-dtype auto"
             )
         if spec.kv_dtype == FLOAT8 and device.capability is not None and device.capability < (8, 9):
             return (
@@ -74,12 +78,11 @@ class TritonAttention(AttentionBackend):
         self._group = spec.num_heads // spec.num_kv_heads
         keys = pool.keys[0]
         self._decode_config = decode_config(spec.head_dim, keys.itemsize, _shared_memory(keys.device))
-        self._workspace = DecodeWorkspace.make(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, self._decode_config, keys.device
-        )
+        programs = self._decode_config.programs_a_head(spec.num_kv_heads, keys.device)
+        self._workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
-        """See AttentionBackend. Decodes need nothing, for a graph or without: lengths and tables are read on the device."""
+        """See AttentionBackend. Decodes need nothing, in a graph or not: the device reads lengths and tables."""
         return Plan(
             decodes=batch.num_decodes,
             tables=batch.block_tables,

@@ -12,6 +12,6 @@ import os
 def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, on tensors in the CPU's memory.
 
-    Triton reads the variable when a kernel is defined. The interpreter is for tests: a thousand times too slow to serve.
+    Triton reads the variable when a kernel is defined. The interpreter is for tests, and far too slow to serve.
     """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

@@ -34,6 +34,10 @@ class DecodeConfig:
     programs: int
     """Programs a multiprocessor; their tiles must fit into its shared memory together."""
 
+    def programs_a_head(self, num_kv_heads: int, device: torch.device) -> int:
+        """Programs that run on `device` at once, for each KV head."""
+        return max(1, num_sms(device) * self.programs // num_kv_heads)
+
 
 def decode_config(head_dim: int, itemsize: int, shared_memory: int) -> DecodeConfig:
     """The launch for heads of `head_dim` in a cache of `itemsize` bytes a number.
@@ -59,14 +63,13 @@ class DecodeWorkspace:
     stats: torch.Tensor
     """[programs, 2, kv_heads, 2, group] float32: each piece's largest score (in base 2) and sum of weights."""
     arrivals: torch.Tensor
-    """[programs, kv_heads] int32: pieces there so far of the sequence that begins in this stretch; 0 between launches."""
+    """[programs, kv_heads] int32: pieces there of the sequence that begins in this stretch; 0 between launches."""
 
     @classmethod
     def make(
-        cls, num_heads: int, num_kv_heads: int, head_dim: int, config: DecodeConfig, device: torch.device
+        cls, programs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str
     ) -> DecodeWorkspace:
-        """For launches with `config`."""
-        programs = max(1, num_sms(device) * config.programs // num_kv_heads)
+        """For launches of `programs` a KV head."""
         group = num_heads // num_kv_heads
         return cls(
             torch.empty((programs, 2, num_kv_heads, group, head_dim), dtype=torch.float32, device=device),
@@ -116,40 +119,41 @@ def paged_decode(
         programs,
         scale,
         softcap or 0.0,
+        window or 0,
         HEADS=num_kv_heads,
         GROUP=group,
         DIM=head_dim,
         PAGE=page_size,
-        WINDOW=window or 0,
+        WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
         TILE=config.tile,
-        BLOCK_SEQUENCES=_padded_sequences(num_sequences),
+        BLOCK_SEQUENCES=pad_sequences(num_sequences),
         BLOCK_ROWS=max(ROWS, triton.next_power_of_2(group)),
         BLOCK_GROUP=triton.next_power_of_2(group),
         BLOCK_DIM=triton.next_power_of_2(head_dim),
-        MERGE=_pieces_at_once(group, head_dim, config),
+        MERGE=pieces_at_once(group, head_dim, config),
         num_warps=config.warps,
         num_stages=config.stages,
         **dependent_launch(q.device),
     )
 
 
-def _padded_sequences(count: int) -> int:
+def pad_sequences(count: int) -> int:
     """Length of the vector of lengths in a program: few different ones, since each is a kernel to compile."""
     return 16 if count <= 16 else max(256, triton.next_power_of_2(count))
 
 
-def _pieces_at_once(group: int, head_dim: int, config: DecodeConfig) -> int:
+def pieces_at_once(group: int, head_dim: int, config: DecodeConfig) -> int:
     """Pieces that a program reads in one go when it puts a sequence together, a power of two.
 
     They take 64 registers a thread for one program a multiprocessor, and less for more, which must share its registers.
     """
-    size = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
-    room = 64 // triton.next_power_of_2(config.programs) * 32 * config.warps
+    size: int = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
+    room: int = 64 // triton.next_power_of_2(config.programs) * 32 * config.warps
     return max(1, min(16, room // size))
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_sequences", "programs"])
+@triton.jit(do_not_specialize=["table_stride", "num_sequences", "programs", "window"])
 def _decode_kernel(
     q_ptr,
     keys_ptr,
@@ -167,11 +171,12 @@ def _decode_kernel(
     programs,
     scale,
     softcap,
+    window,
     HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     PAGE: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
+    WINDOWED: tl.constexpr,  # noqa: N803
     SOFTCAP: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     BLOCK_SEQUENCES: tl.constexpr,  # noqa: N803
@@ -189,7 +194,7 @@ def _decode_kernel(
 
     indices = tl.arange(0, BLOCK_SEQUENCES)
     lengths = tl.load(lengths_ptr + indices, mask=indices < num_sequences, other=0)
-    counts = tl.cdiv(lengths, TILE) - _first_tile(lengths, WINDOW, TILE)
+    counts = tl.cdiv(lengths, TILE) - _first_tile(lengths, window, WINDOWED, TILE)
     ends = tl.cumsum(counts, 0)
     total = tl.sum(counts, 0)
     share = tl.cdiv(total, programs)
@@ -214,7 +219,7 @@ def _decode_kernel(
         for sequence in range(first_sequence, last_sequence + 1):
             length = tl.load(lengths_ptr + sequence)
             table_ptr = tables_ptr + sequence * table_stride
-            first_tile = _first_tile(length, WINDOW, TILE)
+            first_tile = _first_tile(length, window, WINDOWED, TILE)
             count = tl.cdiv(length, TILE) - first_tile
             start = tl.maximum(begin - before, 0)
             stop = tl.minimum(end - before, count)
@@ -245,8 +250,8 @@ def _decode_kernel(
                 if SOFTCAP:
                     scores = capped(scores * scale, softcap)
                 seen = positions < length
-                if WINDOW > 0:
-                    seen = seen & (positions >= length - WINDOW)
+                if WINDOWED:
+                    seen = seen & (positions >= length - window)
                 scores = tl.where(seen[None, :], scores, float("-inf"))
 
                 # Every tile holds a position that is seen, so the new maximum is finite.
@@ -333,21 +338,21 @@ def _merge(
 
 
 @triton.jit
-def _first_tile(lengths, WINDOW: tl.constexpr, TILE: tl.constexpr):  # noqa: N803
+def _first_tile(lengths, window, WINDOWED: tl.constexpr, TILE: tl.constexpr):  # noqa: N803
     """The tile of the first position that is seen."""
-    if WINDOW > 0:
-        return tl.maximum(lengths - WINDOW, 0) // TILE
-    else:
-        return lengths * 0
+    first = lengths * 0
+    if WINDOWED:
+        first = tl.maximum(lengths - window, 0) // TILE
+    return first
 
 
 @triton.jit
 def score_factor(scale, SOFTCAP: tl.constexpr):  # noqa: N803
     """What makes a score an exponent of 2; capped scores are scaled already."""
-    if SOFTCAP:
-        return 1.4426950408889634
-    else:
-        return scale * 1.4426950408889634
+    factor = 1.4426950408889634
+    if not SOFTCAP:
+        factor = factor * scale
+    return factor
 
 
 @triton.jit

@@ -101,11 +101,12 @@ def paged_prefill(
         tables.stride(0),
         scale,
         softcap or 0.0,
+        window or 0,
         HEADS=num_kv_heads,
         GROUP=q.shape[1] // num_kv_heads,
         DIM=head_dim,
         PAGE=page_size,
-        WINDOW=window or 0,
+        WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
         BLOCK_ROWS=config.rows,
         BLOCK_KEYS=config.keys,
@@ -116,7 +117,7 @@ def paged_prefill(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill_kernel(
     q_ptr,
     keys_ptr,
@@ -131,11 +132,12 @@ def _prefill_kernel(
     table_stride,
     scale,
     softcap,
+    window,
     HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     PAGE: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
+    WINDOWED: tl.constexpr,  # noqa: N803
     SOFTCAP: tl.constexpr,  # noqa: N803
     BLOCK_ROWS: tl.constexpr,  # noqa: N803
     BLOCK_KEYS: tl.constexpr,  # noqa: N803
@@ -172,9 +174,9 @@ def _prefill_kernel(
     whole = (oldest + 1) // BLOCK_KEYS * BLOCK_KEYS
     begin = 0
     narrow = 0
-    if WINDOW > 0:
-        begin = tl.maximum(oldest + 1 - WINDOW, 0) // BLOCK_KEYS * BLOCK_KEYS
-        narrow = tl.cdiv(tl.maximum(newest + 1 - WINDOW, 0), BLOCK_KEYS) * BLOCK_KEYS
+    if WINDOWED:
+        begin = tl.maximum(oldest + 1 - window, 0) // BLOCK_KEYS * BLOCK_KEYS
+        narrow = tl.cdiv(tl.maximum(newest + 1 - window, 0), BLOCK_KEYS) * BLOCK_KEYS
 
     # Finite, so that a row that sees nothing of a block computes no infinity less infinity.
     top = tl.full([BLOCK_ROWS], -1e30, tl.float32)
@@ -182,18 +184,18 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
     keys_ptr += head * DIM
     values_ptr += head * DIM
-    if WINDOW > 0:
+    if WINDOWED:
         top, weight, acc = _attend(
             q, top, weight, acc, keys_ptr, values_ptr, table_ptr, at_rows, newest + 1, begin, narrow, scale, softcap,
-            HEADS, DIM, PAGE, WINDOW, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, True,
+            window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, True,
         )  # fmt: skip
     top, weight, acc = _attend(
         q, top, weight, acc, keys_ptr, values_ptr, table_ptr, at_rows, newest + 1, narrow, whole, scale,
-        softcap, HEADS, DIM, PAGE, WINDOW, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, False,
+        softcap, window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, False,
     )  # fmt: skip
     top, weight, acc = _attend(
         q, top, weight, acc, keys_ptr, values_ptr, table_ptr, at_rows, newest + 1, tl.maximum(narrow, whole),
-        newest + 1, scale, softcap, HEADS, DIM, PAGE, WINDOW, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, True,
+        newest + 1, scale, softcap, window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, True,
     )  # fmt: skip
 
     result = acc / tl.where(real, weight, 1.0)[:, None]
@@ -215,10 +217,11 @@ def _attend(
     end,
     scale,
     softcap,
+    window,
     HEADS: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     PAGE: tl.constexpr,  # noqa: N803
-    WINDOW: tl.constexpr,  # noqa: N803
+    WINDOWED: tl.constexpr,  # noqa: N803
     SOFTCAP: tl.constexpr,  # noqa: N803
     BLOCK_KEYS: tl.constexpr,  # noqa: N803
     BLOCK_DIM: tl.constexpr,  # noqa: N803
@@ -255,8 +258,8 @@ def _attend(
         if MASKED:
             distance = at_rows[:, None] - positions[None, :]
             seen = distance >= 0
-            if WINDOW > 0:
-                seen = seen & (distance < WINDOW)
+            if WINDOWED:
+                seen = seen & (distance < window)
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         p = tl.exp2(scores * factor - new_top[:, None])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import attrs
 import pytest
 import torch
 
 from engine.core.attention import AttentionSpec
 from engine.core.device import DeviceInfo
-from engine.plugins.attention import native
+from engine.plugins.attention import native, register_attention
 from engine.plugins.attention.native import NativeAttention
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.attention.triton import TritonAttention
@@ -21,8 +23,8 @@ SPEC = AttentionSpec(
     num_layers=1,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=8,
-    scale=0.5,
+    head_dim=16,
+    scale=0.25,
     dtype="float32",
     kv_dtype="float32",
     page_size=16,
@@ -56,8 +58,10 @@ class TestNativeManyThreads(AttentionConformance):
 
 
 @pytest.mark.skipif(not interpreted(), reason="runs on the GPU")
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, for rows of padding: NaN is there
 class TestTriton(AttentionConformance):
     backend = TritonAttention
+    longest = 200
 
 
 @pytest.mark.gpu
@@ -66,19 +70,62 @@ class TestTorchOnGpu(AttentionConformance):
     device = "cuda"
 
 
+@pytest.mark.gpu
+class TestTritonOnGpu(AttentionConformance):
+    backend = TritonAttention
+    device = "cuda"
+    dtype = "bfloat16"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_triton_in_other_types_on_a_gpu(dtype):
+    suite = TestTritonOnGpu()
+    suite.dtype = dtype
+    suite.test_batch("mixed", (4, 2))
+    suite.test_one_plan_for_changing_buffers(20)
+    suite.test_context(1023)
+
+
 @pytest.mark.parametrize(
     ("backend", "changes", "device", "said"),
     [
         (TorchAttention, {"kv_dtype": "bfloat16"}, CPU, "--kv-dtype auto"),
         (NativeAttention, {}, GPU, "--device cpu"),
+        (TritonAttention, {"head_dim": 72}, GPU, "multiple of 16"),
+        (TritonAttention, {"head_dim": 512}, GPU, "up to 256"),
+        (TritonAttention, {"kv_dtype": "bfloat16"}, GPU, "--kv-dtype auto"),
+        (TritonAttention, {"kv_dtype": "float8_e4m3fn"}, attrs.evolve(GPU, capability=(8, 6)), "--kv-dtype auto"),
+        (TritonAttention, {}, attrs.evolve(GPU, capability=(7, 5)), "another backend"),
         (NativeAttention, {"dtype": "bfloat16", "kv_dtype": "bfloat16"}, CPU, "--dtype float32"),
     ],
 )
 def test_refusals_say_what_would_work(backend, changes, device, said):
-    assert backend.refuses(SPEC, CPU) is None
+    assert backend.refuses(SPEC, GPU if backend is TritonAttention else CPU) is None
     assert said in backend.refuses(attrs.evolve(SPEC, **changes), device)
 
 
 def test_without_its_native_part_it_refuses(monkeypatch):
     monkeypatch.setattr(native, "native_kernel", lambda: None)
     assert "C compiler" in NativeAttention.refuses(SPEC, CPU)
+
+
+def test_triton_serves_a_cpu_only_by_its_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert TritonAttention.refuses(SPEC, CPU) is None
+    assert "float32" in TritonAttention.refuses(attrs.evolve(SPEC, dtype="bfloat16", kv_dtype="bfloat16"), CPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "--device cuda" in TritonAttention.refuses(SPEC, CPU)
+
+
+def test_without_triton_it_refuses(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install" in TritonAttention.refuses(SPEC, GPU)
+
+
+@pytest.mark.parametrize(("interpret", "preference"), [("1", 0), ("0", 30)])
+def test_the_interpreter_is_not_chosen_for_anybody(monkeypatch, interpret, preference):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    offered = {}
+    register_attention(lambda name, loader, **told: offered.update({name: told["preference"]}))
+    assert offered["triton"] == preference
