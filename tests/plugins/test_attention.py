@@ -8,7 +8,10 @@ import torch
 
 from engine.core.attention import AttentionSpec
 from engine.core.device import DeviceInfo
+from engine.core.types import SamplingParams
 from engine.plugins.attention import native
+from engine.plugins.attention.flashinfer import FlashInferAttention
+from engine.plugins.attention.flashinfer_rules import FlashInferOptions
 from engine.plugins.attention.native import NativeAttention
 from engine.plugins.attention.torch import TorchAttention
 from engine.testing.attention import AttentionConformance
@@ -59,6 +62,21 @@ class TestTorchOnGpu(AttentionConformance):
     device = "cuda"
 
 
+@pytest.mark.gpu
+class TestFlashInferOnGpu(AttentionConformance):
+    backend = FlashInferAttention
+    device = "cuda"
+    dtype = "bfloat16"
+
+
+@pytest.mark.gpu
+class TestFlashInferWithoutXqaOnGpu(AttentionConformance):
+    backend = FlashInferAttention
+    device = "cuda"
+    dtype = "bfloat16"
+    options = FlashInferOptions(prefill="fa2", decode="wrapper")
+
+
 @pytest.mark.parametrize(
     ("backend", "changes", "device", "said"),
     [
@@ -70,6 +88,16 @@ class TestTorchOnGpu(AttentionConformance):
 def test_refusals_say_what_would_work(backend, changes, device, said):
     assert backend.refuses(SPEC, CPU) is None
     assert said in backend.refuses(attrs.evolve(SPEC, **changes), device)
+
+
+def test_an_engine_with_two_backends_gives_the_tokens_of_one(make_engine):
+    prompts = [[1, 2, 3], list(range(4, 40)), [5]]
+    settings = {"scheduler__max_batch_tokens": 16}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    alone, pair = (make_engine(attention=name, **settings) for name in ("torch", "torch,native"))
+    expected = [one.token_ids for one in alone.generate(prompts, params)]
+    assert [one.token_ids for one in pair.generate(prompts, params)] == expected
+    assert "torch,native" in [choice.name for choice in pair.parts.choices]
 
 
 def test_without_its_native_part_it_refuses(monkeypatch):
