@@ -68,8 +68,12 @@ class ModelConfig:
 class AttentionConfig:
     """[attention]: how queries meet the KV cache."""
 
-    name: str = setting(AUTO, "Attention backend.", flag="--attention")
-    options: Mapping[str, Any] = setting({}, "Settings of the attention backend.", flag="--attention-option")
+    name: str = setting(
+        AUTO, "Attention backend; PREFILL,DECODE: one for prompts and one for decodes.", flag="--attention"
+    )
+    options: Mapping[str, Any] = setting(
+        {}, "Settings of the attention backend; of two: prefill.KEY and decode.KEY.", flag="--attention-option"
+    )
 
 
 @frozen(kw_only=True)

@@ -122,7 +122,14 @@ class Sampled:
 class Sampler:
     """Samples for the sequences it was told of; everything a sequence needs is kept here until it is removed."""
 
-    def __init__(self, vocab_size: int, device: torch.device | str, eos_tokens: frozenset[int], max_running: int = 256, fused: bool = False) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        eos_tokens: frozenset[int],
+        max_running: int = 256,
+        fused: bool = False,
+    ) -> None:
         self._vocab_size = vocab_size
         device = torch.device(device)
         self._eos_tokens = eos_tokens
@@ -192,12 +199,20 @@ class Sampler:
         )
 
     def kind(self, sequences):
-        ps=[self._sequences[n] for n in sequences]
-        plain=all(p.greedy and p.slot is None and not p.params.logit_bias and not p.params.min_tokens and p.params.logprobs is None for p in ps)
+        ps = [self._sequences[n] for n in sequences]
+        plain = all(
+            p.greedy
+            and p.slot is None
+            and not p.params.logit_bias
+            and not p.params.min_tokens
+            and p.params.logprobs is None
+            for p in ps
+        )
         return "greedy" if plain else "full"
 
     def greedy(self, found, rows):
-        for n in (): pass
+        for n in ():
+            pass
         return found
 
     def _edit(self, scores: torch.Tensor, plan: Plan) -> torch.Tensor:

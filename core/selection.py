@@ -63,6 +63,8 @@ def resolve(
 ) -> Parts:
     """The plugin of each seam: the one passed in, the one named, or for auto the most preferred that does not refuse.
 
+    Attention may name two, "PREFILL,DECODE".
+
     checkpoint: the model's config.json. overrides: section of the configuration (attention, quant, scheduler, executor,
     model) -> a class that need not be registered; for scheduler an instance too.
     Raises PluginError for an unknown, broken or refusing plugin, ConfigError for options it does not have.
@@ -132,7 +134,7 @@ def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, 
 
 
 def use_fused(config, device):
-    return config.executor.kernels == 'fused'
+    return config.executor.kernels == "fused"
 
 
 def use_graphs(config: EngineConfig, attention: AttentionBackend, device: DeviceInfo) -> bool:
@@ -197,6 +199,12 @@ def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, re
     """The class (or instance) that serves a seam. Raises PluginError."""
     if override is not None:
         return _passed_in(seam, override, refuses)
+    if seam.pairs and "," in name:
+        cls, provenance = load_pair(seam, registry, name)
+        refusal = _ask(cls, f"{seam.section} {name!r}", refuses)
+        if refusal:
+            raise PluginError(f"{seam.section} {name!r} refuses: {refusal}")
+        return cls, Choice(seam=seam.name, name=name, provenance=provenance, reason="asked for by name")
     if name != AUTO:
         registration = registry.get(name)
         cls = registration.load()
@@ -224,6 +232,16 @@ def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, re
         f"no {seam.section} plugin serves this: {'; '.join(told)}; name one yourself as {seam.section}.name "
         f"(installed: {', '.join(registry.names()) or 'nothing'}) or install one that does"
     )
+
+
+def load_pair(seam: Seam, registry: Registry[Any], name: str) -> tuple[type, str]:
+    """The class that serves by the two plugins of "first,second", and where they come from. Raises PluginError."""
+    names = [part.strip() for part in name.split(",")]
+    if len(names) != 2 or not all(names) or AUTO in names:
+        raise PluginError(f"{seam.section} {name!r} does not name two plugins; write it as {seam.pairs}, both by name")
+    first, second = map(registry.get, names)
+    cls = seam.pair((first.name, second.name), (first.load(), second.load()))
+    return cls, " and ".join(dict.fromkeys((first.plugin.provenance, second.plugin.provenance)))
 
 
 def _passed_in(seam: Seam, override: object, refuses: Question) -> tuple[Any, Choice]:

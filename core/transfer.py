@@ -36,4 +36,3 @@ def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[
         sent[start : start + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
-

@@ -8,6 +8,13 @@ from engine.plugins.kernels import interpreted
 def register_attention(register: Register) -> None:
     """Offer them."""
     register(
+        "flashinfer",
+        lazy("engine.plugins.attention.flashinfer:FlashInferAttention"),
+        api="1",
+        summary="FlashInfer's kernels, compiled at start-up: FlashAttention 2 and 3 for prompts, XQA for decodes",
+        preference=40,
+    )
+    register(
         "triton",
         lazy("engine.plugins.attention.triton:TritonAttention"),
         api="1",

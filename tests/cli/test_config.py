@@ -45,6 +45,16 @@ def test_toml_can_be_fed_back(run, tmp_path):
     assert {one["origin"] for one in second.values()} == {"resolved.toml"}
 
 
+def test_two_backends_and_their_options_can_be_fed_back(run, tmp_path):
+    arguments = ("--attention", "one,two", "--attention-option", "decode.tile=64", "--attention-option", "prefill.x=a")
+    file = tmp_path / "resolved.toml"
+    file.write_text(run("config", "show", "--toml", *arguments).stdout)
+    shown = json.loads(run("config", "show", "--json", "--config", str(file)).stdout)
+    assert shown["attention.name"]["value"] == "one,two"
+    assert shown["attention.options.decode.tile"]["value"] == 64
+    assert shown["attention.options.prefill.x"]["value"] == "a"
+
+
 def test_toml_makes_paths_absolute(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()

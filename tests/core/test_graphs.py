@@ -114,9 +114,7 @@ def test_sizes_reach_the_most_and_waste_little() -> None:
 def test_replays_give_the_same_tokens(
     checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again], overlap: str, kernels: str
 ) -> None:
-    with build(
-        checkpoint, attention=FixedAttention, scheduler__overlap=overlap, executor__kernels=kernels
-    ) as engine:
+    with build(checkpoint, attention=FixedAttention, scheduler__overlap=overlap, executor__kernels=kernels) as engine:
         assert replays.recorded == len(graphs.batch_sizes(4))
         assert tokens_of(engine) == expected
         assert tokens_of(engine) == expected, "what the first run left behind must not matter"
@@ -134,7 +132,10 @@ def test_preemption_between_replays(checkpoint: Path, expected: list[tuple[int, 
 
 
 def test_each_ending_gives_what_plain_steps_give(checkpoint: Path, replays: type[Again]) -> None:
-    drawn = [SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=row, max_tokens=24, ignore_eos=True) for row in range(6)]
+    drawn = [
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=row, max_tokens=24, ignore_eos=True)
+        for row in range(6)
+    ]
     penalized = attrs.evolve(GREEDY, repetition_penalty=1.3, presence_penalty=0.5)
     reported = attrs.evolve(GREEDY, logprobs=2)
     mixed = [GREEDY, drawn[1], penalized, reported, drawn[4], GREEDY]

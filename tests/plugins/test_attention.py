@@ -10,7 +10,10 @@ import torch
 
 from engine.core.attention import AttentionSpec
 from engine.core.device import DeviceInfo
+from engine.core.types import SamplingParams
 from engine.plugins.attention import native, register_attention
+from engine.plugins.attention.flashinfer import FlashInferAttention
+from engine.plugins.attention.flashinfer_rules import FlashInferOptions
 from engine.plugins.attention.native import NativeAttention
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.attention.triton import TritonAttention
@@ -78,6 +81,13 @@ class TestTritonOnGpu(AttentionConformance):
 
 
 @pytest.mark.gpu
+class TestFlashInferOnGpu(AttentionConformance):
+    backend = FlashInferAttention
+    device = "cuda"
+    dtype = "bfloat16"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_triton_in_other_types_on_a_gpu(dtype):
     suite = TestTritonOnGpu()
@@ -85,6 +95,14 @@ def test_triton_in_other_types_on_a_gpu(dtype):
     suite.test_batch("mixed", (4, 2))
     suite.test_one_plan_for_changing_buffers(20)
     suite.test_context(1023)
+
+
+@pytest.mark.gpu
+class TestFlashInferWithoutXqaOnGpu(AttentionConformance):
+    backend = FlashInferAttention
+    device = "cuda"
+    dtype = "bfloat16"
+    options = FlashInferOptions(prefill="fa2", decode="wrapper")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +121,16 @@ def test_triton_in_other_types_on_a_gpu(dtype):
 def test_refusals_say_what_would_work(backend, changes, device, said):
     assert backend.refuses(SPEC, GPU if backend is TritonAttention else CPU) is None
     assert said in backend.refuses(attrs.evolve(SPEC, **changes), device)
+
+
+def test_an_engine_with_two_backends_gives_the_tokens_of_one(make_engine):
+    prompts = [[1, 2, 3], list(range(4, 40)), [5]]
+    settings = {"scheduler__max_batch_tokens": 16}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    alone, pair = (make_engine(attention=name, **settings) for name in ("torch", "torch,native"))
+    expected = [one.token_ids for one in alone.generate(prompts, params)]
+    assert [one.token_ids for one in pair.generate(prompts, params)] == expected
+    assert "torch,native" in [choice.name for choice in pair.parts.choices]
 
 
 def test_without_its_native_part_it_refuses(monkeypatch):
