@@ -19,7 +19,7 @@ from engine.core.loader import DummySource, SafetensorsSource, load_weights
 from engine.core.memory import estimate_activations, free_memory, plan_memory
 from engine.core.residents import Residents
 from engine.core.sampler import Sampled, Sampler, prompt_logprobs
-from engine.core.selection import Parts, attention_spec, max_len, resolve_dtype, use_fused, use_graphs
+from engine.core.selection import Parts, attention_spec, fused_kernels, max_len, resolve_dtype, use_graphs
 from engine.core.startup import Phases
 from engine.core.transfer import to_device
 from engine.core.types import CacheInfo, NewSequence, SamplingParams, Slice, Step, StepResult, TokenLogprobs
@@ -88,7 +88,7 @@ class Runner:
         self._name = device.torch_name
         self._model_spec = parts.model.spec(checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
-        self._fused = use_fused(config, device)
+        self._fused = fused_kernels(config, device)
         self._spec = attention_spec(self._model_spec, config, self._dtype, max_len(config, self._model_spec))
 
     @torch.inference_mode()
@@ -105,6 +105,11 @@ class Runner:
             dummy = config.model.load_format == "dummy"
             source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
             load_weights(layers, source, phases.progress, threads=config.model.load_threads)
+        if self._fused and self.device.type == "cuda":
+            from engine.core.layers.tuning import tune
+
+            with phases.phase("tuning"):
+                tune(layers, config.executor.kernel_cache)
         weights = layers.nbytes
 
         share = config.cache.memory_fraction or MEMORY_SHARE[self.device.type]
