@@ -20,9 +20,9 @@ def _begin(
     context_lens,
     tables,
     width,
-    PAGE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait(PDL)
     release(PDL)
@@ -86,8 +86,8 @@ def _end(
     checked,
     count,
     padding_row,
-    BLOCK: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait(PDL)
     release(PDL)

@@ -32,7 +32,6 @@ class LayerFactory:
         dtype: str,
         device: str,
         quant: QuantMethod | None = None,
-        fused: bool = False,
         rank: int = 0,
         ranks: int = 1,
         reduce: Reduce | None = None,
