@@ -183,7 +183,7 @@ def default_tile(problem: Problem, rows: int, device: torch.device) -> Tile | No
     if rows <= VECTOR_ROWS[-1]:
         wanted = triton.next_power_of_2(max(problem.weight_rows // (4 * sms), 1))
         block_k = min(1024, max(32, triton.next_power_of_2(problem.inputs)))
-        return Tile(form="vector", rows=min(max(wanted, 4), 4 if sms > 1 else 64), block_k=block_k, warps=4)
+        return Tile(form="vector", rows=min(max(wanted, 4), 4 if sms > 1 else 256), block_k=block_k, warps=4)
     if problem.dtype == "float32":
         return None
     return _split(Tile(form="matrix", rows=64, block_k=128, warps=4, stages=4), problem, sms)

@@ -70,7 +70,7 @@ class GraphTimer:
                 multiply(add_rms_norm(source, None, scale, 1e-5)[0], weight, bias)
 
         try:
-            return self._replayed(calls) / len(weights)
+            return self.replayed(calls) / len(weights)
         except OutOfResources:  # this GPU has less shared memory or fewer registers than the tile wants
             return float("inf")
 
@@ -79,8 +79,8 @@ class GraphTimer:
         count = -(-COLD * self._cache_bytes // work.weights[0][0].nbytes)
         return work.weights[: min(max(count, 2), MOST_CALLS)]
 
-    def _replayed(self, calls: Callable[[], None]) -> float:
-        """Median seconds of a replay."""
+    def replayed(self, calls: Callable[[], None]) -> float:
+        """Median seconds of a replay of what `calls` launches."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         times: list[float] = []
         with torch.cuda.stream(self._stream):

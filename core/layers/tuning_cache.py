@@ -40,8 +40,8 @@ class Choice:
 
     def __str__(self) -> str:
         return (
-            f"{self.problem}, {self.rows} rows: {self.tile or 'torch'}, {self.seconds * 1e6:.1f} us"
-            f" (torch {self.torch_seconds * 1e6:.1f})"
+            f"{self.problem}, {self.rows} rows: {self.tile or 'library'}, {self.seconds * 1e6:.1f} us"
+            f" (library {self.torch_seconds * 1e6:.1f})"
         )
 
 
@@ -93,7 +93,7 @@ def describe_machine(device: torch.device) -> dict[str, str]:
     sources = "".join(inspect.getsource(module) for module in (launch, skinny, skinny_launch)).encode()
     return {
         "device": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
+        "pytorch": torch.__version__,
         "triton": triton.__version__,
         "kernels": blake2b(sources, digest_size=8).hexdigest(),
     }

@@ -38,34 +38,45 @@ def padded(rows, columns, dtype, device):
     return memory[1:-1]
 
 
-def check(tile, epilogue, rows, outputs, inputs, workspace, *, dtype=torch.float32, biased=False):
-    device = workspace.device
-    problem = Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=NAMES[dtype])
-    x = padded(rows, inputs, dtype, device)
-    weight = padded(problem.weight_rows, inputs, dtype, device)
-    bias = padded(1, problem.weight_rows, dtype, device)[0] if biased else None
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    launch = SkinnyLaunch(problem, tile, rows, workspace)
-    if epilogue == "argmax":
-        peaks, tokens = launch.peaks(x, weight)
+class Operands:
+    """Random operands of one problem, and what it comes to in float64."""
+
+    def __init__(self, epilogue, rows, outputs, inputs, device, dtype=torch.float32, biased=False):
+        self.problem = Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=NAMES[dtype])
+        self.x = padded(rows, inputs, dtype, device)
+        self.weight = padded(self.problem.weight_rows, inputs, dtype, device)
+        self.bias = padded(1, self.problem.weight_rows, dtype, device)[0] if biased else None
+        bias = None if self.bias is None else self.bias.double()
+        self.exact = F.linear(self.x.double(), self.weight.double(), bias)
+        if epilogue == "gated":
+            gate, up = self.exact.chunk(2, -1)
+            self.exact = F.silu(gate) * up
+
+
+def compare(tile, operands, workspace, rows):
+    """Run a tile on the first rows."""
+    x, exact = operands.x[:rows], operands.exact[:rows]
+    launch = SkinnyLaunch(operands.problem, tile, rows, workspace)
+    if operands.problem.epilogue == "argmax":
+        peaks, tokens = launch.peaks(x, operands.weight)
         assert (peaks.dtype, tokens.dtype, peaks.shape, tokens.shape) == (torch.float32, torch.int64, (rows,), (rows,))
         best = exact.amax(-1)
         torch.testing.assert_close(peaks.double(), best, rtol=1e-5, atol=1e-5)
         chosen = exact.gather(-1, tokens[:, None])[:, 0]
         torch.testing.assert_close(chosen, best, rtol=1e-5, atol=1e-5)
         return
-    if epilogue == "gated":
-        gate, up = exact.chunk(2, -1)
-        exact = F.silu(gate) * up
-    out = launch(x, weight, bias)
-    assert out.dtype == dtype
+    out = launch(x, operands.weight, operands.bias)
+    assert out.dtype == x.dtype
     assert out.shape == exact.shape
-    limit = TOLERANCE[dtype]
+    limit = TOLERANCE[x.dtype]
     assert float((out.double() - exact).norm() / exact.norm()) < limit
     torch.testing.assert_close(out.double(), exact, rtol=4 * limit, atol=2 * limit)
-    again = launch(x, weight, bias)
-    assert torch.equal(out, again)
+    assert torch.equal(out, launch(x, operands.weight, operands.bias))
     assert not workspace.arrivals.any()
+
+
+def check(tile, epilogue, rows, outputs, inputs, workspace, *, dtype=torch.float32, biased=False):
+    compare(tile, Operands(epilogue, rows, outputs, inputs, workspace.device, dtype, biased), workspace, rows)
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
@@ -169,12 +180,12 @@ def test_fetching_ahead_needs_aligned_rows():
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
 def test_all_tiles_at_real_sizes(outputs, inputs, epilogue, workspace):
-    problem = Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype="bfloat16")
+    operands = Operands(epilogue, MOST_ROWS, outputs, inputs, workspace.device, torch.bfloat16)
     for rows in (1, 2, 4, 8, MOST_ROWS):
-        for tile in candidates(problem, rows, workspace.device):
-            for one in [tile, *with_ahead(tile, problem, 2)]:
-                for present in {rows, max(rows - 1, 1)}:
-                    check(one, epilogue, present, outputs, inputs, workspace, dtype=torch.bfloat16)
+        for tile in candidates(operands.problem, rows, workspace.device):
+            for one in [tile, *with_ahead(tile, operands.problem, 2)]:
+                for present in sorted({rows, max(rows - 1, 1)}):
+                    compare(one, operands, workspace, present)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from engine.core.layers.tuning import apply, collect
 from engine.core.layers.tuning_cache import TuningCache, default_directory
 
 CPU = torch.device("cpu")
-MACHINE = {"device": "GPU 1 / 80 GB", "torch": "1", "triton": "2", "kernels": "3"}
+MACHINE = {"device": "GPU 1 / 80 GB", "pytorch": "1", "triton": "2", "kernels": "3"}
 
 
 class FakeTimer:
@@ -128,7 +128,7 @@ def test_another_machine_has_a_file_of_its_own(tmp_path):
         "{",
         "[]",
         "{}",
-        json.dumps({"machine": {**MACHINE, "torch": "9"}, "choices": []}),
+        json.dumps({"machine": {**MACHINE, "pytorch": "9"}, "choices": []}),
         json.dumps({"machine": MACHINE, "choices": [{"rows": 1}]}),
         json.dumps({"machine": MACHINE, "choices": 3}),
         "\xff",
