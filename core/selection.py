@@ -134,10 +134,6 @@ def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, 
     return {"scheduler": lambda cls: cls.refuses(), "executor": lambda cls: cls.refuses(config, device)}
 
 
-def use_fused(config, device):
-    return config.executor.kernels == "fused"
-
-
 def use_graphs(config: EngineConfig, attention: AttentionBackend, device: DeviceInfo) -> bool:
     """Whether decode steps are replayed as CUDA graphs. Raises ConfigError where they are asked for and cannot be."""
     if config.executor.graphs == "off":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,11 +76,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Again]]:
+def replays(monkeypatch: pytest.MonkeyPatch) -> type[Again]:
     monkeypatch.setattr(graphs, "Recorder", Again)
     monkeypatch.setattr(runner, "use_graphs", lambda config, attention, device: attention.graphs != "none")
     Again.recorded = 0
-    yield Again
+    return Again
 
 
 def build(checkpoint: Path, *, attention: type[AttentionBackend] | None = None, **settings: Any) -> Engine:
@@ -109,15 +109,23 @@ def test_sizes_reach_the_most_and_waste_little() -> None:
             assert fits - count < max(8, count // 3 + 1)
 
 
-@pytest.mark.parametrize("kernels", ["plain", "fused"])
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_replays_give_the_same_tokens(
-    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again], overlap: str, kernels: str
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again], overlap: str
 ) -> None:
-    with build(checkpoint, attention=FixedAttention, scheduler__overlap=overlap, executor__kernels=kernels) as engine:
+    with build(checkpoint, attention=FixedAttention, scheduler__overlap=overlap) as engine:
         assert replays.recorded == len(graphs.batch_sizes(4))
         assert tokens_of(engine) == expected
         assert tokens_of(engine) == expected, "what the first run left behind must not matter"
+
+
+def test_fused_kernels_at_both_ends(
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]
+) -> None:
+    few = attrs.evolve(GREEDY, max_tokens=3)
+    with build(checkpoint, attention=FixedAttention, executor__kernels="fused", running=2) as engine:
+        found = [completion.token_ids for completion in engine.generate(PROMPTS[:3], few)]
+    assert found == [tokens[:3] for tokens in expected[:3]]
 
 
 def test_chunks_between_replays(checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]) -> None:
