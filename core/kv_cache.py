@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from struct import Struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,15 +19,16 @@ DIGEST_BYTES = 16
 class HashChain:
     """Digests of the full blocks of one token sequence that only grows, computed as far as asked, once.
 
-    A block's digest covers its parent's digest and its own tokens, the first one's the salt, so that equal digests mean
-    equal salts and equal tokens from the start of the sequence to the end of the block.
+    A block's digest covers the salt and all tokens from the start of the sequence to the end of the block.
     """
 
-    __slots__ = ("_digests", "_page_size", "_root")
+    __slots__ = ("_digests", "_hash", "_pack", "_page_size")
 
     def __init__(self, page_size: int, salt: str = "") -> None:
         self._page_size = page_size
-        self._root = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+        self._pack = Struct(f"{page_size}q").pack
+        # The salt's own digest is of fixed length, so that no salt can pass for another with tokens behind it.
+        self._hash = blake2b(blake2b(salt.encode()).digest(), digest_size=DIGEST_BYTES)
         self._digests: list[bytes] = []
 
     def digest(self, tokens: Sequence[int], block: int) -> bytes:
@@ -35,9 +36,8 @@ class HashChain:
         digests = self._digests
         while len(digests) <= block:
             start = len(digests) * self._page_size
-            content = array("q", tokens[start : start + self._page_size]).tobytes()
-            parent = digests[-1] if digests else self._root
-            digests.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
+            self._hash.update(self._pack(*tokens[start : start + self._page_size]))
+            digests.append(self._hash.digest())
         return digests[block]
 
 
@@ -140,8 +140,8 @@ class BlockManager:
         Returns the blocks added (none if it had enough), or None, with nothing changed, when there are not enough.
         """
         blocks = self._tables[sequence].blocks
-        missing = self.blocks_for(num_tokens) - len(blocks)
-        if missing > self.num_available:
+        missing = -(-num_tokens // self.page_size) - len(blocks)
+        if missing > len(self._free) + len(self._cached):
             return None
         added = [self._take() for _ in range(missing)]
         blocks += added

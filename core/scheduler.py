@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import repeat
 from typing import NamedTuple
 
 import attrs
 
 from engine.core.clock import Clock
-from engine.core.decoding import Decoding
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.kv_cache import BlockManager
+from engine.core.plan import Plan
+from engine.core.planner import Planner
 from engine.core.policy import CheckedPolicy
 from engine.core.queues import Queues
-from engine.core.schedulers import SchedulingPolicy, Split
+from engine.core.schedulers import SchedulingPolicy
 from engine.core.sequence import RequestState, max_output
 from engine.core.types import (
     FINISH_ABORT,
@@ -42,10 +43,6 @@ from engine.core.types import (
     TokenLogprobs,
 )
 
-MAX_DISPLACED = 3
-"""A request displaced so often in a row by waiting ones is then left alone until it has got a token, so that there is
-progress under any policy."""
-
 
 class _InFlight(NamedTuple):
     """A step whose result is not in yet, and whose its parts are: they may have ended since, or been preempted."""
@@ -53,46 +50,6 @@ class _InFlight(NamedTuple):
     step: Step
     decodes: tuple[RequestState, ...]
     chunks: tuple[RequestState, ...]
-
-
-class _Plan:
-    """The step in the making, beside its decodes: what is left of its tokens, and the chunks. Sequences are booked as
-    advanced only once it is complete, so that a policy that fails half-way leaves nothing half done."""
-
-    __slots__ = ("_decoding", "_prefill", "_total", "chunk_tokens", "chunks", "decode_room", "preempted", "yielding")
-
-    def __init__(self, total: int, split: Split, decoding: Decoding) -> None:
-        self._total = total
-        self._prefill = split.prefill
-        self._decoding = decoding
-        self.decode_room = max(0, min(total, split.decode))
-        self.chunks: dict[RequestState, int] = {}
-        self.chunk_tokens = 0
-        self.yielding: list[RequestState] = []  # in their prompts, served once the urgent ones that wait have been
-        self.preempted: set[RequestState] = set()
-
-    @property
-    def empty(self) -> bool:
-        return not (self._decoding or self.chunks)
-
-    @property
-    def prefill_room(self) -> int:
-        """Tokens left for prompts."""
-        return min(self._prefill, self._total - len(self._decoding)) - self.chunk_tokens
-
-    def add_chunk(self, state: RequestState) -> None:
-        """As many of the sequence's known tokens as there is room for."""
-        count = min(self.prefill_room, state.known - state.computed)
-        if count > 0:
-            self.chunks[state] = count
-            self.chunk_tokens += count
-
-    def drop(self, state: RequestState) -> None:
-        """Take a preempted sequence out."""
-        self.preempted.add(state)
-        self.chunk_tokens -= self.chunks.pop(state, 0)
-        if state in self.yielding:
-            self.yielding.remove(state)
 
 
 class Scheduler:
@@ -114,18 +71,19 @@ class Scheduler:
     ) -> None:
         self._clock = Clock()
         self._queues = Queues(blocks, self._clock)
-        self._policy = CheckedPolicy(policy, self._queues.requests)
+        self._planner = Planner(
+            self._queues,
+            CheckedPolicy(policy, self._queues.requests),
+            self._clock,
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+        )
         self._blocks = blocks
-        self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._max_len = max_len
         self._eos_tokens = eos_tokens
-        self._everything = Split(decode=max_batch_tokens, prefill=max_batch_tokens)
         self._in_flight: deque[_InFlight] = deque()
         self._requests_added = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
-        self._preemptions = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
 
@@ -146,9 +104,9 @@ class Scheduler:
             blocks_used=self._blocks.num_used,
             blocks_cached=self._blocks.num_cached,
             blocks_total=self._blocks.num_blocks,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
-            preemptions=self._preemptions,
+            prefix_queries=self._planner.prefix_queries,
+            prefix_hits=self._planner.prefix_hits,
+            preemptions=self._planner.preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             steps=self._clock.committed,
@@ -192,22 +150,9 @@ class Scheduler:
 
         Raises PluginError when the policy fails or gives an impossible answer.
         """
-        queues = self._queues
-        if not queues.requests:
+        if not self._queues.requests:
             return None
-        split = self._everything
-        if self._policy.splits:
-            split = self._policy.split(self._max_batch_tokens, queues.waiting_views, queues.running_views)
-        plan = _Plan(self._max_batch_tokens, split, queues.decoding)
-        self._plan_decodes(plan)
-        self._plan_prompts(plan, now)
-        if plan.empty and not self._in_flight:  # something must run, whatever the policy says
-            plan = _Plan(self._max_batch_tokens, self._everything, queues.decoding)
-            self._plan_decodes(plan)
-            for state in queues.prefilling.values():
-                plan.add_chunk(state)
-            if not queues.running:
-                self._admit(queues.waiting[:1], plan, now)
+        plan = self._planner.plan(now, idle=not self._in_flight)
         return None if plan.empty else self._emit(plan)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
@@ -243,131 +188,10 @@ class Scheduler:
         for state in self._queues.requests.values():
             assert state.in_flight == (state in under_way), "a result is awaited that never comes, or the reverse"
 
-    def _plan_decodes(self, plan: _Plan) -> None:
-        """Let those that are due leave or have a block, so that all that then decode can do so once more."""
-        decoding = self._queues.decoding
-        decoding.limit(plan.decode_room)
-        tick = self._clock.ticks
-        for state in decoding.due(tick):
-            if state.due != tick:
-                continue  # preempted a moment ago
-            if state.ends_at == tick:
-                decoding.leave(state)
-            else:
-                self._extend(state, plan)
-
-    def _extend(self, state: RequestState, plan: _Plan) -> None:
-        """One more block, taken from others if need be; the policy may have `state` itself preempted instead."""
-        while not self._queues.extend(state):
-            victim = self._policy.victim(self._queues.running_views)
-            self._preempt(victim, plan)
-            if victim is state:
-                return
-
-    def _plan_prompts(self, plan: _Plan, now: float) -> None:
-        """Chunks for those in their prompts, and for waiting ones that can be admitted."""
-        queues, policy = self._queues, self._policy
-        seats = len(queues.running) < self._max_running or policy.displaces
-        admitting = bool(queues.waiting) and seats and not plan.preempted
-        plan.yielding = list(queues.prefilling.values())
-        if not (admitting and policy.displaces):
-            self._serve_prompts(plan)
-        if admitting and plan.prefill_room > 0:
-            self._admit(policy.order(queues.waiting_views, now), plan, now)
-        self._serve_prompts(plan)
-
-    def _serve_prompts(self, plan: _Plan, candidate: RequestState | None = None) -> None:
-        """Chunks for those in their prompts, but for whom the policy would preempt for the waiting `candidate`: those
-        need not go, but its prompt comes first."""
-        staying = []
-        for state in plan.yielding:
-            if (
-                candidate is not None
-                and state.displaced < MAX_DISPLACED
-                and self._policy.preempts(candidate.view, (state.view,)) is state
-            ):
-                staying.append(state)
-            else:
-                plan.add_chunk(state)
-        plan.yielding = staying
-
-    def _preempt(self, state: RequestState, plan: _Plan) -> None:
-        plan.drop(state)
-        self._queues.preempt(state)
-        self._preemptions += 1
-
-    def _admit(self, order: Iterable[RequestState], plan: _Plan, now: float) -> None:
-        """Start waiting requests in this order, up to the first for which there is no room."""
-        for state in order:
-            if state in plan.preempted:
-                continue
-            self._serve_prompts(plan, state)
-            if plan.prefill_room <= 0 or state.in_flight:
-                return
-            # Log probabilities of the whole prompt need the whole prompt computed.
-            use_cache = self._blocks.prefix_caching and not state.wants_prompt_logprobs
-            cached = self._blocks.lookup(state.tokens, state.chain) if use_cache else []
-            if not self._fits(state, cached) and not self._displace(state, cached, plan):
-                return
-            self._queues.start(state, cached)
-            self._queues.put_behind(plan.yielding)
-            plan.add_chunk(state)
-            if state.scheduled_at is None:
-                state.scheduled_at = now
-                state.cached_tokens = state.computed
-                self._prefix_queries += state.prompt_len if use_cache else 0
-                self._prefix_hits += state.computed
-
-    def _fits(self, state: RequestState, cached: Sequence[int], without: Sequence[RequestState] = ()) -> bool:
-        """Whether there is a seat, and blocks for all its known tokens and one more for each running sequence.
-
-        A request that takes the last blocks would be preempted a few steps later, its prompt computed in vain.
-        """
-        others = len(self._queues.running) - len(without)
-        return others < self._max_running and self._blocks.can_allocate(
-            len(state.tokens), cached, spare=others, without=[other.sequence for other in without]
-        )
-
-    def _displace(self, state: RequestState, cached: Sequence[int], plan: _Plan) -> bool:
-        """Preempt running requests of the policy's choice for a waiting one; none unless it can then be admitted."""
-        if not self._policy.displaces:
-            return False
-        running = [other for other in self._queues.settled() if other.displaced < MAX_DISPLACED]
-        victims: list[RequestState] = []
-        while not self._fits(state, cached, victims):
-            if not running:
-                return False
-            victim = self._policy.preempts(state.view, tuple(other.view for other in running))
-            if victim is None:
-                return False
-            running.remove(victim)
-            victims.append(victim)
-        for victim in victims:
-            victim.displaced += 1
-            self._preempt(victim, plan)
-        return True
-
-    def _iterations(self) -> int:
-        """How many times to repeat the step: as the policy wants, as far as outputs and blocks of all allow."""
-        queues = self._queues
-        if queues.prefilling or not self._policy.repeats:
-            return 1
-        wanted = self._policy.decode_steps(queues.running_views, queues.waiting_views)
-        count = 1
-        while count < wanted:
-            tick = self._clock.ticks + count
-            due = queues.decoding.due(tick)
-            if len(due) > self._blocks.num_available or any(state.ends_at == tick for state in due):
-                break
-            for state in due:
-                queues.extend(state)
-            count += 1
-        return count
-
-    def _emit(self, plan: _Plan) -> Step:
+    def _emit(self, plan: Plan) -> Step:
         """Book the plan and put it into words for the runner."""
         queues, clock = self._queues, self._clock
-        iterations = self._iterations()
+        iterations = self._planner.iterations()
         numbers, decodes = queues.decoding.members()
         clock.planned += 1
         queues.decoding.advance(iterations)
