@@ -244,7 +244,7 @@ def decode_candidates(itemsize: int) -> list[Any]:
     found = []
     for tile, warps, stages, programs in itertools.product((32, 64, 128), (2, 4), (2, 3, 4), (1, 2, 3, 4)):
         flight = (stages - 1) * 2 * tile * HEAD_DIM * itemsize * programs
-        if 48 << 10 <= flight and flight + programs * 8192 <= 227 << 10 and tile // warps <= 32:
+        if flight >= 48 << 10 and flight + programs * 8192 <= 227 << 10 and tile // warps <= 32:
             found.append(DecodeConfig(tile=tile, warps=warps, stages=stages, programs=programs))
     return found
 
