@@ -1,7 +1,6 @@
 """Built-in attention backends."""
 
 from engine.core.hooks import Register, hookimpl, lazy
-from engine.plugins.kernels import interpreted
 
 
 @hookimpl
@@ -19,7 +18,7 @@ def register_attention(register: Register) -> None:
         lazy("engine.plugins.attention.triton:TritonAttention"),
         api="1",
         summary="Triton kernels that read the paged cache in place, for GPUs; decodes in CUDA graphs",
-        preference=0 if interpreted() else 30,  # the interpreter is too slow to be chosen for anybody
+        preference=30,
     )
     register(
         "native",

@@ -13,7 +13,6 @@ from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
 from engine.core.batch import ForwardBatch
 from engine.core.device import DeviceInfo
 from engine.core.kv_cache import KVPool
-from engine.plugins.kernels import interpreted
 
 FLOAT8 = "float8_e4m3fn"
 
@@ -45,13 +44,11 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        """CPUs, unless for tests; GPUs too old for Triton; sizes and types that the kernels cannot load."""
+        """CPUs, GPUs too old for Triton, and sizes and types that the kernels cannot load."""
+        if device.type != "cuda":
+            return f"its kernels run on a GPU, not on {device.torch_name}; use another backend or --device cuda"
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; pip install 'pluggable-llm-engine[triton]', or use another backend"
-        if device.type == "cpu" and not interpreted():
-            return "its kernels run on a GPU; use another backend, or --device cuda where there is one"
-        if device.type == "cpu" and spec.dtype == "bfloat16":
-            return "Triton's interpreter, which stands in for a GPU here, multiplies no bfloat16; use --dtype float32"
         if device.capability is not None and device.capability < (8, 0):
             return (
                 f"it needs compute capability 8.0, and {device.torch_name} has {_dotted(device)}; use another backend"
@@ -77,7 +74,8 @@ class TritonAttention(AttentionBackend):
         self._pool = pool
         self._group = spec.num_heads // spec.num_kv_heads
         keys = pool.keys[0]
-        self._decode_config = decode_config(spec.head_dim, keys.itemsize, _shared_memory(keys.device))
+        self._shared_memory = _shared_memory(keys.device)
+        self._decode_config = decode_config(spec.head_dim, keys.itemsize, self._shared_memory)
         programs = self._decode_config.programs_a_head(spec.num_kv_heads, keys.device)
         self._workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
 
@@ -136,7 +134,8 @@ class TritonAttention(AttentionBackend):
 
         queries, first = batch.query_lens_host, batch.num_decodes
         itemsize = getattr(torch, self._spec.dtype).itemsize
-        config = prefill_config(int(queries[first:].max()), self._group, self._spec.head_dim, itemsize)
+        longest = int(queries[first:].max())
+        config = prefill_config(longest, self._group, self._spec.head_dim, itemsize, self._shared_memory)
         tiles = prefill_tiles(queries, batch.context_lens_host, first, config.tokens(self._group))
         return Prompts(_to_device(tiles, batch.tokens.device), config)
 

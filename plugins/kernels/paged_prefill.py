@@ -35,18 +35,24 @@ class PrefillConfig:
         return self.rows // group
 
 
-def prefill_config(longest: int, group: int, head_dim: int, itemsize: int) -> PrefillConfig:
-    """The launch for at most `longest` new tokens a sequence, `group` query heads a KV head.
+def prefill_config(longest: int, group: int, head_dim: int, itemsize: int, shared_memory: int) -> PrefillConfig:
+    """The launch for up to `longest` new tokens a sequence, `group` query heads a KV head, `itemsize` bytes a number.
 
-    128 rows by 8 warps are two warp groups of Hopper's matrix instruction. Short stretches take half. Float32 goes
-    without tensor cores, and heads of 256 take twice the room: both get smaller tiles.
+    128 rows by 8 warps are two warp groups of Hopper's matrix instruction; short stretches, and float32, which goes
+    without tensor cores, take less. Of these the first whose queries, keys and values fit into a multiprocessor's
+    `shared_memory` (bytes).
     """
+    wanted = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
     if itemsize == 4:
-        return PrefillConfig(rows=max(32, triton.next_power_of_2(group)), keys=32, warps=4, stages=2)
-    if longest * group <= 64:
-        return PrefillConfig(rows=max(64, triton.next_power_of_2(group)), keys=64, warps=4, stages=3)
-    wide = head_dim > 128
-    return PrefillConfig(rows=max(128, triton.next_power_of_2(group)), keys=64, warps=8, stages=2 if wide else 3)
+        wanted = [(32, 32, 4, 2)]
+    elif longest * group <= 64:
+        wanted = wanted[2:]
+    numbers = triton.next_power_of_2(head_dim) * itemsize
+    least = max(16, triton.next_power_of_2(group))
+    configs = [PrefillConfig(rows=max(rows, least), keys=keys, warps=w, stages=s) for rows, keys, w, s in wanted]
+    smallest = PrefillConfig(rows=least, keys=16, warps=4, stages=2)
+    room = shared_memory - 2048
+    return next((one for one in configs if (one.rows + 2 * one.stages * one.keys) * numbers <= room), smallest)
 
 
 def prefill_tiles(

@@ -7,17 +7,17 @@ import importlib.util
 import attrs
 import pytest
 import torch
+import triton
 
 from engine.core.attention import AttentionSpec
 from engine.core.device import DeviceInfo
 from engine.core.types import SamplingParams
-from engine.plugins.attention import native, register_attention
+from engine.plugins.attention import native
 from engine.plugins.attention.flashinfer import FlashInferAttention
 from engine.plugins.attention.flashinfer_rules import FlashInferOptions
 from engine.plugins.attention.native import NativeAttention
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.attention.triton import TritonAttention
-from engine.plugins.kernels import interpreted
 from engine.testing.attention import AttentionConformance
 
 CPU = DeviceInfo(type="cpu")
@@ -60,10 +60,18 @@ class TestNativeManyThreads(AttentionConformance):
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not interpreted(), reason="runs on the GPU")
+class InterpretedTriton(TritonAttention):
+    """On a CPU, where Triton's interpreter runs the kernels: for tests, and too slow for anything else."""
+
+    @classmethod
+    def refuses(cls, spec, device):
+        return super().refuses(spec, attrs.evolve(device, type="cuda"))
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="its kernels are compiled for the GPU")
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, for rows of padding: NaN is there
 class TestTriton(AttentionConformance):
-    backend = TritonAttention
+    backend = InterpretedTriton
     longest = 200
 
 
@@ -110,6 +118,7 @@ class TestFlashInferWithoutXqaOnGpu(AttentionConformance):
     [
         (TorchAttention, {"kv_dtype": "bfloat16"}, CPU, "--kv-dtype auto"),
         (NativeAttention, {}, GPU, "--device cpu"),
+        (TritonAttention, {}, CPU, "--device cuda"),
         (TritonAttention, {"head_dim": 72}, GPU, "multiple of 16"),
         (TritonAttention, {"head_dim": 512}, GPU, "up to 256"),
         (TritonAttention, {"kv_dtype": "bfloat16"}, GPU, "--kv-dtype auto"),
@@ -138,22 +147,6 @@ def test_without_its_native_part_it_refuses(monkeypatch):
     assert "C compiler" in NativeAttention.refuses(SPEC, CPU)
 
 
-def test_triton_serves_a_cpu_only_by_its_interpreter(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert TritonAttention.refuses(SPEC, CPU) is None
-    assert "float32" in TritonAttention.refuses(attrs.evolve(SPEC, dtype="bfloat16", kv_dtype="bfloat16"), CPU)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "--device cuda" in TritonAttention.refuses(SPEC, CPU)
-
-
 def test_without_triton_it_refuses(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install" in TritonAttention.refuses(SPEC, GPU)
-
-
-@pytest.mark.parametrize(("interpret", "preference"), [("1", 0), ("0", 30)])
-def test_the_interpreter_is_not_chosen_for_anybody(monkeypatch, interpret, preference):
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    offered = {}
-    register_attention(lambda name, loader, **told: offered.update({name: told["preference"]}))
-    assert offered["triton"] == preference

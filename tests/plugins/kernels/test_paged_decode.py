@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import triton
 from attrs import define
 
 from engine.core.attention import AttentionSpec
-from engine.plugins.kernels import interpreted
 from engine.plugins.kernels.paged_decode import (
     DecodeConfig,
     DecodeWorkspace,
@@ -20,8 +20,8 @@ from engine.plugins.kernels.paged_decode import (
 )
 from engine.testing.attention import dense_attention
 
-DEVICE = "cpu" if interpreted() else "cuda"
-pytestmark = [] if interpreted() else [pytest.mark.gpu]
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+pytestmark = [] if triton.knobs.runtime.interpret else [pytest.mark.gpu]
 # The interpreter multiplies no bfloat16.
 HALVES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 SMALL = DecodeConfig(tile=16, warps=4, stages=2, programs=2)

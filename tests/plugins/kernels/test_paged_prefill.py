@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
 
 from engine.core.attention import AttentionSpec
-from engine.plugins.kernels import interpreted
 from engine.plugins.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config, prefill_tiles
 from engine.testing.attention import dense_attention
 
-DEVICE = "cpu" if interpreted() else "cuda"
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 PAGE = 16
 SMALL = PrefillConfig(rows=32, keys=16, warps=4, stages=2)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-pytestmark = [] if interpreted() else [pytest.mark.gpu]
+pytestmark = [] if triton.knobs.runtime.interpret else [pytest.mark.gpu]
 
 
 def check(
@@ -112,7 +112,7 @@ def test_launches(config):
 @pytest.mark.parametrize("longest", [16, 700])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_launches_that_are_chosen(dim, longest, window):
-    config = prefill_config(longest, 4, dim, 2)
+    config = prefill_config(longest, 4, dim, 2, 233472)
     check(((333, longest), (0, 7)), heads=(8, 2), dim=dim, config=config, dtype=torch.bfloat16, window=window)
 
 
@@ -126,10 +126,14 @@ def test_tiles_cover_each_new_token_once_the_most_work_first():
     assert prefill_tiles(queries, contexts, 1, 4).tolist() == [[2, 4], [2, 0], [3, 8], [3, 4], [3, 0], [1, 4], [1, 0]]
 
 
+@pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("group", [1, 3, 8, 40])
-def test_a_tile_has_room_for_a_token(group, itemsize):
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_a_launch_fits_a_multiprocessor_and_its_tile_a_token(group, itemsize, shared_memory):
     for longest in (1, 16, 5000):
-        config = prefill_config(longest, group, 128, itemsize)
+        config = prefill_config(longest, group, 128, itemsize, shared_memory)
         assert config.tokens(group) >= 1
         assert config.rows & (config.rows - 1) == 0
+        assert (config.rows + 2 * config.stages * config.keys) * 128 * itemsize < shared_memory
+    assert prefill_config(5000, 4, 128, 2, 233472).rows == 128
+    assert prefill_config(16, 4, 128, 2, 233472).rows == 64
