@@ -108,13 +108,14 @@ class PacedEngine:
 def serve(options: argparse.Namespace) -> int:
     """The server around the stand-in."""
     from engine import server
+    from engine.server.main import Commands
 
     config = EngineConfig(
         model=ModelConfig(path=str(Path(engine.demo.__file__ or "").with_name("engine-demo")), served_name="bench"),
         executor=ExecutorConfig(options={"interval": options.interval / 1e3}),
         server=attrs.evolve(ServerConfig(port=0), **({"api_workers": options.workers} if options.workers else {})),
     )
-    return server.run(config, command=[sys.executable, "-P", __file__, "engine"])
+    return server.run(config, commands=Commands(engine=[sys.executable, "-P", __file__, "engine"]))
 
 
 def load(options: argparse.Namespace, url: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +16,8 @@ from engine.server.errors import ApiError, json_response
 log = logging.getLogger(__name__)
 
 Work = Callable[[Scope, Receive, Send], Awaitable[None]]
+Put = Callable[[bytes], Awaitable[None]]
+"""Sends a part of a stream."""
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 DONE = b"data: [DONE]\n\n"
@@ -56,32 +57,39 @@ def answer(body: Callable[[], Awaitable[Any]], headers: Mapping[str, str]) -> An
     return Answer(work)
 
 
-def stream(events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> Answer:
-    """Server-sent events, and `data: [DONE]` at the end.
+def stream(events: Callable[[Put], Awaitable[None]], headers: Mapping[str, str]) -> Answer:
+    """Server-sent events, which `events` puts out, and `data: [DONE]` at the end.
 
     An ApiError before the first event gives a plain error response, one after it an event with the error.
     """
 
     async def work(scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(events):  # also when the client goes away while something is being sent
-            try:
-                first = await anext(events)
-            except ApiError as error:
+        raw = [(name.encode(), value.encode()) for name, value in {**SSE_HEADERS, **headers}.items()]
+        begun = False
+
+        async def put(data: bytes) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": raw})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        try:
+            await events(put)
+            last = DONE
+        except ApiError as error:
+            if not begun:
                 await error.response()(scope, receive, send)
                 return
-            raw = [(name.encode(), value.encode()) for name, value in {**SSE_HEADERS, **headers}.items()]
+            last = event(error.body())
+        except Exception:
+            if not begun:
+                raise
+            log.exception("a stream broke")
+            last = event(ApiError(500, "the server made a mistake; its log says more").body())
+        if not begun:
             await send({"type": "http.response.start", "status": 200, "headers": raw})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            try:
-                async for chunk in events:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                last = DONE
-            except ApiError as error:
-                last = event(error.body())
-            except Exception:
-                log.exception("a stream broke")
-                last = event(ApiError(500, "the server made a mistake; its log says more").body())
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     return Answer(work)
 
