@@ -265,6 +265,8 @@ class TokenStream:
         self._tokenizer = tokenizer
         self._skipped: frozenset[int] = tokenizer.special_tokens if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._incomplete = False
+        """Whether the decoder holds the beginning of a character; unused without the table."""
         self._table = tokenizer.byte_table(skip_special_tokens)
         self._window: list[int] = []
         """The last tokens that have text; unused where a table has the bytes of all."""
@@ -275,7 +277,7 @@ class TokenStream:
     def push(self, token: int) -> str:
         """The text that is certain after one more token, beyond that put out already."""
         if self._table is not None:
-            return self._utf8.decode(self._table[token])
+            return self._whole(self._table[token])
         if self._is_silent(token):
             return ""
         own = self._tokenizer.own_bytes(token)
@@ -292,12 +294,25 @@ class TokenStream:
         """As `push` of each in turn."""
         if self._table is None:
             return "".join(map(self.push, tokens))
-        return self._utf8.decode(b"".join([self._table[token] for token in tokens]))
+        if len(tokens) == 1:
+            return self._whole(self._table[tokens[0]])
+        return self._whole(b"".join([self._table[token] for token in tokens]))
 
     def flush(self) -> str:
         """The rest, at the end: U+FFFD for an incomplete character."""
         text = self._decode(self._window)
         return self._utf8.decode(b"", final=True) + text[self._certain(text) :]
+
+    def _whole(self, new: bytes) -> str:
+        """The characters that more bytes complete."""
+        if not self._incomplete:
+            try:
+                return new.decode()
+            except UnicodeDecodeError:
+                pass  # they end within a character, or are none
+        text = self._utf8.decode(new)
+        self._incomplete = bool(self._utf8.getstate()[0])
+        return text
 
     def _is_silent(self, token: int) -> bool:
         return token in self._skipped or self._tokenizer.own_bytes(token) == b""

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from engine.core.types import Request as EngineRequest
 from engine.core.types import SamplingParams, TokenLogprobs
 from engine.server import params as parameters
-from engine.server.answers import Put, answer, event, stream
+from engine.server.answers import answer, event, stream
 from engine.server.errors import invalid
-from engine.server.generation import Delta, Generation, Template
+from engine.server.generation import Delta, EventStream, Generation, Template, Usage
 from engine.server.logprobs import chat_logprobs
 from engine.server.protocol import ChatBody, read
 from engine.server.service import Service
@@ -39,7 +39,7 @@ def routes(service: Service) -> APIRouter:
         job = _Job(service, body, name, service.requests(name, [prompt], choices, body.priority, body.cache_salt))
         headers = {"x-request-id": name}
         if body.stream:
-            return stream(job.events, headers)
+            return stream(job.events(), headers)
         return answer(job.body, headers)
 
     return router
@@ -83,7 +83,7 @@ class _Job:
         logprobs: list[list[TokenLogprobs]] = [[] for _ in self._requests]
         reasons: list[str | None] = [None] * len(self._requests)
         with self._generation() as generation:
-            while not generation.done:
+            while generation.running:
                 for delta in await generation.next():
                     texts[delta.choice].append(delta.text)
                     logprobs[delta.choice] += delta.logprobs
@@ -99,7 +99,7 @@ class _Job:
         ]
         return self._head | {"object": "chat.completion", "choices": choices, "usage": generation.usage.body()}
 
-    async def events(self, put: Put) -> None:
+    def events(self) -> EventStream:
         """The answer in pieces: the role, then text as it comes, the finish reason, and the usage if asked for."""
         options = self._body.stream_options
         usage = {"usage": None} if options is not None and options.include_usage else {}
@@ -125,13 +125,10 @@ class _Job:
             Template.of(lambda text, index=index: chunk(index, {"content": text}))  # type: ignore[misc]
             for index in range(len(self._requests))
         ]
-        with self._generation() as generation:
-            while not generation.done:
-                data = await generation.events(templates, any_event)
-                if data:
-                    await put(data)
-        if usage:
-            await put(event(head | {"choices": [], "usage": generation.usage.body()}))
+        def last(count: Usage) -> bytes:
+            return event(head | {"choices": [], "usage": count.body()}) if usage else b""
+
+        return EventStream(self._generation(), templates, any_event, last)
 
     def _generation(self) -> Generation:
         return Generation(self._service.client, self._service.tokenizer, self._requests, prompts=1)

@@ -16,9 +16,9 @@ from starlette.responses import Response
 from engine.core.types import Request as EngineRequest
 from engine.core.types import SamplingParams, TokenLogprobs
 from engine.server import params as parameters
-from engine.server.answers import Put, answer, event, stream
+from engine.server.answers import answer, event, stream
 from engine.server.errors import invalid
-from engine.server.generation import Delta, Generation, Template
+from engine.server.generation import Delta, EventStream, Generation, Template, Usage
 from engine.server.logprobs import completion_logprobs, prompt_offsets
 from engine.server.protocol import CompletionBody, read
 from engine.server.service import Service
@@ -43,7 +43,7 @@ def routes(service: Service) -> APIRouter:
         job = _Job(service, body, name, prompts, requests)
         headers = {"x-request-id": name}
         if body.stream:
-            return stream(job.events, headers)
+            return stream(job.events(), headers)
         return answer(job.body, headers)
 
     return router
@@ -123,12 +123,12 @@ class _Job:
         """The whole answer."""
         choices = [_plain(index, "") for index in range(len(self._requests))]
         with self._generation() as generation:
-            while not generation.done:
+            while generation.running:
                 for delta in await generation.next():
                     _extend(choices[delta.choice], self._choice(delta))
         return self._head | {"choices": choices, "usage": generation.usage.body()}
 
-    async def events(self, put: Put) -> None:
+    def events(self) -> EventStream:
         """The answer in pieces."""
         options = self._body.stream_options
         usage = {"usage": None} if options is not None and options.include_usage else {}
@@ -144,13 +144,10 @@ class _Job:
             Template.of(lambda text, index=index: chunk(_plain(index, text)))  # type: ignore[misc]
             for index in range(len(self._requests))
         ]
-        with self._generation() as generation:
-            while not generation.done:
-                data = await generation.events(templates, any_event)
-                if data:
-                    await put(data)
-        if usage:
-            await put(event(self._head | {"choices": [], "usage": generation.usage.body()}))
+        def last(count: Usage) -> bytes:
+            return event(self._head | {"choices": [], "usage": count.body()}) if usage else b""
+
+        return EventStream(self._generation(), templates, any_event, last)
 
     def _generation(self) -> Generation:
         return Generation(self._service.client, self._service.tokenizer, self._requests, len(self._prompts))

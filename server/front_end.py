@@ -11,15 +11,14 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.core.config import ModelConfig
 from engine.core.errors import EngineError
 from engine.core.text import Tokenizer
 from engine.server.app import make_app
+from engine.server.connections import Connections
 from engine.server.control import Control
 from engine.server.engine_client import EngineClient
 from engine.server.errors import ApiError
@@ -40,8 +39,6 @@ from engine.server.service import Service
 
 LAST_WORDS = 2.0
 """Seconds for the error events of streams that ran out of time."""
-MOST_CONNECTIONS = 64
-"""Connections taken over at once."""
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +112,7 @@ class _FrontEnd:
         http = asyncio.ensure_future(server.serve(sockets=[]))
         while not server.started:
             await asyncio.sleep(0)
-        take_over = _Connections(server, self._client.metrics.connection_closed, self._channel).take_over
+        take_over = Connections(server, self._client.metrics.connection_closed, self._channel).take_over
         self._channel.setblocking(False)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel, take_over)
@@ -148,57 +145,6 @@ class _FrontEnd:
             self._client.fail(ApiError(503, message, code="shutting_down"))
             await _idle(service, LAST_WORDS)
         self._control.send(Drained())
-
-
-class _Connections:
-    """Takes accepted connections over from the supervisor."""
-
-    def __init__(self, server: uvicorn.Server, closed: Callable[[], None], channel: socket.socket) -> None:
-        """closed: called for each connection that has ended."""
-        self._server = server
-        self._closed = closed
-        self._channel = channel
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def take_over(self) -> None:
-        """Called when connections have come."""
-        loop = asyncio.get_running_loop()
-        try:
-            _, descriptors, _, _ = socket.recv_fds(self._channel, MOST_CONNECTIONS, MOST_CONNECTIONS)
-        except BlockingIOError:
-            return
-        for descriptor in descriptors:
-            task = loop.create_task(self._adopt(socket.socket(fileno=descriptor)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        if not descriptors:  # the supervisor is gone, which ends the process in a moment
-            loop.remove_reader(self._channel)
-
-    async def _adopt(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            connection.setblocking(False)
-            await loop.connect_accepted_socket(self._protocol, connection)
-        except OSError as error:  # the client has gone already
-            log.debug("a connection was lost: %s", error)
-            connection.close()
-            self._closed()
-
-    def _protocol(self) -> HttpToolsProtocol:
-        return _Connection(self._server, self._closed)
-
-
-class _Connection(HttpToolsProtocol):
-    """A client's connection."""
-
-    def __init__(self, server: uvicorn.Server, closed: Callable[[], None]) -> None:
-        super().__init__(server.config, server.server_state, {})
-        self._closed = closed
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop, once."""
-        super().connection_lost(exc)
-        self._closed()
 
 
 class _Uvicorn(uvicorn.Server):

@@ -73,7 +73,8 @@ class Generation:
         self._texts = [Detokenizer(tokenizer, request.prompt, request.params) for request in requests]
         self._each = len(requests) // prompts
         self._begun: set[int] = set()
-        self._running = set(range(len(requests)))
+        self.running = set(range(len(requests)))
+        """Choices that have not finished."""
         self._group: Group | None = None
         self._prompt_tokens = sum(len(request.prompt) for request in requests[:: self._each])
         self._cached_tokens = 0
@@ -89,11 +90,6 @@ class Generation:
         self._group.__exit__(kind, error, trace)
 
     @property
-    def done(self) -> bool:
-        """Whether every choice has finished."""
-        return not self._running
-
-    @property
     def usage(self) -> Usage:
         """Tokens so far."""
         made = sum(text.num_tokens for text in self._texts)
@@ -101,23 +97,34 @@ class Generation:
 
     async def next(self) -> list[Delta]:
         """What is new, one delta a choice at most; waits for it. Raises ApiError when a choice failed."""
+        assert self._group is not None
         deltas: dict[int, Delta] = {}
-        for news in await self._news():
+        for news in await self._group.next():
             choice = news[0]
-            if choice in self._running:
+            if choice in self.running:
                 self._feed(news, deltas.setdefault(choice, Delta(choice)))
         return list(deltas.values())
 
-    async def events(self, templates: Sequence[Template], event: Callable[[Delta], bytes]) -> bytes:
-        """What is new as server-sent events, one for each output that has something to say; waits for an output.
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, which must not raise, whenever `events` has something new."""
+        assert self._group is not None
+        self._group.listen(listener)
+
+    def write_later(self, write: Callable[[bytes], None], data: bytes) -> None:
+        """Call `write(data)` when all listeners have been called: see EngineClient.write_later."""
+        self._client.write_later(write, data)
+
+    def events(self, templates: Sequence[Template], event: Callable[[Delta], bytes]) -> bytes:
+        """What is new as server-sent events, one for each output that has something to say.
 
         templates: for each choice, the event of text alone; event: makes any other, such as the first or the last.
         Raises ApiError when a choice failed.
         """
+        assert self._group is not None
         data = []
-        for news in await self._news():
+        for news in self._group.take():
             choice, tokens, output = news
-            if choice not in self._running:
+            if choice not in self.running:
                 continue
             if output is None:
                 text = self._texts[choice]
@@ -126,16 +133,12 @@ class Generation:
                     data.append(event(Delta(choice, new, finish_reason=self._stop(choice))))
                 elif new:
                     template = templates[choice]
-                    data.append(template.before + _json(new) + template.after)
+                    data += (template.before, _json(new), template.after)
             else:
                 delta = Delta(choice)
                 self._feed(news, delta)
                 data.append(event(delta))
-        return data[0] if len(data) == 1 else b"".join(data)
-
-    async def _news(self) -> list[News]:
-        assert self._group is not None
-        return await self._group.next()
+        return b"".join(data)
 
     def _feed(self, news: News, delta: Delta) -> None:
         choice, tokens, output = news
@@ -163,13 +166,32 @@ class Generation:
         delta.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
         delta.finish_reason = piece.finish_reason
         if output.finish_reason is not None:
-            self._running.discard(choice)
+            self.running.discard(choice)
         elif piece.finish_reason is not None:
             self._stop(choice)
 
     def _stop(self, choice: int) -> str:
         """A stop string has ended a choice, which the engine does not know yet; the finish reason."""
         assert self._group is not None
-        self._running.discard(choice)
+        self.running.discard(choice)
         self._group.abort(choice, FINISH_STOP)
         return FINISH_STOP
+
+
+@define
+class EventStream:
+    """A generation as server-sent events."""
+
+    generation: Generation
+    templates: Sequence[Template]
+    """For each choice, the event of text alone."""
+    event: Callable[[Delta], bytes]
+    """Makes any other."""
+    last: Callable[[Usage], bytes]
+    """What comes behind all choices."""
+
+    def take(self) -> bytes:
+        """The events that have come. Raises ApiError when a choice failed."""
+        generation = self.generation
+        data = generation.events(self.templates, self.event)
+        return data if generation.running else data + self.last(generation.usage)

@@ -18,6 +18,7 @@ from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig, Server
 from engine.core.wire import encode
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+FAKE_FRONT_END = Path(__file__).with_name("fake_front_end.py")
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 
 
@@ -71,11 +72,19 @@ class RunningServer:
             assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.errors}"
             time.sleep(0.02)
 
+    def children(self) -> dict[int, str]:
+        """The command line of each child, by process number."""
+        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in listed}
+
     def engine_pid(self) -> int:
-        """The engine process: the child that is a Python module or the fake."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1
-        return int(children[0])
+        """The engine process."""
+        (found,) = [pid for pid, command in self.children().items() if "front_end" not in command]
+        return found
+
+    def front_end_pids(self) -> list[int]:
+        """The front end processes."""
+        return [pid for pid, command in self.children().items() if "front_end" in command]
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
@@ -114,11 +123,11 @@ def alive() -> Callable[[int], bool]:
 def fake_config() -> Callable[..., EngineConfig]:
     """A configuration for the fake engine: keyword arguments are ServerConfig's, and `options` the engine's."""
 
-    def make(options: dict[str, Any] | None = None, **server: Any) -> EngineConfig:
+    def make(options: dict[str, Any] | None = None, tokenizer: str = "", **server: Any) -> EngineConfig:
         return EngineConfig(
-            model=ModelConfig(path="somewhere/tiny"),
+            model=ModelConfig(path="somewhere/tiny", tokenizer=tokenizer),
             executor=ExecutorConfig(options=options or {}),
-            server=attrs.evolve(ServerConfig(port=0), **server),
+            server=attrs.evolve(ServerConfig(port=0, api_workers=1), **server),
         )
 
     return make
@@ -140,7 +149,7 @@ def serve_fake(
     def start(**kwargs: Any) -> Iterator[RunningServer]:
         file = tmp_path_factory.mktemp("serve") / "config"
         file.write_bytes(encode(fake_config(**kwargs)))
-        server = RunningServer([sys.executable, "-P", str(FAKE_SERVER), str(file), str(FAKE_ENGINE)])
+        server = RunningServer([sys.executable, "-P", str(FAKE_SERVER), str(file), str(FAKE_ENGINE), str(FAKE_FRONT_END)])
         try:
             yield server
         finally:
