@@ -69,6 +69,11 @@ class Child(Generic[T]):
         await self._exited.wait()
 
     @property
+    def pid(self) -> int:
+        """Its process number."""
+        return self._process.pid
+
+    @property
     def fate(self) -> str:
         """How a dead process ended, as "was killed by SIGKILL"."""
         code = self._process.returncode

@@ -25,8 +25,10 @@ FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 class RunningServer:
     """A server process, and what is needed to look into it from outside."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    def __init__(self, command: Sequence[str], directory: Path | None = None) -> None:
+        """directory: where it makes its temporary files."""
+        self.directory = directory
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"TMPDIR": str(directory)} if directory else {})
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -71,6 +73,11 @@ class RunningServer:
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.errors}"
             time.sleep(0.02)
+
+    def leftovers(self) -> list[Path]:
+        """The servers' own directories that are there."""
+        assert self.directory is not None
+        return list(self.directory.glob("engine-*"))
 
     def children(self) -> dict[int, str]:
         """The command line of each child, by process number."""
@@ -147,9 +154,11 @@ def serve_fake(
 
     @contextlib.contextmanager
     def start(**kwargs: Any) -> Iterator[RunningServer]:
-        file = tmp_path_factory.mktemp("serve") / "config"
+        directory = tmp_path_factory.mktemp("serve")
+        file = directory / "config"
         file.write_bytes(encode(fake_config(**kwargs)))
-        server = RunningServer([sys.executable, "-P", str(FAKE_SERVER), str(file), str(FAKE_ENGINE), str(FAKE_FRONT_END)])
+        command = [sys.executable, "-P", *map(str, (FAKE_SERVER, file, FAKE_ENGINE, FAKE_FRONT_END))]
+        server = RunningServer(command, directory)
         try:
             yield server
         finally:
