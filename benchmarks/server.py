@@ -2,8 +2,8 @@
 
     python benchmarks/server.py [--streams 256] [--interval 20] [--seconds 5] [--workers 1] [--chat] [--json FILE]
 
-The engine is a stand-in that gives each stream one token every `interval` milliseconds; the load comes from a process of
-its own over raw sockets. CPU time (user and system, all threads, by the kernel's count) does not depend on how fast
+The engine is a stand-in that gives each stream one token every `interval` milliseconds; the load comes from a process
+of its own over raw sockets. CPU time (user and system, all threads, by the kernel's count) does not depend on how fast
 the machine is otherwise, as wall time would; it still needs an interval that the machine can follow, else several
 tokens share a write and look cheaper than they are: `writes an event` tells.
 """
@@ -132,7 +132,7 @@ def load(options: argparse.Namespace, url: str) -> None:
     else:
         body |= {"prompt": [65] * PROMPT_TOKENS}
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n\r\n"
     selector = selectors.DefaultSelector()
     for _ in range(options.streams):
         connection = socket.create_connection((address[0], int(address[2])))

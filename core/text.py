@@ -256,8 +256,8 @@ class TokenStream:
     Tokens that stand for bytes go through an incremental UTF-8 decoder. What another adds shows when it is decoded
     behind a few tokens before it: alone, it would lack its space, or have one too many.
 
-    The `tokenizers` library has a DecodeStream, which is not used: it keeps bytes that are no character back for as long
-    as more of them come, and for good when the text ends, and it is slower than a table of bytes.
+    The `tokenizers` library has a DecodeStream, which is not used: it keeps bytes that are no character back for as
+    long as more of them come, and for good when the text ends, and it is slower than a table of bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
@@ -281,7 +281,9 @@ class TokenStream:
         if self._is_silent(token):
             return ""
         own = self._tokenizer.own_bytes(token)
-        if own is not None:
+        if own == b" " and not self._window:
+            new = self._decode([token])  # which drops a space at the very beginning, if this decoder does
+        elif own is not None:
             new = self._utf8.decode(own)
         else:
             told = self._certain(self._decode(self._window))

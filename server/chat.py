@@ -125,6 +125,7 @@ class _Job:
             Template.of(lambda text, index=index: chunk(index, {"content": text}))  # type: ignore[misc]
             for index in range(len(self._requests))
         ]
+
         def last(count: Usage) -> bytes:
             return event(head | {"choices": [], "usage": count.body()}) if usage else b""
 

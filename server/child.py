@@ -37,7 +37,7 @@ class Child(Generic[T]):
         type of what it says."""
         ours, theirs = socket.socketpair()
         with theirs:
-            child = cls(subprocess.Popen(command, stdin=theirs, pass_fds=inherit), kind)
+            child = cls(subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=inherit), kind)
         child._watch()
         child._reader, child._writer = await asyncio.open_unix_connection(sock=ours)
         child.send(launch)

@@ -144,6 +144,7 @@ class _Job:
             Template.of(lambda text, index=index: chunk(_plain(index, text)))  # type: ignore[misc]
             for index in range(len(self._requests))
         ]
+
         def last(count: Usage) -> bytes:
             return event(self._head | {"choices": [], "usage": count.body()}) if usage else b""
 

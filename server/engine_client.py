@@ -61,7 +61,7 @@ class Group:
         return self.take()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, which must not raise, whenever there is something to take: cheaper than a task that waits."""
+        """Call `listener`, which must not raise, whenever there is something to take; cheaper than a waiting task."""
         self._listener = listener
 
     def take(self) -> list[News]:
@@ -145,7 +145,7 @@ class EngineClient:
         """Send requests to the engine. Raises ApiError when it is gone, or has no room for them."""
         if self.failure is not None:
             raise _engine_failed(self.failure)
-        most, under_way = self._limits.max_waiting, self.board.open
+        most, under_way = self._limits.max_waiting, self.board.under_way
         if under_way + len(requests) > most:
             raise ApiError(
                 503,
@@ -159,14 +159,14 @@ class EngineClient:
         group = Group(self, range(first, self._numbered))
         for index, request in enumerate(requests):
             self._open[first + index] = _Open(group, index, request.arrival)
-        self.metrics.open = len(self._open)
+        self.metrics.under_way = len(self._open)
         self._send(Add(first, tuple(requests)))
         return group
 
     def abort(self, number: int, reason: str) -> None:
         """Stop a request; use Group.abort."""
         if self._open.pop(number, None) is not None:
-            self.metrics.open = len(self._open)
+            self.metrics.under_way = len(self._open)
             self.metrics.ended(reason)
             self._send(Abort((number,)))
 
@@ -177,7 +177,7 @@ class EngineClient:
         if self.failure is None and self._open:
             self._send(Abort(tuple(self._open)))
         self._open.clear()
-        self.metrics.open = 0
+        self.metrics.under_way = 0
         for group in groups:
             group.fail(error)
 
@@ -217,7 +217,9 @@ class EngineClient:
 
     def _look_again(self) -> None:
         """ZeroMQ's descriptor becomes readable once for all that has come, and any call may take that sign away."""
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        if events & zmq.POLLIN:
             asyncio.get_running_loop().call_soon(self._receive)
 
     def _receive(self) -> None:
@@ -272,7 +274,7 @@ class EngineClient:
             entry.latest, entry.begun = now, True
         if output.finish_reason is not None:
             del self._open[number]
-            self.metrics.open = len(self._open)
+            self.metrics.under_way = len(self._open)
             self.metrics.finish(output.finish_reason, output.times, now - entry.arrival)
         if entry.group.put(entry.index, output.tokens, output):
             self._touched.append(entry.group)

@@ -76,9 +76,11 @@ class _FrontEnd:
     async def run(self, open_tokenizer: OpenTokenizer) -> int:
         """Returns the exit code."""
         loop = asyncio.get_running_loop()
-        self._control.listen(
-            lambda message: loop.call_soon_threadsafe(self._told.put_nowait, message) and None, self._launch.directory
-        )
+
+        def told(message: ToFrontEnd) -> None:
+            loop.call_soon_threadsafe(self._told.put_nowait, message)
+
+        self._control.listen(told, self._launch.directory)
         try:
             tokenizer = await asyncio.to_thread(open_tokenizer, self._config.model)
         except EngineError as error:

@@ -86,16 +86,17 @@ class FrontEnds:
     async def start(self) -> None:
         """Start all, and wait until they are ready. Raises EngineError when one cannot start."""
         self._tasks = [asyncio.create_task(self._keep(place)) for place in self._places]
-        ready = [asyncio.ensure_future(place.ready.wait()) for place in self._places]
-        everyone = asyncio.gather(*ready)
+        ready = asyncio.create_task(self._all_ready())
         try:
-            await asyncio.wait((everyone, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
-            for task in self._tasks:
-                if task.done():
-                    task.result()
+            await asyncio.wait([ready, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            everyone.cancel()
-            await asyncio.gather(everyone, return_exceptions=True)
+            ready.cancel()
+        failed = [task for task in self._tasks if task.done()]
+        if failed:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            failed[0].result()
 
     def tell(self, news: Started | EngineGone) -> None:
         """Tell all, now and later."""
@@ -149,6 +150,10 @@ class FrontEnds:
                 place.child.kill()
             if place.channel is not None:
                 place.channel.close()
+
+    async def _all_ready(self) -> None:
+        for place in self._places:
+            await place.ready.wait()
 
     def _send(self, message: object) -> None:
         for place in self._places:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from attrs import frozen
 
@@ -101,9 +102,11 @@ class _Server:
             await self._shut_engine_down()
             return code
         finally:
-            for task in (stop, start, engine, fronts_started, *([accept] if accept else [])):
+            tasks: list[asyncio.Future[Any]] = [stop, start, engine, fronts_started]
+            tasks += [] if accept is None else [accept]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(start, engine, fronts_started, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow_engine(self, started: asyncio.Future[Started]) -> None:
         """Start the engine process, and tell the front ends when it takes requests and when it is dead."""
@@ -124,9 +127,7 @@ class _Server:
             last_words = str(unreadable)
             engine.kill()
         if not started.done():
-            started.set_exception(
-                EngineError(last_words or f"the engine could not start: its process {engine.fate}")
-            )
+            started.set_exception(EngineError(last_words or f"the engine could not start: its process {engine.fate}"))
             return
         self._failure = EngineGone(last_words or f"its process {engine.fate}", time.time())
         if not self._fronts.stopped:
@@ -163,7 +164,8 @@ class _Server:
 
 def workers(config: ServerConfig) -> int:
     """How many front ends there are."""
-    return config.api_workers or max(1, min(4, (os.cpu_count() or 1) // 4))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.api_workers or max(1, min(4, cores // 4))
 
 
 def _bind(config: ServerConfig) -> socket.socket:

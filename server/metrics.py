@@ -73,12 +73,12 @@ class Metrics:
         self.first_token, self.queue, self.end_to_end, self.inter_token = histograms
 
     @property
-    def open(self) -> int:
+    def under_way(self) -> int:
         """Requests in the engine."""
         return int(self._cells[0])
 
-    @open.setter
-    def open(self, count: int) -> None:
+    @under_way.setter
+    def under_way(self, count: int) -> None:
         self._cells[0] = count
 
     @property
@@ -115,8 +115,8 @@ class Metrics:
 
     def bury(self) -> None:
         """The front end is dead, and with it its requests and connections."""
-        self.ended("abort", self.open)
-        self.open = 0
+        self.ended("abort", self.under_way)
+        self.under_way = 0
 
 
 class Board:
@@ -136,9 +136,9 @@ class Board:
         return cls([cells[Metrics.SIZE * row : Metrics.SIZE * (row + 1)] for row in range(rows)])
 
     @property
-    def open(self) -> int:
+    def under_way(self) -> int:
         """Requests in the engine."""
-        return sum(front.open for front in self.fronts)
+        return sum(front.under_way for front in self.fronts)
 
     def total(self) -> Metrics:
         """The sum of all rows, as of now."""

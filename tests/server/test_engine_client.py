@@ -67,9 +67,7 @@ def run(fake_config: Callable[..., EngineConfig], fake_command: list[str]) -> Ca
                 client.bury(EngineGone(words or child.fate, 0.0))
 
         async def main(directory: str) -> None:
-            child = await Child[FromEngine].start(
-                fake_command, FromEngine, Launch(config=config, directory=directory)
-            )
+            child = await Child[FromEngine].start(fake_command, FromEngine, Launch(config=config, directory=directory))
             shared, started = board(fronts), asyncio.Event()
             clients = [EngineClient(config.server, shared, row) for row in range(fronts)]
             following = asyncio.create_task(follow(child, clients, started))
@@ -105,7 +103,7 @@ def test_outputs_arrive_in_order(run: Callable[..., None]) -> None:
         whole = [(index, made) for index, made, output in news if output is None]
         assert whole == [(0, [98]), (1, [98]), (1, [99]), (1, [100])]  # neither the first nor the last is plain
         assert client.metrics.finished["length"] == 2
-        assert client.metrics.open == 0
+        assert client.metrics.under_way == 0
         assert client.metrics.first_token.buckets()[-1] == ("+Inf", 2)
         assert client.metrics.inter_token.buckets()[-1] == ("+Inf", 2 + 4)
 

@@ -98,21 +98,21 @@ def test_the_numbers_of_all_front_ends_add_up_whoever_is_asked(tmp_path: Path) -
     made.fronts[0].finish("stop", None, 0.5)
     seen.fronts[1].finish("stop", None, 0.25)
     seen.fronts[1].tokens(0.25, 1, first=True)
-    seen.fronts[1].open = 3
+    seen.fronts[1].under_way = 3
     for each in (made, seen):
         found = samples(each, EngineStats())
         assert found["engine_requests_finished_total", "stop"] == 2
         assert found["engine_e2e_request_latency_seconds_sum", ""] == 0.75
         assert found["engine_time_to_first_token_seconds_count", ""] == 1
-        assert each.open == 3
+        assert each.under_way == 3
 
 
 def test_what_a_dead_front_end_counted_stays() -> None:
     numbers = board(2)
     numbers.fronts[0].finish("stop", None, 0.5)
-    numbers.fronts[0].open = 2
+    numbers.fronts[0].under_way = 2
     numbers.fronts[0].bury()
     found = samples(numbers, EngineStats())
     assert found["engine_requests_finished_total", "stop"] == 1
     assert found["engine_requests_finished_total", "abort"] == 2
-    assert numbers.open == 0
+    assert numbers.under_way == 0
