@@ -167,6 +167,11 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
     port: int = setting(8000, "Port to listen on; 0: any free one.", flag="--port")
+    api_workers: int = setting(
+        0,
+        "Processes that answer HTTP and turn text into tokens and back; 0: one for every 4 cores, from 1 to 4.",
+        flag="--api-workers",
+    )
     api_key: str = setting(
         "", "Key that clients must send as a bearer token; empty: none.", flag="--api-key", secret=True
     )

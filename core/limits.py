@@ -18,6 +18,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "cache.page_size": (1, 1024),
     "cache.memory_fraction": (0, 1),
     "server.port": (0, 65535),
+    "server.api_workers": (0, 256),
     "server.shutdown_timeout": (0, 86400),
     "server.max_body_bytes": (1, 2**40),
     "server.max_n": (1, 2**20),
