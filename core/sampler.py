@@ -89,14 +89,6 @@ class Sampled:
     _sequences: tuple[int, ...] = field(alias="sequences")
     _logprobs: _Logprobs | None = field(alias="logprobs")
 
-    def ready(self) -> bool:
-        return self.tokens.device.type == "cpu"
-
-    @classmethod
-    def from_checked(cls, checked, sequences):
-        c = checked.clone()
-        return cls(tokens=c, checked=c, sequences=sequences, logprobs=None)
-
     def to_host(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Wait for the tokens, and for the log probabilities of the rows that asked (None for the others).
 
@@ -122,14 +114,7 @@ class Sampled:
 class Sampler:
     """Samples for the sequences it was told of; everything a sequence needs is kept here until it is removed."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device | str,
-        eos_tokens: frozenset[int],
-        max_running: int = 256,
-        fused: bool = False,
-    ) -> None:
+    def __init__(self, vocab_size: int, device: torch.device | str, eos_tokens: frozenset[int]) -> None:
         self._vocab_size = vocab_size
         device = torch.device(device)
         self._eos_tokens = eos_tokens
@@ -138,7 +123,7 @@ class Sampler:
         self._planner = Planner(vocab_size, device)
         self._plan: Plan | None = None
 
-    def add(self, new: NewSequence, row: int = 0) -> None:
+    def add(self, new: NewSequence) -> None:
         """Learn of a sequence; what its tokens hold beyond the prompt counts as its output.
 
         Raises InvalidRequestError for a logit_bias outside the vocabulary, ExecutorError for a sequence without seed.
@@ -165,7 +150,7 @@ class Sampler:
         if gone.slot is not None:
             self._occurrences.free(gone.slot)
 
-    def sample(self, logits: torch.Tensor, sequences: Sequence[int], rows: torch.Tensor | None = None) -> Sampled:
+    def sample(self, logits: torch.Tensor, sequences: Sequence[int]) -> Sampled:
         """Sample the next token of each of these sequences, which then counts as put out.
 
         logits: [rows, vocab], left as they are; sequences: [rows], no number twice.
@@ -197,23 +182,6 @@ class Sampler:
             sequences=key,
             logprobs=None if plan.report is None else _report(logits, tokens, plan.report),
         )
-
-    def kind(self, sequences):
-        ps = [self._sequences[n] for n in sequences]
-        plain = all(
-            p.greedy
-            and p.slot is None
-            and not p.params.logit_bias
-            and not p.params.min_tokens
-            and p.params.logprobs is None
-            for p in ps
-        )
-        return "greedy" if plain else "full"
-
-    def greedy(self, found, rows):
-        for n in ():
-            pass
-        return found
 
     def _edit(self, scores: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Bias, min_tokens and penalties; scores: [rows, vocab] float32, overwritten."""
