@@ -139,10 +139,17 @@ class BatchBuilder:
             block_tables_host=tables,
         )
 
+    def row(self, sequence: int) -> int:
+        """Its row in tables of the running sequences, from 0 to max_running - 1."""
+        return self._sequences[sequence].row
+
+    def rows(self, sequences: list[int]) -> torch.Tensor:
+        """The rows of these sequences, [len(sequences)] int64 on the device."""
+        return self._tensor(np.fromiter(map(self.row, sequences), np.int64, len(sequences)))
+
     def keep(self, sequences: list[int], tokens: torch.Tensor) -> None:
         """Remember the tokens just sampled, [len(sequences)] on the device, for the next decode."""
-        rows = np.fromiter((self._sequences[sequence].row for sequence in sequences), np.int64, len(sequences))
-        self._last_tokens[self._tensor(rows)] = tokens
+        self._last_tokens[self.rows(sequences)] = tokens
 
     def prompt_targets(self, new: NewSequence, start: int, count: int) -> torch.Tensor:
         """The prompt tokens that follow positions start to start + count, [at most count] int64 on the device; the last

@@ -9,14 +9,15 @@ from attrs import define
 
 from engine.core.batch import BatchBuilder, ForwardPass
 from engine.core.checkpoint import Checkpoint
-from engine.core.config import EngineConfig
+from engine.core.config import AUTO, EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError
 from engine.core.kv_cache import KVPool
 from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
 from engine.core.memory import estimate_activations, free_memory, plan_memory
-from engine.core.sampler import Sampled, Sampler, prompt_logprobs
+from engine.core.sampled import Sampled
+from engine.core.sampler import Sampler, prompt_logprobs
 from engine.core.selection import Parts, attention_spec, max_len, resolve_dtype
 from engine.core.types import CacheInfo, NewSequence, SamplingParams, Slice, Step, StepResult, TokenLogprobs
 
@@ -37,8 +38,8 @@ class PendingStep:
     seconds: dict[str, float]
 
     def done(self) -> bool:
-        """Whether `result` returns at once; results on a GPU are fetched by `result`."""
-        return all(sampled.tokens.device.type == "cpu" for sampled in self.samples)
+        """Whether `result` returns at once."""
+        return all(sampled.ready() for sampled in self.samples)
 
     def result(self) -> StepResult:
         """Wait for the tokens."""
@@ -128,7 +129,7 @@ class Runner:
             logits = self._model.logits(hidden[batch.logit_rows]) if sampling else None
             begin = _lap(seconds, "forward", begin)
             if logits is not None:
-                samples.append(self._sampler.sample(logits, sampling))
+                samples.append(self._sampler.sample(logits, sampling, self._builder.rows(sampling)))
                 self._builder.keep(sampling, samples[-1].tokens)
             if self._scored_prompts:
                 prompt_scores = self._score_prompts(step, hidden)
@@ -146,7 +147,14 @@ class Runner:
             page_size=self._spec.page_size,
             device=self._name,
         )
-        self._sampler = Sampler(self._model_spec.vocab_size, self._name, self.checkpoint.eos_tokens())
+        kernels = self.config.executor.kernels
+        self._sampler = Sampler(
+            self._model_spec.vocab_size,
+            self._name,
+            self.checkpoint.eos_tokens(),
+            max_running=scheduler.max_running,
+            fused=kernels == "fused" or (kernels == AUTO and self.device.type == "cuda"),
+        )
 
     def _update(self, step: Step) -> None:
         self._builder.update(step)
@@ -154,7 +162,7 @@ class Runner:
             self._sampler.remove(sequence)
             self._scored_prompts.pop(sequence, None)
         for new in step.new:
-            self._sampler.add(new)
+            self._sampler.add(new, self._builder.row(new.sequence))
             if new.params.prompt_logprobs is not None:
                 self._scored_prompts[new.sequence] = new
 
