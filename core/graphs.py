@@ -17,7 +17,8 @@ from attrs import define
 from engine.core.attention import GraphSlot
 from engine.core.batch import ForwardBatch, ForwardPass
 from engine.core.residents import Residents
-from engine.core.sampler import Sampled, Sampler
+from engine.core.sampled import Sampled
+from engine.core.sampler import DRAW, FULL, GREEDY, Sampler
 from engine.core.transfer import to_device
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GREEDY, DRAW, FULL = "greedy", "draw", "full"
-"""Endings: the likeliest token; a random one by temperature and cut-offs; or logits, from which the sampler goes on."""
+TURNS = 256
+"""Replays whose tokens stand in the host's memory at once: more than may be under way."""
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -106,12 +107,18 @@ class DecodeGraphs:
             return torch.zeros(max_running, *shape, dtype=dtype, device=device)
 
         self._rows, self._positions = tensor(torch.int64), tensor(torch.int64)
-        self._tokens, self._slots, self._checked = (tensor(torch.int64) for _ in range(3))
+        self._tokens, self._slots = tensor(torch.int64), tensor(torch.int64)
+        self._sampled, self._peaks = tensor(torch.int64), tensor(torch.float32)
         self._context_lens = tensor(torch.int32)
         self._tables = tensor(torch.int32, residents.tables.shape[1])
         self._query_starts = torch.arange(max_running + 1, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max_running, device=device)
         self._rows.fill_(residents.padding_row)
+        pinned = {"pin_memory": device.type == "cuda"}
+        self._host_tokens = torch.zeros(TURNS, max_running, dtype=torch.int64, **pinned)
+        self._host_peaks = torch.zeros(TURNS, max_running, dtype=torch.float32, **pinned)
+        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._turns_begun = 0
         self._graphs: dict[tuple[int, str], _Graph] = {}
         self._recorder = Recorder(device)
         self._current: tuple[int, ...] = ()
@@ -137,6 +144,9 @@ class DecodeGraphs:
         """
         size = self._sizes[self._size_of[len(decodes)]]
         ending = self._sampler.kind(decodes)
+        if ending == DRAW and not self._fused:
+            ending = FULL  # drawing by PyTorch's operations waits for nothing, but allocates by what was asked
+        self._sampler.flush()
         graph = self._graphs.get((size, ending))
         if graph is None:
             graph = self._capture(size, ending)
@@ -177,7 +187,12 @@ class DecodeGraphs:
         """The tokens of a replay, on their way to the host."""
         count = len(decodes)
         if graph.logits is None:
-            return Sampled.from_checked(self._checked[:count], decodes)
+            tokens, peaks = self._sampled[:count], self._peaks[:count]
+            if not self._fused:
+                return Sampled.from_tokens(tokens, peaks, decodes)
+            line = self._turns_begun % TURNS
+            self._turns_begun += 1
+            return Sampled.from_host(tokens, self._host_tokens[line, :count], self._host_peaks[line, :count], decodes)
         rows = self._rows[:count]
         sampled = self._sampler.sample(graph.logits[:count], decodes, rows)
         self._residents.keep(rows, sampled.tokens)
@@ -221,10 +236,11 @@ class DecodeGraphs:
             self._positions[:size].add_(rows != self._residents.padding_row)
             return logits
         if ending == GREEDY:
-            peaks, tokens = self._sampler.greedy(self._model.greedy(hidden), rows)
+            peaks, tokens = self._model.greedy(hidden)
         else:
-            peaks, tokens = self._sampler.draw(self._model.logits(hidden), rows)
-        self._end(rows, peaks, tokens)
+            tokens, peaks = self._sampler.draw(self._model.logits(hidden), rows)
+        self._sampled[:size].copy_(tokens)
+        self._end(rows, tokens, peaks, advance=ending == GREEDY)
         return None
 
     def _begin(self, batch: ForwardBatch, rows: torch.Tensor) -> None:
@@ -250,14 +266,29 @@ class DecodeGraphs:
         batch.slots.copy_(batch.block_tables.gather(1, pages[:, None]).squeeze(1) * residents.page_size + offsets)
         batch.context_lens.copy_(batch.positions + 1)
 
-    def _end(self, rows: torch.Tensor, peaks: torch.Tensor, tokens: torch.Tensor) -> None:
-        residents, size = self._residents, len(rows)
-        positions, checked = self._positions[:size], self._checked[:size]
+    def _end(self, rows: torch.Tensor, tokens: torch.Tensor, peaks: torch.Tensor, *, advance: bool) -> None:
+        """Keep tokens and go one position further; advance: count the tokens as put out, which drawing does itself."""
+        residents, table, size = self._residents, self._sampler.table, len(rows)
+        positions = self._positions[:size]
         if self._fused:
             from engine.core.kernels.decode import end_decode
 
-            end_decode(rows, positions, residents.last_tokens, tokens, peaks, checked, residents.padding_row)
+            end_decode(
+                rows,
+                positions,
+                residents.last_tokens,
+                table.outputs,
+                tokens,
+                peaks,
+                turn=self._turn,
+                host_tokens=self._host_tokens,
+                host_peaks=self._host_peaks,
+                padding_row=residents.padding_row,
+                advance=advance,
+            )
             return
-        checked.copy_(torch.where(peaks.isfinite(), tokens, -1))
+        self._peaks[:size].copy_(peaks)
         residents.keep(rows, tokens)
         positions.add_(rows != residents.padding_row)
+        if advance:
+            table.advance(rows)

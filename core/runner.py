@@ -18,7 +18,8 @@ from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
 from engine.core.memory import estimate_activations, free_memory, plan_memory
 from engine.core.residents import Residents
-from engine.core.sampler import Sampled, Sampler, prompt_logprobs
+from engine.core.sampled import Sampled
+from engine.core.sampler import Sampler, prompt_logprobs
 from engine.core.selection import Parts, attention_spec, fused_kernels, max_len, resolve_dtype, use_graphs
 from engine.core.startup import Phases
 from engine.core.transfer import to_device

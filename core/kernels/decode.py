@@ -81,53 +81,76 @@ def _end(
     rows,
     positions,
     last_tokens,
+    outputs,
     tokens,
     peaks,
-    checked,
+    turn,
+    host_tokens,
+    host_peaks,
     count,
+    most,
+    turns,
     padding_row,
+    ADVANCE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait(PDL)
     release(PDL)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    row = tl.load(rows + at, mask=inside, other=0)
-    position = tl.load(positions + at, mask=inside, other=0)
-    token = tl.load(tokens + at, mask=inside, other=0)
-    peak = tl.load(peaks + at, mask=inside, other=0.0)
-    finite = tl.abs(peak) < float("inf")  # False for NaN
-    tl.store(checked + at, tl.where(finite, token, -1), mask=inside)
-    tl.store(last_tokens + row, token, mask=inside)
-    tl.store(positions + at, tl.where(row == padding_row, position, position + 1), mask=inside)
+    number = tl.load(turn)
+    line = (number % turns) * most
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < count
+        row = tl.load(rows + at, mask=inside, other=0)
+        real = inside & (row != padding_row)
+        position = tl.load(positions + at, mask=real, other=0)
+        token = tl.load(tokens + at, mask=inside, other=0)
+        tl.store(host_tokens + line + at, token, mask=inside)
+        tl.store(host_peaks + line + at, tl.load(peaks + at, mask=inside, other=0.0), mask=inside)
+        tl.store(last_tokens + row, token, mask=real)
+        tl.store(positions + at, position + 1, mask=real)
+        if ADVANCE:
+            tl.store(outputs + row, tl.load(outputs + row, mask=real, other=0) + 1, mask=real)
+    tl.store(turn, number + 1)
 
 
 def end_decode(
     rows: torch.Tensor,
     positions: torch.Tensor,
     last_tokens: torch.Tensor,
+    outputs: torch.Tensor,
     tokens: torch.Tensor,
     peaks: torch.Tensor,
-    checked: torch.Tensor,
+    *,
+    turn: torch.Tensor,
+    host_tokens: torch.Tensor,
+    host_peaks: torch.Tensor,
     padding_row: int,
+    advance: bool,
 ) -> None:
-    """Keep the tokens sampled, and go one position further.
+    """Keep the tokens sampled, go one position further, and tell the host.
 
-    rows, positions, tokens: [sequences] int64; peaks: [sequences] float32, the greatest logits; last_tokens:
-    [all rows] int64; checked: [sequences] int64, set to the token, or to -1 where the peak is not finite. The padding
-    row stays where it is.
+    rows, positions, tokens: [sequences] int64; peaks: [sequences] float32, the greatest logits; last_tokens, outputs:
+    [all rows] int64, the latter counted up with `advance`; turn: [1] int64, how often this was done before; host_tokens
+    (int64) and host_peaks (float32): [turns, at least sequences] in pinned memory, written one line a turn, from the
+    first again after the last. Rows of padding stay where they are.
     """
-    block = 128
-    _end[(triton.cdiv(len(rows), block),)](
+    _end[(1,)](
         rows,
         positions,
         last_tokens,
+        outputs,
         tokens,
         peaks,
-        checked,
+        turn,
+        host_tokens,
+        host_peaks,
         len(rows),
+        host_tokens.shape[1],
+        host_tokens.shape[0],
         padding_row,
-        BLOCK=block,
+        ADVANCE=advance,
+        BLOCK=256,
         **dependent_launch(rows.device),
     )

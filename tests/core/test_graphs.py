@@ -119,9 +119,7 @@ def test_replays_give_the_same_tokens(
         assert tokens_of(engine) == expected, "what the first run left behind must not matter"
 
 
-def test_fused_kernels_at_both_ends(
-    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]
-) -> None:
+def test_fused_kernels_at_both_ends(checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]) -> None:
     few = attrs.evolve(GREEDY, max_tokens=3)
     with build(checkpoint, attention=FixedAttention, executor__kernels="fused", running=2) as engine:
         found = [completion.token_ids for completion in engine.generate(PROMPTS[:3], few)]
