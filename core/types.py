@@ -231,6 +231,8 @@ class CacheInfo:
     device: str
     """In words."""
     dtype: str
+    phases: tuple[tuple[str, float], ...] = ()
+    """(phase, seconds spent in it) of the executor's start, in their order."""
 
 
 @frozen(kw_only=True)
