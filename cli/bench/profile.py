@@ -243,9 +243,11 @@ def _read(
 ) -> tuple[tuple[HostStep, ...], tuple[Ran, ...]]:
     """Steps and kernels of torch's FunctionEvents, whose times are in us."""
     marks = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.name == MARK and event.device_type.name == "CPU"
+        {
+            (event.time_range.start, event.time_range.end)
+            for event in events
+            if event.name == MARK and event.device_type.name == "CPU"
+        }
     )
     zero = marks[0][0] if marks else 0.0
     host = tuple(HostStep(begin - zero, end - zero, spent) for (begin, end), spent in zip(marks, phases, strict=True))

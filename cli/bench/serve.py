@@ -160,7 +160,8 @@ class Plan:
         return f"concurrency {self.concurrency}" if self.concurrency else f"{self.rate:g} requests/s"
 
     def jobs(self, server: Server, api_key: str) -> list[Job]:
-        """One job a process, with even shares."""
+        """One job a process, with even shares; no more processes than can have a request each."""
+        count = min(self.processes, self.requests, self.concurrency or self.requests)
         share = attrs.asdict(self, filter=attrs.filters.include("input_len", "output_len", "vocab_size", "timeout"))
         return [
             Job(
@@ -168,13 +169,13 @@ class Plan:
                 port=server.port,
                 model=server.model,
                 api_key=api_key,
-                requests=_part(self.requests, number, self.processes),
-                connections=_part(self.concurrency, number, self.processes),
-                rate=self.rate / self.processes,
+                requests=_part(self.requests, number, count),
+                connections=_part(self.concurrency, number, count),
+                rate=self.rate / count,
                 seed=self.seed * 1000 + number,
                 **share,
             )
-            for number in range(self.processes)
+            for number in range(count)
         ]
 
 
