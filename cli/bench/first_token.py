@@ -14,9 +14,9 @@ BEGUN = time.monotonic()
 
 def main() -> None:
     """Print one JSON line: phases as [name, seconds], and what the engine says of itself."""
+    from engine.cli.bench.load import Load, run_load
     from engine.core.config import EngineConfig
     from engine.core.engine import Engine
-    from engine.core.types import SamplingParams
     from engine.core.wire import Decoder
 
     config = Decoder[EngineConfig](EngineConfig).decode(sys.stdin.buffer.read())
@@ -24,7 +24,7 @@ def main() -> None:
     with Engine(config=config) as engine:
         ready = time.monotonic()
         inside = engine.cache_info.phases
-        engine.generate([[1] * min(16, engine.max_len - 1)], SamplingParams(temperature=0.0, max_tokens=1))
+        run_load(engine, Load(name="", lengths=((min(16, engine.max_len - 1), 1),)))
         done = time.monotonic()
         info = engine.cache_info
     rest = ready - imported - sum(seconds for _, seconds in inside)

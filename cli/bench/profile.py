@@ -29,6 +29,8 @@ HOST_PHASES = ("schedule", "submit", "wait", "commit")
 """The parts of Engine.step, in the order in which it does them."""
 SETTLE = 4
 """Decode steps before those that are looked at."""
+SLACK = 32
+"""More output tokens than are needed, so that no sequence ends, also where a step gives several tokens at once."""
 GAP = 5.0
 """us: idle times from here on are the host's fault; shorter ones lie between the kernels of one launch."""
 TOP = 25
@@ -147,7 +149,7 @@ def profile_decode(engine: Engine, batch: int, inputs: int, steps: int) -> Profi
     """Profile at least `steps` decode steps of `batch` sequences. Raises ExecutorError if the profiler saw nothing."""
     budget = engine.config.scheduler.max_batch_tokens
     chunks = -(-batch * inputs // max(budget - batch, 1))  # steps in which the first sequences decode already
-    most = 1 + chunks + 2 * (steps + SETTLE) + 16
+    most = 1 + chunks + 2 * (steps + SETTLE) + SLACK
     load = Load(name="", lengths=((inputs, most),) * batch)
     names = []
     for request in load.requests(engine.vocab_size, f"profile {batch}-"):
@@ -161,7 +163,7 @@ def profile_decode(engine: Engine, batch: int, inputs: int, steps: int) -> Profi
 
     def decode(step: Step) -> int:
         tokens = 0
-        while tokens < steps * batch:
+        while tokens < steps * batch and engine.has_work:
             tokens += sum(len(output.tokens) for output in step())
         return tokens
 

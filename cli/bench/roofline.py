@@ -272,6 +272,7 @@ def find_ceilings(
 
     Layers of 8-bit weights are compared with an 8-bit matmul, where the device has one.
     """
+    _release(device.torch_name)
     fp8 = 6 < weight_bits < 12 and device.capability is not None and device.capability >= (8, 9)
     sources = []
     if bandwidth is None:
@@ -285,6 +286,17 @@ def find_ceilings(
     else:
         sources.append(f"matmul {matmul:.3g} TFLOP/s as given")
     return Ceilings(bandwidth=bandwidth * 1e12, flops=matmul * 1e12, source=", ".join(sources))
+
+
+def _release(device: str) -> None:
+    """Free what a closed engine has left on a GPU."""
+    if device.startswith("cuda"):
+        import gc
+
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def copy_rate(device: str, size: int = 0) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,22 @@ from engine.core.errors import ExecutorError
 
 
 def test_a_fresh_process_tells_its_phases(run: Any, tiny: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny / "config.json", tmp_path)  # no weights and no tokenizer
     file = tmp_path / "result.json"
-    flags = ["--model", str(tiny), "--kv-memory", "8MiB", "--device", "cpu", "--threads", "1", "--bandwidth", "0.01"]
+    flags = [
+        "--model",
+        str(tmp_path),
+        "--load-format",
+        "dummy",
+        "--kv-memory",
+        "8MiB",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--bandwidth",
+        "0.01",
+    ]
     done = run("bench", "startup", *flags, "--repeat", "1", "--json", str(file))
     assert done.exit_code == 0, done.stderr
     assert "to the first token" in done.stdout
