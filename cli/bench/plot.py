@@ -12,8 +12,8 @@ from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.cli.bench.latency import Latency
+    from engine.cli.bench.level import Level
     from engine.cli.bench.roofline import Roofline
-    from engine.cli.bench.serve import Level
     from engine.cli.bench.startup import Start
     from engine.cli.bench.throughput import Result
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from attrs import frozen
 
+from engine.cli.bench.ceilings import Bandwidth, copy_rate
 from engine.cli.bench.load import say
 from engine.cli.bench.report import Json, Plot, Row, report, write
-from engine.cli.bench.roofline import Bandwidth, copy_rate
 from engine.cli.options import OFFLINE, configured
 from engine.cli.tables import print_table
 from engine.core.errors import ExecutorError

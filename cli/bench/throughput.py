@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from attrs import frozen
 
+from engine.cli.bench.ceilings import Bandwidth, MatmulRate
 from engine.cli.bench.load import Load, Measured, make_load, opened, parse_range, run_load, say
 from engine.cli.bench.report import Json, Plot, Row, engine_settings, percent, report, write
-from engine.cli.bench.roofline import Bandwidth, MatmulRate, Roofline, measured_roofline
+from engine.cli.bench.roofline import Roofline, measured_roofline
 from engine.cli.options import OFFLINE, configured
 from engine.cli.tables import print_table
 from engine.core.errors import ConfigError

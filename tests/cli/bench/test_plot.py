@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from engine.cli.bench import plot
+from engine.cli.bench.ceilings import Ceilings
 from engine.cli.bench.client import Answered
 from engine.cli.bench.latency import Decode, Latency
+from engine.cli.bench.level import Level
 from engine.cli.bench.load import Measured, make_load
-from engine.cli.bench.roofline import Ceilings, Roofline, Shape, Work
-from engine.cli.bench.serve import Level
+from engine.cli.bench.roofline import Roofline, Shape, Work
 from engine.cli.bench.startup import Start
 from engine.cli.bench.throughput import Result
 from engine.core.errors import ConfigError

@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 
+from engine.cli.bench.ceilings import Ceilings
 from engine.cli.bench.roofline import (
-    Ceilings,
     Roofline,
     Shape,
     configured_roofline,
-    copy_rate,
-    find_ceilings,
     make_work,
-    matmul_rate,
     measured_roofline,
     stored_bits,
 )
 from engine.core import Engine, EngineConfig
 from engine.core.config import ExecutorConfig, ModelConfig
-from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 
 H200 = Ceilings(bandwidth=4.28e12, flops=814e12, source="measured before")
@@ -147,19 +143,6 @@ def test_bits_of_a_weight(stored: dict[str, Any] | None, bits: float | None) -> 
 def test_a_mixture_of_experts_has_no_roofline() -> None:
     with pytest.raises(CheckpointError, match="mixture of experts"):
         Shape.from_config(LLAMA | {"num_local_experts": 8})
-
-
-def test_given_ceilings_are_not_measured() -> None:
-    device = DeviceInfo(type="cpu")
-    ceilings = find_ceilings(device, "float32", 32, 4.28, 814)
-    assert (ceilings.bandwidth, ceilings.flops) == pytest.approx((4.28e12, 814e12))
-    assert "as given" in ceilings.source
-
-
-def test_ceilings_are_measured() -> None:
-    # A byte of a small copy is read and written within the caches: far above a disk, below any machine there is.
-    assert 1e8 < copy_rate("cpu", 2**20) < 1e14
-    assert 1e7 < matmul_rate("cpu", "float32", 64) < 1e15
 
 
 def test_an_engine_and_its_configuration_give_the_same_roofline(tiny: Path) -> None:
