@@ -187,12 +187,12 @@ class DecodeGraphs:
         """The tokens of a replay, on their way to the host."""
         count = len(decodes)
         if graph.logits is None:
-            tokens, peaks = self._sampled[:count], self._peaks[:count]
             if not self._fused:
-                return Sampled.from_tokens(tokens, peaks, decodes)
+                return Sampled.from_tokens(self._sampled[:count], self._peaks[:count], decodes)
             line = self._turns_begun % TURNS
             self._turns_begun += 1
-            return Sampled.from_host(tokens, self._host_tokens[line, :count], self._host_peaks[line, :count], decodes)
+            tokens, peaks = self._host_tokens[line, :count], self._host_peaks[line, :count]
+            return Sampled.from_host(tokens, peaks, decodes, self._device)
         rows = self._rows[:count]
         sampled = self._sampler.sample(graph.logits[:count], decodes, rows)
         self._residents.keep(rows, sampled.tokens)
@@ -208,6 +208,7 @@ class DecodeGraphs:
         plan = self._attention.plan(batch, GraphSlot(num_sequences=size))
         run = ForwardPass(batch=batch, attention=self._attention, plan=plan, pool=self._pool)
         replay, logits = self._recorder.record(lambda: self._step(run, size, ending))
+        self._turn.fill_(self._turns_begun)
         self._graphs[size, ending] = made = _Graph(replay, logits)
         return made
 
@@ -239,7 +240,6 @@ class DecodeGraphs:
             peaks, tokens = self._model.greedy(hidden)
         else:
             tokens, peaks = self._sampler.draw(self._model.logits(hidden), rows)
-        self._sampled[:size].copy_(tokens)
         self._end(rows, tokens, peaks, advance=ending == GREEDY)
         return None
 
@@ -287,6 +287,7 @@ class DecodeGraphs:
                 advance=advance,
             )
             return
+        self._sampled[:size].copy_(tokens)
         self._peaks[:size].copy_(peaks)
         residents.keep(rows, tokens)
         positions.add_(rows != residents.padding_row)

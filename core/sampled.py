@@ -88,14 +88,14 @@ class Sampled:
 
     @classmethod
     def from_host(
-        cls, tokens: torch.Tensor, host_tokens: torch.Tensor, host_peaks: torch.Tensor, sequences: Sequence[int]
+        cls, tokens: torch.Tensor, peaks: torch.Tensor, sequences: Sequence[int], device: torch.device
     ) -> Sampled:
-        """For a kernel, the one launched last, that writes into the host's memory by itself.
+        """For a kernel, the one launched last on `device`, that writes into the host's memory by itself.
 
-        tokens: [rows] int64 on the device; host_tokens, host_peaks: [rows], the same and as in `from_tokens`, in pinned
-        memory that is not written again before `to_host` was called.
+        tokens, peaks: [rows], as in `from_tokens`, in pinned memory that is not written again before `to_host` was
+        called; `Sampled.tokens` is then of no use to the device.
         """
-        return cls(tokens=tokens, sequences=tuple(sequences), copy=HostCopy((host_tokens, host_peaks), tokens.device))
+        return cls(tokens=tokens, sequences=tuple(sequences), copy=HostCopy((tokens, peaks), device))
 
     def ready(self) -> bool:
         """Whether `to_host` returns at once."""

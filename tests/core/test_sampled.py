@@ -59,8 +59,8 @@ def test_pinned_blocks_are_not_reused_too_early():
     source = torch.arange(1000, device="cuda")
     torch.cuda._sleep(500_000_000)
     for _ in range(50):
-        HostCopy(source)
-    kept = [HostCopy(source + number) for number in range(10)]
+        HostCopy.begin(source)
+    kept = [HostCopy.begin(source + number) for number in range(10)]
     expected = torch.arange(1000)
     for number, copy in enumerate(kept):
         assert torch.equal(copy.wait()[0], expected + number)

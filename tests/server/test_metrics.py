@@ -33,7 +33,7 @@ def test_histogram_counts_up_to_each_bound() -> None:
 
 
 def test_phases_of_starting() -> None:
-    text = Exporter(Metrics(), EngineStats, lambda: True, (("weights", 3.5), ("import", 1.0))).text().decode()
+    text = Exporter(board(), EngineStats, lambda: True, (("weights", 3.5), ("import", 1.0))).text().decode()
     assert 'engine_startup_seconds{phase="weights"} 3.5' in text
     assert 'engine_startup_seconds{phase="import"} 1.0' in text
 
