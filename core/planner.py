@@ -79,9 +79,11 @@ class Planner:
             if state.ends_at == tick:
                 decoding.leave(state)
         decoding.limit(plan.decode_room)
-        for state in decoding.due(tick):
-            if state.due == tick:  # not preempted a moment ago
-                self._extend(state, plan)
+        while due := decoding.due(tick):
+            for state in due:
+                if state.due == tick:  # not preempted a moment ago
+                    self._extend(state, plan)
+            decoding.limit(plan.decode_room)  # who was preempted leaves room for one held back
 
     def _extend(self, state: RequestState, plan: Plan) -> None:
         """One more block, taken from others if need be; the policy may have `state` itself preempted instead."""

@@ -625,6 +625,19 @@ def test_a_victim_leaves_the_step_being_planned() -> None:
     assert [sequence for sequence, _ in step.blocks] == [2]
 
 
+def test_a_victim_makes_room_for_one_held_back() -> None:
+    rooms = iter([64, 64, *[1] * 20])
+    scheduler = crowded(
+        policy(
+            split=lambda budget, waiting, running: Split(decode=next(rooms), prefill=budget),
+            victim=lambda running: running[0],
+        )
+    )
+    seen = [plan(scheduler).decodes for _ in range(5)]
+    assert seen == [(1,)] * 4 + [(2,)], "the first took the last block, and gave way when it needed another"
+    assert scheduler.stats().preemptions == 1
+
+
 def test_nobody_is_admitted_in_a_step_for_which_somebody_was_preempted() -> None:
     scheduler = crowded()
     scheduler.add(request("c", 1, max_tokens=1, arrival=1.0))
