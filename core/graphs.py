@@ -43,7 +43,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -114,9 +114,9 @@ class DecodeGraphs:
         self._query_starts = torch.arange(max_running + 1, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max_running, device=device)
         self._rows.fill_(residents.padding_row)
-        pinned = {"pin_memory": device.type == "cuda"}
-        self._host_tokens = torch.zeros(TURNS, max_running, dtype=torch.int64, **pinned)
-        self._host_peaks = torch.zeros(TURNS, max_running, dtype=torch.float32, **pinned)
+        pinned = device.type == "cuda"
+        self._host_tokens = torch.zeros(TURNS, max_running, dtype=torch.int64, pin_memory=pinned)
+        self._host_peaks = torch.zeros(TURNS, max_running, dtype=torch.float32, pin_memory=pinned)
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._turns_begun = 0
         self._graphs: dict[tuple[int, str], _Graph] = {}

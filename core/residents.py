@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ class Residents:
         [entries] int64 in the flattened tables and blocks [entries] int32; empty when nothing has."""
         if not self._places:
             return []
-        changes = [np.concatenate(self._places), np.concatenate(self._blocks).astype(np.int32)]
+        blocks = np.fromiter(itertools.chain.from_iterable(self._blocks), np.int32)
+        changes: list[npt.NDArray[Any]] = [np.concatenate(self._places), blocks]
         self._places.clear()
         self._blocks.clear()
         return changes

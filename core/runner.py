@@ -13,6 +13,7 @@ from engine.core.checkpoint import Checkpoint
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError, ExecutorError
+from engine.core.graphs import DecodeGraphs
 from engine.core.kv_cache import KVPool
 from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
@@ -196,13 +197,11 @@ class Runner:
             max_running=max_running,
             fused=self._fused,
         )
-        self._graphs = None
+        self._graphs: DecodeGraphs | None = None
 
     def _capture(self, phases: Phases) -> None:
         """Make the graphs, where the configuration wants them and device and attention backend can."""
         if use_graphs(self.config, self._attention, self.device):
-            from engine.core.graphs import DecodeGraphs
-
             self._graphs = DecodeGraphs(
                 self._model,
                 self._attention,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class TritonAttention(AttentionBackend):
     """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
 
     api = "1"
-    graphs: ClassVar[str] = "decode"
+    graphs = "decode"
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
