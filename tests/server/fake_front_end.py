@@ -10,7 +10,6 @@ from engine.core.config import ModelConfig
 from engine.core.errors import CheckpointError
 from engine.server import front_end
 
-
 BYTES = {token: bytes([token]) for token in range(256)}
 TABLES = {True: BYTES | {256: b""}, False: BYTES | {256: b"<eos>"}}
 
