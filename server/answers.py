@@ -119,10 +119,10 @@ class _Outlet:
         self._open = True
         self._connection.when_writable(self._wake)
         try:
-            self._write_later(self._write, self._first.result())
+            self._put(self._first.result())
             if self._generation.running:
                 self._wake()
-                await self._finished
+            await self._finished
         finally:
             self._connection.when_writable(None)
 
@@ -139,10 +139,17 @@ class _Outlet:
             if data:
                 self._first.set_result(data)
             return
+        if data or not self._generation.running:
+            self._put(data)
+
+    def _put(self, data: bytes) -> None:
+        self._write_later(self._write if self._generation.running else self._write_last, data)
+
+    def _write_last(self, data: bytes) -> None:
+        """The end is when all is written, not when all is made."""
         if data:
-            self._write_later(self._write, data)
-        if not self._generation.running:
-            self._finished.set_result(None)
+            self._write(data)
+        self._finished.set_result(None)
 
 
 def event(body: Any) -> bytes:

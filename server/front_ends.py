@@ -107,7 +107,7 @@ class FrontEnds:
         """Give each new connection to the front end that has the fewest.
 
         Connections live long, so each front end should have the same number. The kernel cannot see to that: of 256
-        connections hashed to 4 listening sockets one gets 73 as a rule, and of one listening socket that all share, the
+        connections hashed to 4 listening sockets one gets 72 as a rule, and of one listening socket that all share, the
         first to wake takes what it can.
         """
         loop = asyncio.get_running_loop()

@@ -163,7 +163,7 @@ def test_bytes_of_tokens_are_the_text(ids):
         tokenizer = TOKENIZERS[name]
         pieces = b"".join(map(tokenizer.token_bytes, ids))
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        assert pieces.decode("utf-8", "replace").removeprefix(" ") == text.removeprefix(" ")
+        assert pieces.decode("utf-8", "replace") in (text, " " + text)  # a decoder may drop a space at the beginning
 
 
 def test_token_texts():

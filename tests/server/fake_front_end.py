@@ -10,6 +10,9 @@ from engine.core.config import ModelConfig
 from engine.core.errors import CheckpointError
 from engine.server import front_end
 
+BYTES = {token: bytes([token]) for token in range(256)}
+TABLES = {True: BYTES | {256: b""}, False: BYTES | {256: b"<eos>"}}
+
 
 class ByteTokenizer:
     """Has as much of engine.core.text.Tokenizer as the server and the Detokenizer use; needs no file."""
@@ -36,14 +39,12 @@ class ByteTokenizer:
         return self.decode(ids, skip_special_tokens)
 
     def own_bytes(self, token: int) -> bytes:
-        return bytes([token]) if token < 256 else b"<eos>"
+        return TABLES[False][token]
 
     token_bytes = own_bytes
 
     def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
-        return {token: self.own_bytes(token) for token in range(256 if skip_special_tokens else 257)} | (
-            {256: b""} if skip_special_tokens else {}
-        )
+        return TABLES[skip_special_tokens]
 
     def chat(self, messages: Sequence[Mapping[str, Any]], begin: str | None = None) -> list[int]:
         said = "".join(f"<{message['role']}>{message['content']}" for message in messages)

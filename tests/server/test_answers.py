@@ -31,6 +31,7 @@ class FakeGeneration:
         self.running = {0}
         self.open = False
         self._news: list[bytes | Exception] = []
+        self._last = False
         self._wake: Callable[[], None] = lambda: None
 
     def __enter__(self) -> None:
@@ -43,10 +44,12 @@ class FakeGeneration:
         self._wake = listener
 
     def write_later(self, write: Callable[[bytes], None], data: bytes) -> None:
-        write(data)
+        asyncio.get_running_loop().call_soon(write, data)
 
     def take(self) -> bytes:
         news, self._news = self._news, []
+        if self._last:
+            self.running.clear()
         for each in news:
             if isinstance(each, Exception):
                 raise each
@@ -54,8 +57,7 @@ class FakeGeneration:
 
     def put(self, news: bytes | Exception, *, last: bool = False) -> None:
         self._news.append(news)
-        if last:
-            self.running.clear()
+        self._last = last
         self._wake()
 
 
@@ -104,24 +106,31 @@ def test_events_are_written_as_they_come() -> None:
         assert dict(client.sent[0]["headers"])[b"x-request-id"] == b"r"
         assert client.connection.chunks == [b"one", b"two"]
         client.events.put(b"three", last=True)
-        assert client.connection.chunks == [b"one", b"two", b"three"]
         await client.task
+        assert client.connection.chunks == [b"one", b"two", b"three"]
         assert client.last == b"data: [DONE]\n\n"
         assert not client.events.open
 
     asyncio.run(main())
 
 
-def test_a_stream_of_one_event() -> None:
-    async def main() -> None:
+def test_all_is_written_before_the_end_of_the_response() -> None:
+    async def main(*events: bytes) -> None:
         client = Client()
+        order = client.sent
+        client.connection.chunks = order
         await client.settle()
-        client.events.put(b"all", last=True)
+        for event in events:  # all before the task wakes
+            client.events.put(event, last=event == events[-1])
         await client.task
-        assert client.connection.chunks == [b"all"]
-        assert client.last == b"data: [DONE]\n\n"
+        start, *written, end = order
+        assert start["type"] == "http.response.start"
+        assert b"".join(written) == b"".join(events)
+        assert end["body"] == b"data: [DONE]\n\n"
 
-    asyncio.run(main())
+    asyncio.run(main(b"all"))
+    asyncio.run(main(b"one", b"two"))
+    asyncio.run(main(b"one", b"two", b"three"))
 
 
 def test_nothing_is_made_while_the_client_does_not_read() -> None:
@@ -138,8 +147,8 @@ def test_nothing_is_made_while_the_client_does_not_read() -> None:
         client.connection.full = False
         assert client.connection.writable is not None
         client.connection.writable()
-        assert client.connection.chunks == [b"one", b"twothree"]
         await client.task
+        assert client.connection.chunks == [b"one", b"twothree"]
         assert client.connection.writable is None
 
     asyncio.run(main())

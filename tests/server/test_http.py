@@ -130,6 +130,13 @@ def test_a_stream_is_the_answer_in_pieces(http: httpx.Client, extra: dict[str, A
             assert offsets == choice["logprobs"]["text_offset"]
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_short_streams_on_one_connection(http: httpx.Client, max_tokens: int) -> None:
+    for _ in range(3):
+        pieces = events(http.post("/v1/completions", json=COMPLETION | {"max_tokens": max_tokens, "stream": True}))
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == "abc"[:max_tokens]
+
+
 def test_chat(http: httpx.Client) -> None:
     body = http.post("/v1/chat/completions", json=CHAT | {"logprobs": True, "top_logprobs": 2}).json()
     assert body["object"] == "chat.completion"
