@@ -91,7 +91,9 @@ class SchedulerConfig:
     name: str = setting(AUTO, "Scheduling policy.", flag="--scheduler")
     options: Mapping[str, Any] = setting({}, "Settings of the scheduling policy.", flag="--scheduler-option")
     max_batch_tokens: int = setting(
-        2048, "Most tokens in one step; longer prompts are computed in chunks.", flag="--max-batch-tokens"
+        0,
+        "Most tokens in one step; longer prompts are computed in chunks. 0: 8192 on a GPU, 2048 on a CPU.",
+        flag="--max-batch-tokens",
     )
     max_running: int = setting(256, "Most sequences in one step.", flag="--max-running")
     overlap: str = setting(

@@ -23,7 +23,7 @@ from engine.core.quant import QuantMethod
 from engine.core.registry import Plugins, load_plugins
 from engine.core.scheduler import Scheduler
 from engine.core.schedulers import SchedulingPolicy
-from engine.core.selection import max_len, resolve
+from engine.core.selection import max_len, resolve, settle
 from engine.core.settings import flatten, load_config
 from engine.core.startup import Listener, Phases
 from engine.core.text import TextDelta, Tokenizer
@@ -83,6 +83,7 @@ class Engine:
             import torch  # noqa: F401  (the slowest import of all, counted where it happens)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)
+            self.config = settle(self.config, self.device)
         with phases.phase("plugins"):
             self.plugins = plugins or load_plugins(self.config.plugins)
             objects = {seam: choice for seam, choice in named.items() if not isinstance(choice, str | None)}

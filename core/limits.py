@@ -12,7 +12,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "model.max_len": (0, 2**31),
     "model.load_threads": (0, 256),
     "model.seed": (0, 2**63 - 1),
-    "scheduler.max_batch_tokens": (1, 2**24),
+    "scheduler.max_batch_tokens": (0, 2**24),
     "scheduler.max_running": (1, 2**20),
     "executor.threads": (0, 4096),
     "cache.page_size": (1, 1024),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from engine.core.attention import AttentionSpec
 from engine.core.config import AUTO, EngineConfig
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from engine.core.schedulers import SchedulingPolicy
 
 DTYPES = ("float32", "bfloat16", "float16")
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Tokens that keep matrix products efficient; more make sequences that decode wait longer."""
 
 Question = Callable[[Any], str | None]
 """Asks a class whether it refuses: a sentence, or None."""
@@ -132,6 +134,13 @@ def questions_of_model(
 def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, Question]:
     """By section, for the plug points that depend on no model."""
     return {"scheduler": lambda cls: cls.refuses(), "executor": lambda cls: cls.refuses(config, device)}
+
+
+def settle(config: EngineConfig, device: DeviceInfo) -> EngineConfig:
+    """The configuration with what depends on the device filled in; done once, before anything else reads it."""
+    if config.scheduler.max_batch_tokens:
+        return config
+    return evolve(config, scheduler=evolve(config.scheduler, max_batch_tokens=BATCH_TOKENS[device.type]))
 
 
 def use_graphs(config: EngineConfig, attention: AttentionBackend, device: DeviceInfo) -> bool:

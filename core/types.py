@@ -183,7 +183,7 @@ class StepResult:
     """(sequence, one entry a prompt position computed in this step), for sequences that asked; the entry of a position
     is about the prompt token after it."""
     seconds: tuple[tuple[str, float], ...] = ()
-    """(phase, seconds): prepare, forward, sample."""
+    """(phase, seconds): prepare, launch, sample."""
 
 
 @frozen(kw_only=True)

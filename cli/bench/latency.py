@@ -22,7 +22,7 @@ from engine.core.settings import Resolved
 if TYPE_CHECKING:
     from engine.core.engine import Engine
 
-COMPUTE = ("forward", "sample")
+COMPUTE = ("launch", "sample")
 """Phases in which a device that computes within `submit` (a CPU) is busy."""
 
 

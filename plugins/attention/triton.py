@@ -68,16 +68,20 @@ class TritonAttention(AttentionBackend):
         return None
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
-        from engine.plugins.kernels.paged_decode import DecodeWorkspace, decode_config
+        from engine.plugins.kernels.paged_decode import MANY, DecodeWorkspace, decode_config
 
         self._spec = spec
         self._pool = pool
         self._group = spec.num_heads // spec.num_kv_heads
         keys = pool.keys[0]
         self._shared_memory = _shared_memory(keys.device)
-        self._decode_config = decode_config(spec.head_dim, keys.itemsize, self._shared_memory)
-        programs = self._decode_config.programs_a_head(spec.num_kv_heads, keys.device)
-        self._workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
+        self._launches: list[tuple[Any, Any]] = []  # for few sequences, and for many
+        for sequences in (1, MANY):
+            config = decode_config(sequences, spec.head_dim, keys.itemsize, self._shared_memory)
+            programs = config.programs_a_head(spec.num_kv_heads, keys.device)
+            workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
+            self._launches.append((config, workspace))
+        self._many = MANY
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
         """See AttentionBackend. Decodes need nothing, in a graph or not: the device reads lengths and tables."""
@@ -98,6 +102,7 @@ class TritonAttention(AttentionBackend):
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.decodes:
+            config, workspace = self._launches[plan.decodes >= self._many]
             paged_decode(
                 q,
                 keys,
@@ -109,8 +114,8 @@ class TritonAttention(AttentionBackend):
                 scale=spec.scale,
                 softcap=spec.softcap,
                 window=spec.sliding_windows[layer],
-                workspace=self._workspace,
-                config=self._decode_config,
+                workspace=workspace,
+                config=config,
             )
         if plan.prompts is not None:
             paged_prefill(

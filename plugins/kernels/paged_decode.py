@@ -39,16 +39,24 @@ class DecodeConfig:
         return max(1, num_sms(device) * self.programs // num_kv_heads)
 
 
-def decode_config(head_dim: int, itemsize: int, shared_memory: int) -> DecodeConfig:
-    """The launch for heads of `head_dim` in a cache of `itemsize` bytes a number.
+MANY = 64
+"""From so many sequences on, the launch for many."""
 
-    A tile of keys or of values takes 16 KB. Two programs share a multiprocessor, so that one computes while the other
-    waits, and take as many stages as its `shared_memory` (bytes) holds, up to 4: on Hopper 64 to 128 KB are in flight.
+
+def decode_config(num_sequences: int, head_dim: int, itemsize: int, shared_memory: int) -> DecodeConfig:
+    """The launch for so many sequences with heads of `head_dim` in a cache of `itemsize` bytes a number.
+
+    A tile of keys or of values takes 16 KB. Few sequences give each program one piece of one of them: two programs
+    share a multiprocessor, and take as many stages as its `shared_memory` (bytes) holds, up to 4: on Hopper 64 to 128
+    KB are in flight. With many, a program goes through several, and at each border its loads run dry; four smaller
+    programs then fill each other's gaps: 78 to 71 us on an H200 for 256 contexts of 256 tokens with 8 KV heads.
     """
     numbers = triton.next_power_of_2(head_dim) * itemsize
     tile = max(16, min(128, 16384 // numbers))
     stage = 2 * tile * numbers
     # One stage is in registers; queries, weights and sums between warps take under 8 KB.
+    if num_sequences >= MANY and shared_memory // 4 - 8192 >= stage:
+        return DecodeConfig(tile=tile, warps=2, stages=2, programs=4)
     room = shared_memory // 2 - 8192
     return DecodeConfig(tile=tile, warps=4, stages=max(2, min(4, 1 + room // stage)), programs=2)
 

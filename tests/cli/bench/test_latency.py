@@ -34,7 +34,7 @@ def test_a_step_is_the_difference_of_the_fastest_runs(tiny: Path, monkeypatch: p
         [shape] = set(load.lengths)
         asked.append(prefix)
         seconds = times[len(load.lengths), shape[1]].pop(0)
-        phases = {"submit": seconds / 2, "wait": seconds / 4, "forward": seconds / 8}
+        phases = {"submit": seconds / 2, "wait": seconds / 4, "launch": seconds / 8}
         return Measured(seconds=seconds, prompt_tokens=0, output_tokens=0, steps=0, phases=phases)
 
     monkeypatch.setattr(latency, "run_load", run_load)
@@ -42,7 +42,7 @@ def test_a_step_is_the_difference_of_the_fastest_runs(tiny: Path, monkeypatch: p
         decode = measure_decode(engine, 2, 16, 8, 2)
     step = (1.2 - 0.3) / 8
     assert decode.step == pytest.approx(step)
-    assert decode.phases == pytest.approx({"submit": step / 2, "wait": step / 4, "forward": step / 8})
+    assert decode.phases == pytest.approx({"submit": step / 2, "wait": step / 4, "launch": step / 8})
     assert decode.host == pytest.approx(step * (1 - 1 / 4 - 1 / 8))  # a CPU computes in the phase forward
     assert decode.context == 16 + (1 + 8) / 2
     assert len(set(asked)) == 4, "each run must draw tokens of its own"

@@ -69,8 +69,8 @@ def test_what_is_measured_is_what_was_asked_for(tiny: Path) -> None:
     assert measured.prompt_tokens == sum(inputs for inputs, _ in load.lengths)
     assert measured.output_tokens == sum(outputs for _, outputs in load.lengths)
     assert measured.steps >= max(outputs for _, outputs in load.lengths)
-    assert {"schedule", "submit", "wait", "commit", "prepare", "forward", "sample"} <= set(measured.phases)
-    assert 0 < measured.phases["forward"] < measured.seconds
+    assert {"schedule", "submit", "wait", "commit", "prepare", "launch", "sample"} <= set(measured.phases)
+    assert 0 < measured.phases["launch"] < measured.seconds
 
 
 def test_requests_run_greedily_past_the_end_of_a_text() -> None:

@@ -11,6 +11,7 @@ from attrs import define
 
 from engine.core.attention import AttentionSpec
 from engine.plugins.kernels.paged_decode import (
+    MANY,
     DecodeConfig,
     DecodeWorkspace,
     decode_config,
@@ -186,8 +187,9 @@ def test_a_cache_of_8_bits(dtype):
 @pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [16, 96, 128, 256])
-def test_the_launch_fits_a_multiprocessor(head_dim, itemsize, shared_memory):
-    config = decode_config(head_dim, itemsize, shared_memory)
+@pytest.mark.parametrize("sequences", [1, MANY])
+def test_the_launch_fits_a_multiprocessor(sequences, head_dim, itemsize, shared_memory):
+    config = decode_config(sequences, head_dim, itemsize, shared_memory)
     used = (config.stages - 1) * 2 * config.tile * max(head_dim, 16) * itemsize
     assert used * (config.programs if config.stages > 2 else 1) < shared_memory
     assert config.tile in (16, 32, 64, 128)
