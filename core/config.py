@@ -125,9 +125,10 @@ class ExecutorConfig:
     )
     graphs: str = setting(
         AUTO,
-        "Replay decode steps as CUDA graphs; auto: where device and attention backend allow it.",
+        "CUDA graphs: of decode steps, and of what lies between the attention of two layers in small steps with"
+        " prompts; decode: of decode steps only; auto: on where device and attention backend allow it.",
         flag="--graphs",
-        choices=(AUTO, "on", "off"),
+        choices=(AUTO, "on", "decode", "off"),
     )
 
 

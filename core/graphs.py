@@ -52,19 +52,34 @@ class Recorder:
         Returns what replays it, and what `work` returned while it was recorded: tensors that each replay fills anew,
         and that a replay of another recording may overwrite.
         """
+        (replay,), made = self.record_pieces(lambda cut: work())
+        return replay, made
+
+    def record_pieces(self, work: Callable[[Callable[[], None]], T]) -> tuple[list[Callable[[], None]], T]:
+        """The same for work that is cut into pieces, to be replayed one by one: each call of the function that it is
+        given ends a piece and begins the next."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            work()
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
             # torch.cuda.graph would collect garbage and empty the cache of free memory first: 50 ms each.
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        with torch.cuda.stream(self._stream):
+            work(lambda: None)
+            begin()
             try:
-                made = work()
+                made = work(cut)
             finally:
-                graph.capture_end()
+                graphs[-1].capture_end()
         current.wait_stream(self._stream)
-        return graph.replay, made
+        return [graph.replay for graph in graphs], made
 
 
 @define
@@ -90,6 +105,7 @@ class DecodeGraphs:
         max_running: int,
         max_len: int,
         fused: bool,
+        recorder: Recorder,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -120,7 +136,7 @@ class DecodeGraphs:
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._turns_begun = 0
         self._graphs: dict[tuple[int, str], _Graph] = {}
-        self._recorder = Recorder(device)
+        self._recorder = recorder
         self._current: tuple[int, ...] = ()
         self._host_rows = np.zeros(0, np.int64)
 

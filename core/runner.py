@@ -13,11 +13,12 @@ from engine.core.checkpoint import Checkpoint
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError, ExecutorError
-from engine.core.graphs import DecodeGraphs
+from engine.core.graphs import DecodeGraphs, Recorder
 from engine.core.kv_cache import KVPool
 from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
 from engine.core.memory import estimate_activations, free_memory, plan_memory
+from engine.core.pieces import PiecewiseSteps
 from engine.core.residents import Residents
 from engine.core.sampled import Sampled
 from engine.core.sampler import Sampler, prompt_logprobs
@@ -162,7 +163,10 @@ class Runner:
             batch, sampling_rows = build_batch(self._residents, step)
             run = ForwardPass(batch=batch, attention=self._attention, plan=self._attention.plan(batch), pool=self._pool)
             laps("prepare")
-            hidden = self._model.forward(run)
+            if self._pieces is not None and len(batch.tokens) <= self._pieces.most_tokens:
+                hidden = self._pieces.run(batch, run.plan)
+            else:
+                hidden = self._model.forward(run)
             logits = None
             if sampling:
                 everything = len(batch.logit_rows) == len(hidden)
@@ -198,10 +202,12 @@ class Runner:
             fused=self._fused,
         )
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PiecewiseSteps | None = None
 
     def _capture(self, phases: Phases) -> None:
         """Make the graphs, where the configuration wants them and device and attention backend can."""
         if use_graphs(self.config, self._attention, self.device):
+            recorder = Recorder(torch.device(self._name))
             self._graphs = DecodeGraphs(
                 self._model,
                 self._attention,
@@ -211,8 +217,19 @@ class Runner:
                 max_running=self.config.scheduler.max_running,
                 max_len=self._spec.max_len,
                 fused=self._fused,
+                recorder=recorder,
             )
             self._graphs.capture_all(lambda done, total: phases.progress(done, total, "batch sizes"))
+            if self.config.executor.graphs != "decode":
+                self._pieces = PiecewiseSteps(
+                    self._model,
+                    self._attention,
+                    self._pool,
+                    recorder,
+                    max_batch_tokens=self.config.scheduler.max_batch_tokens,
+                    device=torch.device(self._name),
+                )
+                self._pieces.record_all(lambda done, total: phases.progress(done, total, "token counts"))
 
     def _update(self, step: Step) -> None:
         self._residents.update(step)

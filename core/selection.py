@@ -152,7 +152,7 @@ def use_graphs(config: EngineConfig, attention: AttentionBackend, device: Device
         obstacle = f"{device.torch_name} has no CUDA graphs"
     elif attention.graphs == "none":
         obstacle = f"{type(attention).__name__} computes on the host what changes from step to step"
-    if obstacle is not None and config.executor.graphs == "on":
+    if obstacle is not None and config.executor.graphs != AUTO:
         raise ConfigError(f"graphs were asked for, but {obstacle}; use --graphs auto, or another backend or device")
     return obstacle is None
 

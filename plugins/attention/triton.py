@@ -95,12 +95,19 @@ class TritonAttention(AttentionBackend):
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
         """See AttentionBackend."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.forward_into(layer, q, k, v, plan, out)
+        return out
+
+    def forward_into(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
+    ) -> None:
+        """See AttentionBackend."""
         from engine.plugins.kernels.paged_decode import paged_decode
         from engine.plugins.kernels.paged_prefill import paged_prefill
 
         spec = self._spec
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.decodes:
             config, workspace = self._launches[plan.decodes >= self._many]
             paged_decode(
@@ -132,7 +139,6 @@ class TritonAttention(AttentionBackend):
                 window=spec.sliding_windows[layer],
                 config=plan.prompts.config,
             )
-        return out
 
     def _plan_prompts(self, batch: ForwardBatch) -> Prompts:
         from engine.plugins.kernels.paged_prefill import prefill_config, prefill_tiles

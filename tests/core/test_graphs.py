@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from engine.core import Engine, SamplingParams, graphs, runner
+from engine.core import Engine, SamplingParams, graphs, pieces, runner
 from engine.core.attention import AttentionBackend, GraphSlot
 from engine.core.batch import ForwardBatch
 from engine.core.config import EngineConfig, ExecutorConfig
@@ -77,14 +77,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> type[Again]:
-    monkeypatch.setattr(graphs, "Recorder", Again)
-    monkeypatch.setattr(runner, "use_graphs", lambda config, attention, device: attention.graphs != "none")
+    monkeypatch.setattr(runner, "Recorder", Again)
+    monkeypatch.setattr(runner, "use_graphs", lambda config, attention, device: config.executor.graphs != "off")
     Again.recorded = 0
     return Again
 
 
 def build(checkpoint: Path, *, attention: type[AttentionBackend] | None = None, **settings: Any) -> Engine:
-    settings = {"executor__device": "cpu", "cache__memory": "8MiB", "model__max_len": 256, **settings}
+    usual = {"executor__device": "cpu", "executor__graphs": "decode", "cache__memory": "8MiB", "model__max_len": 256}
+    settings = usual | settings
     parts = {} if attention is None else {"attention": attention}
     return Engine(model=str(checkpoint), scheduler__max_running=settings.pop("running", 4), **parts, **settings)
 
@@ -95,7 +96,7 @@ def tokens_of(engine: Engine, params: SamplingParams | list[SamplingParams] = GR
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[tuple[int, ...]]:
-    with build(checkpoint) as engine:
+    with build(checkpoint, executor__graphs="off") as engine:
         return tokens_of(engine)
 
 
@@ -145,9 +146,18 @@ def test_each_ending_gives_what_plain_steps_give(checkpoint: Path, replays: type
     penalized = attrs.evolve(GREEDY, repetition_penalty=1.3, presence_penalty=0.5)
     reported = attrs.evolve(GREEDY, logprobs=2)
     mixed = [GREEDY, drawn[1], penalized, reported, drawn[4], GREEDY]
-    with build(checkpoint) as plain, build(checkpoint, attention=FixedAttention) as replayed:
+    with build(checkpoint, executor__graphs="off") as plain, build(checkpoint, attention=FixedAttention) as replayed:
         for params in (drawn, [penalized] * 6, [reported] * 6, mixed):
             assert tokens_of(replayed, params) == tokens_of(plain, params)
+
+
+def test_a_step_is_padded_by_little() -> None:
+    counts = pieces.token_counts(10_000)
+    assert counts[-1] == pieces.MOST_TOKENS
+    for tokens in range(1, counts[-1] + 1):
+        fits = min(count for count in counts if count >= tokens)
+        assert fits - tokens < max(64, fits // 4)
+    assert pieces.token_counts(100) == [64]
 
 
 def test_a_capable_backend_and_device_decide() -> None:
@@ -162,20 +172,21 @@ def test_a_capable_backend_and_device_decide() -> None:
     assert not use_graphs(config("auto"), unable, cuda)
     assert not use_graphs(config("auto"), able, cpu)
     assert not use_graphs(config("off"), able, cuda)
-    for backend, device in ((unable, cuda), (able, cpu)):
-        with pytest.raises(ConfigError, match="graphs were asked for, but"):
-            use_graphs(config("on"), backend, device)
+    for wanted in ("on", "decode"):
+        for backend, device in ((unable, cuda), (able, cpu)):
+            with pytest.raises(ConfigError, match="graphs were asked for, but"):
+                use_graphs(config(wanted), backend, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", [1, 4, 8])
 @pytest.mark.parametrize("overlap", ["on", "off"])
-@pytest.mark.parametrize("on", ["on", "off"])
+@pytest.mark.parametrize("on", ["on", "decode", "off"])
 @pytest.mark.parametrize("attention", ["triton", "torch"])
 def test_greedy_tokens_on_a_gpu(
     checkpoint: Path, expected: list[tuple[int, ...]], attention: str, on: str, overlap: str, steps: int
 ) -> None:
-    if (attention, on) == ("torch", "on"):
+    if attention == "torch" and on != "off":
         pytest.skip("this backend cannot be captured")
     with build(
         checkpoint,
