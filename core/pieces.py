@@ -106,9 +106,8 @@ class PiecewiseSteps:
         size = self._counts[int(np.searchsorted(self._counts, count))]
         step = self._steps[size]
         fixed = (self._tokens, self._positions, self._slots)
-        for tensor, given, padding in zip(
-            fixed, (batch.tokens, batch.positions, batch.slots), self._padding, strict=True
-        ):
+        given = (batch.tokens, batch.positions, batch.slots)
+        for tensor, values, padding in zip(fixed, given, self._padding, strict=True):
             tensor[:count].copy_(values)
             if count < size:
                 tensor[count:size].fill_(padding)
