@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from engine.core.kv_cache import KVPool
     from engine.core.models import Model
 
-MOST_TOKENS = 2048
+MOST_TOKENS = 1024
 """Larger steps keep the device busy for longer than the host takes to launch their kernels one by one."""
 
 
 def token_counts(most: int) -> list[int]:
     """Numbers of tokens to record steps for: a step is padded by at most an eighth, small ones by less than 64."""
-    counts = [*range(64, 513, 64), *range(640, 1025, 128), *range(1280, MOST_TOKENS + 1, 256)]
+    counts = [*range(64, 513, 64), *range(640, MOST_TOKENS + 1, 128)]
     return [count for count in counts if count <= most]
 
 

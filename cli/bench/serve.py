@@ -140,6 +140,8 @@ def _answers(line: str) -> Answers:
 
 def with_share(level: Level, roofline: Roofline, plan: Plan, max_running: int) -> Level:
     """The level beside the roofline of its requests at its concurrency."""
+    if not level.served:
+        return level
     running_at_once = min(plan.concurrency or plan.requests, max_running)
     floor = roofline.load([(plan.input_len, plan.output_len)] * len(level.served), running_at_once)
     return attrs.evolve(level, share=floor / level.seconds)
