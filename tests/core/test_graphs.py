@@ -198,3 +198,37 @@ def test_greedy_tokens_on_a_gpu(
         scheduler__options={"steps": steps},
     ) as engine:
         assert tokens_of(engine) == expected
+
+
+@pytest.fixture(scope="module")
+def half_precision(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, ...]]]:
+    """A model for kernels that know no float32, and its tokens by PyTorch's operations alone."""
+    wide = make_checkpoint(tmp_path_factory.mktemp("wide"), "qwen3", tokenizer=True, head_dim=64)
+    with build(
+        wide, executor__device="cuda", executor__kernels="plain", attention__name="torch", model__dtype="float16",
+        executor__graphs="off",
+    ) as engine:  # fmt: skip
+        return wide, tokens_of(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [1, 4, 8])
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("on", ["on", "off"])
+@pytest.mark.parametrize("attention", ["flashinfer", "flashinfer,triton", "triton"])
+def test_greedy_tokens_in_half_precision(
+    half_precision: tuple[Path, list[tuple[int, ...]]], attention: str, on: str, overlap: str, steps: int
+) -> None:
+    pytest.importorskip("flashinfer", reason="needs FlashInfer")
+    checkpoint, expected = half_precision
+    with build(
+        checkpoint,
+        executor__device="cuda",
+        executor__graphs=on,
+        attention__name=attention,
+        model__dtype="float16",
+        scheduler__overlap=overlap,
+        scheduler__name="multi_step",
+        scheduler__options={"steps": steps},
+    ) as engine:
+        assert tokens_of(engine) == expected
