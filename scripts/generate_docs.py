@@ -112,6 +112,21 @@ def load_result(name: str) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
+def headline_table() -> str:
+    """Of each model compared on the H200, the rows that have a goal."""
+    references = json.loads(REFERENCES.read_text(encoding="utf-8"))
+    parts = []
+    for prefix, versions in (("models", references["versions"]), ("server", {"vllm": references["versions"]["vllm"]})):
+        for key, model in references[prefix].items():
+            name = key.replace(":", "-")
+            report = load_result(f"h200-{name}" if prefix == "models" else f"h200-serve-{name}")
+            rows = [row for row in model["rows"] if row["goal"] is not None]
+            if report is not None and rows:
+                title = model["title"] + (", served over HTTP" if prefix == "server" else "")
+                parts.append(f"**{title}**\n\n{compared(report, rows, versions)}")
+    return "\n\n".join(parts)
+
+
 def compared_tables() -> str:
     """Each model's figures on the H200 beside those of vLLM and SGLang; only models with a result."""
     references = json.loads(REFERENCES.read_text(encoding="utf-8"))
@@ -243,6 +258,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/configuration.md", settings_tables),
     "commands": ("docs/cli.md", command_reference),
     "results": ("README.md", results_table),
+    "headline": ("README.md", headline_table),
     "compared": ("docs/performance.md", compared_tables),
     "served": ("docs/performance.md", served_tables),
     "startup": ("docs/performance.md", startup_table),
