@@ -98,7 +98,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """As `forward`, with the result in `out`: [tokens, heads, head_dim], dense, of q's dtype.
 
-        Called where two backends share a batch (`attention_pair`); a backend that can write there saves the copy.
+        Called where two backends share a batch (`attention_pair`) and between recorded pieces of a step (`pieces`); a
+        backend that can write there saves the copy.
         """
         out.copy_(self.forward(layer, q, k, v, plan))
 

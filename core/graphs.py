@@ -89,6 +89,8 @@ class _Graph:
     replay: Callable[[], None]
     logits: torch.Tensor | None
     """[batch, vocabulary], where it ends with logits."""
+    run: ForwardPass
+    """What it was recorded with, kept as long as it: the plan may own memory that the graph reads."""
 
 
 class DecodeGraphs:
@@ -225,7 +227,7 @@ class DecodeGraphs:
         run = ForwardPass(batch=batch, attention=self._attention, plan=plan, pool=self._pool)
         replay, logits = self._recorder.record(lambda: self._step(run, size, ending))
         self._turn.fill_(self._turns_begun)
-        self._graphs[size, ending] = made = _Graph(replay, logits)
+        self._graphs[size, ending] = made = _Graph(replay, logits, run)
         return made
 
     def _batch(self, size: int) -> ForwardBatch:
