@@ -155,6 +155,8 @@ class AttentionConformance:
         packed = [torch.cat(tensors, 1)[:rows].zero_() for tensors in work.inputs]
         inputs = [unpack(spec, layer) for layer in packed]
         backend = self._backend(spec, work)
+        if backend.graphs == "none":
+            pytest.skip("captures no graphs of such layers")
         plan = backend.plan(batch, GraphSlot(num_sequences=rows))
         replay = self._captured(lambda: [backend.forward(layer, *each, plan) for layer, each in enumerate(inputs)])
         for chosen in ([0, 1, 2, 3, 4, 5], [9, 7, 6], [8], [7, 7, 0, 5, 3, 6]):
