@@ -24,9 +24,10 @@ class ForwardBatch:
 
     Device tensors have their host copies beside them, so that a backend can plan without waiting for the device.
 
-    In a batch for a CUDA graph all sequences decode, the tensors are the graph's own, and their contents change from
-    one replay to the next: only shapes may be relied on. The host copies then hold the most that can come: contexts of
-    the longest length.
+    In a batch for the CUDA graph of a decode step all sequences decode, the tensors are the graph's own, and their
+    contents change from one replay to the next: only shapes may be relied on. The host copies then hold the most that
+    can come: contexts of the longest length. (What a model sees while pieces between attention calls are recorded has
+    tokens, positions and slots only.)
     """
 
     tokens: torch.Tensor

@@ -27,7 +27,7 @@ from engine.core.selection import max_len, resolve, settle
 from engine.core.settings import flatten, load_config
 from engine.core.startup import Listener, Phases
 from engine.core.text import TextDelta, Tokenizer
-from engine.core.types import EngineStats, Output, Request, SamplingParams, Step
+from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,7 +98,15 @@ class Engine:
                 self._executor.watch(on_progress)
             info = self._executor.start()
             phases.include(info.phases)
-        self.cache_info = attrs.evolve(info, phases=phases.seconds)
+        try:
+            self._begin(attrs.evolve(info, phases=phases.seconds))
+        except BaseException:
+            self._executor.shutdown()  # nobody else has this engine to close it
+            raise
+
+    def _begin(self, info: CacheInfo) -> None:
+        """What an engine needs beside its executor."""
+        self.cache_info = info
         self._scheduler = Scheduler(
             self.parts.policy,
             BlockManager(

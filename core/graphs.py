@@ -19,6 +19,7 @@ from engine.core.batch import ForwardBatch, ForwardPass
 from engine.core.residents import Residents
 from engine.core.sampled import Sampled
 from engine.core.sampler import DRAW, FULL, GREEDY, Sampler
+from engine.core.schedulers import MAX_DECODE_STEPS
 from engine.core.transfer import to_device
 
 if TYPE_CHECKING:
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TURNS = 256
-"""Replays whose tokens stand in the host's memory at once: more than may be under way."""
+TURNS = 2 * MAX_DECODE_STEPS
+"""Replays whose tokens stand in the host's memory at once: as many as two steps may have."""
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Batch sizes to make graphs for: a sequence pays for at most a third more than it is, from 8 on for far less."""
-    sizes = [1, 2, 3, 4, 6, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, most, 32)]
+    """Batch sizes to make graphs for. A batch is padded by less than 8 sequences up to 64, and above by less than a
+    quarter of what it has."""
+    sizes = [1, 2, 3, 4, 6, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 513, 32)]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] * 5 // 4)
     return [size for size in sizes if size < most] + [most]
 
 
@@ -80,6 +84,20 @@ class Recorder:
                 graphs[-1].capture_end()
         current.wait_stream(self._stream)
         return [graph.replay for graph in graphs], made
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without owning it, so that what is recorded later may be given it.
+
+    Only for memory that each replay has done with before another begins. (torch's own graph trees make such tensors
+    likewise.)
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    owner = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(owner.data_ptr(), tensor.device, owner.nbytes())
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 @define
@@ -226,6 +244,8 @@ class DecodeGraphs:
         plan = self._attention.plan(batch, GraphSlot(num_sequences=size))
         run = ForwardPass(batch=batch, attention=self._attention, plan=plan, pool=self._pool)
         replay, logits = self._recorder.record(lambda: self._step(run, size, ending))
+        if logits is not None:
+            logits = unowned(logits)
         self._turn.fill_(self._turns_begun)
         self._graphs[size, ending] = made = _Graph(replay, logits, run)
         return made

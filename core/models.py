@@ -61,7 +61,11 @@ class Model(ABC):
 
     @abstractmethod
     def forward(self, run: ForwardPass) -> torch.Tensor:
-        """Hidden states of the batch's tokens before the LM head: [tokens, hidden_size]."""
+        """Hidden states of the batch's tokens before the LM head: [tokens, hidden_size].
+
+        May be recorded in CUDA graphs, cut at each call of `run.attention.forward`: of the batch it may use tokens,
+        positions and slots (and their number), and hand the rest to attention.
+        """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from attrs import define, evolve
 
 from engine.core.batch import ForwardBatch, ForwardPass
+from engine.core.graphs import unowned
 
 if TYPE_CHECKING:
     from engine.core.attention import AttentionBackend, Plan
@@ -26,7 +27,7 @@ MOST_TOKENS = 1024
 
 
 def token_counts(most: int) -> list[int]:
-    """Numbers of tokens to record steps for: a step is padded by at most an eighth, small ones by less than 64."""
+    """Numbers of tokens to record steps for: a step is padded by less than 64 up to 512, and by less than 128."""
     counts = [*range(64, 513, 64), *range(640, MOST_TOKENS + 1, 128)]
     return [count for count in counts if count <= most]
 
@@ -63,7 +64,7 @@ class _Cut:
         """Note the call, whose result is `out` by the time that the next piece runs."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._cut()
-        self.calls.append(_Call(layer, *(_view(tensor) for tensor in (q, k, v, out))))
+        self.calls.append(_Call(layer, *(unowned(tensor) for tensor in (q, k, v, out))))
         return out
 
 
@@ -142,17 +143,4 @@ class PiecewiseSteps:
             return self._model.forward(evolve(run, attention=attention))
 
         pieces, hidden = self._recorder.record_pieces(work)
-        return _Step(pieces, cuts[-1].calls, hidden)
-
-
-def _view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without owning it, so that later pieces of the recording may be given it once it is free there.
-
-    When they run, attention has read or written it. (torch's own graph trees make such tensors likewise.)
-    """
-    if tensor.device.type == "cpu":
-        return tensor
-    owner = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(owner.data_ptr(), tensor.device, owner.nbytes())
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return _Step(pieces, cuts[-1].calls, unowned(hidden))

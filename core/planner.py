@@ -8,7 +8,7 @@ from engine.core.clock import Clock
 from engine.core.plan import Plan
 from engine.core.policy import CheckedPolicy
 from engine.core.queues import Queues
-from engine.core.schedulers import Split
+from engine.core.schedulers import MAX_DECODE_STEPS, Split
 from engine.core.sequence import RequestState
 
 MAX_DISPLACED = 3
@@ -59,7 +59,7 @@ class Planner:
         queues = self._queues
         if queues.prefilling or not self._policy.repeats:
             return 1
-        wanted = self._policy.decode_steps(queues.running_views, queues.waiting_views)
+        wanted = min(self._policy.decode_steps(queues.running_views, queues.waiting_views), MAX_DECODE_STEPS)
         count = 1
         while count < wanted:
             tick = self._clock.ticks + count

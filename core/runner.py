@@ -17,7 +17,7 @@ from engine.core.graphs import DecodeGraphs, Recorder
 from engine.core.kv_cache import KVPool
 from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
-from engine.core.memory import estimate_activations, free_memory, plan_memory
+from engine.core.memory import estimate_activations, format_bytes, free_memory, plan_memory
 from engine.core.pieces import PiecewiseSteps
 from engine.core.residents import Residents
 from engine.core.sampled import Sampled
@@ -29,6 +29,8 @@ from engine.core.types import CacheInfo, NewSequence, SamplingParams, Slice, Ste
 
 PromptScores = tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]
 """As StepResult.prompt_logprobs."""
+ROWS_AT_ONCE = 256
+"""Logits of a prompt computed in one go."""
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Of the free memory, for an engine that is told no other share."""
 
@@ -98,6 +100,7 @@ class Runner:
     def start(self, phases: Phases | None = None) -> CacheInfo:
         """Load the weights, measure, and make the KV cache. Raises CheckpointError or CapacityError."""
         phases = phases or Phases()
+        self._enter_device()
         with phases.phase("model"):
             free = free_memory(self.device)
             config = self.config
@@ -126,10 +129,16 @@ class Runner:
             activations=activations,
             bytes_per_block=KVPool.bytes_per_block(self._spec),
         )
-        with phases.phase("kv_cache"):
-            self._make_state(plan.num_blocks)
-        with phases.phase("graphs"):
-            self._capture(phases)
+        try:
+            with phases.phase("kv_cache"):
+                self._make_state(plan.num_blocks)
+            with phases.phase("graphs"):
+                self._capture(phases)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the KV cache of {format_bytes(plan.kv)} and the CUDA graphs do not fit on {self._name} together;"
+                " use a lower --memory-fraction, --kv-memory or --max-running"
+            ) from error
         return CacheInfo(
             num_blocks=plan.num_blocks,
             page_size=self._spec.page_size,
@@ -146,6 +155,7 @@ class Runner:
     def launch(self, step: Step) -> PendingStep:
         """Do the step. On a GPU this only launches the kernels."""
         laps = Laps()
+        self._enter_device()
         self._update(step)
         if self._graphs is not None and not step.chunks:
             samples = self._graphs.run(step.decodes, step.iterations, laps)
@@ -207,6 +217,8 @@ class Runner:
     def _capture(self, phases: Phases) -> None:
         """Make the graphs, where the configuration wants them and device and attention backend can."""
         if use_graphs(self.config, self._attention, self.device):
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # a capture cannot take back what the allocator keeps
             recorder = Recorder(torch.device(self._name))
             self._graphs = DecodeGraphs(
                 self._model,
@@ -231,6 +243,11 @@ class Runner:
                 )
                 self._pieces.record_all(lambda done, total: phases.progress(done, total, "token counts"))
 
+    def _enter_device(self) -> None:
+        """Make the device this thread's current one: Triton launches there, wherever the tensors are."""
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            torch.cuda.set_device(self.device.index)
+
     def _update(self, step: Step) -> None:
         self._residents.update(step)
         for sequence in step.finished:
@@ -238,7 +255,7 @@ class Runner:
             self._scored_prompts.pop(sequence, None)
         for new in step.new:
             self._sampler.add(new, self._residents.row(new.sequence))
-            if new.params.prompt_logprobs is not None:
+            if new.params.prompt_logprobs is not None and len(new.tokens) == new.prompt_len:
                 self._scored_prompts[new.sequence] = new
 
     def _score_prompts(self, step: Step, hidden: torch.Tensor) -> PromptScores:
@@ -250,15 +267,21 @@ class Runner:
             if new is not None and piece.start < new.prompt_len - 1:
                 targets = self._residents.prompt_targets(new, piece.start, piece.count)
                 (there,) = to_device([targets], hidden.device)
-                logits = self._model.logits(hidden[row : row + len(targets)])
-                scores.append((piece.sequence, prompt_logprobs(logits, there, new.params.prompt_logprobs or 0)))
+                count = new.params.prompt_logprobs or 0
+                entries: list[TokenLogprobs] = []
+                for begin in range(0, len(targets), ROWS_AT_ONCE):  # logits of a whole chunk would take gigabytes
+                    some = slice(begin, min(begin + ROWS_AT_ONCE, len(targets)))
+                    logits = self._model.logits(hidden[row + some.start : row + some.stop])
+                    entries += prompt_logprobs(logits, there[some], count)
+                scores.append((piece.sequence, tuple(entries)))
             row += piece.count
         return tuple(scores)
 
     def _measure_activations(self) -> int:
         """Peak bytes of a full step beside the weights: measured on a GPU, estimated on a CPU.
 
-        The step measured has few sequences; logits of as many rows as may run are counted on top.
+        The step measured has few sequences; logits of as many rows as may run are counted on top. Graphs and the
+        workspaces of attention come out of what the memory fraction leaves.
         """
         if self.device.type == "cpu":
             return estimate_activations(self._model_spec, self.config, self._dtype)
@@ -276,6 +299,8 @@ class Runner:
                 f"a step of {tokens} tokens does not fit on {self._name} beside the weights; "
                 "use a lower --max-batch-tokens or a smaller model"
             ) from error
+        del self._pool, self._attention, self._residents, self._sampler  # made anew, in their place
+        torch.cuda.empty_cache()
         return peak + min(scheduler.max_running, tokens) * 3 * self._model_spec.vocab_size * 4
 
 

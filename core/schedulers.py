@@ -10,6 +10,9 @@ from attrs import frozen
 
 API = "1"
 
+MAX_DECODE_STEPS = 128
+"""Decode steps issued at once, at most; a policy that asks for more gets so many."""
+
 
 class RequestView(Protocol):
     """What a policy sees of a request; read-only."""

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from engine.core import Engine, Request, SamplingParams
+from engine.core import Engine, Request, SamplingParams, runner
+from engine.core import engine as engine_module
 from engine.core.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, PluginError
 from engine.core.schedulers import RequestView, SchedulingPolicy
 from engine.core.startup import Progress
 from engine.core.types import Output
+from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.testing.checkpoints import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -283,6 +285,34 @@ def test_closing_is_final_and_may_be_repeated(checkpoint: Path) -> None:
     engine.close()
     engine.close()
     assert not engine.check().ok
+
+
+def test_an_engine_that_fails_to_start_frees_its_executor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shut = []
+
+    def shutdown(executor: UniprocExecutor) -> None:
+        shut.append(executor)
+
+    monkeypatch.setattr(engine_module, "Scheduler", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(UniprocExecutor, "shutdown", shutdown)
+    with pytest.raises(ZeroDivisionError):
+        build(checkpoint)
+    assert len(shut) == 1
+
+
+def test_long_prompts_are_scored_some_rows_at_a_time(
+    checkpoint: Path, shared: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    (whole,) = shared.generate([PROMPTS[5]], params)
+    monkeypatch.setattr(runner, "ROWS_AT_ONCE", 7)
+    (parts,) = shared.generate([PROMPTS[5]], params)
+    assert whole.prompt_logprobs is not None
+    assert parts.prompt_logprobs is not None
+    assert [entry.token for entry in parts.prompt_logprobs] == [entry.token for entry in whole.prompt_logprobs]
+    assert [entry.logprob for entry in parts.prompt_logprobs] == pytest.approx(
+        [entry.logprob for entry in whole.prompt_logprobs], abs=1e-5
+    )
 
 
 def test_errors_of_construction(checkpoint: Path, tmp_path: Path) -> None:

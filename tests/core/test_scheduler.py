@@ -10,7 +10,7 @@ from engine.core.errors import ExecutorError, InvalidRequestError, PluginError
 from engine.core.kv_cache import BlockManager
 from engine.core.planner import MAX_DISPLACED
 from engine.core.scheduler import Scheduler
-from engine.core.schedulers import RequestView, SchedulingPolicy, Split
+from engine.core.schedulers import MAX_DECODE_STEPS, RequestView, SchedulingPolicy, Split
 from engine.core.types import Output, Request, SamplingParams, Step, StepResult, TokenLogprobs
 
 PAGE = 4
@@ -308,6 +308,13 @@ def test_tokens_a_step_are_clamped_to_what_is_left() -> None:
     scheduler.add(request("b", 3, max_tokens=9))
     assert [plan_iterations(scheduler) for _ in range(3)] == [1, 3, 5]
     assert not scheduler.has_work
+
+
+def test_tokens_a_step_are_clamped_to_what_a_runner_takes() -> None:
+    scheduler = make_scheduler(policy(decode_steps=lambda running, waiting: 10_000), num_blocks=200, max_len=800)
+    scheduler.add(request("a", 3, max_tokens=700))
+    turn(scheduler)
+    assert plan(scheduler).iterations == MAX_DECODE_STEPS
 
 
 def test_tokens_a_step_are_clamped_to_the_blocks() -> None:
