@@ -15,7 +15,8 @@ A draw inverts the cumulative distribution, in order of token number, at a unifo
 of how many tokens the sequence has put out, so that it depends neither on the batch nor on preemption.
 
 What steps 3 and 4 need lies in the SamplingTable on the device. A batch whose sequences need nothing else (`kind` says
-so) can therefore be sampled by `greedy` or `draw` inside a CUDA graph, and by `sample` in any step between.
+so) can therefore be sampled by the model's own argmax or by `draw` inside a CUDA graph, and by `sample` in any step
+between.
 
 Nothing here waits for the device, and while the same sequences follow each other `sample` does no work per row on the
 host. Logits that are not finite (NaN, +inf, or -inf everywhere) are therefore noticed in `Sampled.to_host`, which waits
@@ -170,26 +171,21 @@ class Sampler:
             self._unwritten.clear()
 
     def kind(self, sequences: Sequence[int]) -> str:
-        """What these sequences' next tokens take: "greedy" or "draw", for which the method of that name will do, or
-        "full" (a bias, penalties, min_tokens not yet reached, log probabilities), which is for `sample` alone."""
+        """What these sequences' next tokens take: "greedy", the likeliest and no more (who takes it elsewhere counts it
+        by `table.advance`), "draw", for which the method of that name will do, or "full" (a bias, penalties, min_tokens
+        not yet reached, log probabilities), which is for `sample` alone."""
         if self._full and not self._full.isdisjoint(sequences):
             return FULL
         if self._drawing and not self._drawing.isdisjoint(sequences):
             return DRAW
         return GREEDY
 
-    def greedy(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest token of each row, which then counts as put out; may be captured in a CUDA graph.
-
-        logits: [n, vocab]; rows: [n] int64, places in the table, the padding row as often as need be. Returns (tokens
-        [n] int64, peaks [n] float32), as `Sampled.from_tokens` takes them. Who has these already calls `table.advance`.
-        """
-        peaks, tokens = self._argmax(logits)
-        self.table.advance(rows)
-        return tokens, peaks
-
     def draw(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for rows of which any may draw; for a fused sampler."""
+        """The next token of rows of which any may draw, which then counts as put out; may be captured in a CUDA graph.
+
+        For a fused sampler. logits: [n, vocab]; rows: [n] int64, places in the table, the padding row as often as need
+        be. Returns (tokens [n] int64, peaks [n] float32), as `Sampled.from_tokens` takes them.
+        """
         assert self._draw_rows is not None
         tokens, peaks = self._draw_rows(logits, rows, self.table)
         self.table.advance(rows)
