@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.cli.bench_report import Row, report, write
+from engine.core.kernels.argmax import argmax_rows
 from engine.core.sampler import Sampler
 from engine.core.types import NewSequence, SamplingParams
 
@@ -63,7 +64,12 @@ def elapsed(work: Callable[[], object], calls: int) -> float:
 def fused_time(logits: torch.Tensor, asked: list[dict[str, float]]) -> float:
     rows = torch.arange(len(logits), device="cuda")
     sampler = make_sampler(*logits.shape, asked, fused=True)
-    call = sampler.greedy if sampler.kind(range(len(logits))) == "greedy" else sampler.draw
+
+    def greedy(logits: torch.Tensor, rows: torch.Tensor) -> None:
+        argmax_rows(logits)
+        sampler.table.advance(rows)
+
+    call = greedy if sampler.kind(range(len(logits))) == "greedy" else sampler.draw
     call(logits, rows)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
