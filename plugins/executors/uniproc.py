@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,10 +10,11 @@ import torch
 from engine.core.checkpoint import Checkpoint
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo, find_device
-from engine.core.errors import ExecutorError
+from engine.core.errors import EngineError, ExecutorError
 from engine.core.executors import Executor, Health, PendingResult
 from engine.core.runner import Runner
 from engine.core.selection import Parts
+from engine.core.startup import Listener, Phases
 from engine.core.types import CacheInfo, Step
 
 
@@ -31,21 +33,28 @@ class UniprocExecutor(Executor):
         checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
         self._runner: Runner | None = Runner(config, parts, checkpoint, self._device)
         self._failure = ""
+        self._listener: Listener | None = None
 
     @property
     def asynchronous(self) -> bool:
         """True on a GPU."""
         return self._device.type != "cpu"
 
+    def watch(self, listener: Listener) -> None:
+        """See Executor."""
+        self._listener = listener
+
     def start(self) -> CacheInfo:
         """See Executor."""
-        return self._running().start()
+        return self._running().start(Phases(self._listener))
 
     def submit(self, step: Step) -> PendingResult:
         """See Executor."""
         try:
             return self._running().launch(step)
-        except RuntimeError as error:  # torch raises nothing else, out of memory included
+        except EngineError:
+            raise
+        except Exception as error:  # torch's, out of memory included, and those of kernels' compilers
             self._failure = f"step {step.id} failed on {self._device.torch_name}: {error}"
             raise ExecutorError(self._failure) from error
 
@@ -58,6 +67,10 @@ class UniprocExecutor(Executor):
     def shutdown(self) -> None:
         """See Executor."""
         if self._runner is not None:
+            if self.asynchronous:
+                # Kernels under way may still write into the host's memory. They may also have failed: that was told.
+                with suppress(RuntimeError):
+                    torch.cuda.synchronize(self._device.torch_name)
             self._runner = None
             if self.asynchronous:
                 torch.cuda.empty_cache()

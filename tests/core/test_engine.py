@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.core import Engine, Request, SamplingParams
+from engine.core import Engine, Request, SamplingParams, runner
+from engine.core import engine as engine_module
 from engine.core.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, PluginError
 from engine.core.schedulers import RequestView, SchedulingPolicy
+from engine.core.startup import Progress
 from engine.core.types import Output
+from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.testing.checkpoints import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -47,6 +51,20 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
 def shared(checkpoint: Path) -> Iterator[Engine]:
     with build(checkpoint) as engine:
         yield engine
+
+
+def test_starting_is_told_and_timed(checkpoint: Path) -> None:
+    told: list[Progress] = []
+    begun = time.perf_counter()
+    with build(checkpoint, on_progress=told.append) as engine:
+        took = time.perf_counter() - begun
+        phases = dict(engine.cache_info.phases)
+        assert list(dict.fromkeys(one.phase for one in told)) == list(phases)
+        assert {"checkpoint", "import", "device", "plugins", "weights", "memory", "kv_cache"} <= set(phases)
+        assert all(seconds >= 0 for seconds in phases.values())
+        assert took / 2 < sum(phases.values()) <= took
+        [*_, weights] = [one for one in told if one.phase == "weights"]
+        assert weights.done == weights.total > 0
 
 
 def test_batch_composition_does_not_matter(shared: Engine, expected: list[tuple[int, ...]]) -> None:
@@ -267,6 +285,34 @@ def test_closing_is_final_and_may_be_repeated(checkpoint: Path) -> None:
     engine.close()
     engine.close()
     assert not engine.check().ok
+
+
+def test_an_engine_that_fails_to_start_frees_its_executor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shut = []
+
+    def shutdown(executor: UniprocExecutor) -> None:
+        shut.append(executor)
+
+    monkeypatch.setattr(engine_module, "Scheduler", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(UniprocExecutor, "shutdown", shutdown)
+    with pytest.raises(ZeroDivisionError):
+        build(checkpoint)
+    assert len(shut) == 1
+
+
+def test_long_prompts_are_scored_some_rows_at_a_time(
+    checkpoint: Path, shared: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    (whole,) = shared.generate([PROMPTS[5]], params)
+    monkeypatch.setattr(runner, "ROWS_AT_ONCE", 7)
+    (parts,) = shared.generate([PROMPTS[5]], params)
+    assert whole.prompt_logprobs is not None
+    assert parts.prompt_logprobs is not None
+    assert [entry.token for entry in parts.prompt_logprobs] == [entry.token for entry in whole.prompt_logprobs]
+    assert [entry.logprob for entry in parts.prompt_logprobs] == pytest.approx(
+        [entry.logprob for entry in whole.prompt_logprobs], abs=1e-5
+    )
 
 
 def test_errors_of_construction(checkpoint: Path, tmp_path: Path) -> None:
