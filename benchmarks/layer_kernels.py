@@ -1,6 +1,6 @@
 """The fused kernels by themselves: microseconds replayed from a CUDA graph, beside what reading and writing must take.
 
-    python benchmarks/kernels.py [--tune] [--only norm rope silu argmax host linear] [--json FILE]
+    python benchmarks/layer_kernels.py [--tune] [--only norm rope silu argmax host linear] [--json FILE]
 
 Operands rotate over more memory than the L2 cache keeps. Floor: bytes read and written over 4.2 TB/s. For the linears,
 `pair` is the time with a norm before each, as the choice at load measures it, and `alone` without. --tune: the best
