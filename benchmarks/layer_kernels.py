@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import triton
 
-from engine.cli.bench_report import Row, report, write
+from engine.cli.bench.report import Row, report, write
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.argmax import argmax_rows
 from engine.core.kernels.norm import add_rms_norm

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine.cli.bench_report import Row, report, write
+from engine.cli.bench.report import Row, report, write
 from engine.core.kernels.argmax import argmax_rows
 from engine.core.sampler import Sampler
 from engine.core.types import NewSequence, SamplingParams

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from attrs import Factory, define
 
-from engine.cli.bench_report import Row, report, write
+from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
 from engine.core.kv_cache import BlockManager
 from engine.core.registry import load_plugins
