@@ -33,7 +33,8 @@ from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.sampled import Ranks, Sampled, to_entries
 from engine.core.sampling_ops import cutoffs, draw, penalize, rank_tokens, uniforms
 from engine.core.sampling_plan import Draw, Edit, Plan, Planner, Report, SequenceState
-from engine.core.sampling_table import SamplingTable, is_greedy, send
+from engine.core.sampling_table import SamplingTable, is_greedy
+from engine.core.transfer import send
 from engine.core.types import NewSequence, SamplingParams, TokenLogprobs
 
 GREEDY = "greedy"

@@ -8,7 +8,8 @@ import torch
 from attrs import frozen
 
 from engine.core.sampling_ops import WIDEST_TOP_K, mix
-from engine.core.sampling_table import is_greedy, send
+from engine.core.sampling_table import is_greedy
+from engine.core.transfer import send
 from engine.core.types import SamplingParams
 
 _STRONGEST = 1e30

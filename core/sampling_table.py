@@ -17,17 +17,6 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < _COLDEST or params.top_k == 1
 
 
-def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a CPU tensor on the device, without waiting for it.
-
-    torch's allocator of pinned memory hands a block out again only once the copies that read it have ended, so the
-    staging block needs no keeping here.
-    """
-    if device.type == "cuda":
-        return values.pin_memory().to(device, non_blocking=True)
-    return values.to(device)
-
-
 class SamplingTable:
     """Sampling parameters by row: rows 0 to max_running - 1 are given to sequences; the last one pads, and is greedy.
 

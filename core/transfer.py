@@ -1,4 +1,4 @@
-"""Host arrays to the device, all in one copy."""
+"""From the host to the device without waiting: arrays side by side in one copy, or one tensor."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[
         sent[start : start + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
+
+
+def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a CPU tensor on the device, without waiting for it.
+
+    torch's allocator of pinned memory hands a block out again only once the copies that read it have ended, so the
+    staging block needs no keeping here.
+    """
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.core.sampling_ops import mix
-from engine.core.sampling_table import SamplingTable, is_greedy, send
+from engine.core.sampling_table import SamplingTable, is_greedy
+from engine.core.transfer import send
 from engine.core.types import SamplingParams
 
 CPU = torch.device("cpu")
