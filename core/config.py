@@ -108,6 +108,10 @@ class ExecutorConfig:
         flag="--kernels",
         choices=(AUTO, "fused", "plain"),
     )
+    kernel_cache: str = setting(
+        "",
+        "Directory for the measured choice of kernels; empty: engine/kernels under $XDG_CACHE_HOME or ~/.cache.",
+    )
     graphs: str = setting(
         AUTO,
         "Replay decode steps as CUDA graphs; auto: where device and attention backend allow it.",

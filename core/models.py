@@ -66,3 +66,13 @@ class Model(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden_size] -> [rows, vocab_size]."""
+
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logit of each row ([rows] float32) and its token ([rows] int64), the first of equals.
+
+        hidden: [rows, hidden_size]. With a NaN among a row's logits the peak is NaN and the token some token. Override
+        it where the layers find the peak without keeping logits (LMHead.greedy), which may compare them before they
+        are rounded to the model's type and so break ties in another way.
+        """
+        peaks, tokens = self.logits(hidden).max(dim=-1)
+        return peaks.float(), tokens

@@ -38,6 +38,8 @@ class LinearSpec:
     """Of activations: float32, bfloat16 or float16."""
     parallel: str = "none"
     """How ranks share it: column (each has some outputs), row (each has some inputs) or none (each has all)."""
+    gated: bool = False
+    """Whether its two parts are the gate and up projections of a gated MLP, so that `apply_gated` alone is called."""
 
     @property
     def out_features(self) -> int:
@@ -75,6 +77,17 @@ class LinearKernel(ABC):
     @abstractmethod
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """x: [..., in_features] -> [..., out_features], in x's dtype."""
+
+    def apply_gated(
+        self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """silu(gate) * up of the two halves of `apply`'s outputs: [..., out_features / 2].
+
+        Override it where both go in one pass; a kernel that does not is called by `apply`, and the layer activates.
+        """
+        from engine.core.layers.activation import silu_and_mul
+
+        return silu_and_mul(self.apply(x, weights, bias))
 
 
 class QuantMethod(ABC):

@@ -17,7 +17,7 @@ from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
 from engine.core.memory import estimate_activations, free_memory, plan_memory
 from engine.core.sampler import Sampled, Sampler, prompt_logprobs
-from engine.core.selection import Parts, attention_spec, max_len, resolve_dtype
+from engine.core.selection import Parts, attention_spec, fused_kernels, max_len, resolve_dtype
 from engine.core.types import CacheInfo, NewSequence, SamplingParams, Slice, Step, StepResult, TokenLogprobs
 
 PromptScores = tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]
@@ -75,11 +75,16 @@ class Runner:
         free = free_memory(self.device)
         config = self.config
         quant = self.parts.quant.from_checkpoint(self.checkpoint.quantization, self.parts.options["quant"])
-        layers = LayerFactory(dtype=self._dtype, device=self._name, quant=quant)
+        fused = fused_kernels(config, self.device)
+        layers = LayerFactory(dtype=self._dtype, device=self._name, quant=quant, fused=fused)
         self._model = self.parts.model(self.checkpoint.config, layers, self.parts.options["models"])
         dummy = config.model.load_format == "dummy"
         source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
         load_weights(layers, source)
+        if fused and self.device.type == "cuda":
+            from engine.core.layers.tuning import tune
+
+            tune(layers, config.executor.kernel_cache)
         weights = layers.nbytes
 
         share = config.cache.memory_fraction or MEMORY_SHARE[self.device.type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -145,6 +146,30 @@ def resolve_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], device: D
                 raise ConfigError(f"the checkpoint's dtype is {dtype}; choose --dtype {', '.join(DTYPES)}")
             return dtype
     return "float32"
+
+
+def fused_kernels(config: EngineConfig, device: DeviceInfo) -> bool:
+    """Whether layers use Triton kernels. Raises ConfigError where they were asked for and cannot run."""
+    wanted = config.executor.kernels
+    installed = find_spec("triton") is not None
+    if wanted == AUTO:
+        return device.type == "cuda" and installed
+    if wanted != "fused":
+        return False
+    if not installed:
+        raise ConfigError(
+            "executor.kernels (--kernels) is fused, but Triton is not installed; install it (pip install triton)"
+            " or use --kernels plain"
+        )
+    if device.type == "cpu":
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            raise ConfigError(
+                "executor.kernels (--kernels) is fused, but Triton has no compiler for a CPU, only an interpreter for"
+                " tests (TRITON_INTERPRET=1); use --kernels plain or auto"
+            )
+    return True
 
 
 def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:

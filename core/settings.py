@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 DEFAULT = "default"
-PATHS = ("model.path", "model.tokenizer", "model.chat_template")
+PATHS = ("model.path", "model.tokenizer", "model.chat_template", "executor.kernel_cache")
 """Settings that name a file or directory; relative ones in a file start from the file's directory."""
 
 _TYPES: Mapping[type, str] = {

@@ -9,10 +9,11 @@ from engine.core.errors import ConfigError
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.embedding import Embedding
-from engine.core.layers.linear import Linear, PlainKernel, Reduce
+from engine.core.layers.linear import Linear, Reduce
 from engine.core.layers.lm_head import LMHead
 from engine.core.layers.norm import HeadNorm, RMSNorm
-from engine.core.layers.rotary import Rotary, RotarySpec
+from engine.core.layers.plain import PlainLayers
+from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.quant import LinearPart, LinearSpec, QuantMethod
 
 L = TypeVar("L", bound=Layer)
@@ -34,8 +35,12 @@ class LayerFactory:
         rank: int = 0,
         ranks: int = 1,
         reduce: Reduce | None = None,
+        fused: bool = False,
     ) -> None:
-        """`reduce` sums a tensor over all ranks. Raises ConfigError if it is missing with several ranks."""
+        """`reduce` sums a tensor over all ranks. `fused`: layers by Triton kernels (fused.py), where there are such.
+
+        Raises ConfigError if `reduce` is missing with several ranks.
+        """
         if ranks > 1 and reduce is None:
             raise ConfigError(f"{ranks} ranks share this model, but nothing was given to sum their results with")
         torch_dtype(dtype)
@@ -47,6 +52,12 @@ class LayerFactory:
         self.ignored: list[str] = []
         self._quant = quant
         self._reduce = reduce
+        kinds: type[PlainLayers] = PlainLayers
+        if fused:
+            from engine.core.layers.fused import FusedLayers
+
+            kinds = FusedLayers
+        self._kinds = kinds(dtype, device, ranks)
 
     @property
     def nbytes(self) -> int:
@@ -64,12 +75,19 @@ class LayerFactory:
         return total // self.ranks
 
     def linear(
-        self, parts: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False, parallel: str = "none"
+        self,
+        parts: Sequence[tuple[str, int]],
+        in_features: int,
+        *,
+        bias: bool = False,
+        parallel: str = "none",
+        gated: bool = False,
     ) -> Linear:
         """A linear layer.
 
         parts: (name, outputs) of each of the checkpoint's layers to merge: their outputs come side by side.
         parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed) or none.
+        gated: the two parts are gate and up projections of one size, and the layer is called by `gated` alone.
         Sizes are over all ranks.
         """
         spec = LinearSpec(
@@ -78,6 +96,7 @@ class LayerFactory:
             bias=bias,
             dtype=self.dtype,
             parallel=parallel,
+            gated=gated,
         )
         if parallel == "column":
             for name, outputs in parts:
@@ -85,7 +104,8 @@ class LayerFactory:
         if parallel == "row":
             self.share(in_features, f"inputs of {parts[0][0]}")
         kernel = self._quant.linear(spec) if self._quant is not None else None
-        return self._note(Linear(spec, kernel or PlainKernel(spec), self._reduce if parallel == "row" else None))
+        reduce = self._reduce if parallel == "row" else None
+        return self._note(Linear(spec, kernel or self._kinds.kernel(spec), reduce, self._kinds.activate))
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """A table of vectors."""
@@ -95,25 +115,27 @@ class LayerFactory:
         """The output layer. With `tied` it multiplies by that table, and a copy in the checkpoint is not read."""
         if tied is not None:
             self.ignore(f"{name}.weight")
-        return self._note(LMHead(tied or self.embedding(name, vocab_size, hidden_size)))
+        return self._note(self._kinds.lm_head(tied or self.embedding(name, vocab_size, hidden_size)))
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """A norm over the hidden size."""
-        return self._note(RMSNorm(f"{name}.weight", size, eps, self.dtype))
+        return self._note(self._kinds.norm(f"{name}.weight", size, eps))
 
     def head_norm(self, parts: Sequence[tuple[str, int]], head_dim: int, eps: float) -> HeadNorm:
         """A norm over each head; parts: (name, this rank's heads)."""
         named = tuple((f"{name}.weight", heads) for name, heads in parts)
         return self._note(HeadNorm(named, head_dim, eps, self.dtype))
 
-    def rotary(self, spec: RotarySpec) -> Rotary:
+    def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
         """A rotary embedding. Older checkpoints store its frequencies; they are not read."""
         self.ignore("*.rotary_emb.inv_freq")
-        return Rotary(spec, self.dtype, self.device)
+        return self._kinds.rotary(spec)
 
-    def attention(self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Attention:
-        """Attention of one layer. The numbers of heads are this rank's."""
-        return Attention(layer, num_heads, num_kv_heads, head_dim)
+    def attention(
+        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None
+    ) -> Attention:
+        """Attention of one layer, with a norm of queries and keys if given. The numbers of heads are this rank's."""
+        return self._kinds.attention(layer, num_heads, num_kv_heads, head_dim, norm)
 
     def _note(self, layer: L) -> L:
         self.layers.append(layer)

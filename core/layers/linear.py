@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.matmul import multiply, pack
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
@@ -44,21 +45,37 @@ class PlainKernel(LinearKernel):
 class Linear(Layer):
     """y = x W^T + b under any kernel; merged parts give their outputs side by side."""
 
-    def __init__(self, spec: LinearSpec, kernel: LinearKernel, reduce: Reduce | None = None) -> None:
-        """`reduce`: given when each rank has only some of the inputs, so that y is a sum over ranks."""
+    def __init__(
+        self,
+        spec: LinearSpec,
+        kernel: LinearKernel,
+        reduce: Reduce | None = None,
+        activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+    ) -> None:
+        """`reduce`: given when each rank has only some of the inputs, so that y is a sum over ranks. `activate`: for
+        `gated`, where the kernel does not activate by itself."""
         self.spec = spec
         self.kernel = kernel
+        self.weights: Mapping[str, torch.Tensor] = {}
+        self.bias: torch.Tensor | None = None
         self._apply = kernel.apply
         self._reduce = reduce
-        self._weights: Mapping[str, torch.Tensor] = {}
-        self._bias: torch.Tensor | None = None
+        self._activate = activate
+        in_one_pass = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
+        self._apply_gated = kernel.apply_gated if in_one_pass else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
         if self._reduce is None:
-            return self._apply(x, self._weights, self._bias)
-        y = self._reduce(self._apply(x, self._weights, None))
-        return y if self._bias is None else y + self._bias
+            return self._apply(x, self.weights, self.bias)
+        y = self._reduce(self._apply(x, self.weights, None))
+        return y if self.bias is None else y + self.bias
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of the outputs, the first half of which is the gate: [..., half this rank's out_features]."""
+        if self._apply_gated is None:
+            return self._activate(self(x))
+        return self._apply_gated(x, self.weights, self.bias)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The kernel's tensors, and NAME.bias of each part."""
@@ -74,13 +91,13 @@ class Linear(Layer):
         """Let the kernel prepare its tensors; merge the biases."""
         biases = {_bias(part): loaded[_bias(part)] for part in self.spec.parts} if self.spec.bias else {}
         if biases:
-            self._bias = merge(list(biases.values()), self.spec.dtype)
-        self._weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
+            self.bias = merge(list(biases.values()), self.spec.dtype)
+        self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights and bias."""
-        kept = list(self._weights.values()) + ([] if self._bias is None else [self._bias])
+        kept = list(self.weights.values()) + ([] if self.bias is None else [self.bias])
         return sum(tensor.nbytes for tensor in kept)
 
 

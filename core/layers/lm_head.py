@@ -25,6 +25,12 @@ class LMHead(Layer):
         """hidden: [rows, hidden_size] -> [rows, vocab_size]."""
         return multiply(hidden, self._weight)
 
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logit of each row ([rows] float32, NaN if one is NaN) and its token ([rows] int64), the first of
+        equals; with a NaN, some token. hidden: [rows, hidden_size]."""
+        peaks, tokens = self(hidden).max(dim=-1)
+        return peaks.float(), tokens
+
     def tensors(self) -> Mapping[str, TensorSpec]:
         """None of its own."""
         return {}

@@ -27,18 +27,19 @@ class RMSNorm(TensorLayer):
 class HeadNorm(Layer):
     """Norm over each head of queries and keys at once; all query heads share one weight, all key heads another."""
 
-    _weight: torch.Tensor
+    weight: torch.Tensor
+    """[heads, head_dim], laid out like the heads."""
 
     def __init__(self, parts: tuple[tuple[str, int], ...], head_dim: int, eps: float, dtype: str) -> None:
         """`parts`: (tensor's name, heads it is for), in the order of the heads."""
         self._parts = parts
         self._shape = (head_dim,)
-        self._eps = eps
+        self.eps = eps
         self._dtype = dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, heads, head_dim], the heads of all parts side by side."""
-        return F.rms_norm(x, self._shape, None, self._eps) * self._weight
+        return F.rms_norm(x, self._shape, None, self.eps) * self.weight
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """One weight a part."""
@@ -47,9 +48,9 @@ class HeadNorm(Layer):
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Lay the weights out by heads."""
         rows = [loaded[name].expand(heads, -1) for name, heads in self._parts]
-        self._weight = torch.cat(rows).to(torch_dtype(self._dtype))
+        self.weight = torch.cat(rows).to(torch_dtype(self._dtype))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights as laid out."""
-        return self._weight.nbytes if hasattr(self, "_weight") else 0
+        return self.weight.nbytes if hasattr(self, "weight") else 0

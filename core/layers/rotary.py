@@ -7,6 +7,7 @@ positions agree to the last bits.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from engine.core.errors import CheckpointError
 from engine.core.layers.base import torch_dtype
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines of one pass: [tokens, 1, rotary_dim]."""
+"""What the rotary embedding of a LayerFactory makes of a pass's positions for the attention layers of the same one."""
 
 DEFAULT_THETA = 10000.0
 
@@ -161,7 +162,15 @@ ROPE_TYPES: Mapping[str, Callable[[torch.Tensor, float, Mapping[str, Any]], tupl
 }
 
 
-class Rotary:
+class RotaryEmbedding(ABC):
+    """Computes what all attention layers of a pass share."""
+
+    @abstractmethod
+    def angles(self, positions: torch.Tensor) -> Angles:
+        """positions: [tokens] int64."""
+
+
+class Rotary(RotaryEmbedding):
     """Computes a pass's angles from its positions: no table, so no longest position and nothing to grow."""
 
     def __init__(self, spec: RotarySpec, dtype: str, device: str) -> None:
@@ -171,7 +180,7 @@ class Rotary:
         self._dtype = torch_dtype(dtype)
 
     def angles(self, positions: torch.Tensor) -> Angles:
-        """positions: [tokens] int64 -> what `rotate` needs, shared by all layers of the pass."""
+        """positions: [tokens] int64 -> cosines and signed sines, [tokens, 1, rotary_dim] in the model's type."""
         turned = positions.view(-1, 1, 1) * self._signed
         cos, sin = turned.cos(), turned.sin()
         if self._factor != 1.0:

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from engine.core.checkpoint import read_key
 from engine.core.errors import CheckpointError
-from engine.core.layers import Angles, LayerFactory, RotarySpec, silu_and_mul
+from engine.core.layers import Angles, LayerFactory, RotarySpec
 from engine.core.layers.rotary import refuses_rope
 from engine.core.models import Model, ModelSpec
 
@@ -112,6 +112,10 @@ class Decoder(Model):
         """[rows, hidden_size] -> [rows, vocab_size]."""
         return self._lm_head(hidden)
 
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Model."""
+        return self._lm_head.greedy(hidden)
+
 
 class DecoderBlock:
     """One layer: attention, then the gated MLP, each behind a norm."""
@@ -132,11 +136,11 @@ class DecoderBlock:
         )
         heads = layers.share(shape.num_heads, "query heads")
         kv_heads = layers.share(shape.num_kv_heads, "key and value heads")
-        self._head_norm = None
+        head_norm = None
         if shape.qk_norm:
             parts = [(f"{name}.self_attn.q_norm", heads), (f"{name}.self_attn.k_norm", kv_heads)]
-            self._head_norm = layers.head_norm(parts, head_dim, shape.norm_eps)
-        self._attention = layers.attention(index, heads, kv_heads, head_dim)
+            head_norm = layers.head_norm(parts, head_dim, shape.norm_eps)
+        self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm)
         self._output = layers.linear(
             [(f"{name}.self_attn.o_proj", hidden)], queries, bias=shape.output_bias, parallel="row"
         )
@@ -146,6 +150,7 @@ class DecoderBlock:
             hidden,
             bias=shape.mlp_bias,
             parallel="column",
+            gated=True,
         )
         self._down = layers.linear(
             [(f"{name}.mlp.down_proj", hidden)], shape.intermediate_size, bias=shape.mlp_bias, parallel="row"
@@ -156,12 +161,9 @@ class DecoderBlock:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: [tokens, hidden_size], what the block before adds to `residual`; returns the same two."""
         hidden, residual = self._attention_norm(hidden, residual)
-        qk, v = self._attention.split(self._qkv(hidden))
-        if self._head_norm is not None:
-            qk = self._head_norm(qk)
-        hidden = self._output(self._attention(run, qk, v, angles))
+        hidden = self._output(self._attention(run, self._qkv(hidden), angles))
         hidden, residual = self._mlp_norm(hidden, residual)
-        return self._down(silu_and_mul(self._gate_up(hidden))), residual
+        return self._down(self._gate_up.gated(hidden)), residual
 
 
 def parse_decoder(config: Mapping[str, Any]) -> DecoderConfig:

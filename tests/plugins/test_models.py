@@ -14,6 +14,7 @@ from engine.core.errors import CheckpointError
 from engine.core.kv_cache import KVPool
 from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
+from engine.core.models import Model
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.models.llama import Llama
 from engine.plugins.models.mistral import Mistral
@@ -220,6 +221,15 @@ def test_bfloat16_is_near_float32(architecture, tmp_path):
     rounded = Bench(directory, dtype="bfloat16").logits(prompt(), [LENGTH])
     assert rounded.dtype == torch.bfloat16
     assert difference(rounded.float(), exact) < 0.05
+
+
+def test_greedy_is_the_argmax_of_the_logits(tmp_path):
+    bench = Bench(make_checkpoint(tmp_path, "llama"))
+    hidden = torch.randn(5, TINY["hidden_size"], generator=torch.Generator().manual_seed(3))
+    logits = bench.model.logits(hidden)
+    for peaks, tokens in (bench.model.greedy(hidden), Model.greedy(bench.model, hidden)):
+        assert torch.equal(peaks, logits.amax(-1))
+        assert torch.equal(tokens, logits.argmax(-1))
 
 
 def test_dummy_weights_give_finite_logits(tmp_path):

@@ -96,11 +96,30 @@ def test_attention_rotates_writes_and_attends():
     rotary = Rotary(RotarySpec(rotary_dim=8, type="default", parameters={}), "float32", "cpu")
     angles = rotary.angles(torch.tensor([5, 0]))
     attention = Attention(2, num_heads=4, num_kv_heads=2, head_dim=8)
-    qk, v = attention.split(qkv)
-    out = attention(run, qk, v, angles)
+    out = attention(run, qkv, angles)
     torch.testing.assert_close(out, rotate(heads[:, :4], angles).flatten(1))
     [(layer, keys, values, slots)] = written
     assert layer == 2
     torch.testing.assert_close(keys, rotate(heads[:, 4:6], angles))
     assert torch.equal(values, heads[:, 6:])
     assert torch.equal(slots, run.batch.slots)
+
+    norm = HeadNorm((("q.weight", 4), ("k.weight", 2)), 8, 1e-6, "float32")
+    norm.fill({"q.weight": torch.randn(8), "k.weight": torch.randn(8)})
+    out = Attention(2, num_heads=4, num_kv_heads=2, head_dim=8, norm=norm)(run, qkv, angles)
+    normed = norm(heads[:, :6])
+    torch.testing.assert_close(out, rotate(normed[:, :4], angles).flatten(1))
+    torch.testing.assert_close(written[1][1], rotate(normed[:, 4:], angles))
+    assert torch.equal(written[1][2], heads[:, 6:])
+
+
+def test_greedy_is_the_first_of_the_largest():
+    layers = LayerFactory(dtype="float32", device="cpu")
+    head = layers.lm_head("lm_head", 5, 2)
+    for layer in layers.layers:
+        layer.fill({"lm_head.weight": torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 1.0], [2.0, 1.0], [0.0, 3.0]])})
+    peaks, tokens = head.greedy(torch.tensor([[1.0, 0.0], [0.0, 1.0], [float("nan"), 1.0]]))
+    assert peaks.dtype == torch.float32
+    assert tokens[:2].tolist() == [2, 4]
+    assert peaks[:2].tolist() == [2.0, 3.0]
+    assert peaks[2].isnan()

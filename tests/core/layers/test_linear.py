@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.core.errors import ConfigError
-from engine.core.layers import LayerFactory, PlainKernel
+from engine.core.layers import LayerFactory, Linear, PlainKernel, silu_and_mul
 from engine.core.quant import LinearKernel, QuantMethod, TensorSpec
 
 
@@ -74,6 +74,30 @@ def test_a_single_weight_is_kept_without_a_copy():
     linear = make().linear([("a", 4)], 6)
     weight = torch.randn(4, 6, device="meta")  # a CPU's weights are laid out anew, see test_matmul.py
     assert linear.kernel.prepare({"a.weight": weight})["weight"] is weight
+
+
+def test_a_gated_linear_activates_unless_its_kernel_does():
+    class Both(Doubled):
+        def apply_gated(self, x, weights, bias):
+            return x + 100
+
+    x = torch.randn(2, 4)
+    plain = make().linear([("gate", 3), ("up", 3)], 4, parallel="column", gated=True)
+    assert plain.spec.gated
+    gate, up = torch.randn(3, 4), torch.randn(3, 4)
+    plain.fill({"gate.weight": gate, "up.weight": up})
+    torch.testing.assert_close(plain.gated(x), torch.nn.functional.silu(x @ gate.T) * (x @ up.T))
+    weights = {"factor": torch.tensor(0.5)}
+    torch.testing.assert_close(Doubled().apply_gated(x, weights, None), silu_and_mul(0.5 * x))
+    seen = []
+    default = Linear(plain.spec, Doubled(), activate=lambda y: seen.append(y) or y)
+    default.weights = weights
+    assert torch.equal(default.gated(x), 0.5 * x)
+    assert len(seen) == 1
+    assert torch.equal(Linear(plain.spec, Both()).gated(x), x + 100)
+    summed = Linear(plain.spec, Both(), reduce=lambda y: 2 * y)  # what a rank has is activated once it is summed
+    summed.weights = weights
+    torch.testing.assert_close(summed.gated(x), silu_and_mul(x))
 
 
 def test_several_ranks_need_something_to_sum_with():

@@ -1,0 +1,271 @@
+"""The fused kernels by themselves: microseconds replayed from a CUDA graph, beside what reading and writing must take.
+
+    python benchmarks/kernels.py [--tune] [--only norm rope silu argmax host linear] [--json FILE]
+
+Operands rotate over more memory than the L2 cache keeps. Floor: bytes read and written over 4.2 TB/s. For the linears,
+`pair` is the time with a norm before each, as the choice at load measures it, and `alone` without. --tune: the best
+three tiles of each linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from engine.cli.bench_report import Row, report, write
+from engine.core.kernels.activation import silu_and_mul
+from engine.core.kernels.argmax import argmax_rows
+from engine.core.kernels.norm import add_rms_norm
+from engine.core.kernels.rope import angles, rotate_and_write
+from engine.core.kernels.skinny_launch import Problem, Tile, candidates, with_ahead
+from engine.core.layers.skinny import BUCKETS, FewRowsTables, by_torch
+from engine.core.layers.timing import GraphTimer
+from engine.core.layers.tuning import Work
+
+BANDWIDTH = 4.2e12
+DEVICE = torch.device("cuda", 0)
+DTYPE = torch.bfloat16
+COLD_BYTES = 150e6
+"""Operands of one replay together, three L2 caches of an H200."""
+ROWS = (1, 8, 32, 256, 8192)
+HIDDEN = (1024, 4096)
+LINEARS = (
+    ("plain", 6144, 4096),
+    ("plain", 4096, 4096),
+    ("gated", 14336, 4096),
+    ("plain", 28672, 4096),
+    ("plain", 4096, 14336),
+    ("plain", 128256, 4096),
+    ("argmax", 128256, 4096),
+    ("plain", 4096, 1024),
+    ("plain", 1024, 2048),
+    ("gated", 3072, 1024),
+    ("plain", 6144, 1024),
+    ("plain", 1024, 3072),
+    ("argmax", 151936, 1024),
+)
+"""Of Llama-3.1-8B and Qwen3-0.6B."""
+
+Timed = tuple[str, float, float]
+"""What, seconds, bytes."""
+
+
+def randn(*shape: int) -> torch.Tensor:
+    """On the GPU, in the type that is measured."""
+    return torch.randn(*shape, device=DEVICE).to(DTYPE)
+
+
+def rotated(timer: GraphTimer, nbytes: float, make: Callable[..., Callable[[], object]], *sizes: int) -> float:
+    """Seconds a call of what `make` returns, over as many sets of operands as are cold, 4 to 64."""
+    calls = [make(*sizes) for _ in range(min(max(int(COLD_BYTES / nbytes), 4), 64))]
+
+    def all_calls() -> None:
+        for call in calls:
+            call()
+
+    return timer.replayed(all_calls) / len(calls)
+
+
+def make_norm(rows: int, size: int) -> Callable[[], object]:
+    """Residual and norm."""
+    x, residual, weight = randn(rows, size), randn(rows, size), randn(size)
+    return lambda: add_rms_norm(x, residual, weight, 1e-5)
+
+
+def make_silu(rows: int, size: int) -> Callable[[], object]:
+    """Activation of the gated MLP."""
+    x = randn(rows, 2 * size)
+    return lambda: silu_and_mul(x)
+
+
+def make_argmax(rows: int, size: int) -> Callable[[], object]:
+    """Over the vocabulary."""
+    logits = randn(rows, size)
+    return lambda: argmax_rows(logits)
+
+
+def make_angles(rows: int) -> Callable[[], object]:
+    """Of heads of 128."""
+    positions, frequencies = torch.randint(0, 4096, (rows,), device=DEVICE), torch.rand(64, device=DEVICE)
+    return lambda: angles(positions, frequencies, 1.0)
+
+
+def make_rope(rows: int, heads: int, normed: bool) -> Callable[[], object]:
+    """Norm of heads, rotation and cache write; 8 heads of keys and values."""
+    qkv = randn(rows, (heads + 16) * 128)
+    pages = torch.empty(2, -(-rows // 16) + 64, 16, 8, 128, dtype=DTYPE, device=DEVICE)
+    slots = torch.randperm(pages.shape[1] * 16, device=DEVICE)[:rows]
+    cos, sin = angles(slots, torch.rand(64, device=DEVICE), 1.0)
+    weight = randn(heads + 8, 128) if normed else None
+    return lambda: rotate_and_write(qkv, pages[0], pages[1], slots, cos, sin, heads, weight, 1e-6)
+
+
+def time_norm(timer: GraphTimer) -> list[Timed]:
+    """Reads and writes x or its norm, and the residual."""
+    return [
+        (f"add_rms_norm {rows}x{size}", rotated(timer, nbytes, make_norm, rows, size), nbytes)
+        for size in HIDDEN
+        for rows in ROWS
+        for nbytes in [4 * rows * size * DTYPE.itemsize]
+    ]
+
+
+def time_silu(timer: GraphTimer) -> list[Timed]:
+    """Reads two, writes one."""
+    return [
+        (f"silu_and_mul {rows}x{size}", rotated(timer, nbytes, make_silu, rows, size), nbytes)
+        for size in (3072, 14336)
+        for rows in ROWS
+        for nbytes in [3 * rows * size * DTYPE.itemsize]
+    ]
+
+
+def time_argmax(timer: GraphTimer) -> list[Timed]:
+    """Reads logits."""
+    return [
+        (f"argmax_rows {rows}x151936", rotated(timer, nbytes, make_argmax, rows, 151936), nbytes)
+        for rows in (1, 8, 32, 256)
+        for nbytes in [rows * 151936 * DTYPE.itemsize]
+    ]
+
+
+def time_rope(timer: GraphTimer) -> list[Timed]:
+    """Reads qkv, writes queries and keys back, and keys and values to the cache."""
+    found = [(f"angles {rows}", rotated(timer, rows * 520, make_angles, rows), rows * 520.0) for rows in ROWS]
+    for name, heads, normed in (("Llama-3.1-8B", 32, False), ("Qwen3-0.6B", 16, True)):
+        for rows in ROWS:
+            nbytes = rows * 128 * DTYPE.itemsize * ((heads + 16) + (heads + 8) + 16)
+            found.append(
+                (f"rotate_and_write {name} {rows}", rotated(timer, nbytes, make_rope, rows, heads, normed), nbytes)
+            )
+    return found
+
+
+def time_host() -> list[Timed]:
+    """Host time of a launch, in seconds, eager and without a wait."""
+    x, weight, residual = randn(1, 4096), randn(4096), randn(1, 4096)
+    qkv, pages = randn(1, 48 * 128), torch.empty(2, 4, 16, 8, 128, dtype=DTYPE, device=DEVICE)
+    slots, frequencies = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.rand(64, device=DEVICE)
+    cos, sin = angles(slots, frequencies, 1.0)
+    table = FewRowsTables("cuda:0").table(Problem(epilogue="plain", outputs=4096, inputs=4096, dtype="bfloat16"))
+    matrix, wide = randn(4096, 4096), randn(1, 8192)
+    launch = table.launches[1]
+    assert launch is not None
+    calls: dict[str, Callable[[], object]] = {
+        "torch.empty_like": lambda: torch.empty_like(x),
+        "F.linear": lambda: torch.nn.functional.linear(x, matrix),
+        "add_rms_norm": lambda: add_rms_norm(x, residual, weight, 1e-5),
+        "silu_and_mul": lambda: silu_and_mul(wide),
+        "rotate_and_write": lambda: rotate_and_write(qkv, pages[0], pages[1], slots, cos, sin, 32),
+        "skinny": lambda: launch(x, matrix),
+    }
+    found: list[Timed] = []
+    for name, call in calls.items():
+        spent = []
+        for _ in range(7):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(100):
+                call()
+            spent.append((time.perf_counter() - begin) / 100)
+        found.append((f"host: {name}", sorted(spent)[3], 0.0))
+    return found
+
+
+def time_linear(timer: GraphTimer, problem: Problem, show: int) -> list[Row]:
+    """Torch beside the best tile, at each number of rows; `show` tiles are printed."""
+    work = make_work(problem)
+    nbytes = work.weights[0][0].nbytes
+    wanted = [(work, rows, candidates(problem, rows, DEVICE)) for rows in BUCKETS]
+    timer.prepare(wanted)
+    found = []
+    for _, rows, tiles in wanted:
+        pairs = {tile: timer.seconds(work, rows, tile) for tile in tiles}
+        best = min(pairs, key=lambda tile: pairs[tile])
+        pairs |= {tile: timer.seconds(work, rows, tile) for tile in with_ahead(best, problem, DTYPE.itemsize)}
+        ranked = sorted(pairs, key=lambda tile: pairs[tile])
+        baseline = timer.seconds(work, rows, None)
+        floor = nbytes / BANDWIDTH
+        line = [f"{problem!s:<32}{rows:>3} rows  floor {floor * 1e6:6.1f}"]
+        for name, tile, pair in (("torch", None, baseline), ("best", ranked[0], pairs[ranked[0]])):
+            alone = time_alone(timer, work, rows, tile)
+            line.append(f"{name} pair {pair * 1e6:6.1f} alone {alone * 1e6:6.1f} ({nbytes / alone / 1e12:4.2f} TB/s)")
+            found.append(Row(metric=f"{problem} {rows} rows, {name}, pair", value=pair * 1e6, unit="us"))
+            found.append(Row(metric=f"{problem} {rows} rows, {name}, alone", value=alone * 1e6, unit="us"))
+        print("  ".join(line), flush=True)
+        for tile in ranked[:show]:
+            print(f"        {pairs[tile] * 1e6:6.1f}  {tile}")
+    return found
+
+
+def time_alone(timer: GraphTimer, work: Work, rows: int, tile: Tile | None) -> float:
+    """Seconds of one multiplication between others of its kind."""
+    problem = work.few_rows.problem
+    x = randn(rows, problem.inputs)
+    launch = None if tile is None else work.few_rows.make(rows, tile)
+
+    def calls() -> None:
+        for weight, bias in work.weights:
+            if launch is None:
+                by_torch(problem, x, weight, bias)
+            elif problem.epilogue == "argmax":
+                launch.peaks(x, weight)
+            else:
+                launch(x, weight, bias)
+
+    return timer.replayed(calls) / len(work.weights)
+
+
+def make_work(problem: Problem) -> Work:
+    """Layers enough to be cold."""
+    nbytes = problem.weight_rows * problem.inputs * DTYPE.itemsize
+    count = min(max(int(COLD_BYTES / nbytes) + 1, 2), 16)
+    weights = [(randn(problem.weight_rows, problem.inputs), None) for _ in range(count)]
+    return Work(few_rows=FewRowsTables(str(DEVICE)).table(problem), weights=weights)
+
+
+def show(timed: Sequence[Timed]) -> list[Row]:
+    """Print a table of them."""
+    rows = []
+    for name, seconds, nbytes in timed:
+        rate = f"{nbytes / seconds / 1e9:7.0f} GB/s, floor {nbytes / BANDWIDTH * 1e6:7.1f} us" if nbytes else ""
+        print(f"{name:<40}{seconds * 1e6:8.1f} us  {rate}", flush=True)
+        rows.append(Row(metric=name, value=seconds * 1e6, unit="us"))
+    return rows
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--only", nargs="*", default=["norm", "rope", "silu", "argmax", "host", "linear"])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    with torch.inference_mode():
+        timer = GraphTimer(DEVICE)
+        sections = {"norm": time_norm, "rope": time_rope, "silu": time_silu, "argmax": time_argmax}
+        for name, section in sections.items():
+            if name in arguments.only:
+                rows += show(section(timer))
+                torch.cuda.empty_cache()
+        if "host" in arguments.only:
+            rows += show(time_host())
+        if "linear" in arguments.only:
+            for epilogue, outputs, inputs in LINEARS:
+                problem = Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype="bfloat16")
+                rows += time_linear(timer, problem, 3 if arguments.tune else 0)
+                torch.cuda.empty_cache()
+    if arguments.json is not None:
+        machine = f"{torch.cuda.get_device_name(DEVICE)}, triton {triton.__version__}"
+        write(arguments.json, report("kernels", machine, rows, {"dtype": "bfloat16", "bandwidth": BANDWIDTH}))
+
+
+if __name__ == "__main__":
+    main()

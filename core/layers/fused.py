@@ -1,0 +1,139 @@
+"""The layers by fused Triton kernels; LayerFactory imports this only when such kernels are wanted.
+
+They compute what the plain layers do, in float32 from one rounding to the next where those round each intermediate
+result to the model's type: in float32 the two agree to the last digits, in shorter types to a rounding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from engine.core.kernels.activation import silu_and_mul
+from engine.core.kernels.argmax import argmax_rows
+from engine.core.kernels.norm import add_rms_norm
+from engine.core.kernels.rope import angles, rotate_and_write
+from engine.core.kernels.skinny_launch import MOST_ROWS, Problem
+from engine.core.layers.attention import Attention
+from engine.core.layers.lm_head import LMHead
+from engine.core.layers.norm import HeadNorm, RMSNorm
+from engine.core.layers.plain import PlainLayers
+from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
+from engine.core.layers.skinny import FewRowsTables, SkinnyKernel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.core.batch import ForwardPass
+    from engine.core.layers.embedding import Embedding
+    from engine.core.quant import LinearKernel, LinearSpec
+
+
+class FusedRMSNorm(RMSNorm):
+    """Residual addition and norm in one kernel."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See RMSNorm; `residual` is overwritten with the sum."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class FusedRotary(RotaryEmbedding):
+    """Computes a pass's angles in one kernel."""
+
+    def __init__(self, spec: RotarySpec, device: str) -> None:
+        frequencies, self._factor = spec.frequencies()
+        self._frequencies = frequencies.to(device)
+
+    def angles(self, positions: torch.Tensor) -> Angles:
+        """positions: [tokens] int64 -> cosines and sines, [tokens, rotary_dim / 2] float32."""
+        return angles(positions, self._frequencies, self._factor)
+
+
+class FusedAttention(Attention):
+    """Norm of heads, rotation and the write to the cache in one kernel; queries and keys change where they lie."""
+
+    def _project(
+        self, run: ForwardPass, qkv: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        pool, norm = run.pool, self.norm
+        rotate_and_write(
+            qkv,
+            pool.keys[self.layer],
+            pool.values[self.layer],
+            run.batch.slots,
+            *angles,
+            self.num_heads,
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
+        )
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
+        return q, k, v
+
+
+class FusedLMHead(LMHead):
+    """Few rows by the kernels chosen; the likeliest token without logits in memory."""
+
+    def __init__(self, table: Embedding, tables: FewRowsTables, dtype: str) -> None:
+        super().__init__(table)
+        outputs, inputs = table.shape
+        self.few_rows, self.few_rows_greedy = (
+            tables.table(Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype))
+            for epilogue in ("plain", "argmax")
+        )
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[vocab_size, hidden_size]."""
+        return self._weight
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [rows, hidden_size] -> [rows, vocab_size]."""
+        launch = self.few_rows.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
+        return F.linear(hidden, self._weight) if launch is None else launch(hidden, self._weight)
+
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LMHead. Up to 16 rows are compared before logits are rounded to the model's type, so that logits equal
+        there may still differ here; then this takes the likelier, not the first."""
+        launch = self.few_rows_greedy.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
+        return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
+
+    def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
+        """Take over the table as it is."""
+        self._weight = self._table.weight
+
+
+class FusedLayers(PlainLayers):
+    """Layers by Triton kernels."""
+
+    def __init__(self, dtype: str, device: str, ranks: int) -> None:
+        super().__init__(dtype, device, ranks)
+        self.tables = FewRowsTables(device)
+
+    def kernel(self, spec: LinearSpec) -> LinearKernel:
+        """See SkinnyKernel."""
+        return SkinnyKernel(spec, self.tables, self.ranks)
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        """See kernels.activation.silu_and_mul."""
+        return silu_and_mul(x)
+
+    def lm_head(self, table: Embedding) -> LMHead:
+        """See FusedLMHead."""
+        return FusedLMHead(table, self.tables, self.dtype)
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        """See FusedRMSNorm."""
+        return FusedRMSNorm(name, size, eps, self.dtype)
+
+    def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
+        """See FusedRotary."""
+        return FusedRotary(spec, self.device)
+
+    def attention(
+        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None
+    ) -> Attention:
+        """See FusedAttention."""
+        return FusedAttention(layer, num_heads, num_kv_heads, head_dim, norm)

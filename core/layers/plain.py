@@ -1,0 +1,49 @@
+"""Which class makes each layer: here those of PyTorch operations; fused.py has the others."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.core.layers.activation import silu_and_mul
+from engine.core.layers.attention import Attention
+from engine.core.layers.embedding import Embedding
+from engine.core.layers.linear import PlainKernel
+from engine.core.layers.lm_head import LMHead
+from engine.core.layers.norm import HeadNorm, RMSNorm
+from engine.core.layers.rotary import Rotary, RotaryEmbedding, RotarySpec
+from engine.core.quant import LinearKernel, LinearSpec
+
+
+class PlainLayers:
+    """Layers by PyTorch operations."""
+
+    def __init__(self, dtype: str, device: str, ranks: int) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.ranks = ranks
+
+    def kernel(self, spec: LinearSpec) -> LinearKernel:
+        """Of a linear layer that no quantization method claims."""
+        return PlainKernel(spec)
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        """See silu_and_mul."""
+        return silu_and_mul(x)
+
+    def lm_head(self, table: Embedding) -> LMHead:
+        """See LMHead."""
+        return LMHead(table)
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        """See RMSNorm."""
+        return RMSNorm(name, size, eps, self.dtype)
+
+    def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
+        """See Rotary."""
+        return Rotary(spec, self.dtype, self.device)
+
+    def attention(
+        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None
+    ) -> Attention:
+        """See Attention."""
+        return Attention(layer, num_heads, num_kv_heads, head_dim, norm)

@@ -1,0 +1,99 @@
+"""Measured choices on disk: one JSON file for each kind of device and version of all that a measurement depends on."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import cattrs
+import torch
+import triton
+from attrs import asdict, frozen
+
+from engine.core.kernels import launch, skinny, skinny_launch
+from engine.core.kernels.skinny_launch import Problem, Tile
+
+log = logging.getLogger(__name__)
+
+Choices = Mapping[tuple[Problem, int], "Choice"]
+"""By problem and number of rows."""
+
+
+@frozen(kw_only=True)
+class Choice:
+    """What was found best for one problem at so many rows."""
+
+    problem: Problem
+    rows: int
+    tile: Tile | None
+    """None: torch's own."""
+    seconds: float
+    torch_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.problem}, {self.rows} rows: {self.tile or 'library'}, {self.seconds * 1e6:.1f} us"
+            f" (library {self.torch_seconds * 1e6:.1f})"
+        )
+
+
+class TuningCache:
+    """The choices of one machine."""
+
+    def __init__(self, directory: Path, machine: Mapping[str, str]) -> None:
+        """machine: from `describe_machine`."""
+        self._machine = dict(machine)
+        digest = blake2b(json.dumps(self._machine, sort_keys=True).encode(), digest_size=8).hexdigest()
+        name = re.sub(r"[^A-Za-z0-9]+", "-", self._machine["device"]).strip("-")
+        self.path = directory / f"{name}-{digest}.json"
+
+    def load(self) -> Choices:
+        """What is there; a file that cannot be used is ignored, with a warning."""
+        if not self.path.exists():
+            return {}
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if content["machine"] != self._machine:
+                raise ValueError(f"it is of {content['machine']}")
+            choices = [cattrs.structure(entry, Choice) for entry in content["choices"]]
+        except (OSError, ValueError, TypeError, KeyError, cattrs.BaseValidationError) as error:
+            log.warning("the measured kernels in %s cannot be used and are measured anew: %s", self.path, error)
+            return {}
+        return {(choice.problem, choice.rows): choice for choice in choices}
+
+    def store(self, choices: Choices) -> None:
+        """Write all choices, in one piece: who reads meanwhile sees the old file or the new one."""
+        content: Any = {"machine": self._machine, "choices": [asdict(choice) for choice in choices.values()]}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+            os.replace(temporary, self.path)
+        except OSError as error:
+            log.warning("measured kernels cannot be kept in %s, so the next start measures again: %s", self.path, error)
+
+
+def default_directory() -> Path:
+    """Where the cache is unless the setting executor.kernel_cache says otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "engine" / "kernels"
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """All that a measurement depends on."""
+    sources = "".join(inspect.getsource(module) for module in (launch, skinny, skinny_launch)).encode()
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "pytorch": torch.__version__,
+        "triton": triton.__version__,
+        "kernels": blake2b(sources, digest_size=8).hexdigest(),
+    }

@@ -1,0 +1,134 @@
+"""The fused layers against the plain ones; on the CPU in Triton's interpreter."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.core.kernels.skinny_launch import MOST_ROWS
+from engine.core.layers import LayerFactory, RotarySpec
+from engine.core.layers.skinny import BUCKETS, SkinnyKernel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def both(build, **shares):
+    """What `build` makes of a plain and a fused factory, filled with the same weights."""
+    made = []
+    for fused in (False, True):
+        layers = LayerFactory(dtype="float32", device=DEVICE, fused=fused, **shares)
+        made.append(build(layers))
+        for layer in layers.layers:
+            weights = {}
+            for name, spec in layer.tensors().items():
+                shape = list(spec.shape)
+                if spec.shard_dim is not None:
+                    shape[spec.shard_dim] //= layers.ranks
+                generator = torch.Generator().manual_seed(len(name) + sum(name.encode()))
+                weights[name] = torch.randn(shape, generator=generator).to(DEVICE)
+            layer.fill(weights)
+    return made
+
+
+def randn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_norm():
+    plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5))
+    x, residual = randn(3, 48), randn(3, 48) + 1
+    for one, other in zip(fused(x, residual.clone()), plain(x, residual), strict=True):
+        close(one, other)
+    close(fused(x)[0], plain(x)[0])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 7, 16, 17, 40])
+@pytest.mark.parametrize(("bias", "parallel", "ranks"), [(False, "none", 1), (True, "column", 2), (True, "row", 2)])
+def test_linear(rows, bias, parallel, ranks):
+    def build(layers):
+        return layers.linear([("a", 40), ("b", 24)], 64, bias=bias, parallel=parallel)
+
+    shares = {"ranks": ranks, "reduce": lambda y: 2 * y} if ranks > 1 else {}
+    plain, fused = both(build, **shares)
+    assert isinstance(fused.kernel, SkinnyKernel)
+    x = randn(rows, 32 if parallel == "row" else 64)
+    close(fused(x), plain(x))
+    assert fused.nbytes == plain.nbytes or DEVICE == "cpu"
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9, 20])
+def test_gated(rows):
+    def build(layers):
+        return layers.linear([("gate", 40), ("up", 40)], 64, bias=True, parallel="column", gated=True)
+
+    plain, fused = both(build)
+    x = randn(rows, 64)
+    close(fused.gated(x), plain.gated(x))
+    close(fused(x), plain(x))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 17])
+def test_lm_head(rows):
+    plain, fused = both(lambda layers: layers.lm_head("lm_head", 100, 32))
+    hidden = randn(rows, 32)
+    logits = plain(hidden)
+    close(fused(hidden), logits)
+    for head in (plain, fused):
+        peaks, tokens = head.greedy(hidden)
+        close(peaks, logits.amax(-1))
+        assert torch.equal(tokens, logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("rotary_dim", "scaling"),
+    [(16, {}), (8, {}), (16, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})],
+)
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention(rotary_dim, scaling, normed):
+    spec = RotarySpec(rotary_dim=rotary_dim, type=scaling.get("rope_type", "default"), parameters=scaling)
+
+    def build(layers):
+        parts = [("q_norm", 4), ("k_norm", 2)]
+        norm = layers.head_norm(parts, 16, 1e-6) if normed else None
+        return layers.rotary(spec), layers.attention(1, 4, 2, 16, norm)
+
+    found = []
+    for rotary, attention in both(build):
+        pool = SimpleNamespace(
+            keys=torch.zeros(2, 3, 4, 2, 16).to(DEVICE), values=torch.zeros(2, 3, 4, 2, 16).to(DEVICE)
+        )
+
+        def write(layer, k, v, slots, pool=pool):
+            pool.keys[layer].flatten(0, 1)[slots] = k
+            pool.values[layer].flatten(0, 1)[slots] = v
+
+        pool.write = write
+        run = SimpleNamespace(
+            pool=pool,
+            plan=None,
+            batch=SimpleNamespace(slots=torch.tensor([9, 2, 5], device=DEVICE)),
+            attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: torch.cat((q, k, v), 1)),
+        )
+        positions = torch.tensor([0, 7, 300], device=DEVICE)
+        out = attention(run, randn(3, 8 * 16), rotary.angles(positions))
+        found.append((out, pool.keys, pool.values))
+    for one, other in zip(found[1], found[0], strict=True):
+        close(one, other)
+
+
+def test_a_choice_is_for_all_layers_of_a_shape_and_all_rows_up_to_it():
+    layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
+    first, second = (layers.linear([(name, 40)], 64).kernel.few_rows for name in ("a", "b"))
+    other = layers.linear([("c", 41)], 64).kernel.few_rows
+    assert first is second
+    assert first is not other
+    for rows in BUCKETS:
+        first.choose(rows, None)
+    assert first.launches == [None] * (MOST_ROWS + 1)
+    tile = other.launches[1].tile
+    first.choose(4, tile)
+    assert [launch is not None for launch in first.launches[:6]] == [False, False, False, True, True, False]
