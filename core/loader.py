@@ -119,7 +119,8 @@ class SafetensorsSource(WeightSource):
         if spec.shard_dim is not None and ranks > 1:
             size = _share(name, view.get_shape()[spec.shard_dim], ranks)
             part[spec.shard_dim] = slice(rank * size, (rank + 1) * size)
-        stored: torch.Tensor = view[tuple(part)] if part else self._file(name).get_tensor(name)
+        scalar = not view.get_shape()
+        stored: torch.Tensor = self._file(name).get_tensor(name).reshape(spec.shape) if scalar else view[tuple(part)]
         # A copy even on the CPU: the file's own pages are not aligned, and change when somebody writes to the file.
         return stored.to(device, copy=True, memory_format=torch.contiguous_format)
 
@@ -166,8 +167,9 @@ class SafetensorsSource(WeightSource):
         view = self._view(name)
         shape, stored = view.get_shape(), view.get_dtype()
         where = f"tensor {name} in {self._directory / self._file_of[name]}"
-        fits = len(shape) == len(spec.shape) and all(
-            want in (-1, size) for want, size in zip(spec.shape, shape, strict=True)
+        fits = (not shape and spec.shape == (1,)) or (
+            len(shape) == len(spec.shape)
+            and all(want in (-1, size) for want, size in zip(spec.shape, shape, strict=True))
         )
         if not fits:
             raise CheckpointError(f"{where} has shape {shape}; the model expects {list(spec.shape)}")

@@ -110,7 +110,7 @@ class QuantArgs:
                 group_size=None if group is None or int(group) < 0 else int(group),
                 block=(rows, columns) if block else None,
                 dynamic=bool(stored.get("dynamic", False)),
-                actorder="group" if actorder is True else _ACTORDERS.get(actorder, actorder),
+                actorder="group" if actorder is True else actorder and _ACTORDERS.get(actorder, str(actorder)),
             )
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"quantization_config has {dict(stored)!r}, which cannot be read: {error}") from error
