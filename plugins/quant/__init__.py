@@ -27,3 +27,24 @@ def register_quant(register: Register) -> None:
         summary="int8 weights and activations: compressed-tensors checkpoints, or quantized while loading",
         preference=4,
     )
+    register(
+        "gptq",
+        lazy("engine.plugins.quant.gptq:Gptq"),
+        api="1",
+        summary="weights of 4 or 8 bits: GPTQ checkpoints, with or without act-order",
+        preference=8,
+    )
+    register(
+        "awq",
+        lazy("engine.plugins.quant.awq:Awq"),
+        api="1",
+        summary="weights of 4 bits: AWQ checkpoints (version gemm)",
+        preference=7,
+    )
+    register(
+        "compressed-tensors",
+        lazy("engine.plugins.quant.pack_quantized:PackQuantized"),
+        api="1",
+        summary="weights of 4 or 8 bits: compressed-tensors checkpoints of format pack-quantized (W4A16, W8A16)",
+        preference=6,
+    )
