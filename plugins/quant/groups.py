@@ -58,4 +58,3 @@ def check_scales(name: str, scales: torch.Tensor) -> torch.Tensor:
     if not bool(torch.isfinite(scales).all()):
         raise CheckpointError(f"tensor {name} holds scales that are infinite or no number; the file is damaged")
     return scales
-

@@ -8,7 +8,7 @@ Source: compressed-tensors (compressors/pack_quantized, quantization/quant_args.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
 from engine.plugins.quant import config as quant_config
+from engine.plugins.quant.eight_bit_method import KV_SCALES
 from engine.plugins.quant.groups import check_groups, check_scales, group_of
 from engine.plugins.quant.packing import WORD, unpack
 from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
@@ -58,6 +59,10 @@ class PackQuantized(QuantMethod):
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> PackQuantized:
         """Raises CheckpointError for a checkpoint that `refuses` refuses."""
         return cls(checkpoint or {})
+
+    def ignored(self) -> Sequence[str]:
+        """Scales of a quantized KV cache: the cache here is not."""
+        return KV_SCALES if self._config.has_kv_scales else ()
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """None for modules that the checkpoint leaves alone."""
@@ -125,7 +130,10 @@ def _check(scheme: quant_config.Scheme) -> None:
     """Raises CheckpointError for a scheme that is not packed weights alone."""
     weights = scheme.weights
     if scheme.format != FORMAT:
-        raise CheckpointError(f"the checkpoint's format is {scheme.format!r} ({scheme}); this reads {FORMAT} only")
+        raise CheckpointError(
+            f"the checkpoint's format is {scheme.format!r} ({scheme}); this reads {FORMAT} only; leave --quant out, and"
+            " a method that reads it is chosen if there is one"
+        )
     if scheme.inputs is not None:
         raise CheckpointError(
             f"the checkpoint's {scheme} quantizes activations too; use one with weights only (W4A16, W8A16)"

@@ -138,19 +138,24 @@ class PackedKernel(LinearKernel):
         }
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """A plain weight, or for each matrix its words, scales and, if its inputs are not in x's order, their order.
-
-        Names of the latter end in the matrix's number.
-        """
+        """Packed weights where there are kernels for them, else a plain one."""
         device = next(iter(loaded.values())).device
         if device.type == "cpu" or self.spec.dtype not in PACKED_DTYPES:
-            plain = [
-                self.reader.read(part, self.spec, loaded)
-                .dequantize(self.reader.scheme)
-                .to(torch_dtype(self.spec.dtype))
-                for part in self.spec.parts
-            ]
-            return {"weight": pack(torch.cat(plain) if len(plain) > 1 else plain[0])}
+            return self.unpacked(loaded)
+        return self.packed(loaded)
+
+    def unpacked(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """One plain matrix, as `matmul.pack` lays it out."""
+        dtype = torch_dtype(self.spec.dtype)
+        scheme = self.reader.scheme
+        parts = [self.reader.read(part, self.spec, loaded).dequantize(scheme).to(dtype) for part in self.spec.parts]
+        return {"weight": pack(torch.cat(parts) if len(parts) > 1 else parts[0])}
+
+    def packed(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Words and scales of each matrix, and the order of its inputs where that is not x's; see Layout.
+
+        Names end in the matrix's number.
+        """
         parts = [self.reader.read(part, self.spec, loaded).sorted() for part in self.spec.parts]
         kind = _scale_dtype([part.scales for part, _ in parts], self.spec.dtype)
         has_zeros = any(part.has_zeros(self.reader.scheme) for part, _ in parts)
