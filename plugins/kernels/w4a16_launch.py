@@ -109,8 +109,20 @@ class Multiplier:
             problem = Problem(gated=gated, weight_rows=words.shape[1], inputs=inputs, layout=layout)
             self._tiles[key] = choose(problem, rows, num_sms(self.device))
         tile = self._tiles[key]
-        if tile is not None:
-            return self.by_tiles(x, words, scales, layout, bias, gated, tile)
+        if tile is None:
+            return self.by_library(x, words, scales, layout, bias, gated)
+        return self.by_tiles(x, words, scales, layout, bias, gated, tile)
+
+    def by_library(
+        self,
+        x: torch.Tensor,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        layout: Layout,
+        bias: torch.Tensor | None,
+        gated: bool,
+    ) -> torch.Tensor:
+        """As the call, from unpacked weights."""
         y = F.linear(x, self.dequantize(words, scales, layout, x), bias)
         return silu_and_mul(y) if gated else y
 
@@ -126,36 +138,27 @@ class Multiplier:
     ) -> torch.Tensor:
         """As the call, with a tile of one's own."""
         x = x if x.is_contiguous() else x.contiguous()
-        rows, inputs = x.shape
+        rows = x.shape[0]
         outputs = words.shape[1] // 2 if gated else words.shape[1]
         out = x.new_empty((rows, outputs))
-        grid = (-(-words.shape[1] // tile.rows), tile.splits, -(-rows // tile.columns))
         if rows:
-            w4a16.matmul_kernel[grid](
-                out,
-                x,
-                words,
-                scales.view(torch.int32),
-                words if bias is None else bias,
-                self._workspace.partials,
-                self._workspace.arrivals,
-                rows,
-                outputs,
-                inputs,
-                tile.ahead,
-                **self._constants(layout, scales, x.dtype),
-                EVEN=inputs % layout.block == 0,
-                TILE=tile.rows,
-                COLUMNS=tile.columns,
-                STAGES=tile.stages,
-                THREADS=tile.warps * 32,
-                EARLY=tile.early,
-                SPLIT=tile.splits > 1,
-                EPILOGUE=w4a16.GATED.value if gated else w4a16.PLAIN.value,
-                BIAS=bias is not None,
-                num_warps=tile.warps,
-            )
+            grid = (-(-words.shape[1] // tile.rows), tile.splits, -(-rows // tile.columns))
+            tensors = (out, x, words, scales.view(torch.int32), words if bias is None else bias)
+            scratch = (self._workspace.partials, self._workspace.arrivals)
+            sizes = (rows, outputs, x.shape[1], tile.ahead)
+            constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)
+            w4a16.matmul_kernel[grid](*tensors, *scratch, *sizes, **constants)
         return out
+
+    def compile(
+        self, x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, layout: Layout, gated: bool, tile: Tile
+    ) -> None:
+        """What `by_tiles` without a bias would launch, in the threads of a triton.AsyncCompileMode if one is active."""
+        tensors = (x, x, words, scales.view(torch.int32), words)
+        scratch = (self._workspace.partials, self._workspace.arrivals)
+        sizes = (x.shape[0], words.shape[1] // 2 if gated else words.shape[1], x.shape[1], tile.ahead)
+        constants = self._constants_of(tile, x, scales, layout, False, gated)
+        w4a16.matmul_kernel.warmup(*tensors, *scratch, *sizes, grid=(1,), **constants)
 
     def dequantize(self, words: torch.Tensor, scales: torch.Tensor, layout: Layout, x: torch.Tensor) -> torch.Tensor:
         """The weights as a plain matrix for x, [outputs, x's columns] in its type.
@@ -185,6 +188,23 @@ class Multiplier:
             grid = (rows, -(-inputs // w4a16.GATHERED))
             w4a16.gather_kernel[grid](out, x, order, inputs, BLOCK=w4a16.GATHERED, num_warps=4, **self._dependent)
         return out
+
+    def _constants_of(
+        self, tile: Tile, x: torch.Tensor, scales: torch.Tensor, layout: Layout, biased: bool, gated: bool
+    ) -> dict[str, object]:
+        return {
+            **self._constants(layout, scales, x.dtype),
+            "EVEN": x.shape[1] % layout.block == 0,
+            "TILE": tile.rows,
+            "COLUMNS": tile.columns,
+            "STAGES": tile.stages,
+            "THREADS": tile.warps * 32,
+            "EARLY": tile.early,
+            "SPLIT": tile.splits > 1,
+            "EPILOGUE": w4a16.GATED.value if gated else w4a16.PLAIN.value,
+            "BIAS": biased,
+            "num_warps": tile.warps,
+        }
 
     def _constants(self, layout: Layout, scales: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
         return {
