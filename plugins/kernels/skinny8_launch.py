@@ -75,7 +75,7 @@ VECTOR_TILES = {
     2: Tile(form="vector", rows=4, block_k=1024, warps=4),
     4: Tile(form="vector", rows=4, block_k=1024, warps=4),
 }
-"""By rows of x."""
+"""By rows of x. When gated, half the rows, as there are two tiles in registers."""
 MOST_VECTOR_TILE = max(tile.rows for tile in VECTOR_TILES.values())
 MATRIX_TILES = {
     16: Tile(form="matrix", rows=64, block_k=256, warps=4, stages=4, columns=16),
@@ -92,6 +92,8 @@ def default_tile(problem: Problem, rows: int, device: torch.device, *, codes: bo
     """How to cut up the product of `rows` rows. codes: x is made of codes; vector: that form may be taken."""
     if vector and not codes and rows <= VECTOR_ROWS[-1]:
         tile = VECTOR_TILES[next(size for size in VECTOR_ROWS if size >= rows)]
+        if problem.gated:
+            tile = evolve(tile, rows=tile.rows // 2)
         if problem.scale_rows == 0 or problem.scale_rows % tile.rows == 0:
             block_k = min(tile.block_k, max(128, triton.next_power_of_2(problem.inputs)))
             return with_ahead(evolve(tile, block_k=block_k), problem)
