@@ -13,7 +13,7 @@ from engine.core.quant import LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.int8 import Int8
 
-from .packers import compressed, fp8_blocks, fp8_per_tensor, number
+from .eight_bit_packers import compressed, fp8_blocks, fp8_per_tensor, number
 
 CPU = DeviceInfo(type="cpu")
 CHANNEL = number("float", "channel")
