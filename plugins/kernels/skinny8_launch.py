@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -194,27 +195,37 @@ class Launch:
         x_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x: [rows, inputs], dense -> [rows, outputs] in `dtype`, added up in float32. Shapes of scales: skinny8."""
-        rows = x.shape[0]
-        out = torch.empty((rows, self.problem.outputs), dtype=dtype, device=x.device)
-        added = scale if bias is None else bias
-        sizes = (rows, *self._sizes, scale.shape[-1], self.tile.ahead)
-        if self.tile.form == "vector":
-            skinny8.vector_kernel[(self._programs,)](
-                out, x, weight, scale, added, *sizes, BIAS=bias is not None, **self._constants
-            )
-            return out
-        grid = (self._programs, self.tile.splits, -(-rows // self.tile.columns))
-        skinny8.matrix_kernel[grid](
-            out,
-            x,
-            weight,
-            scale,
-            scale if x_scale is None else x_scale,
-            added,
-            *self._scratch,
-            *sizes,
-            BIAS=bias is not None,
-            INTEGER=self._codes and weight.dtype == torch.int8,
-            **self._constants,
-        )
+        out = torch.empty((x.shape[0], self.problem.outputs), dtype=dtype, device=x.device)
+        kernel, grid = self._kernel(x.shape[0])
+        arguments, constants = self._arguments(out, x, weight, scale, bias, x_scale)
+        kernel[grid](*arguments, **constants)
         return out
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+        """Compile without a launch, in the threads of a triton.AsyncCompileMode if one is active."""
+        kernel, grid = self._kernel(x.shape[0])
+        arguments, constants = self._arguments(x.new_empty(1, dtype=dtype), x, weight, scale, None, scale)
+        kernel.warmup(*arguments, grid=grid, **constants)
+
+    def _kernel(self, rows: int) -> tuple[Any, tuple[int, ...]]:
+        if self.tile.form == "vector":
+            return skinny8.vector_kernel, (self._programs,)
+        return skinny8.matrix_kernel, (self._programs, self.tile.splits, -(-rows // self.tile.columns))
+
+    def _arguments(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        added = scale if bias is None else bias
+        sizes = (x.shape[0], *self._sizes, scale.shape[-1], self.tile.ahead)
+        constants = self._constants | {"BIAS": bias is not None}
+        if self.tile.form == "vector":
+            return (out, x, weight, scale, added, *sizes), constants
+        constants["INTEGER"] = self._codes and weight.dtype == torch.int8
+        x_scale = scale if x_scale is None else x_scale
+        return (out, x, weight, scale, x_scale, added, *self._scratch, *sizes), constants
