@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -75,7 +76,7 @@ VECTOR_TILES = {
     2: Tile(form="vector", rows=4, block_k=1024, warps=4),
     4: Tile(form="vector", rows=4, block_k=1024, warps=4),
 }
-"""By rows of x."""
+"""By rows of x. When gated, half the rows, as there are two tiles in registers."""
 MOST_VECTOR_TILE = max(tile.rows for tile in VECTOR_TILES.values())
 MATRIX_TILES = {
     16: Tile(form="matrix", rows=64, block_k=256, warps=4, stages=4, columns=16),
@@ -92,6 +93,8 @@ def default_tile(problem: Problem, rows: int, device: torch.device, *, codes: bo
     """How to cut up the product of `rows` rows. codes: x is made of codes; vector: that form may be taken."""
     if vector and not codes and rows <= VECTOR_ROWS[-1]:
         tile = VECTOR_TILES[next(size for size in VECTOR_ROWS if size >= rows)]
+        if problem.gated:
+            tile = evolve(tile, rows=tile.rows // 2)
         if problem.scale_rows == 0 or problem.scale_rows % tile.rows == 0:
             block_k = min(tile.block_k, max(128, triton.next_power_of_2(problem.inputs)))
             return with_ahead(evolve(tile, block_k=block_k), problem)
@@ -192,27 +195,37 @@ class Launch:
         x_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x: [rows, inputs], dense -> [rows, outputs] in `dtype`, added up in float32. Shapes of scales: skinny8."""
-        rows = x.shape[0]
-        out = torch.empty((rows, self.problem.outputs), dtype=dtype, device=x.device)
-        added = scale if bias is None else bias
-        sizes = (rows, *self._sizes, scale.shape[-1], self.tile.ahead)
-        if self.tile.form == "vector":
-            skinny8.vector_kernel[(self._programs,)](
-                out, x, weight, scale, added, *sizes, BIAS=bias is not None, **self._constants
-            )
-            return out
-        grid = (self._programs, self.tile.splits, -(-rows // self.tile.columns))
-        skinny8.matrix_kernel[grid](
-            out,
-            x,
-            weight,
-            scale,
-            scale if x_scale is None else x_scale,
-            added,
-            *self._scratch,
-            *sizes,
-            BIAS=bias is not None,
-            INTEGER=self._codes and weight.dtype == torch.int8,
-            **self._constants,
-        )
+        out = torch.empty((x.shape[0], self.problem.outputs), dtype=dtype, device=x.device)
+        kernel, grid = self._kernel(x.shape[0])
+        arguments, constants = self._arguments(out, x, weight, scale, bias, x_scale)
+        kernel[grid](*arguments, **constants)
         return out
+
+    def compile(self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+        """Compile without a launch, in the threads of a triton.AsyncCompileMode if one is active."""
+        kernel, grid = self._kernel(x.shape[0])
+        arguments, constants = self._arguments(x.new_empty(1, dtype=dtype), x, weight, scale, None, scale)
+        kernel.warmup(*arguments, grid=grid, **constants)
+
+    def _kernel(self, rows: int) -> tuple[Any, tuple[int, ...]]:
+        if self.tile.form == "vector":
+            return skinny8.vector_kernel, (self._programs,)
+        return skinny8.matrix_kernel, (self._programs, self.tile.splits, -(-rows // self.tile.columns))
+
+    def _arguments(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        added = scale if bias is None else bias
+        sizes = (x.shape[0], *self._sizes, scale.shape[-1], self.tile.ahead)
+        constants = self._constants | {"BIAS": bias is not None}
+        if self.tile.form == "vector":
+            return (out, x, weight, scale, added, *sizes), constants
+        constants["INTEGER"] = self._codes and weight.dtype == torch.int8
+        x_scale = scale if x_scale is None else x_scale
+        return (out, x, weight, scale, x_scale, added, *self._scratch, *sizes), constants

@@ -160,6 +160,11 @@ class CompressedConfig:
                 f"the checkpoint's weights are sparse ({sparsity.get('format')} in sparsity_config), which is not"
                 " supported; use a checkpoint saved without sparse compression"
             )
+        if config.get("transform_config"):
+            raise CheckpointError(
+                "the checkpoint's activations are transformed before they are quantized (transform_config), which is"
+                " not supported; use a checkpoint quantized without transforms"
+            )
         outer = config.get("format")
         return cls(
             schemes=tuple(_scheme(name, group, outer) for name, group in groups.items()),

@@ -28,7 +28,7 @@ def quantize(weight: torch.Tensor, dtype: torch.dtype, granularity: str) -> tupl
     Needs memory for the codes and for a few times AT_ONCE numbers in float32.
     """
     codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    whole = _scale(weight.abs().amax().float().reshape(1), dtype) if granularity == "tensor" else None
+    whole = _scale(_peak(weight), dtype) if granularity == "tensor" else None
     scales = []
     for rows in _strips(weight):
         strip = weight[rows].float()
@@ -86,6 +86,11 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[t
 
 def _scale(peaks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (peaks / LIMITS[dtype]).clamp_min(TINY)
+
+
+def _peak(weight: torch.Tensor) -> torch.Tensor:
+    low, high = weight.aminmax()
+    return torch.maximum(-low, high).float().reshape(1)
 
 
 def _block_peaks(weight: torch.Tensor) -> torch.Tensor:

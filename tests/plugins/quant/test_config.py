@@ -122,6 +122,10 @@ def test_arguments_are_read_with_the_defaults_of_the_format():
         ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "group_0 says nothing of weights"),
         (compressed(group_0={"weights": FP8, "output_activations": FP8}), "group_0 quantizes outputs"),
         ({**compressed(group_0={"weights": FP8}), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
+        (
+            {**compressed(group_0={"weights": FP8}), "transform_config": {"config_groups": {"u": {}}}},
+            "transform_config",
+        ),
     ],
 )
 def test_configs_that_cannot_be_served_are_refused_by_name(config, message):
