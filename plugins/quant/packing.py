@@ -12,8 +12,6 @@ WORD = 32
 """Bits of a word."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ: nibble i of a word, from the low end, is column AWQ_ORDER[i] of its eight."""
-V1_SYMMETRIC = {4: 0x77777777, 8: 0x7F7F7F7F}
-"""GPTQ: a word of symmetric zero points, stored less one; by bits."""
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int, size: int) -> torch.Tensor:
