@@ -145,7 +145,7 @@ class SafetensorsSource(WeightSource):
         not aligned, and change when somebody writes to the file."""
         file = self._files[self._file_of[name]]
         stored = file.tensors[name]
-        shape, dim, index = list(stored.shape), 0, 0
+        shape, dim, index = list(stored.shape or spec.shape), 0, 0
         if spec.shard_dim is not None:
             dim = spec.shard_dim
             shape[dim] = _share(name, shape[dim], ranks)
@@ -192,8 +192,9 @@ class SafetensorsSource(WeightSource):
         stored = self._files[self._file_of[name]].tensors[name]
         shape, dtype = stored.shape, stored.dtype
         where = f"tensor {name} in {self._directory / self._file_of[name]}"
-        fits = len(shape) == len(spec.shape) and all(
-            want in (-1, size) for want, size in zip(spec.shape, shape, strict=True)
+        fits = (not shape and spec.shape == (1,)) or (
+            len(shape) == len(spec.shape)
+            and all(want in (-1, size) for want, size in zip(spec.shape, shape, strict=True))
         )
         if not fits:
             raise CheckpointError(f"{where} has shape {list(shape)}; the model expects {list(spec.shape)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
@@ -36,6 +36,8 @@ class LinearSpec:
     bias: bool
     dtype: str
     """Of activations: float32, bfloat16 or float16."""
+    device: str = "cpu"
+    """Where it is multiplied, as torch.device takes it."""
     parallel: str = "none"
     """How ranks share it: column (each has some outputs), row (each has some inputs) or none (each has all)."""
     gated: bool = False
@@ -52,7 +54,7 @@ class TensorSpec:
     """A tensor expected in the checkpoint."""
 
     shape: tuple[int, ...]
-    """Over all ranks; -1: any size."""
+    """Over all ranks; -1: any size. (1,): a scalar too, which is read as this."""
     dtypes: tuple[str, ...]
     """Types accepted, as safetensors files name them in torch ("bfloat16", "float8_e4m3fn", "int32")."""
     shard_dim: int | None = None
@@ -108,6 +110,10 @@ class QuantMethod(ABC):
     @abstractmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> QuantMethod:
         """An instance for this checkpoint; for None, one that quantizes while loading."""
+
+    def ignored(self) -> Sequence[str]:
+        """Names (as file names match: `*.name`) of tensors of this method that may be in the checkpoint, unread."""
+        return ()
 
     @abstractmethod
     def linear(self, spec: LinearSpec) -> LinearKernel | None:

@@ -49,7 +49,7 @@ class LayerFactory:
         self.rank = rank
         self.ranks = ranks
         self.layers: list[Layer] = []
-        self.ignored: list[str] = []
+        self.ignored: list[str] = [] if quant is None else list(quant.ignored())
         self._quant = quant
         self._reduce = reduce
         kinds: type[PlainLayers] = PlainLayers
@@ -95,6 +95,7 @@ class LayerFactory:
             in_features=in_features,
             bias=bias,
             dtype=self.dtype,
+            device=self.device,
             parallel=parallel,
             gated=gated,
         )

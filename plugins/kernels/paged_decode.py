@@ -180,19 +180,19 @@ def _decode_kernel(
     scale,
     softcap,
     window,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr,  # noqa: N803
-    WINDOWED: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    BLOCK_SEQUENCES: tl.constexpr,  # noqa: N803
-    BLOCK_ROWS: tl.constexpr,  # noqa: N803
-    BLOCK_GROUP: tl.constexpr,  # noqa: N803
-    BLOCK_DIM: tl.constexpr,  # noqa: N803
-    MERGE: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SEQUENCES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Heads change fastest: programs that run together read the same tokens, which are neighbours in memory.
     head = tl.program_id(0) % HEADS
@@ -303,12 +303,12 @@ def _merge(
     first_program,
     pieces,
     head,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    BLOCK_GROUP: tl.constexpr,  # noqa: N803
-    BLOCK_DIM: tl.constexpr,  # noqa: N803
-    MERGE: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
     """One sequence and KV head from its pieces: the first program's second, and the first of each that follows."""
     rows = tl.arange(0, BLOCK_GROUP)
@@ -346,7 +346,7 @@ def _merge(
 
 
 @triton.jit
-def _first_tile(lengths, window, WINDOWED: tl.constexpr, TILE: tl.constexpr):  # noqa: N803
+def _first_tile(lengths, window, WINDOWED: tl.constexpr, TILE: tl.constexpr):
     """The tile of the first position that is seen."""
     first = lengths * 0
     if WINDOWED:
@@ -355,7 +355,7 @@ def _first_tile(lengths, window, WINDOWED: tl.constexpr, TILE: tl.constexpr):  #
 
 
 @triton.jit
-def score_factor(scale, SOFTCAP: tl.constexpr):  # noqa: N803
+def score_factor(scale, SOFTCAP: tl.constexpr):
     """What makes a score an exponent of 2; capped scores are scaled already."""
     factor = 1.4426950408889634
     if not SOFTCAP:

@@ -139,16 +139,16 @@ def _prefill_kernel(
     scale,
     softcap,
     window,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr,  # noqa: N803
-    WINDOWED: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    BLOCK_ROWS: tl.constexpr,  # noqa: N803
-    BLOCK_KEYS: tl.constexpr,  # noqa: N803
-    BLOCK_DIM: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS
@@ -224,14 +224,14 @@ def _attend(
     scale,
     softcap,
     window,
-    HEADS: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr,  # noqa: N803
-    WINDOWED: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    BLOCK_KEYS: tl.constexpr,  # noqa: N803
-    BLOCK_DIM: tl.constexpr,  # noqa: N803
-    MASKED: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """The tile over the keys from `begin`, a multiple of BLOCK_KEYS, to `end`; without MASKED all rows see them all.
 

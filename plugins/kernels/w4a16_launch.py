@@ -1,0 +1,261 @@
+"""Launches of the kernels for 4-bit and 8-bit weights: which tile at how many rows, and from when on the library."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from attrs import evolve, frozen
+
+from engine.core.kernels.activation import silu_and_mul
+from engine.core.kernels.launch import dependent_launch, num_sms
+from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS, Workspace
+from engine.plugins.kernels import w4a16
+from engine.plugins.quant.layout import Layout
+
+MOST_ROWS = 256
+"""Up to so many rows of x the weights are unpacked tile by tile as they are multiplied. Beyond, unpacking them all to
+memory takes a small share of the multiplication, and the library multiplies faster than these tiles."""
+MOST_SPLITS = 16
+COLUMNS = (16, 32, 64, 128)
+"""Rows of x that a tile has room for."""
+SCALE_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+UNPACK_ROWS = 32
+"""Outputs that a program unpacks."""
+
+
+@frozen(kw_only=True)
+class Problem:
+    """A multiplication by one weight matrix."""
+
+    gated: bool
+    """Whether the outputs are silu(gate) * up of W's two halves."""
+    weight_rows: int
+    inputs: int
+    layout: Layout
+
+    def __str__(self) -> str:
+        kind = "gated " if self.gated else ""
+        return f"{kind}{self.weight_rows}x{self.inputs} {self.layout.bits} bits, groups of {self.layout.group}"
+
+    @property
+    def outputs(self) -> int:
+        """Numbers in a row of the result."""
+        return self.weight_rows // 2 if self.gated else self.weight_rows
+
+    @property
+    def blocks(self) -> int:
+        """Of the layout."""
+        return -(-self.inputs // self.layout.block)
+
+
+@frozen(kw_only=True)
+class Tile:
+    """What a program takes at once."""
+
+    rows: int
+    """Of W."""
+    columns: int
+    """Rows of x it has room for."""
+    warps: int
+    stages: int
+    """Blocks on their way to shared memory at once."""
+    early: bool = False
+    """Whether W is scaled before it is multiplied, not the sums of each group: less work where x has many rows."""
+    splits: int = 1
+    """Programs that share the blocks of one tile."""
+    ahead: int = 0
+    """Blocks to bring into the L2 cache before x is there."""
+
+    def __str__(self) -> str:
+        scaled = "weights" if self.early else "sums"
+        return (
+            f"{self.rows}x{self.columns}, {self.warps} warps, {self.stages} stages, {self.splits} splits, scaled"
+            f" {scaled}, {self.ahead} blocks ahead"
+        )
+
+    def programs(self, problem: Problem, rows: int) -> int:
+        """Tiles of the result."""
+        return -(-problem.weight_rows // self.rows) * -(-rows // self.columns)
+
+
+class Multiplier:
+    """Multiplies by packed weights on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._workspace = Workspace(device)
+        self._dependent = dependent_launch(device)
+        self._asm = self._knows_assembly()
+        self._tiles: dict[tuple[int, ...], Tile | None] = {}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        layout: Layout,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """x: [rows, inputs] -> [rows, outputs], in x's type, added up in float32.
+
+        words, scales: from Layout.pack; gated: silu(gate) * up of their first and second half of outputs.
+        """
+        rows, inputs = x.shape
+        key = (rows, words.shape[1], inputs, layout.bits, layout.group, gated)
+        if key not in self._tiles:
+            problem = Problem(gated=gated, weight_rows=words.shape[1], inputs=inputs, layout=layout)
+            self._tiles[key] = choose(problem, rows, num_sms(self.device))
+        tile = self._tiles[key]
+        if tile is None:
+            return self.by_library(x, words, scales, layout, bias, gated)
+        return self.by_tiles(x, words, scales, layout, bias, gated, tile)
+
+    def by_library(
+        self,
+        x: torch.Tensor,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        layout: Layout,
+        bias: torch.Tensor | None,
+        gated: bool,
+    ) -> torch.Tensor:
+        """As the call, from unpacked weights."""
+        y = F.linear(x, self.dequantize(words, scales, layout, x), bias)
+        return silu_and_mul(y) if gated else y
+
+    def by_tiles(
+        self,
+        x: torch.Tensor,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        layout: Layout,
+        bias: torch.Tensor | None,
+        gated: bool,
+        tile: Tile,
+    ) -> torch.Tensor:
+        """As the call, with a tile of one's own."""
+        x = x if x.is_contiguous() else x.contiguous()
+        rows = x.shape[0]
+        outputs = words.shape[1] // 2 if gated else words.shape[1]
+        out = x.new_empty((rows, outputs))
+        if rows:
+            grid = (-(-words.shape[1] // tile.rows), tile.splits, -(-rows // tile.columns))
+            tensors = (out, x, words, scales.view(torch.int32), words if bias is None else bias)
+            scratch = (self._workspace.partials, self._workspace.arrivals)
+            sizes = (rows, outputs, x.shape[1], tile.ahead)
+            constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)
+            w4a16.matmul_kernel[grid](*tensors, *scratch, *sizes, **constants)
+        return out
+
+    def compile(
+        self, x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, layout: Layout, gated: bool, tile: Tile
+    ) -> None:
+        """What `by_tiles` without a bias would launch, in the threads of a triton.AsyncCompileMode if one is active."""
+        tensors = (x, x, words, scales.view(torch.int32), words)
+        scratch = (self._workspace.partials, self._workspace.arrivals)
+        sizes = (x.shape[0], words.shape[1] // 2 if gated else words.shape[1], x.shape[1], tile.ahead)
+        constants = self._constants_of(tile, x, scales, layout, False, gated)
+        w4a16.matmul_kernel.warmup(*tensors, *scratch, *sizes, grid=(1,), **constants)
+
+    def dequantize(self, words: torch.Tensor, scales: torch.Tensor, layout: Layout, x: torch.Tensor) -> torch.Tensor:
+        """The weights as a plain matrix for x, [outputs, x's columns] in its type.
+
+        Memory is taken and given back at each call: the allocator hands the same to all layers, one after the other.
+        """
+        inputs, outputs = x.shape[1], words.shape[1]
+        out = x.new_empty((outputs, inputs))
+        w4a16.dequantize_kernel[(-(-outputs // UNPACK_ROWS), words.shape[0])](
+            out,
+            words,
+            scales.view(torch.int32),
+            outputs,
+            inputs,
+            **self._constants(layout, scales, x.dtype),
+            TILE=UNPACK_ROWS,
+            num_warps=4,
+        )
+        return out
+
+    def gather(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """x: [rows, inputs] -> x[:, order]; order: [inputs] int32."""
+        x = x if x.is_contiguous() else x.contiguous()
+        out = torch.empty_like(x)
+        rows, inputs = x.shape
+        if rows:
+            grid = (rows, -(-inputs // w4a16.GATHERED))
+            w4a16.gather_kernel[grid](out, x, order, inputs, BLOCK=w4a16.GATHERED, num_warps=4, **self._dependent)
+        return out
+
+    def _constants_of(
+        self, tile: Tile, x: torch.Tensor, scales: torch.Tensor, layout: Layout, biased: bool, gated: bool
+    ) -> dict[str, object]:
+        return {
+            **self._constants(layout, scales, x.dtype),
+            "EVEN": x.shape[1] % layout.block == 0,
+            "TILE": tile.rows,
+            "COLUMNS": tile.columns,
+            "STAGES": tile.stages,
+            "THREADS": tile.warps * 32,
+            "EARLY": tile.early,
+            "SPLIT": tile.splits > 1,
+            "EPILOGUE": w4a16.GATED.value if gated else w4a16.PLAIN.value,
+            "BIAS": biased,
+            "num_warps": tile.warps,
+        }
+
+    def _constants(self, layout: Layout, scales: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
+        return {
+            "BITS": layout.bits,
+            "SPAN": layout.span,
+            "GROUP": layout.group,
+            "SCALE": SCALE_TYPES[scales.dtype],
+            "POWER": layout.power(dtype),
+            "ZEROS": layout.has_zeros(scales),
+            "ASM": self._asm,
+            **self._dependent,
+        }
+
+    def _knows_assembly(self) -> bool:
+        """Whether the kernels' PTX is for this device: fma.bf16x2 is of compute capability 8.0."""
+        if self.device.type != "cuda" or torch.version.hip is not None:
+            return False
+        return torch.cuda.get_device_capability(self.device) >= (8, 0)
+
+
+def choose(problem: Problem, rows: int, sms: int) -> Tile | None:
+    """The tile for so many rows of x on a GPU of so many multiprocessors; None: unpack, and leave it to the library."""
+    if rows > MOST_ROWS:
+        return None
+    return candidates(problem, rows, sms)[0]
+
+
+FEW = ((64, 4, 4), (64, 4, 3), (128, 4, 4), (64, 2, 4), (32, 2, 4))
+"""rows, warps and stages of tiles for up to 32 rows of x, the default first."""
+MANY = ((128, 8, 3), (64, 4, 3), (128, 4, 3), (64, 4, 2), (128, 8, 2))
+"""The same for more."""
+
+
+def candidates(problem: Problem, rows: int, sms: int) -> list[Tile]:
+    """Tiles worth a measurement, the default first."""
+    columns = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
+    found = []
+    for tile_rows, warps, stages in FEW if columns <= 32 else MANY:
+        tile = Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=columns >= 64)
+        found.append(evolve(split(tile, problem, rows, sms)))
+    return found
+
+
+def split(tile: Tile, problem: Problem, rows: int, sms: int) -> Tile:
+    """Blocks shared out so that there are two programs a multiprocessor, if that can be."""
+    programs, splits = tile.programs(problem, rows), 1
+    most = min(MOST_SPLITS, problem.blocks // 2)
+    while programs * splits < sms * 2 and splits * 2 <= most and _fits(tile, programs, splits * 2):
+        splits *= 2
+    return evolve(tile, splits=splits, ahead=min(-(-problem.blocks // splits), 16))
+
+
+def _fits(tile: Tile, programs: int, splits: int) -> bool:
+    return programs <= MOST_PROGRAMS and programs * splits * tile.rows * tile.columns <= MOST_SUMS
