@@ -24,7 +24,7 @@ import triton
 from attrs import evolve
 from triton.runtime.errors import OutOfResources
 
-from engine.cli.bench_report import Row, report, write
+from engine.cli.bench.report import Row, report, write
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.layers.timing import GraphTimer
 from engine.core.quant import LinearPart, LinearSpec

@@ -22,7 +22,7 @@ import triton
 from attrs import evolve, frozen
 from triton.runtime.errors import OutOfResources
 
-from engine.cli.bench_report import Row, report, write
+from engine.cli.bench.report import Row, report, write
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.skinny_launch import MOST_SUMS
 from engine.core.layers.timing import GraphTimer
