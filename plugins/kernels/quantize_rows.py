@@ -15,6 +15,23 @@ ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a small float32 to an integer, ties to even."""
 
 
+HALF = tl.constexpr(GROUP // 2)
+
+
+@triton.jit
+def _clean(values):
+    """Values without those that have no code in int8, and which those were."""
+    broken = (values != values) | (tl.abs(values) == float("inf"))
+    return tl.where(broken, 0.0, values), broken
+
+
+@triton.jit
+def _codes(values, scale, LIMIT: tl.constexpr, INT8: tl.constexpr):
+    code = values / scale[:, None]
+    code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
+    return (code + ROUND) - ROUND if INT8 else code
+
+
 @triton.jit
 def _quantize_kernel(
     codes,
@@ -25,35 +42,46 @@ def _quantize_kernel(
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
     GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
+    GROUPED: tl.constexpr,
     GIVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has a row, seen as [GROUPS, SIZE]; each group has a scale. GIVEN: all have the one at `given`."""
+    """A program has a row, seen as [GROUPS, 128]. GROUPED: each group has a scale. GIVEN: all have the one at `given`.
+
+    The scale of a row with a NaN or infinity is NaN: int8 has no code that would say so.
+    """
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
-    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    inside = column < inputs
+    lane = tl.arange(0, HALF)
+    left_column = group[:, None] * (2 * HALF) + lane[None, :]
+    right_column = left_column + HALF
     scale = tl.full([GROUPS], 1.0, tl.float32)
     if GIVEN:
         scale *= tl.load(given)
     wait(PDL)
-    values = tl.load(x + row * inputs + column, mask=inside, other=0.0).to(tl.float32)
-    # int8 has no code for a NaN or infinity: the scale says it for all of the row.
-    broken = (values != values) | (tl.abs(values) == float("inf"))
-    values = tl.where(broken, 0.0, values)
+    here = x + row * inputs
+    left = tl.load(here + left_column, mask=left_column < inputs, other=0.0).to(tl.float32)
+    right = tl.load(here + right_column, mask=right_column < inputs, other=0.0).to(tl.float32)
+    left, left_broken = _clean(left)
+    right, right_broken = _clean(right)
+    broken = tl.maximum(tl.max(left_broken.to(tl.int32), axis=1), tl.max(right_broken.to(tl.int32), axis=1))
+    peak = tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1))
+    if not GROUPED:
+        broken = tl.zeros([GROUPS], tl.int32) + tl.max(broken, axis=0)
+        peak = tl.zeros([GROUPS], tl.float32) + tl.max(peak, axis=0)
     if not GIVEN:
-        peak = tl.max(tl.abs(values), axis=1)
         scale = tl.where(peak > 0.0, peak / LIMIT, scale)
-    code = values / scale[:, None]
-    code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
-    if INT8:
-        code = (code + ROUND) - ROUND
-    tl.store(codes + row * inputs + column, code.to(codes.dtype.element_ty), mask=inside)
-    scale = tl.where(tl.max(broken.to(tl.int32), axis=1) > 0, float("nan"), scale)
-    count = tl.cdiv(inputs, SIZE)
-    tl.store(scales + row * count + group, scale, mask=group < count)
+    pairs = tl.join(_codes(left, scale, LIMIT, INT8), _codes(right, scale, LIMIT, INT8))
+    count = tl.cdiv(inputs, 2 * HALF)
+    place = group[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
+    stored = tl.reshape(pairs, [GROUPS, 2 * HALF]).to(codes.dtype.element_ty)
+    tl.store(codes + row * count * (2 * HALF) + place, stored, mask=(group < count)[:, None])
+    scale = tl.where(broken > 0, float("nan"), scale)
+    if GROUPED:
+        tl.store(scales + row * count + group, scale, mask=group < count)
+    else:
+        tl.store(scales + row + group, scale, mask=group == 0)
 
 
 def quantize_rows(
@@ -61,12 +89,13 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [rows, inputs], dense -> codes of `dtype`, and scales: [rows] float32, if grouped [rows, ceil(inputs / 128)].
 
+    Codes are in the order of a CodeLayout, padded with zeros to a multiple of 128.
     scale: [1] float32, the scale of all rows, known beforehand; codes beyond the type's range are clamped. Without it a
     row's (or group's) largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale.
     """
     rows, inputs = x.shape
-    codes = torch.empty((rows, inputs), dtype=dtype, device=x.device)
     groups = -(-inputs // GROUP)
+    codes = torch.empty((rows, groups * GROUP), dtype=dtype, device=x.device)
     scales = torch.empty((rows, groups) if grouped else (rows,), dtype=torch.float32, device=x.device)
     if rows:
         _quantize_kernel[(rows,)](
@@ -77,8 +106,8 @@ def quantize_rows(
             inputs,
             LIMIT=LIMITS[dtype],
             INT8=dtype == torch.int8,
-            GROUPS=triton.next_power_of_2(groups) if grouped else 1,
-            SIZE=GROUP if grouped else triton.next_power_of_2(inputs),
+            GROUPS=triton.next_power_of_2(groups),
+            GROUPED=grouped,
             GIVEN=scale is not None,
             num_warps=min(max(triton.next_power_of_2(inputs) // 1024, 1), 16),
             **dependent_launch(x.device),

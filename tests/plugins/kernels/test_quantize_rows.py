@@ -1,9 +1,27 @@
 import pytest
 import torch
 
-from engine.plugins.kernels.quantize_rows import quantize_rows
+from engine.plugins.kernels import quantize_rows as kernel
+from engine.plugins.quant.layout import CodeLayout
 
 FP8 = torch.float8_e4m3fn
+
+
+def quantize_rows(x, dtype, **settings):
+    """Codes in the order of x's inputs; and there are zeros beyond them."""
+    codes, scales = kernel.quantize_rows(x, dtype, **settings)
+    assert codes.shape == (x.shape[0], -(-x.shape[1] // 128) * 128)
+    layout = CodeLayout(dtype=str(dtype).removeprefix("torch."))
+    whole = layout.unpack(codes, codes.shape[1])
+    assert not whole[:, x.shape[1] :].float().any()
+    return whole[:, : x.shape[1]], scales
+
+
+def test_inputs_64_apart_are_side_by_side(device):
+    x = torch.arange(256.0, device=device)[None] - 128
+    codes, _ = kernel.quantize_rows(x, torch.int8, scale=torch.ones(1, device=device))
+    assert codes[0, :6].tolist() == [-127, -64, -127, -63, -126, -62]
+    assert codes[0, 128:132].tolist() == [0, 64, 1, 65]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
