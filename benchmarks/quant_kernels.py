@@ -3,7 +3,7 @@
     python benchmarks/quant_kernels.py [--tune] [--kinds fp8 int8 4bit ...] [--rows 1 16 ...] [--json FILE]
 
 Shapes are those of Llama-3.1-8B. Weights rotate over more memory than the L2 cache keeps. What is timed is what a layer
-does: activations quantized where they are, SiLU * up for gate and up. Floor: bytes of weights and scales over 4.2 TB/s.
+does, behind the norm that makes its input: activations quantized where they are, SiLU * up for gate and up. Floor: bytes of weights and scales over 4.2 TB/s.
 `bf16` is cuBLAS by plain weights, `engine` what the engine launches. --tune: all tiles and libraries worth a try, the
 best printed.
 """
@@ -26,6 +26,7 @@ from triton.runtime.errors import OutOfResources
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.kernels.activation import silu_and_mul
+from engine.core.kernels.norm import add_rms_norm
 from engine.core.layers.timing import GraphTimer
 from engine.core.quant import LinearPart, LinearSpec
 from engine.plugins.kernels.quantize_rows import quantize_rows
@@ -233,9 +234,15 @@ def duplicate(copy: Copy, layout: Layout | CodeLayout) -> Copy:
 
 
 def seconds(timer: GraphTimer, x: torch.Tensor, calls: Sequence[Call]) -> float:
-    """Of one call, cold; inf for one that needs more than the GPU has."""
+    """Of one call behind a norm, cold; inf for one that needs more than the GPU has."""
+    scale = torch.ones_like(x[0])
+
+    def all_calls() -> None:
+        for call in calls:
+            call(add_rms_norm(x, None, scale, 1e-5)[0])
+
     try:
-        return timer.replayed(lambda: [call(x) for call in calls]) / len(calls)  # type: ignore[func-returns-value]
+        return timer.replayed(all_calls) / len(calls)
     except OutOfResources:
         return float("inf")
 

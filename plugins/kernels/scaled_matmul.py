@@ -35,7 +35,7 @@ class MatmulTile:
 
     def programs(self, rows: int, outputs: int) -> int:
         """Tiles of a result."""
-        return triton.cdiv(rows, self.rows) * triton.cdiv(outputs, self.outputs)
+        return -(-rows // self.rows) * -(-outputs // self.outputs)
 
 
 @triton.jit(do_not_specialize=["rows"])
