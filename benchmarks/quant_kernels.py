@@ -3,9 +3,9 @@
     python benchmarks/quant_kernels.py [--tune] [--kinds fp8 int8 4bit ...] [--rows 1 16 ...] [--json FILE]
 
 Shapes are those of Llama-3.1-8B. Weights rotate over more memory than the L2 cache keeps. What is timed is what a layer
-does, behind the norm that makes its input: activations quantized where they are, SiLU * up for gate and up. Floor: bytes of weights and scales over 4.2 TB/s.
-`bf16` is cuBLAS by plain weights, `engine` what the engine launches. --tune: all tiles and libraries worth a try, the
-best printed.
+does, behind the norm that makes its input: activations quantized where they are, SiLU * up for gate and up. Floor:
+bytes of weights and scales over 4.2 TB/s. `bf16` is cuBLAS by plain weights, `engine` what the engine launches.
+--tune: all tiles and libraries worth a try, the best printed.
 """
 
 from __future__ import annotations
@@ -132,12 +132,11 @@ class Layers:
 
     def by_codes(self, tile: MatmulTile | None, fast: bool = True) -> list[Call]:
         """Activations quantized; tile None: by torch's kernel for float8."""
-        scale_rows = self.layout.scale_rows
 
         def call(x: torch.Tensor, one: Copy) -> torch.Tensor:
-            codes, x_scale = quantize_rows(x, one.codes.dtype, grouped=scale_rows > 0)
+            codes, x_scale = quantize_rows(x, one.codes.dtype)
             if tile is not None:
-                return self.activate(matmul(codes, x_scale, one.codes, one.scales, None, x.dtype, tile, scale_rows))
+                return self.activate(matmul(codes, x_scale, one.codes, one.scales, None, x.dtype, tile))
             y = torch._scaled_mm(
                 codes, one.codes.t(), scale_a=x_scale[:, None], scale_b=one.scales[None, :], out_dtype=x.dtype,
                 use_fast_accum=fast,
@@ -151,17 +150,17 @@ class Layers:
         if rows <= MOST_ROWS:
             for tile in self.tiles(rows, sms):
                 yield f"tile {tile}", self.by_tile(tile)
-        if rows >= 64 and self.kind in CODES:
-            for tile in MATMULS if not self.layout.scale_rows else MATMULS[3:6]:
+        if rows >= 64 and self.kind in CODES and not self.layout.scale_rows:
+            for tile in MATMULS:
                 yield f"codes {tile}", self.by_codes(tile)
             if self.kind == "fp8":
                 yield "codes _scaled_mm fast", self.by_codes(None)
                 yield "codes _scaled_mm exact", self.by_codes(None, fast=False)
-        if rows >= 64 and self.kind not in CODES:
+        if rows >= 64 and self.layout.scaled != "outputs":
             yield "library", self.by_library()
 
     def tiles(self, rows: int, sms: int) -> list[Tile]:
-        """With several splits, with and without blocks fetched ahead."""
+        """With several splits."""
         columns = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
         few = columns <= 32
         scaled_early = (False,) if few or self.layout.scaled == "outputs" else (False, True)
@@ -176,7 +175,7 @@ class Layers:
                 if splits == 1 or (
                     splits * 2 <= self.problem.blocks and fits(one, one.programs(self.problem, rows), splits)
                 ):
-                    found += [one, evolve(one, ahead=min(-(-self.problem.blocks // splits), 16))]
+                    found.append(one)
         return found
 
     def compile(self, rows: Sequence[int], sms: int) -> None:
@@ -189,7 +188,7 @@ class Layers:
             for count in rows:
                 x = torch.empty(count, self.problem.inputs, device=DEVICE, dtype=torch.bfloat16)
                 tiles = self.tiles(count, sms) if count <= MOST_ROWS else []
-                for tile in {evolve(tile, splits=min(tile.splits, 2), ahead=0) for tile in tiles}:
+                for tile in {evolve(tile, splits=min(tile.splits, 2)) for tile in tiles}:
                     self.multiplier.compile(x, one.words, one.scales, self.layout, self.gated, tile)
 
 

@@ -8,14 +8,14 @@ import triton.language as tl
 
 from engine.core.kernels.launch import dependent_launch, release, wait
 
-GROUP = 128
-"""Inputs that share a scale, where a row has several."""
+BLOCK = 128
+"""Of a CodeLayout."""
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a small float32 to an integer, ties to even."""
 
 
-HALF = tl.constexpr(GROUP // 2)
+HALF = tl.constexpr(BLOCK // 2)
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _clean(values):
 
 @triton.jit
 def _codes(values, scale, LIMIT: tl.constexpr, INT8: tl.constexpr):
-    code = values / scale[:, None]
+    code = values / scale
     code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
     return (code + ROUND) - ROUND if INT8 else code
 
@@ -41,62 +41,53 @@ def _quantize_kernel(
     inputs,
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     GIVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has a row, seen as [GROUPS, 128]. GROUPED: each group has a scale. GIVEN: all have the one at `given`.
+    """A program has a row, seen as [BLOCKS, 128]. GIVEN: all rows have the scale at `given`.
 
     The scale of a row with a NaN or infinity is NaN: int8 has no code that would say so.
     """
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS)
-    lane = tl.arange(0, HALF)
-    left_column = group[:, None] * (2 * HALF) + lane[None, :]
+    block = tl.arange(0, BLOCKS)
+    left_column = block[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
     right_column = left_column + HALF
-    scale = tl.full([GROUPS], 1.0, tl.float32)
+    scale = 1.0
     if GIVEN:
-        scale *= tl.load(given)
+        scale = tl.load(given)
     wait(PDL)
     here = x + row * inputs
     left = tl.load(here + left_column, mask=left_column < inputs, other=0.0).to(tl.float32)
     right = tl.load(here + right_column, mask=right_column < inputs, other=0.0).to(tl.float32)
     left, left_broken = _clean(left)
     right, right_broken = _clean(right)
-    broken = tl.maximum(tl.max(left_broken.to(tl.int32), axis=1), tl.max(right_broken.to(tl.int32), axis=1))
-    peak = tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1))
-    if not GROUPED:
-        broken = tl.zeros([GROUPS], tl.int32) + tl.max(broken, axis=0)
-        peak = tl.zeros([GROUPS], tl.float32) + tl.max(peak, axis=0)
     if not GIVEN:
-        scale = tl.where(peak > 0.0, peak / LIMIT, scale)
+        peak = tl.max(tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1)), axis=0)
+        scale = tl.where(peak > 0.0, peak / LIMIT, 1.0)
     pairs = tl.join(_codes(left, scale, LIMIT, INT8), _codes(right, scale, LIMIT, INT8))
     count = tl.cdiv(inputs, 2 * HALF)
-    place = group[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
-    stored = tl.reshape(pairs, [GROUPS, 2 * HALF]).to(codes.dtype.element_ty)
-    tl.store(codes + row * count * (2 * HALF) + place, stored, mask=(group < count)[:, None])
-    scale = tl.where(broken > 0, float("nan"), scale)
-    if GROUPED:
-        tl.store(scales + row * count + group, scale, mask=group < count)
-    else:
-        tl.store(scales + row + group, scale, mask=group == 0)
+    place = block[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
+    stored = tl.reshape(pairs, [BLOCKS, 2 * HALF]).to(codes.dtype.element_ty)
+    tl.store(codes + row * count * (2 * HALF) + place, stored, mask=(block < count)[:, None])
+    broken = tl.max(tl.max((left_broken | right_broken).to(tl.int32), axis=1), axis=0)
+    tl.store(scales + row, tl.where(broken > 0, float("nan"), scale))
 
 
 def quantize_rows(
-    x: torch.Tensor, dtype: torch.dtype, *, grouped: bool = False, scale: torch.Tensor | None = None
+    x: torch.Tensor, dtype: torch.dtype, *, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [rows, inputs], dense -> codes of `dtype`, and scales: [rows] float32, if grouped [rows, ceil(inputs / 128)].
+    """x: [rows, inputs], dense -> codes of `dtype`, and scales: [rows] float32.
 
     Codes are in the order of a CodeLayout, padded with zeros to a multiple of 128.
     scale: [1] float32, the scale of all rows, known beforehand; codes beyond the type's range are clamped. Without it a
-    row's (or group's) largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale.
+    row's largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale.
     """
     rows, inputs = x.shape
-    groups = -(-inputs // GROUP)
-    codes = torch.empty((rows, groups * GROUP), dtype=dtype, device=x.device)
-    scales = torch.empty((rows, groups) if grouped else (rows,), dtype=torch.float32, device=x.device)
+    blocks = -(-inputs // BLOCK)
+    codes = torch.empty((rows, blocks * BLOCK), dtype=dtype, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
     if rows:
         _quantize_kernel[(rows,)](
             codes,
@@ -106,8 +97,7 @@ def quantize_rows(
             inputs,
             LIMIT=LIMITS[dtype],
             INT8=dtype == torch.int8,
-            GROUPS=triton.next_power_of_2(groups),
-            GROUPED=grouped,
+            BLOCKS=triton.next_power_of_2(blocks),
             GIVEN=scale is not None,
             num_warps=min(max(triton.next_power_of_2(inputs) // 1024, 1), 16),
             **dependent_launch(x.device),

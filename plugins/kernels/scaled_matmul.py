@@ -14,8 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.core.kernels.launch import dependent_launch, release, wait
 
-GROUP = tl.constexpr(128)
-"""Inputs that share a scale where W is BLOCKED."""
 SWIZZLE = tl.constexpr(8)
 """Programs next to each other take so many tiles of rows of x before the next tile of W, so that both stay in the L2
 cache."""
@@ -49,13 +47,10 @@ def _matmul_kernel(
     rows,
     outputs,
     inputs,
-    scale_rows,
-    scale_columns,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    BLOCKED: tl.constexpr,
     INTEGER: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -78,22 +73,10 @@ def _matmul_kernel(
     for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
         left = x.load([begin_m, start])
         right = weight.load([begin_n, start])
-        if INTEGER:
-            total = tl.dot(left, right.T, total, out_dtype=tl.int32)
-        elif BLOCKED:
-            part = tl.dot(left, right.T)
-            group = start // GROUP
-            factor = tl.load(scale + tl.where(valid, n, 0) // scale_rows * scale_columns + group)
-            part *= factor[None, :]
-            own = tl.load(x_scale + m.to(tl.int64) * scale_columns + group, mask=present, other=0.0)
-            part *= own[:, None]
-            total += part
-        else:
-            total = tl.dot(left, right.T, total)
+        total = tl.dot(left, right.T, total, out_dtype=tl.int32 if INTEGER else tl.float32)
     result = total.to(tl.float32)
-    if not BLOCKED:
-        result *= tl.load(scale + n, mask=valid, other=0.0)[None, :]
-        result *= tl.load(x_scale + m, mask=present, other=0.0)[:, None]
+    result *= tl.load(scale + n, mask=valid, other=0.0)[None, :]
+    result *= tl.load(x_scale + m, mask=present, other=0.0)[:, None]
     if BIAS:
         result += tl.load(bias + n, mask=valid, other=0.0).to(tl.float32)[None, :]
     target = out + m.to(tl.int64)[:, None] * outputs + n[None, :]
@@ -108,13 +91,11 @@ def matmul(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     tile: MatmulTile,
-    scale_rows: int = 0,
 ) -> torch.Tensor:
     """x: [rows, inputs] -> [rows, outputs] in `dtype`, added up in float32 (int8: in int32).
 
-    x: codes of weight's type; x_scale: [rows] (of blocks: [rows, ceil(inputs / 128)]) float32. weight: [outputs,
-    inputs]; scale: [outputs] float32, or with scale_rows > 0 one for so many outputs x 128 inputs, [ceil(outputs /
-    scale_rows), ceil(inputs / 128)]. All dense, rows of a multiple of 16 bytes.
+    x: codes of weight's type; x_scale: [rows] float32. weight: [outputs, inputs]; scale: [outputs] float32. All dense,
+    rows of a multiple of 16 bytes.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0]
@@ -131,13 +112,10 @@ def matmul(
             rows,
             outputs,
             inputs,
-            max(scale_rows, 1),
-            scale.shape[-1],
             BLOCK_M=tile.rows,
             BLOCK_N=tile.outputs,
             BLOCK_K=tile.block_k,
             STAGES=tile.stages,
-            BLOCKED=scale_rows > 0,
             INTEGER=weight.dtype == torch.int8,
             BIAS=bias is not None,
             num_warps=tile.warps,

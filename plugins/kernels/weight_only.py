@@ -138,56 +138,6 @@ def _rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(pointers, size):
-    """Bring `size` bytes (int32, a multiple of 16; none if 0) at each pointer into the L2 cache.
-
-    Source: PTX ISA, cp.async.bulk.prefetch; from compute capability 9.0 on.
-    """
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [pointers.to(tl.uint64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _fetch_stretch(
-    words,
-    begin,
-    count,
-    outputs,
-    weight_rows,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    THREADS: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-):
-    """Ask for a program's words of `count` blocks, at most one a thread, where a tile's rows of a block are side by
-    side."""
-    PARTS: tl.constexpr = 2 if EPILOGUE == GATED else 1
-    first = tl.program_id(0) * (TILE // PARTS)
-    lane = tl.arange(0, THREADS)
-    size = tl.where(lane < count, tl.minimum(TILE // PARTS, outputs - first) * (SPAN * 2), 0)
-    for part in tl.static_range(PARTS):
-        place = (begin + lane).to(tl.int64) * weight_rows + first + part * outputs
-        _prefetch(words + place * SPAN, size)
-
-
-@triton.jit
-def _fetch_rows(rows, begin, count, SPAN: tl.constexpr, THREADS: tl.constexpr):
-    """The same where a row's blocks are side by side. rows: where the rows of the tile begin."""
-    TILE: tl.constexpr = rows.shape[0]
-    PIECES: tl.constexpr = THREADS // TILE if TILE <= THREADS else 1
-    piece = count * (SPAN * 2) // (PIECES * 16) * 16
-    place = begin * (SPAN * 2) + tl.arange(0, PIECES) * piece
-    where = rows.to(tl.uint64)[:, None] + place.to(tl.uint64)[None, :]
-    _prefetch(where, tl.zeros([TILE, PIECES], tl.int32) + piece)
-
-
-@triton.jit
 def _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
     """total: [TILE, COLUMNS] float32, of rows `first` and on of x."""
     COLUMNS: tl.constexpr = total.shape[1]
@@ -210,7 +160,7 @@ def _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE: tl.con
     tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "ahead"])
+@triton.jit(do_not_specialize=["rows"])
 def matmul_kernel(
     out,
     x,
@@ -222,7 +172,6 @@ def matmul_kernel(
     rows,
     outputs,
     inputs,
-    ahead,
     row_stride,
     block_stride,
     scale_rows,
@@ -238,7 +187,6 @@ def matmul_kernel(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    THREADS: tl.constexpr,
     EARLY: tl.constexpr,
     SPLIT: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -251,7 +199,7 @@ def matmul_kernel(
     row_stride, block_stride: in words. SCALE: the type of scales of groups. EVEN: the last block is full. EARLY: W is
     scaled, and rounded to x's type, before it is multiplied; otherwise the sums of each group are, in float32. SPLIT:
     programs that differ in their second number share the blocks of a tile; partials: [tiles, splits, TILE, COLUMNS]
-    float32; arrivals: [tiles] int32, 0 before and after. ahead: blocks to bring into the L2 cache before x is there.
+    float32; arrivals: [tiles] int32, 0 before and after.
     """
     release(PDL)
     FIELDS: tl.constexpr = 16 // BITS
@@ -268,12 +216,6 @@ def matmul_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, blocks)
     words_row = words + row.to(tl.int64) * row_stride
-    if PDL:
-        count = tl.minimum(ahead, tl.maximum(end - begin, 0))
-        if SCALES == GROUPS_OF_INPUTS:
-            _fetch_stretch(words, begin, count, outputs, weight_rows, TILE, SPAN, THREADS, EPILOGUE)
-        else:
-            _fetch_rows(words_row, begin, count, SPAN, THREADS)
     wait(PDL)
     first = tl.program_id(2) * COLUMNS
     m = first + tl.arange(0, COLUMNS)

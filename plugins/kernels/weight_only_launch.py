@@ -70,15 +70,11 @@ class Tile:
     """Whether W is scaled before it is multiplied, not the sums of each group: less work where x has many rows."""
     splits: int = 1
     """Programs that share the blocks of one tile."""
-    ahead: int = 0
-    """Blocks to bring into the L2 cache before x is there."""
 
     def __str__(self) -> str:
         scaled = "weights" if self.early else "sums"
-        return (
-            f"{self.rows}x{self.columns}, {self.warps} warps, {self.stages} stages, {self.splits} splits, scaled"
-            f" {scaled}, {self.ahead} blocks ahead"
-        )
+        sizes = f"{self.rows}x{self.columns}, {self.warps} warps, {self.stages} stages, {self.splits} splits"
+        return f"{sizes}, scaled {scaled}"
 
     def programs(self, problem: Problem, rows: int) -> int:
         """Tiles of the result."""
@@ -151,7 +147,7 @@ class Multiplier:
             grid = (-(-words.shape[1] // tile.rows), tile.splits, -(-rows // tile.columns))
             tensors = (out, x, words, _as_read(scales, layout), words if bias is None else bias)
             scratch = (self._workspace.partials, self._workspace.arrivals)
-            sizes = (rows, outputs, x.shape[1], tile.ahead, *_strides(words, layout))
+            sizes = (rows, outputs, x.shape[1], *_strides(words, layout))
             constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)
             weight_only.matmul_kernel[grid](*tensors, *scratch, *sizes, **constants)
         return out
@@ -169,7 +165,7 @@ class Multiplier:
         tensors = (x, x, words, _as_read(scales, layout), words)
         scratch = (self._workspace.partials, self._workspace.arrivals)
         outputs = words.shape[1] // 2 if gated else words.shape[1]
-        sizes = (x.shape[0], outputs, x.shape[1], tile.ahead, *_strides(words, layout))
+        sizes = (x.shape[0], outputs, x.shape[1], *_strides(words, layout))
         constants = self._constants_of(tile, x, scales, layout, False, gated)
         weight_only.matmul_kernel.warmup(*tensors, *scratch, *sizes, grid=(1,), **constants)
 
@@ -216,7 +212,6 @@ class Multiplier:
             "TILE": tile.rows,
             "COLUMNS": tile.columns,
             "STAGES": tile.stages,
-            "THREADS": tile.warps * 32,
             "EARLY": tile.early,
             "SPLIT": tile.splits > 1,
             "EPILOGUE": weight_only.GATED.value if gated else weight_only.PLAIN.value,
@@ -256,8 +251,8 @@ def _strides(words: torch.Tensor, layout: Layout | CodeLayout) -> tuple[int, int
 
 
 TILES = {
-    8: Tile(rows=64, columns=8, warps=2, stages=4),
-    16: Tile(rows=64, columns=16, warps=2, stages=4),
+    8: Tile(rows=128, columns=8, warps=4, stages=6),
+    16: Tile(rows=128, columns=16, warps=4, stages=6),
     32: Tile(rows=64, columns=32, warps=4, stages=4),
     64: Tile(rows=64, columns=64, warps=4, stages=3),
     128: Tile(rows=128, columns=128, warps=8, stages=3),
@@ -269,8 +264,6 @@ EARLY_COLUMNS = 128
 """From how many on scaling weights takes less time than scaling sums."""
 BUSY_WARPS = 5
 """That a multiprocessor should have at least."""
-MOST_AHEAD = 4
-"""Blocks that a program brings into the L2 cache: what the kernel before leaves time for."""
 
 
 def choose(problem: Problem, rows: int, sms: int) -> Tile | None:
@@ -290,7 +283,7 @@ def split(tile: Tile, problem: Problem, rows: int, sms: int) -> Tile:
     most = min(MOST_SPLITS, problem.blocks // 2)
     while programs * splits * tile.warps < sms * BUSY_WARPS and splits * 2 <= most and fits(tile, programs, splits * 2):
         splits *= 2
-    return evolve(tile, splits=splits, ahead=min(-(-problem.blocks // splits), MOST_AHEAD))
+    return evolve(tile, splits=splits)
 
 
 def fits(tile: Tile, programs: int, splits: int) -> bool:

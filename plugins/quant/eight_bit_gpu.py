@@ -1,7 +1,8 @@
 """Linear layers with eight-bit weights on a GPU: which kernel for how many rows.
 
 Few rows: reading the weights is all that counts. They are multiplied by activations as they are. More rows: activations
-are quantized too, by one kernel, and codes multiplied by codes, which takes half the time of numbers of 16 bits.
+are quantized too, by one kernel, and codes multiplied by codes, which takes half the time of numbers of 16 bits. With
+scales of blocks, which have to be applied to sums of 128 products, that takes longer than by activations as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine.core.kernels.launch import num_sms
 from engine.core.quant import LinearSpec
 from engine.plugins.kernels.quantize_rows import quantize_rows
 from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
-from engine.plugins.kernels.weight_only_launch import Multiplier
+from engine.plugins.kernels.weight_only_launch import MOST_ROWS, Multiplier
 from engine.plugins.quant.eight_bit import NONE, EightBitFormat, EightBitKernel
 from engine.plugins.quant.layout import CodeLayout
 from engine.plugins.quant.rounding import dequantize
@@ -37,8 +38,6 @@ MIDDLE_TILES = (
 )
 LARGE_TILE = MatmulTile(rows=128, outputs=256, warps=8, stages=4)
 """The fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
-MATMUL_TILE_BLOCKED = MatmulTile(rows=128, outputs=128, warps=8, stages=3)
-"""For codes with scales of blocks, where sums are in registers twice."""
 TORCH_TILE = 128 * 128
 """From this size of a tile on torch's float8 kernel is faster than ours."""
 FAST_ACCUMULATION = True
@@ -57,6 +56,7 @@ class GpuKernel(EightBitKernel):
         super().__init__(spec, form)
         self._multiplier = multiplier
         self._layout = CodeLayout(dtype=form.dtype, scale_rows=self.scale_rows)
+        self._quantizes = form.activations != NONE and not self.scale_rows
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Codes and scales. Raises CheckpointError for float8 codes that are no numbers."""
@@ -83,7 +83,7 @@ class GpuKernel(EightBitKernel):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         if self.spec.dtype == "float32":  # of which the tensor cores would drop digits
             y = F.linear(flat, self.widen(weights, x.dtype, x.shape[-1]), bias)
-        elif self.form.activations == NONE or flat.shape[0] <= FEW_ROWS:
+        elif not self._quantizes or flat.shape[0] <= FEW_ROWS:
             words = self._layout.words(weights["weight"])
             y = self._multiplier(flat, words, weights["scale"], self._layout, bias, gated=gated)
             return y.view(*x.shape[:-1], y.shape[-1])
@@ -95,13 +95,11 @@ class GpuKernel(EightBitKernel):
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
         weight, scale = weights["weight"], weights["scale"]
-        codes, x_scale = quantize_rows(x, weight.dtype, grouped=self.scale_rows > 0, scale=weights.get("input_scale"))
-        tile = MATMUL_TILE_BLOCKED
-        if not self.scale_rows:
-            tile = matmul_tile(x.shape[0], weight.shape[0], num_sms(x.device))
-            if tile.rows * tile.outputs >= TORCH_TILE and self._is_for_torch(weight, x.dtype):
-                return self._by_torch(codes, x_scale, weight, scale, bias, x.dtype)
-        return matmul(codes, x_scale, weight, scale, bias, x.dtype, tile, self.scale_rows)
+        codes, x_scale = quantize_rows(x, weight.dtype, scale=weights.get("input_scale"))
+        tile = matmul_tile(x.shape[0], weight.shape[0], num_sms(x.device))
+        if tile.rows * tile.outputs >= TORCH_TILE and self._is_for_torch(weight, x.dtype):
+            return self._by_torch(codes, x_scale, weight, scale, bias, x.dtype)
+        return matmul(codes, x_scale, weight, scale, bias, x.dtype, tile)
 
     @staticmethod
     def _by_torch(
@@ -138,9 +136,9 @@ class GpuKernel(EightBitKernel):
 
     def describe(self) -> str:
         """See EightBitKernel."""
+        if not self._quantizes:
+            return f"weight-only Triton kernels, more than {MOST_ROWS} rows by unpacked weights"
         few = f"up to {FEW_ROWS} rows weight-only Triton kernels"
-        if self.form.activations == NONE:
-            return f"{few}, more by unpacked weights, all with activations as they are"
         how = "per token" if self.form.activations == "token" else "by a stored scale"
         return f"{few}, more with activations quantized {how}, on the tensor cores"
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
-from engine.plugins.quant.eight_bit_gpu import LARGE_TILE, MATMUL_TILE_BLOCKED, MIDDLE_TILES, SMALL_TILES, matmul_tile
+from engine.plugins.quant.eight_bit_gpu import LARGE_TILE, MIDDLE_TILES, SMALL_TILES, matmul_tile
 
 from .eight_bit import Operands, check_close
 
@@ -10,10 +10,8 @@ TILE = MatmulTile(rows=32, outputs=64, warps=4, stages=2)
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float32: 1e-5}
 
 
-def check(operands, tile, dtype, *, scale_rows=0):
-    got = matmul(
-        operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias, dtype, tile, scale_rows
-    )
+def check(operands, tile, dtype):
+    got = matmul(operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias, dtype, tile)
     assert got.dtype == dtype
     check_close(got, operands.exact(codes=True), LIMIT[dtype])
 
@@ -23,12 +21,6 @@ def check(operands, tile, dtype, *, scale_rows=0):
 def test_codes_with_a_scale_a_row(kind, rows, weight_rows, inputs, device, half):
     operands = Operands(kind, rows, weight_rows, inputs, device, biased=rows == 70, half=half)
     check(operands, TILE, half)
-
-
-@pytest.mark.parametrize("scale_rows", [4, 128])
-def test_scales_of_blocks(scale_rows, device, half):
-    operands = Operands("fp8", 40, 200, 272, device, scale_rows=scale_rows, half=half)
-    check(operands, TILE, half, scale_rows=scale_rows)
 
 
 def test_more_tiles_of_rows_than_are_taken_together(device, half):
@@ -63,5 +55,3 @@ def test_real_sizes(rows, weight_rows, inputs, device, half):
         operands = Operands(kind, rows, weight_rows, inputs, device, half=half)
         for tile in (*SMALL_TILES, *MIDDLE_TILES, LARGE_TILE):
             check(operands, tile, half)
-    operands = Operands("fp8", rows, weight_rows, inputs, device, scale_rows=128, half=half)
-    check(operands, MATMUL_TILE_BLOCKED, half, scale_rows=128)

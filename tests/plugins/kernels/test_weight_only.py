@@ -21,7 +21,7 @@ from engine.plugins.quant.layout import CodeLayout, Layout
 from .eight_bit import Operands as CodeOperands
 
 SMALL = Tile(rows=32, columns=16, warps=2, stages=3)
-SHARED = evolve(SMALL, splits=3, ahead=2)
+SHARED = evolve(SMALL, splits=3)
 EARLY = Tile(rows=64, columns=32, warps=4, stages=2, early=True)
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
