@@ -35,6 +35,7 @@ NO_PLUGIN_NAMES = {
     ("layers/factory.py", "none"): "LinearSpec.parallel",
     ("layers/linear.py", "none"): "LinearSpec.parallel",
     ("layers/matmul.py", "none"): "oneDNN's post-operation",
+    ("loader.py", "int8"): "TensorSpec.dtypes",
     ("quant.py", "none"): "LinearSpec.parallel",
 }
 """(file in core, string) -> the field it is a value of there; such a word reads like a plugin's name and is none."""

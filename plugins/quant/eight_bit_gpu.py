@@ -44,8 +44,8 @@ MATMUL_TILE_WIDENED = MatmulTile(rows=128, outputs=128, warps=8, stages=3, block
 FAST_ACCUMULATION = True
 """Whether torch's float8 kernel may add up products within the tensor cores only, with fewer digits."""
 FP8_CAPABILITY = (8, 9)
-ROWWISE_CAPABILITY = (9, 0)
-"""From which on torch's float8 kernel takes a scale a row."""
+HOPPER = (9, 0)
+"""From which on there is TMA, and torch's float8 kernel takes a scale a row."""
 
 
 def few_rows(weight_rows: int, inputs: int) -> int:
@@ -90,7 +90,7 @@ class GpuKernel(EightBitKernel):
             return x.new_empty((*x.shape[:-1], outputs))
         most = self._most_wide if self._is_wide else few_rows(*weight.shape)
         quantized = self.form.activations != NONE and rows > most
-        small = rows <= SOME_ROWS or weight.shape[1] % 16 != 0
+        small = rows <= SOME_ROWS or weight.shape[1] % 16 != 0 or is_without_tma(weight.device)
         codes, x_scale = flat, None
         if quantized:
             blocks = self.scale_rows > 0
@@ -133,7 +133,7 @@ class GpuKernel(EightBitKernel):
             and not self.scale_rows
             and dtype == torch.bfloat16
             and weight.shape[0] % 16 == 0
-            and has_capability(weight.device, ROWWISE_CAPABILITY)
+            and has_capability(weight.device, HOPPER)
         )
 
     def _matmul_tile(self, quantized: bool) -> MatmulTile:
@@ -188,6 +188,11 @@ def widen(weights: Mapping[str, torch.Tensor], dtype: torch.dtype, scale_rows: i
     """Codes and scales, as kernels here keep them -> the weight."""
     scale = weights["scale"] if scale_rows else weights["scale"][:, None]
     return dequantize(weights["weight"], scale, dtype, scale_rows)
+
+
+def is_without_tma(device: torch.device) -> bool:
+    """Whether the kernel of tiles would load them without overlap: then the other takes all numbers of rows."""
+    return device.type == "cuda" and not has_capability(device, HOPPER)
 
 
 @cache

@@ -268,3 +268,14 @@ def test_optional_tensors_may_be_absent(tmp_path):
 def test_a_dummy_tensor_that_ranks_cannot_share():
     with pytest.raises(CheckpointError, match="4 ranks cannot share tensor a evenly: it has 6 in"):
         read_dummy("a", ranks=4, shape=(6,), dtypes=("float32",), shard_dim=0)
+
+
+def test_a_scalar_is_read_as_one_number(tmp_path):
+    source = SafetensorsSource(Checkpoint.open(write(tmp_path, {"scale": torch.tensor(0.5), "many": torch.ones(2)})))
+    spec = TensorSpec(shape=(1,), dtypes=("float32",))
+    assert source.expect({"scale": spec}, ["many"]) == {"scale": 4}
+    assert source.read("scale", spec, rank=1, ranks=2, device="cpu").tolist() == [0.5]
+    with pytest.raises(CheckpointError, match=r"many .* has shape \[2\]; the model expects \[1\]"):
+        source.expect({"many": spec}, ["scale"])
+    with pytest.raises(CheckpointError, match=r"scale .* has shape \[\]; the model expects \[2\]"):
+        source.expect({"scale": TensorSpec(shape=(2,), dtypes=("float32",))}, ["many"])
