@@ -19,8 +19,8 @@ import torch
 import transformers
 
 import engine.demo
-from engine.cli.bench import Load, make_load, run_load
-from engine.cli.bench_report import Row, report, write
+from engine.cli.bench.load import Load, make_load, run_load
+from engine.cli.bench.report import Row, report, write
 from engine.core import Engine
 
 ALONE = make_load(1, (64, 64), (256, 256), seed=0)
@@ -65,7 +65,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def compare(served: Engine, baseline: Baseline, load: Load, repeat: int) -> dict[str, float]:
     """Median output tokens a second of each way to run the load, the ways taken in turn."""
-    requests = load.requests(served.vocab_size)
+    requests = list(load.requests(served.vocab_size))
     prompts = [request.prompt for request in requests]
     outputs = [wanted for _, wanted in load.lengths]
     ways: dict[str, Callable[[str], float]] = {
@@ -83,7 +83,7 @@ def compare(served: Engine, baseline: Baseline, load: Load, repeat: int) -> dict
 
 def same_tokens(served: Engine, baseline: Baseline, load: Load) -> int:
     """How many requests of the load give the very tokens of transformers, each alone, under the engine's batching."""
-    requests = load.requests(served.vocab_size, "check-")
+    requests = list(load.requests(served.vocab_size, "check-"))
     got: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:
         served.add(request)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
+from engine.cli.opening import open_engine
 from engine.cli.options import OFFLINE, configured, sampled
 from engine.core.errors import InvalidRequestError
 from engine.core.settings import Resolved
@@ -30,9 +31,7 @@ def chat(
     system: Annotated[str, typer.Option(help="Message that tells the model how to behave.", show_default=False)] = "",
 ) -> None:
     """Talk to a model. Piped in, each line is one message; /reset and /exit work in both."""
-    from engine.core.engine import Engine
-
-    with Engine(config=resolved.config) as engine:
+    with open_engine(resolved) as engine:
         params = attrs.evolve(engine.default_params, **sampling)
         interactive = sys.stdin.isatty()
         if interactive:

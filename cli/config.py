@@ -12,10 +12,12 @@ import typer
 from engine.cli.options import configured
 from engine.cli.tables import print_table
 from engine.core.errors import ConfigError
-from engine.core.settings import PATHS, Resolved, flatten
+from engine.core.settings import PATHS, Resolved, describe, flatten
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
+
+HIDDEN = "(set, not shown)"
 
 app = typer.Typer(help="Show the settings and where each one came from.", no_args_is_help=True)
 
@@ -30,7 +32,11 @@ def show(
     """Print every setting with its origin: a default, a file or an option."""
     if as_json and as_toml:
         raise ConfigError("--json and --toml exclude each other; give one of them")
-    rows = [(key, value, resolved.origins[key]) for key, value in flatten(resolved.config).items()]
+    hidden = secrets(resolved.config)
+    rows = [
+        (key, HIDDEN if key in hidden else value, resolved.origins[key])
+        for key, value in flatten(resolved.config).items()
+    ]
     if as_json:
         typer.echo(
             json.dumps({key: {"value": value, "origin": origin} for key, value, origin in rows}, indent=2, default=str)
@@ -38,16 +44,28 @@ def show(
     elif as_toml:
         typer.echo(to_toml(resolved.config))
     else:
-        print_table(("setting", "value", "origin"), [(key, _toml(value), origin) for key, value, origin in rows])
+        shown = [(key, HIDDEN if key in hidden else _toml(value), origin) for key, value, origin in rows]
+        print_table(("setting", "value", "origin"), shown)
+
+
+def secrets(config: EngineConfig) -> set[str]:
+    """Settings whose values are there and must not be shown."""
+    flat = flatten(config)
+    return {setting.key for setting in describe() if setting.secret and flat[setting.key]}
 
 
 def to_toml(config: EngineConfig) -> str:
-    """The configuration as a TOML file; paths are absolute, since a file's own start from its directory."""
+    """The configuration as a TOML file; paths are absolute, since a file's own start from its directory.
+
+    A secret is left out, with a comment that says so.
+    """
+    hidden = secrets(config)
     sections: dict[str, list[str]] = {}
     for key, value in flatten(config).items():
         section, _, name = key.partition(".")
         path = str(Path(value).absolute()) if key in PATHS and value else value
-        sections.setdefault(section, []).append(f"{name} = {_toml(path)}")
+        line = f"# {name}: {HIDDEN}" if key in hidden else f"{name} = {_toml(path)}"
+        sections.setdefault(section, []).append(line)
     return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items())
 
 

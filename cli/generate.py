@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
+from engine.cli.opening import open_engine
 from engine.cli.options import OFFLINE, configured, sampled
 from engine.core.errors import InvalidRequestError
 from engine.core.settings import Resolved
@@ -39,9 +40,7 @@ def generate(
     if "logprobs" in sampling and not as_json:
         raise InvalidRequestError("--logprobs needs --json, where they are printed", "logprobs")
 
-    from engine.core.engine import Engine
-
-    with Engine(config=resolved.config) as engine:
+    with open_engine(resolved) as engine:
         params = attrs.evolve(engine.default_params, **sampling)
         if as_json:
             print_json(engine, text, params)

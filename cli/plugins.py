@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -94,6 +94,26 @@ def check_all(config: EngineConfig, plugins: Plugins) -> list[Verdict]:
                 verdicts.append(Verdict(seam=seam, name=name, status="broken", reason=broken[seam, name]))
             else:
                 verdicts.append(_ask(seam, name, classes[seam, name], questions[seam]))
+    return verdicts + _check_pairs(config, plugins, questions)
+
+
+def _check_pairs(
+    config: EngineConfig, plugins: Plugins, questions: Mapping[str, Callable[[type[Any]], str | None] | str]
+) -> list[Verdict]:
+    """The same for two plugins that the configuration names together."""
+    from engine.core.seams import SEAMS
+    from engine.core.selection import load_pair
+
+    verdicts = []
+    for seam in SEAMS:
+        name = getattr(config, seam.section).name
+        if seam.pairs and "," in name:
+            try:
+                cls, _ = load_pair(seam, plugins.seams[seam.name], name)
+            except PluginError as error:
+                verdicts.append(Verdict(seam=seam.name, name=name, status="broken", reason=str(error)))
+            else:
+                verdicts.append(_ask(seam.name, name, cls, questions[seam.name]))
     return verdicts
 
 

@@ -64,8 +64,9 @@ class AttentionBackend(ABC):
 
     api: ClassVar[str]
     kv_layout: ClassVar[str] = "NHD"
-    graphs: ClassVar[str] = "none"
-    """Which batches may be captured in a CUDA graph: none, decode or any."""
+    graphs: str = "none"
+    """Which batches may be captured in a CUDA graph: none, decode or any. The class says what it can do at best; an
+    instance sets its own where that depends on the spec, and the runner asks the instance."""
     page_sizes: ClassVar[tuple[int, ...] | None] = None
     """Page sizes it can read, the preferred one first; None: any."""
     options_class: ClassVar[type | None] = None
@@ -91,6 +92,15 @@ class AttentionBackend(ABC):
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], the new tokens' own, already in the pool.
         They may be strided views; the last two dimensions are dense. Returns [tokens, heads, head_dim] in q's dtype.
         """
+
+    def forward_into(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
+    ) -> None:
+        """As `forward`, with the result in `out`: [tokens, heads, head_dim], dense, of q's dtype.
+
+        Called where two backends share a batch (`attention_pair`); a backend that can write there saves the copy.
+        """
+        out.copy_(self.forward(layer, q, k, v, plan))
 
 
 def window_of(spec: AttentionSpec) -> Mapping[int | None, tuple[int, ...]]:

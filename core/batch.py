@@ -9,7 +9,9 @@ import numpy.typing as npt
 import torch
 from attrs import define
 
-from engine.core.types import NewSequence, Step
+from engine.core.residents import Residents
+from engine.core.transfer import to_device
+from engine.core.types import Step
 
 if TYPE_CHECKING:
     from engine.core.attention import AttentionBackend, Plan
@@ -21,6 +23,10 @@ class ForwardBatch:
     """One forward pass over ragged sequences, laid end to end; those that decode (one token each) stand first.
 
     Device tensors have their host copies beside them, so that a backend can plan without waiting for the device.
+
+    In a batch for a CUDA graph all sequences decode, the tensors are the graph's own, and their contents change from
+    one replay to the next: only shapes may be relied on. The host copies then hold the most that can come: contexts of
+    the longest length.
     """
 
     tokens: torch.Tensor
@@ -61,104 +67,63 @@ class ForwardPass:
     pool: KVPool
 
 
-@define
-class _Resident:
-    """A sequence the runner knows."""
+def build_batch(residents: Residents, step: Step) -> tuple[ForwardBatch, torch.Tensor]:
+    """The batch of one iteration of a step that `residents` knows of, and the rows of the sequences that sample:
+    [sampling] int64 on the device. Its tokens then count as computed.
 
-    row: int
-    """Its row in the persistent tables."""
-    tokens: npt.NDArray[np.int64]
-    """[known tokens] int64: prompt, and output computed before a preemption."""
-    computed: int = 0
-    """Tokens in the cache."""
-    blocks: int = 0
-    """Entries of its row of the block table."""
-
-
-class BatchBuilder:
-    """Keeps what a step needs of each sequence between steps, and turns a Step into a ForwardBatch.
-
-    The only place where host data becomes device data. The last sampled token of each sequence stays on the device.
+    One copy takes everything to the device; the tokens to decode are there already.
     """
+    decodes = len(step.decodes)
+    rows = residents.rows([*step.decodes, *(piece.sequence for piece in step.chunks)])
+    starts, counts = residents.computed[rows], np.ones(len(rows), np.int64)
+    starts[decodes:] = [piece.start for piece in step.chunks]
+    counts[decodes:] = [piece.count for piece in step.chunks]
+    ends = starts + counts
+    residents.computed[rows] = ends
+    query_starts = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(counts, out=query_starts[1:])
 
-    def __init__(self, *, max_running: int, max_len: int, page_size: int, device: str) -> None:
-        self._device = device
-        self._page_size = page_size
-        self._sequences: dict[int, _Resident] = {}
-        self._free_rows = list(range(max_running - 1, -1, -1))
-        self._tables = np.zeros((max_running, -(-max_len // page_size)), np.int32)
-        self._last_tokens = torch.zeros(max_running, dtype=torch.int64, device=device)
+    owners = np.repeat(np.arange(len(rows)), counts)
+    positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, counts)
+    size = residents.page_size
+    width = -(-int(ends.max()) // size)
+    tables = residents.host_tables[rows, :width]
+    slots = tables[owners, positions // size].astype(np.int64) * size + positions % size
+    known = [residents.known(piece.sequence, piece.start, piece.start + piece.count) for piece in step.chunks]
+    sampling = np.ones(len(rows), bool)
+    sampling[decodes:] = [piece.sample for piece in step.chunks]
 
-    def update(self, step: Step) -> None:
-        """Take in the step's differences: sequences that ended, new ones, blocks."""
-        for sequence in step.finished:
-            self._free_rows.append(self._sequences.pop(sequence).row)
-        for new in step.new:
-            self._sequences[new.sequence] = _Resident(self._free_rows.pop(), np.asarray(new.tokens, np.int64))
-        for sequence, blocks in step.blocks:
-            resident = self._sequences[sequence]
-            self._tables[resident.row, resident.blocks : resident.blocks + len(blocks)] = blocks
-            resident.blocks += len(blocks)
-
-    def build(self, step: Step) -> ForwardBatch:
-        """The batch of the step's next iteration, which then counts as computed; `update` comes first."""
-        decodes = len(step.decodes)
-        residents = [self._sequences[sequence] for sequence in step.decodes]
-        for piece in step.chunks:
-            resident = self._sequences[piece.sequence]
-            resident.computed = piece.start
-            residents.append(resident)
-        rows = np.fromiter((resident.row for resident in residents), np.int64, len(residents))
-        starts = np.fromiter((resident.computed for resident in residents), np.int64, len(residents))
-        counts = np.ones(len(residents), np.int64)
-        counts[decodes:] = [piece.count for piece in step.chunks]
-        query_starts = np.zeros(len(residents) + 1, np.int64)
-        np.cumsum(counts, out=query_starts[1:])
-        ends = starts + counts
-
-        positions, owners = starts, np.arange(len(residents))
-        if decodes < len(residents):
-            owners = np.repeat(owners, counts)
-            positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, counts)
-        tables = self._tables[rows, : -(-int(ends.max()) // self._page_size)]
-        slots = tables[owners, positions // self._page_size].astype(np.int64)
-        slots = slots * self._page_size + positions % self._page_size
-
-        known = [
-            resident.tokens[piece.start : piece.start + piece.count]
-            for resident, piece in zip(residents[decodes:], step.chunks, strict=True)
-        ]
-        pieces = [self._last_tokens[self._tensor(rows[:decodes])]] if decodes else []
-        if known:
-            pieces.append(self._tensor(np.concatenate(known)))
-        sampling = np.ones(len(residents), bool)
-        sampling[decodes:] = [piece.sample for piece in step.chunks]
-        for resident, end in zip(residents, ends.tolist(), strict=True):
-            resident.computed = end
-        return ForwardBatch(
-            tokens=pieces[0] if len(pieces) == 1 else torch.cat(pieces),
-            positions=self._tensor(positions),
-            slots=self._tensor(slots),
-            query_starts=self._tensor(query_starts.astype(np.int32)),
-            context_lens=self._tensor(ends.astype(np.int32)),
-            block_tables=self._tensor(tables),
-            logit_rows=self._tensor(query_starts[1:][sampling] - 1),
-            num_decodes=decodes,
-            query_lens_host=counts.astype(np.int32),
-            context_lens_host=ends.astype(np.int32),
-            block_tables_host=tables,
-        )
-
-    def keep(self, sequences: list[int], tokens: torch.Tensor) -> None:
-        """Remember the tokens just sampled, [len(sequences)] on the device, for the next decode."""
-        rows = np.fromiter((self._sequences[sequence].row for sequence in sequences), np.int64, len(sequences))
-        self._last_tokens[self._tensor(rows)] = tokens
-
-    def prompt_targets(self, new: NewSequence, start: int, count: int) -> torch.Tensor:
-        """The prompt tokens that follow positions start to start + count, [at most count] int64 on the device; the last
-        prompt position has none."""
-        stop = min(start + count, new.prompt_len - 1)
-        return self._tensor(self._sequences[new.sequence].tokens[start + 1 : stop + 1])
-
-    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+    arrays: list[npt.NDArray[Any]] = [
+        rows,
+        rows[sampling],
+        np.concatenate(known) if known else np.zeros(0, np.int64),
+        positions,
+        slots,
+        query_starts[1:][sampling] - 1,
+        query_starts.astype(np.int32),
+        ends.astype(np.int32),
+        *residents.take_changes(),
+    ]
+    device = residents.tables.device
+    rows_there, sampling_rows, prompts, places, slots_there, logit_rows, bounds, contexts, *changes = to_device(
+        arrays, device
+    )
+    residents.apply(changes)
+    tokens = prompts
+    if decodes:
+        decoded = residents.last_tokens[rows_there[:decodes]]
+        tokens = torch.cat((decoded, prompts)) if known else decoded
+    batch = ForwardBatch(
+        tokens=tokens,
+        positions=places,
+        slots=slots_there,
+        query_starts=bounds,
+        context_lens=contexts,
+        block_tables=residents.tables[rows_there, :width],
+        logit_rows=logit_rows,
+        num_decodes=decodes,
+        query_lens_host=counts.astype(np.int32),
+        context_lens_host=ends.astype(np.int32),
+        block_tables_host=tables,
+    )
+    return batch, sampling_rows

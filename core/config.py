@@ -15,10 +15,12 @@ from attrs import frozen
 AUTO = "auto"
 
 
-def setting(default: Any, text: str, *, flag: str | None = None, choices: tuple[str, ...] = ()) -> Any:
+def setting(
+    default: Any, text: str, *, flag: str | None = None, choices: tuple[str, ...] = (), secret: bool = False
+) -> Any:
     """One setting. `flag`: its command-line option; None: set it in the file or by --set. Lists in `choices` are for
-    values that are no plugin names."""
-    metadata = {"help": text, "flag": flag, "choices": choices}
+    values that are no plugin names. A `secret` is never shown."""
+    metadata = {"help": text, "flag": flag, "choices": choices, "secret": secret}
     if isinstance(default, dict):
         return attrs.field(factory=dict, metadata=metadata)
     return attrs.field(default=default, metadata=metadata)
@@ -47,6 +49,9 @@ class ModelConfig:
         flag="--load-format",
         choices=(AUTO, "dummy"),
     )
+    load_threads: int = setting(
+        0, "Threads that read the weights; 0: as many as there are processors, up to 8.", flag="--load-threads"
+    )
     generation_config: str = setting(
         AUTO,
         "auto: sampling defaults and stop tokens from generation_config.json; none: ignore that file.",
@@ -63,8 +68,12 @@ class ModelConfig:
 class AttentionConfig:
     """[attention]: how queries meet the KV cache."""
 
-    name: str = setting(AUTO, "Attention backend.", flag="--attention")
-    options: Mapping[str, Any] = setting({}, "Settings of the attention backend.", flag="--attention-option")
+    name: str = setting(
+        AUTO, "Attention backend; PREFILL,DECODE: one for prompts and one for decodes.", flag="--attention"
+    )
+    options: Mapping[str, Any] = setting(
+        {}, "Settings of the attention backend; of two: prefill.KEY and decode.KEY.", flag="--attention-option"
+    )
 
 
 @frozen(kw_only=True)
@@ -82,7 +91,9 @@ class SchedulerConfig:
     name: str = setting(AUTO, "Scheduling policy.", flag="--scheduler")
     options: Mapping[str, Any] = setting({}, "Settings of the scheduling policy.", flag="--scheduler-option")
     max_batch_tokens: int = setting(
-        2048, "Most tokens in one step; longer prompts are computed in chunks.", flag="--max-batch-tokens"
+        0,
+        "Most tokens in one step; longer prompts are computed in chunks. 0: 8192 on a GPU, 2048 on a CPU.",
+        flag="--max-batch-tokens",
     )
     max_running: int = setting(256, "Most sequences in one step.", flag="--max-running")
     overlap: str = setting(
@@ -114,9 +125,10 @@ class ExecutorConfig:
     )
     graphs: str = setting(
         AUTO,
-        "Replay decode steps as CUDA graphs; auto: where device and attention backend allow it.",
+        "CUDA graphs: of decode steps, and of what lies between the attention of two layers in small steps with"
+        " prompts; decode: of decode steps only; auto: on where device and attention backend allow it.",
         flag="--graphs",
-        choices=(AUTO, "on", "off"),
+        choices=(AUTO, "on", "decode", "off"),
     )
 
 
@@ -158,7 +170,14 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
     port: int = setting(8000, "Port to listen on; 0: any free one.", flag="--port")
-    api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.", flag="--api-key")
+    api_workers: int = setting(
+        0,
+        "Processes that answer HTTP and turn text into tokens and back; 0: one for every 4 cores, from 1 to 4.",
+        flag="--api-workers",
+    )
+    api_key: str = setting(
+        "", "Key that clients must send as a bearer token; empty: none.", flag="--api-key", secret=True
+    )
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"
     )

@@ -23,8 +23,9 @@ from engine.core.quant import QuantMethod
 from engine.core.registry import Plugins, load_plugins
 from engine.core.scheduler import Scheduler
 from engine.core.schedulers import SchedulingPolicy
-from engine.core.selection import max_len, resolve
+from engine.core.selection import max_len, resolve, settle
 from engine.core.settings import flatten, load_config
+from engine.core.startup import Listener, Phases
 from engine.core.text import TextDelta, Tokenizer
 from engine.core.types import EngineStats, Output, Request, SamplingParams, Step
 
@@ -43,6 +44,7 @@ class Engine:
     attention, quant, scheduler, executor: a plugin's name, or a class that implements the seam's contract (for the
         scheduler an instance too), which need not be registered.
     plugins: plugins already loaded; by default all that are installed.
+    on_progress: told what happens while the engine starts.
     settings: any other setting, with "__" for the dot (cache__page_size=32).
 
     Raises ConfigError, PluginError, CheckpointError or CapacityError when it cannot be built.
@@ -58,6 +60,7 @@ class Engine:
         scheduler: str | type[SchedulingPolicy] | SchedulingPolicy | None = None,
         executor: str | type[Executor] | None = None,
         plugins: Plugins | None = None,
+        on_progress: Listener | None = None,
         **settings: object,
     ) -> None:
         named = {"attention": attention, "quant": quant, "scheduler": scheduler, "executor": executor}
@@ -72,17 +75,30 @@ class Engine:
         if not self.config.model.path:
             raise ConfigError("no model is named; give the directory of a checkpoint as model.path (--model)")
 
-        self.plugins = plugins or load_plugins(self.config.plugins)
-        self.checkpoint = Checkpoint.open(self.config.model.path, generation_config=self.config.model.generation_config)
-        self.device = find_device(self.config.executor.device)
-        objects = {seam: choice for seam, choice in named.items() if not isinstance(choice, str | None)}
-        self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
+        phases = Phases(on_progress)
+        with phases.phase("checkpoint"):
+            path, generation = self.config.model.path, self.config.model.generation_config
+            self.checkpoint = Checkpoint.open(path, generation_config=generation)
+        with phases.phase("import"):
+            import torch  # noqa: F401  (the slowest import of all, counted where it happens)
+        with phases.phase("device"):
+            self.device = find_device(self.config.executor.device)
+            self.config = settle(self.config, self.device)
+        with phases.phase("plugins"):
+            self.plugins = plugins or load_plugins(self.config.plugins)
+            objects = {seam: choice for seam, choice in named.items() if not isinstance(choice, str | None)}
+            self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
 
         model_spec = self.parts.model.spec(self.checkpoint.config)
         self.max_len = max_len(self.config, model_spec)
         self.vocab_size = model_spec.vocab_size
-        self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
-        self.cache_info = self._executor.start()
+        with phases.phase("executor"):
+            self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
+            if on_progress is not None:
+                self._executor.watch(on_progress)
+            info = self._executor.start()
+            phases.include(info.phases)
+        self.cache_info = attrs.evolve(info, phases=phases.seconds)
         self._scheduler = Scheduler(
             self.parts.policy,
             BlockManager(

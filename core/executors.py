@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from engine.core.config import EngineConfig
     from engine.core.device import DeviceInfo
     from engine.core.selection import Parts
+    from engine.core.startup import Listener
     from engine.core.types import CacheInfo, Step, StepResult
 
 API = "1"
@@ -54,6 +55,9 @@ class Executor(ABC):
     @abstractmethod
     def asynchronous(self) -> bool:
         """Whether `submit` returns before the step is computed, so that planning the next one meanwhile pays."""
+
+    def watch(self, listener: Listener) -> None:  # noqa: B027
+        """Tell `listener` about the phases of `start`, which comes next. An executor without phases tells nothing."""
 
     @abstractmethod
     def start(self) -> CacheInfo:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from struct import Struct
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,15 +19,16 @@ DIGEST_BYTES = 16
 class HashChain:
     """Digests of the full blocks of one token sequence that only grows, computed as far as asked, once.
 
-    A block's digest covers its parent's digest and its own tokens, the first one's the salt, so that equal digests mean
-    equal salts and equal tokens from the start of the sequence to the end of the block.
+    A block's digest covers the salt and all tokens from the start of the sequence to the end of the block.
     """
 
-    __slots__ = ("_digests", "_page_size", "_root")
+    __slots__ = ("_digests", "_hash", "_pack", "_page_size")
 
     def __init__(self, page_size: int, salt: str = "") -> None:
         self._page_size = page_size
-        self._root = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+        self._pack = Struct(f"{page_size}q").pack
+        # The salt's own digest is of fixed length, so that no salt can pass for another with tokens behind it.
+        self._hash = blake2b(blake2b(salt.encode()).digest(), digest_size=DIGEST_BYTES)
         self._digests: list[bytes] = []
 
     def digest(self, tokens: Sequence[int], block: int) -> bytes:
@@ -35,9 +36,8 @@ class HashChain:
         digests = self._digests
         while len(digests) <= block:
             start = len(digests) * self._page_size
-            content = array("q", tokens[start : start + self._page_size]).tobytes()
-            parent = digests[-1] if digests else self._root
-            digests.append(blake2b(parent + content, digest_size=DIGEST_BYTES).digest())
+            self._hash.update(self._pack(*tokens[start : start + self._page_size]))
+            digests.append(self._hash.digest())
         return digests[block]
 
 
@@ -140,8 +140,8 @@ class BlockManager:
         Returns the blocks added (none if it had enough), or None, with nothing changed, when there are not enough.
         """
         blocks = self._tables[sequence].blocks
-        missing = self.blocks_for(num_tokens) - len(blocks)
-        if missing > self.num_available:
+        missing = -(-num_tokens // self.page_size) - len(blocks)
+        if missing > len(self._free) + len(self._cached):
             return None
         added = [self._take() for _ in range(missing)]
         blocks += added
@@ -212,15 +212,20 @@ class KVPool:
     def __init__(self, spec: AttentionSpec, num_blocks: int, device: torch.device | str) -> None:
         import torch
 
+        from engine.core.host_memory import host_tensor
+
         self.num_blocks = num_blocks
         self.page_size = spec.page_size
         shape = (num_blocks + 1, spec.page_size, spec.num_kv_heads, spec.head_dim)
-        # On a CPU zeroed memory takes no space before it is written; on a GPU zeroing would only cost time.
-        allocate = torch.zeros if torch.device(device).type == "cpu" else torch.empty
+
+        def tensor() -> torch.Tensor:
+            dtype = getattr(torch, spec.kv_dtype)
+            if torch.device(device).type == "cpu":  # zeroed memory takes no space before it is written
+                return host_tensor(shape, dtype, zeroed=True)
+            return torch.empty(shape, dtype=dtype, device=device)
 
         def tensors() -> list[torch.Tensor]:
-            dtype = getattr(torch, spec.kv_dtype)
-            return [allocate(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+            return [tensor() for _ in range(spec.num_layers)]
 
         self.keys = tensors()
         self.values = tensors()

@@ -10,13 +10,15 @@ from engine.core.errors import ConfigError
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "model.max_len": (0, 2**31),
+    "model.load_threads": (0, 256),
     "model.seed": (0, 2**63 - 1),
-    "scheduler.max_batch_tokens": (1, 2**24),
+    "scheduler.max_batch_tokens": (0, 2**24),
     "scheduler.max_running": (1, 2**20),
     "executor.threads": (0, 4096),
     "cache.page_size": (1, 1024),
     "cache.memory_fraction": (0, 1),
     "server.port": (0, 65535),
+    "server.api_workers": (0, 256),
     "server.shutdown_timeout": (0, 86400),
     "server.max_body_bytes": (1, 2**40),
     "server.max_n": (1, 2**20),

@@ -4,41 +4,28 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from engine.core.checkpoint import Checkpoint, read_json
 from engine.core.errors import CheckpointError
+from engine.core.host_memory import host_tensor
 from engine.core.layers.factory import LayerFactory
 from engine.core.quant import TensorSpec
+from engine.core.readers import Piece, Readers, Reading, auto_threads
+from engine.core.tensor_file import TensorFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
-STORED_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-"""Types in a safetensors header -> torch."""
-
+WINDOW = 512 << 20
+"""Bytes of tensors (512 MiB) that are read ahead of the layer being filled; a larger layer is read by itself."""
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and in all, on this rank."""
 
@@ -54,29 +41,69 @@ class WeightSource(ABC):
         """
 
     @abstractmethod
-    def read(self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str) -> torch.Tensor:
-        """A tensor that `expect` has checked: this rank's shard of it, on the device, in memory of its own."""
+    def begin(
+        self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
+    ) -> tuple[torch.Tensor, Iterable[Piece]]:
+        """A tensor that `expect` has checked: memory for this rank's shard of it on the device, and what fills it."""
 
 
-def load_weights(layers: LayerFactory, source: WeightSource, on_progress: Progress | None = None) -> None:
-    """Fill all layers that `layers` has made. Raises CheckpointError, before anything is read if it can be known."""
+def load_weights(
+    layers: LayerFactory, source: WeightSource, on_progress: Progress | None = None, *, threads: int = 0
+) -> None:
+    """Fill all layers that `layers` has made, each as soon as its tensors are there, while the next ones are read.
+
+    threads: how many read; 0: by the number of processors.
+    Raises CheckpointError, before anything is read if it can be known.
+    """
     wanted = {name: spec for layer in layers.layers for name, spec in layer.tensors().items()}
     sizes = {
         name: size if wanted[name].shard_dim is None else size // layers.ranks
         for name, size in source.expect(wanted, layers.ignored).items()
     }
     done, total = 0, sum(sizes.values())
-    for layer in layers.layers:
-        names = [name for name in layer.tensors() if name in sizes]
-        layer.fill(
-            {
-                name: source.read(name, wanted[name], rank=layers.rank, ranks=layers.ranks, device=layers.device)
-                for name in names
-            }
-        )
-        done += sum(sizes[name] for name in names)
-        if on_progress is not None:
-            on_progress(done, total)
+    with Readers(layers.device, threads or max(1, auto_threads() // layers.ranks)) as readers:
+        ahead = _ReadAhead(layers, source, sizes, readers)
+        for layer in layers.layers:
+            layer.fill(ahead.take())
+            done += sum(sizes.get(name, 0) for name in layer.tensors())
+            if on_progress is not None:
+                on_progress(done, total)
+
+
+class _ReadAhead:
+    """The tensors of one layer after the other; those of the next ones, up to WINDOW, are being read."""
+
+    def __init__(self, layers: LayerFactory, source: WeightSource, sizes: Mapping[str, int], readers: Readers) -> None:
+        self._layers = layers
+        self._source = source
+        self._sizes = sizes
+        self._readers = readers
+        self._next = iter(layers.layers)
+        self._begun: deque[tuple[dict[str, torch.Tensor], Reading, int]] = deque()
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """The tensors of the next layer, once they are read; nothing else holds them."""
+        self._begin()
+        tensors, reading, _ = self._begun.popleft()
+        reading.wait()
+        self._begin()
+        return tensors
+
+    def _begin(self) -> None:
+        """Begin with as many layers as the window holds, one at least."""
+        while not self._begun or sum(size for _, _, size in self._begun) < WINDOW:
+            layer = next(self._next, None)
+            if layer is None:
+                return
+            specs = {name: spec for name, spec in layer.tensors().items() if name in self._sizes}
+            tensors: dict[str, torch.Tensor] = {}
+            pieces: list[Piece] = []
+            for name, spec in specs.items():
+                tensors[name], some = self._source.begin(
+                    name, spec, rank=self._layers.rank, ranks=self._layers.ranks, device=self._layers.device
+                )
+                pieces += some
+            self._begun.append((tensors, self._readers.start(pieces), sum(self._sizes[name] for name in specs)))
 
 
 class SafetensorsSource(WeightSource):
@@ -86,10 +113,9 @@ class SafetensorsSource(WeightSource):
         """Opens the files; only their headers are read. Raises CheckpointError for a file missing or damaged."""
         self._directory = checkpoint.path
         self._file_of = self._locate()
-        self._files = {name: _open(checkpoint.path / name) for name in sorted(set(self._file_of.values()))}
-        held = {name: frozenset(file.keys()) for name, file in self._files.items()}
+        self._files = {name: TensorFile(checkpoint.path / name) for name in sorted(set(self._file_of.values()))}
         for tensor, name in self._file_of.items():
-            if tensor not in held[name]:
+            if tensor not in self._files[name].tensors:
                 raise CheckpointError(f"{INDEX} says that {name} holds {tensor}, but it does not; fetch both again")
 
     def expect(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
@@ -112,24 +138,29 @@ class SafetensorsSource(WeightSource):
             )
         return {name: self._check(name, spec) for name, spec in specs.items() if name in self._file_of}
 
-    def read(self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str) -> torch.Tensor:
-        """Reads this rank's part of the file only."""
-        view = self._view(name)
-        part = [slice(None)] * len(spec.shape)
-        if spec.shard_dim is not None and ranks > 1:
-            size = _share(name, view.get_shape()[spec.shard_dim], ranks)
-            part[spec.shard_dim] = slice(rank * size, (rank + 1) * size)
-        scalar = not view.get_shape()
-        stored: torch.Tensor = self._file(name).get_tensor(name).reshape(spec.shape) if scalar else view[tuple(part)]
-        # A copy even on the CPU: the file's own pages are not aligned, and change when somebody writes to the file.
-        return stored.to(device, copy=True, memory_format=torch.contiguous_format)
+    def begin(
+        self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
+    ) -> tuple[torch.Tensor, Iterable[Piece]]:
+        """Reads this rank's part of the file only; into memory of its own also on a CPU, since the file's pages are
+        not aligned, and change when somebody writes to the file."""
+        file = self._files[self._file_of[name]]
+        stored = file.tensors[name]
+        shape, dim, index = list(stored.shape or spec.shape), 0, 0
+        if spec.shard_dim is not None:
+            dim = spec.shard_dim
+            shape[dim] = _share(name, shape[dim], ranks)
+            index = rank * shape[dim]
+        dtype = _torch_type(stored.dtype)
+        on_cpu = torch.device(device).type == "cpu"
+        tensor = host_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
+        return tensor, file.pieces(name, dim, index, tensor)
 
     def _locate(self) -> dict[str, str]:
         """Tensor -> file."""
         if (self._directory / INDEX).is_file():
             return self._read_index()
         if (self._directory / SINGLE).is_file():
-            return dict.fromkeys(_open(self._directory / SINGLE).keys(), SINGLE)
+            return dict.fromkeys(TensorFile(self._directory / SINGLE).tensors, SINGLE)
         names = sorted(entry.name for entry in self._directory.iterdir())
         pickled = [name for name in names if name.endswith(PICKLES)]
         if pickled:
@@ -157,23 +188,16 @@ class SafetensorsSource(WeightSource):
             )
         return file_of
 
-    def _file(self, tensor: str) -> Any:
-        return self._files[self._file_of[tensor]]
-
-    def _view(self, tensor: str) -> Any:
-        return self._file(tensor).get_slice(tensor)
-
     def _check(self, name: str, spec: TensorSpec) -> int:
-        view = self._view(name)
-        shape, stored = view.get_shape(), view.get_dtype()
+        stored = self._files[self._file_of[name]].tensors[name]
+        shape, dtype = stored.shape, stored.dtype
         where = f"tensor {name} in {self._directory / self._file_of[name]}"
         fits = (not shape and spec.shape == (1,)) or (
             len(shape) == len(spec.shape)
             and all(want in (-1, size) for want, size in zip(spec.shape, shape, strict=True))
         )
         if not fits:
-            raise CheckpointError(f"{where} has shape {shape}; the model expects {list(spec.shape)}")
-        dtype = STORED_DTYPES.get(stored, stored)
+            raise CheckpointError(f"{where} has shape {list(shape)}; the model expects {list(spec.shape)}")
         if dtype not in spec.dtypes:
             raise CheckpointError(f"{where} is of type {dtype}; the model expects {' or '.join(spec.dtypes)}")
         return _nbytes(shape, dtype)
@@ -192,8 +216,10 @@ class DummySource(WeightSource):
             raise CheckpointError(f"tensors whose size only a checkpoint tells cannot be made up: {_some(unknown)}")
         return {name: _nbytes(spec.shape, spec.dtypes[0]) for name, spec in specs.items() if not spec.optional}
 
-    def read(self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str) -> torch.Tensor:
-        """Made on the device; the ranks' shards are not those of one whole tensor."""
+    def begin(
+        self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
+    ) -> tuple[torch.Tensor, Iterable[Piece]]:
+        """Made on the device, at once; the ranks' shards are not those of one whole tensor."""
         shape = list(spec.shape)
         shard = 0
         if spec.shard_dim is not None:
@@ -201,24 +227,20 @@ class DummySource(WeightSource):
             shard = rank  # what all ranks hold must be equal on all
         dtype = _torch_type(spec.dtypes[0])
         generator = torch.Generator(device).manual_seed(_number_of(f"{self._seed} {shard} {name}"))
-        if not dtype.is_floating_point:
-            most = 2 if dtype == torch.bool else 128
-            return torch.randint(most, shape, generator=generator, device=device).to(dtype)
-        wide = dtype.itemsize > 1  # normal_ knows no 8-bit type
-        values = torch.empty(shape, dtype=dtype if wide else torch.float32, device=device)
-        if len(shape) == 1:
-            return values.normal_(1.0 if name.endswith("weight") else 0.0, 0.02, generator=generator).to(dtype)
-        fan_in = shape[-1] if shape else 1
-        return values.normal_(0.0, fan_in**-0.5, generator=generator).to(dtype)
+        return _made_up(name, shape, dtype, generator, device), ()
 
 
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is damaged or cut short ({file.stat().st_size} bytes: {error}); fetch it again"
-        ) from error
+def _made_up(name: str, shape: list[int], dtype: torch.dtype, generator: torch.Generator, device: str) -> torch.Tensor:
+    """Numbers of the scale that weights have: a matrix keeps the size of what it multiplies, a norm's are about 1."""
+    if not dtype.is_floating_point:
+        most = 2 if dtype == torch.bool else 128
+        return torch.randint(most, shape, generator=generator, dtype=dtype, device=device)
+    wide = dtype.itemsize > 1  # normal_ knows no 8-bit type
+    values = torch.empty(shape, dtype=dtype if wide else torch.float32, device=device)
+    if len(shape) == 1:
+        return values.normal_(1.0 if name.endswith("weight") else 0.0, 0.02, generator=generator).to(dtype)
+    fan_in = shape[-1] if shape else 1
+    return values.normal_(0.0, fan_in**-0.5, generator=generator).to(dtype)
 
 
 def _share(name: str, size: int, ranks: int) -> int:

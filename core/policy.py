@@ -15,12 +15,18 @@ class CheckedPolicy:
 
     Every method raises PluginError, naming the policy's class, when the policy raises or gives an impossible answer.
     `requests`: all requests of the scheduler by id.
+
+    displaces, splits, repeats: whether it has its own `preempts`, `split` and `decode_steps`; one that has not need not
+    be asked, nor be shown views.
     """
 
     def __init__(self, policy: SchedulingPolicy, requests: Mapping[str, RequestState]) -> None:
         self._policy = policy
         self._requests = requests
-        self.displaces = type(policy).preempts is not SchedulingPolicy.preempts
+        kind = type(policy)
+        self.displaces = kind.preempts is not SchedulingPolicy.preempts
+        self.splits = kind.split is not SchedulingPolicy.split
+        self.repeats = kind.decode_steps is not SchedulingPolicy.decode_steps
 
     def order(self, waiting: Sequence[StateView], now: float) -> Iterator[RequestState]:
         """The waiting requests to admit, next first, each once. Checked one by one, as far as they are taken."""
@@ -29,7 +35,7 @@ class CheckedPolicy:
             state = state_of(answer)
             if state in seen:
                 continue
-            if state is None or state.sequence or self._requests.get(state.request.id) is not state:
+            if state is None or state.sequence or self._requests.get(state.id) is not state:
                 self._refuse("order", answer, "a waiting request")
             seen.add(state)
             yield state

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from engine.core.clock import Clock
+from engine.core.decoding import Decoding
 from engine.core.kv_cache import BlockManager
 from engine.core.sequence import RequestState, StateView
 from engine.core.types import NewSequence
@@ -13,15 +15,18 @@ from engine.core.types import NewSequence
 class Queues:
     """Moves requests between waiting and running, and keeps blocks and the runner's knowledge in step with that.
 
-    waiting: in order of arrival, preempted ones included. running: by sequence number, oldest admission first.
+    waiting: in order of arrival, preempted ones included. running: by sequence number, oldest admission first. A
+    running request is in its prompt (prefilling, in the order in which they get tokens) or past it (decoding), until
+    all its tokens are planned; then it keeps its seat, and its blocks, until their results are in.
     """
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, clock: Clock) -> None:
         self.blocks = blocks
+        self.decoding = Decoding(clock)
         self.requests: dict[str, RequestState] = {}
         self.waiting: list[RequestState] = []
         self.running: dict[int, RequestState] = {}
-        self._draining: dict[int, RequestState] = {}  # preempted, with results of the old number under way
+        self.prefilling: dict[int, RequestState] = {}
         self._sequences = 0
         self._waiting_views: tuple[StateView, ...] | None = ()  # None: to be made anew
         self._running_views: tuple[StateView, ...] | None = ()
@@ -44,17 +49,13 @@ class Queues:
             self._running_views = tuple(state.view for state in self.running.values())
         return self._running_views
 
-    def find(self, sequence: int) -> RequestState | None:
-        """The request that runs, or ran before its preemption, under this number; None once it has ended."""
-        return self.running.get(sequence) or self._draining.get(sequence)
-
     def settled(self) -> Iterator[RequestState]:
         """Running requests that the runner knows already."""
         return (state for number, state in self.running.items() if number not in self._new)
 
     def add(self, state: RequestState) -> None:
         """A new request waits."""
-        self.requests[state.request.id] = state
+        self.requests[state.id] = state
         self._wait(state)
 
     def start(self, state: RequestState, cached: Sequence[int]) -> None:
@@ -66,43 +67,48 @@ class Queues:
         page_size = self.blocks.page_size
         state.admit(number, len(cached) * page_size, len(blocks) * page_size)
         self.waiting.remove(state)
-        self.running[number] = state
+        self.running[number] = self.prefilling[number] = state
         self._waiting_views = self._running_views = None
         self._new[number] = NewSequence(
             sequence=number, tokens=tuple(state.tokens), prompt_len=state.prompt_len, params=state.params
         )
         self._new_blocks[number] = blocks
 
-    def extend(self, state: RequestState, num_tokens: int) -> bool:
-        """Let a running request's blocks hold `num_tokens`; False, with nothing changed, if there are not enough."""
-        added = self.blocks.extend(state.sequence, num_tokens)
-        if added:
-            self._new_blocks.setdefault(state.sequence, []).extend(added)
-            state.capacity += len(added) * self.blocks.page_size
-        return added is not None
+    def put_behind(self, states: Iterable[RequestState]) -> None:
+        """Let requests in their prompts get tokens after all the others."""
+        for state in states:
+            self.prefilling[state.sequence] = self.prefilling.pop(state.sequence)
+
+    def prefilled(self, state: RequestState) -> None:
+        """The last chunk of a request's known tokens is planned: from now on it decodes."""
+        del self.prefilling[state.sequence]
+        self.decoding.join(state)
+
+    def extend(self, state: RequestState) -> bool:
+        """One more block for a request that decodes; False, with nothing changed, if there is none."""
+        added = self.blocks.extend(state.sequence, state.capacity + 1)
+        if added is None:
+            return False
+        self._new_blocks.setdefault(state.sequence, []).extend(added)
+        state.capacity += self.blocks.page_size
+        self.decoding.file(state)
+        return True
 
     def preempt(self, state: RequestState) -> None:
-        """A running request waits again. Tokens under way still count; `find` knows it until they are in."""
-        if state.in_flight:
-            self._draining[state.sequence] = state
+        """A running request waits again. Tokens under way still count."""
         self._release(state)
         state.leave()
         self._wait(state)
 
-    def drained(self, sequence: int) -> None:
-        """The last result of a preempted request's old number is in."""
-        del self._draining[sequence]
-
     def remove(self, state: RequestState) -> None:
         """The request has ended, wherever it was."""
-        del self.requests[state.request.id]
+        del self.requests[state.id]
         if state.sequence:
             self._release(state)
-            return
-        self.waiting.remove(state)
-        self._waiting_views = None
-        if state.in_flight:
-            self._draining = {number: other for number, other in self._draining.items() if other is not state}
+        else:
+            self.waiting.remove(state)
+            self._waiting_views = None
+        state.end()
 
     def take_news(
         self,
@@ -130,10 +136,12 @@ class Queues:
             assert state.sequence == number, "a running request has another's number"
             capacity = len(self.blocks.table(number)) * self.blocks.page_size
             assert capacity == state.capacity >= state.computed, "a running request has too few blocks"
+        for number, state in self.prefilling.items():
+            assert self.running.get(number) is state, "a request that does not run is in its prompt"
+            assert state.computed < state.known, "a request past its prompt is in it"
+        self.decoding.check(self.running)
         if not self.running:
             assert self.blocks.num_used == 0, "blocks are in use by nobody"
-        if not any(state.in_flight for state in states):
-            assert not self._draining, "a result is awaited that never comes"
 
     def _wait(self, state: RequestState) -> None:
         insort(self.waiting, state, key=_by_arrival)
@@ -143,6 +151,8 @@ class Queues:
         """Take the blocks from a running request; the runner is to forget it, if it knows of it."""
         number = state.sequence
         self.blocks.free(number)
+        self.prefilling.pop(number, None)
+        self.decoding.leave(state)
         del self.running[number]
         self._running_views = None
         self._new_blocks.pop(number, None)

@@ -291,8 +291,8 @@ class _Host:
         def register(name: str, loader: Callable[[], type], *, api: str, summary: str, preference: int = 0) -> None:
             what = f"{info} offers {seam.section} {name!r}"
             claims.append((seam.name, name))
-            if not isinstance(name, str) or not name or name == AUTO:
-                raise PluginError(f"{what}; a name is a non-empty string other than {AUTO}")
+            if not isinstance(name, str) or not name or name == AUTO or "," in name:
+                raise PluginError(f"{what}; a name is a non-empty string other than {AUTO}, without a comma")
             if api != seam.api:
                 raise PluginError(
                     f"{what} for version {api!r} of the {seam.name} contract, but this "

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from attrs import define
 
-from engine.core.batch import BatchBuilder, ForwardPass
+from engine.core.batch import ForwardPass, build_batch
 from engine.core.checkpoint import Checkpoint
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
-from engine.core.errors import CapacityError
+from engine.core.errors import CapacityError, ExecutorError
+from engine.core.graphs import DecodeGraphs, Recorder
 from engine.core.kv_cache import KVPool
 from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
 from engine.core.memory import estimate_activations, free_memory, plan_memory
-from engine.core.sampler import Sampled, Sampler, prompt_logprobs
-from engine.core.selection import Parts, attention_spec, fused_kernels, max_len, resolve_dtype
+from engine.core.pieces import PiecewiseSteps
+from engine.core.residents import Residents
+from engine.core.sampled import Sampled
+from engine.core.sampler import Sampler, prompt_logprobs
+from engine.core.selection import Parts, attention_spec, fused_kernels, max_len, resolve_dtype, use_graphs
+from engine.core.startup import Phases
+from engine.core.transfer import to_device
 from engine.core.types import CacheInfo, NewSequence, SamplingParams, Slice, Step, StepResult, TokenLogprobs
 
 PromptScores = tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]
@@ -31,26 +38,43 @@ class PendingStep:
     """A step whose kernels are launched; see executors.PendingResult."""
 
     step: int
-    samples: list[Sampled | None]
-    """One an iteration; None where nothing samples."""
+    samples: Sequence[Sampled | None]
+    """One an iteration, whose tokens are on the way to the host; None where no sequence samples."""
     prompt_scores: PromptScores
     seconds: dict[str, float]
 
     def done(self) -> bool:
-        """Whether `result` returns at once; results on a GPU are fetched by `result`."""
-        return all(sampled is None or sampled.tokens.device.type == "cpu" for sampled in self.samples)
+        """Whether `result` returns at once."""
+        return all(sampled is None or sampled.ready() for sampled in self.samples)
 
     def result(self) -> StepResult:
-        """Wait for the tokens."""
-        fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
-        asked = any(entry is not None for _, entries in fetched for entry in entries)
+        """Wait for the tokens. Raises ExecutorError when the device failed, or logits were not finite."""
+        try:
+            fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
+        except RuntimeError as error:  # torch raises nothing else
+            raise ExecutorError(f"step {self.step} failed on the device: {error}") from error
+        logprobs = tuple(tuple(entries) for _, entries in fetched)
         return StepResult(
             step=self.step,
             tokens=tuple(tuple(tokens) for tokens, _ in fetched),
-            logprobs=tuple(tuple(entries) for _, entries in fetched) if asked else (),
+            logprobs=logprobs if any(entry is not None for entries in logprobs for entry in entries) else (),
             prompt_logprobs=self.prompt_scores,
             seconds=tuple(self.seconds.items()),
         )
+
+
+class Laps:
+    """Seconds since the last call, by phase."""
+
+    def __init__(self) -> None:
+        self.seconds = {"prepare": 0.0, "launch": 0.0, "sample": 0.0}
+        self._begin = time.perf_counter()
+
+    def __call__(self, phase: str) -> None:
+        """`phase` has just ended."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._begin
+        self._begin = now
 
 
 class Runner:
@@ -67,28 +91,33 @@ class Runner:
         self._name = device.torch_name
         self._model_spec = parts.model.spec(checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
+        self._fused = fused_kernels(config, device)
         self._spec = attention_spec(self._model_spec, config, self._dtype, max_len(config, self._model_spec))
 
     @torch.inference_mode()
-    def start(self) -> CacheInfo:
+    def start(self, phases: Phases | None = None) -> CacheInfo:
         """Load the weights, measure, and make the KV cache. Raises CheckpointError or CapacityError."""
-        free = free_memory(self.device)
-        config = self.config
-        quant = self.parts.quant.from_checkpoint(self.checkpoint.quantization, self.parts.options["quant"])
-        fused = fused_kernels(config, self.device)
-        layers = LayerFactory(dtype=self._dtype, device=self._name, quant=quant, fused=fused)
-        self._model = self.parts.model(self.checkpoint.config, layers, self.parts.options["models"])
-        dummy = config.model.load_format == "dummy"
-        source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
-        load_weights(layers, source)
-        if fused and self.device.type == "cuda":
+        phases = phases or Phases()
+        with phases.phase("model"):
+            free = free_memory(self.device)
+            config = self.config
+            quant = self.parts.quant.from_checkpoint(self.checkpoint.quantization, self.parts.options["quant"])
+            layers = LayerFactory(dtype=self._dtype, device=self._name, quant=quant, fused=self._fused)
+            self._model = self.parts.model(self.checkpoint.config, layers, self.parts.options["models"])
+        with phases.phase("weights"):
+            dummy = config.model.load_format == "dummy"
+            source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
+            load_weights(layers, source, phases.progress, threads=config.model.load_threads)
+        if self._fused and self.device.type == "cuda":
             from engine.core.layers.tuning import tune
 
-            tune(layers, config.executor.kernel_cache)
+            with phases.phase("tuning"):
+                tune(layers, config.executor.kernel_cache)
         weights = layers.nbytes
 
         share = config.cache.memory_fraction or MEMORY_SHARE[self.device.type]
-        activations = self._measure_activations()
+        with phases.phase("memory"):
+            activations = self._measure_activations()
         plan = plan_memory(
             config,
             self._spec,
@@ -97,7 +126,10 @@ class Runner:
             activations=activations,
             bytes_per_block=KVPool.bytes_per_block(self._spec),
         )
-        self._make_state(plan.num_blocks)
+        with phases.phase("kv_cache"):
+            self._make_state(plan.num_blocks)
+        with phases.phase("graphs"):
+            self._capture(phases)
         return CacheInfo(
             num_blocks=plan.num_blocks,
             page_size=self._spec.page_size,
@@ -107,66 +139,119 @@ class Runner:
             budget_bytes=plan.budget,
             device=f"{self._name} ({self.device.name})" if self.device.name else self._name,
             dtype=self._dtype,
+            phases=phases.seconds,
         )
 
     @torch.inference_mode()
     def launch(self, step: Step) -> PendingStep:
         """Do the step. On a GPU this only launches the kernels."""
-        begin = time.perf_counter()
-        seconds = {"prepare": 0.0, "forward": 0.0, "sample": 0.0}
+        laps = Laps()
         self._update(step)
-        sampling = [*step.decodes, *(piece.sequence for piece in step.chunks if piece.sample)]
+        if self._graphs is not None and not step.chunks:
+            samples = self._graphs.run(step.decodes, step.iterations, laps)
+            return PendingStep(step.id, samples, (), laps.seconds)
+        if self._graphs is not None:
+            self._graphs.leave()
+        return self._launch_kernels(step, laps)
+
+    def _launch_kernels(self, step: Step, laps: Laps) -> PendingStep:
+        """Do the step without graphs."""
+        sampling = (*step.decodes, *(piece.sequence for piece in step.chunks if piece.sample))
         samples: list[Sampled | None] = []
         prompt_scores: PromptScores = ()
         for _ in range(step.iterations):
-            batch = self._builder.build(step)
+            batch, sampling_rows = build_batch(self._residents, step)
             run = ForwardPass(batch=batch, attention=self._attention, plan=self._attention.plan(batch), pool=self._pool)
-            begin = _lap(seconds, "prepare", begin)
-            hidden = self._model.forward(run)
-            logits = self._model.logits(hidden[batch.logit_rows]) if sampling else None
-            begin = _lap(seconds, "forward", begin)
-            sampled = self._sampler.sample(logits, sampling) if logits is not None else None
-            if sampled is not None:
-                self._builder.keep(sampling, sampled.tokens)
+            laps("prepare")
+            if self._pieces is not None and len(batch.tokens) <= self._pieces.most_tokens:
+                hidden = self._pieces.run(batch, run.plan)
+            else:
+                hidden = self._model.forward(run)
+            logits = None
+            if sampling:
+                everything = len(batch.logit_rows) == len(hidden)
+                logits = self._model.logits(hidden if everything else hidden[batch.logit_rows])
+            laps("launch")
+            sampled = None
+            if logits is not None:
+                sampled = self._sampler.sample(logits, sampling, sampling_rows)
+                self._residents.keep(sampling_rows, sampled.tokens)
             samples.append(sampled)
             if self._scored_prompts:
                 prompt_scores = self._score_prompts(step, hidden)
-            begin = _lap(seconds, "sample", begin)
-        return PendingStep(step.id, samples, prompt_scores, seconds)
+            laps("sample")
+        return PendingStep(step.id, samples, prompt_scores, laps.seconds)
 
     def _make_state(self, num_blocks: int) -> None:
         """The KV pool and all that is kept between steps."""
-        scheduler = self.config.scheduler
+        max_running, device = self.config.scheduler.max_running, torch.device(self._name)
         self._pool = KVPool(self._spec, num_blocks, self._name)
         self._attention = self.parts.attention(self._spec, self._pool, self.parts.options["attention"])
-        self._builder = BatchBuilder(
-            max_running=scheduler.max_running,
+        self._residents = Residents(
+            max_running=max_running,
             max_len=self._spec.max_len,
             page_size=self._spec.page_size,
-            device=self._name,
+            scratch_block=self._pool.scratch_block,
+            device=device,
         )
-        self._sampler = Sampler(self._model_spec.vocab_size, self._name, self.checkpoint.eos_tokens())
+        self._sampler = Sampler(
+            self._model_spec.vocab_size,
+            device,
+            self.checkpoint.eos_tokens(),
+            max_running=max_running,
+            fused=self._fused,
+        )
+        self._graphs: DecodeGraphs | None = None
+        self._pieces: PiecewiseSteps | None = None
+
+    def _capture(self, phases: Phases) -> None:
+        """Make the graphs, where the configuration wants them and device and attention backend can."""
+        if use_graphs(self.config, self._attention, self.device):
+            recorder = Recorder(torch.device(self._name))
+            self._graphs = DecodeGraphs(
+                self._model,
+                self._attention,
+                self._pool,
+                self._residents,
+                self._sampler,
+                max_running=self.config.scheduler.max_running,
+                max_len=self._spec.max_len,
+                fused=self._fused,
+                recorder=recorder,
+            )
+            self._graphs.capture_all(lambda done, total: phases.progress(done, total, "batch sizes"))
+            if self.config.executor.graphs != "decode":
+                self._pieces = PiecewiseSteps(
+                    self._model,
+                    self._attention,
+                    self._pool,
+                    recorder,
+                    max_batch_tokens=self.config.scheduler.max_batch_tokens,
+                    device=torch.device(self._name),
+                )
+                self._pieces.record_all(lambda done, total: phases.progress(done, total, "token counts"))
 
     def _update(self, step: Step) -> None:
-        self._builder.update(step)
+        self._residents.update(step)
         for sequence in step.finished:
             self._sampler.remove(sequence)
             self._scored_prompts.pop(sequence, None)
         for new in step.new:
-            self._sampler.add(new)
+            self._sampler.add(new, self._residents.row(new.sequence))
             if new.params.prompt_logprobs is not None:
                 self._scored_prompts[new.sequence] = new
 
     def _score_prompts(self, step: Step, hidden: torch.Tensor) -> PromptScores:
-        """Log probabilities of the prompt tokens that this step's chunks lead to, where asked for."""
+        """Log probabilities of the prompt tokens that this step's slices lead to, where asked for."""
         scores = []
         row = len(step.decodes)
         for piece in step.chunks:
             new = self._scored_prompts.get(piece.sequence)
             if new is not None and piece.start < new.prompt_len - 1:
-                targets = self._builder.prompt_targets(new, piece.start, piece.count)
+                targets = self._residents.prompt_targets(new, piece.start, piece.count)
+                (there,) = to_device([targets], hidden.device)
                 logits = self._model.logits(hidden[row : row + len(targets)])
-                scores.append((piece.sequence, prompt_logprobs(logits, targets, new.params.prompt_logprobs or 0)))
+                scores.append((piece.sequence, prompt_logprobs(logits, there, new.params.prompt_logprobs or 0)))
             row += piece.count
         return tuple(scores)
 
@@ -211,10 +296,3 @@ def _trial_step(tokens: int, longest: int, page_size: int) -> Step:
             (i, tuple(range(i * pages, i * pages - (-length // page_size)))) for i, length in enumerate(lengths)
         ),
     )
-
-
-def _lap(seconds: dict[str, float], phase: str, begin: float) -> float:
-    """Add the time since `begin` to a phase; returns now."""
-    now = time.perf_counter()
-    seconds[phase] += now - begin
-    return now

@@ -14,30 +14,44 @@ the last one kept by top_k or top_p are kept too. Log probabilities are the mode
 A draw inverts the cumulative distribution, in order of token number, at a uniform number that is a hash of the seed and
 of how many tokens the sequence has put out, so that it depends neither on the batch nor on preemption.
 
-Nothing in `sample` waits for the device, and while the same sequences follow each other it does no work per row on the
+What steps 3 and 4 need lies in the SamplingTable on the device. A batch whose sequences need nothing else (`kind` says
+so) can therefore be sampled by `greedy` or `draw` inside a CUDA graph, and by `sample` in any step between.
+
+Nothing here waits for the device, and while the same sequences follow each other `sample` does no work per row on the
 host. Logits that are not finite (NaN, +inf, or -inf everywhere) are therefore noticed in `Sampled.to_host`, which waits
-anyway: the mark travels with the tokens.
+anyway: the peaks travel with the tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from attrs import field, frozen
 
 from engine.core.errors import ExecutorError, InvalidRequestError
+from engine.core.sampled import Ranks, Sampled, to_entries
 from engine.core.sampling_ops import cutoffs, draw, penalize, rank_tokens, uniforms
-from engine.core.sampling_plan import Draw, Plan, Planner, Report, SequenceState
+from engine.core.sampling_plan import Draw, Edit, Plan, Planner, Report, SequenceState
+from engine.core.sampling_table import SamplingTable, is_greedy, send
 from engine.core.types import NewSequence, SamplingParams, TokenLogprobs
 
+GREEDY = "greedy"
+DRAW = "draw"
+FULL = "full"
 _ROWS_AT_ONCE = 256
+
+DrawRows = Callable[[torch.Tensor, torch.Tensor, SamplingTable], tuple[torch.Tensor, torch.Tensor]]
+"""(logits, rows, table) to (tokens, peaks); see `kernels/sampling.py`."""
+
+Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""See `_argmax`."""
 
 
 class _Occurrences:
     """Which tokens occurred how often, one row of the vocabulary for each sequence that has penalties."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         """[slots, vocab]: times in the output."""
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
@@ -49,10 +63,10 @@ class _Occurrences:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        vocab_size = self.counts.shape[1]
-        tokens = torch.tensor(new.tokens, dtype=torch.int64)
-        self.counts[slot] = torch.bincount(tokens[new.prompt_len :], minlength=vocab_size).to(self.counts)
-        self.seen[slot] = (torch.bincount(tokens, minlength=vocab_size) > 0).to(self.seen)
+        tokens = send(torch.tensor(new.tokens, dtype=torch.int64), self._device)
+        output = tokens[new.prompt_len :]
+        self.counts[slot].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self.seen[slot].zero_().index_fill_(0, tokens, True)
         return slot
 
     def free(self, slot: int) -> None:
@@ -67,64 +81,47 @@ class _Occurrences:
         self._free.extend(reversed(range(old, old + more)))
 
 
-@frozen(kw_only=True)
-class _Logprobs:
-    """The results for the rows of a report."""
-
-    report: Report
-    chosen: torch.Tensor
-    ranks: torch.Tensor
-    best: torch.Tensor
-    best_tokens: torch.Tensor
-
-
-@frozen(kw_only=True)
-class Sampled:
-    """One token a row, on the device."""
-
-    tokens: torch.Tensor
-    """[rows] int64, all within the vocabulary, whatever the logits."""
-    _checked: torch.Tensor = field(alias="checked")
-    """[rows] int64: the same, -1 where the logits were not finite."""
-    _sequences: tuple[int, ...] = field(alias="sequences")
-    _logprobs: _Logprobs | None = field(alias="logprobs")
-
-    def to_host(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Wait for the tokens, and for the log probabilities of the rows that asked (None for the others).
-
-        Raises ExecutorError naming the sequences whose logits were not finite.
-        """
-        tokens: list[int] = self._checked.tolist()
-        if min(tokens, default=0) < 0:
-            bad = [str(number) for number, token in zip(self._sequences, tokens, strict=True) if token < 0]
-            raise ExecutorError(
-                f"the logits of sequence {', '.join(bad)} are not finite (NaN or infinite), so no token can be "
-                "sampled; the weights may be damaged, or the numbers outgrow this dtype: try bfloat16 or float32"
-            )
-        entries: list[TokenLogprobs | None] = [None] * len(tokens)
-        if self._logprobs is not None:
-            found, report = self._logprobs, self._logprobs.report
-            chosen = [tokens[row] for row in report.host_rows]
-            lines = _to_entries(chosen, report.counts, found.chosen, found.ranks, found.best, found.best_tokens)
-            for row, entry in zip(report.host_rows, lines, strict=True):
-                entries[row] = entry
-        return tokens, entries
-
-
 class Sampler:
-    """Samples for the sequences it was told of; everything a sequence needs is kept here until it is removed."""
+    """Samples for the sequences it was told of; everything a sequence needs is kept here until it is removed.
 
-    def __init__(self, vocab_size: int, device: torch.device | str, eos_tokens: frozenset[int]) -> None:
+    max_running: as many rows, numbered from 0, sequences can be given. fused: draw by a Triton kernel, not by PyTorch.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        eos_tokens: frozenset[int],
+        *,
+        max_running: int,
+        fused: bool,
+    ) -> None:
         self._vocab_size = vocab_size
         device = torch.device(device)
         self._eos_tokens = eos_tokens
+        self.table = SamplingTable(max_running, device)
         self._sequences: dict[int, SequenceState] = {}
+        self._unwritten: list[tuple[SequenceState, int]] = []
+        """New sequences, with their outputs, that the table does not hold yet."""
+        self._held: dict[int, int] = {}
+        """Sequence -> how many tokens it still has to put out before a stop token may come."""
+        self._full: set[int] = set()
+        """Sequences that only `sample` can serve."""
+        self._drawing: set[int] = set()
         self._occurrences = _Occurrences(vocab_size, device)
-        self._planner = Planner(vocab_size, device)
+        self._planner = Planner(vocab_size, device, fused)
         self._plan: Plan | None = None
+        self._draw_rows: DrawRows | None = None
+        self._argmax: Argmax = _argmax
+        if fused:
+            from engine.core.kernels.argmax import argmax_rows
+            from engine.core.kernels.sampling import draw_rows
 
-    def add(self, new: NewSequence) -> None:
-        """Learn of a sequence; what its tokens hold beyond the prompt counts as its output.
+            self._argmax, self._draw_rows = argmax_rows, draw_rows
+
+    def add(self, new: NewSequence, row: int) -> None:
+        """Learn of a sequence, whose row in the tables of the running is given; what its tokens hold beyond the prompt
+        counts as its output. The table learns of it in `flush`.
 
         Raises InvalidRequestError for a logit_bias outside the vocabulary, ExecutorError for a sequence without seed.
         """
@@ -134,65 +131,120 @@ class Sampler:
                 raise InvalidRequestError(
                     f"logit_bias names token {token}; the vocabulary ends at {self._vocab_size - 1}", "logit_bias"
                 )
-        sequence = SequenceState(
-            params=params, outputs=len(new.tokens) - new.prompt_len, forbidden=self._forbidden(params), slot=None
-        )
-        if params.seed is None and not sequence.greedy:
+        if params.seed is None and not is_greedy(params):
             raise ExecutorError(f"sequence {new.sequence} is to be sampled but has no seed; the engine sets one")
-        if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
-            sequence.slot = self._occurrences.add(new)
+        penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        sequence = SequenceState(
+            params=params,
+            row=row,
+            forbidden=self._forbidden(params),
+            slot=self._occurrences.add(new) if penalized else None,
+        )
+        outputs = len(new.tokens) - new.prompt_len
         self._sequences[new.sequence] = sequence
+        self._unwritten.append((sequence, outputs))
+        if not sequence.greedy:
+            self._drawing.add(new.sequence)
+        if sequence.forbidden and outputs < params.min_tokens:
+            self._held[new.sequence] = params.min_tokens - outputs
+        if _always_full(sequence) or new.sequence in self._held:
+            self._full.add(new.sequence)
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
-        self._leave_plan()
+        self._plan = None
         gone = self._sequences.pop(sequence)
+        self._unwritten = [(each, outputs) for each, outputs in self._unwritten if each is not gone]
+        self._held.pop(sequence, None)
+        self._full.discard(sequence)
+        self._drawing.discard(sequence)
         if gone.slot is not None:
             self._occurrences.free(gone.slot)
 
-    def sample(self, logits: torch.Tensor, sequences: Sequence[int]) -> Sampled:
+    def flush(self) -> None:
+        """Write the sequences added last into the table, all in one copy. `sample` does so by itself; before a CUDA
+        graph that samples is replayed, it must be called."""
+        if self._unwritten:
+            sequences, outputs = zip(*self._unwritten, strict=True)
+            self.table.write([each.row for each in sequences], [each.params for each in sequences], outputs)
+            self._unwritten.clear()
+
+    def kind(self, sequences: Sequence[int]) -> str:
+        """What these sequences' next tokens take: "greedy" or "draw", for which the method of that name will do, or
+        "full" (a bias, penalties, min_tokens not yet reached, log probabilities), which is for `sample` alone."""
+        if self._full and not self._full.isdisjoint(sequences):
+            return FULL
+        if self._drawing and not self._drawing.isdisjoint(sequences):
+            return DRAW
+        return GREEDY
+
+    def greedy(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest token of each row, which then counts as put out; may be captured in a CUDA graph.
+
+        logits: [n, vocab]; rows: [n] int64, places in the table, the padding row as often as need be. Returns (tokens
+        [n] int64, peaks [n] float32), as `Sampled.from_tokens` takes them. Who has these already calls `table.advance`.
+        """
+        peaks, tokens = self._argmax(logits)
+        self.table.advance(rows)
+        return tokens, peaks
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for rows of which any may draw; for a fused sampler."""
+        assert self._draw_rows is not None
+        tokens, peaks = self._draw_rows(logits, rows, self.table)
+        self.table.advance(rows)
+        return tokens, peaks
+
+    def sample(self, logits: torch.Tensor, sequences: Sequence[int], rows: torch.Tensor) -> Sampled:
         """Sample the next token of each of these sequences, which then counts as put out.
 
-        logits: [rows, vocab], left as they are; sequences: [rows], no number twice.
+        logits: [n, vocab], left as they are; sequences: [n], no number twice; rows: [n] int64 on the device, the row
+        that each was added with.
         """
-        key = tuple(sequences)
-        plan = self._plan
-        if plan is None or plan.sequences != key:
-            self._leave_plan()
-            plan = self._plan = self._make_plan(key)
-        plan.used += 1
-
-        peaks, tokens = logits.max(dim=-1)
-        scores = logits
-        if plan.bias is not None or plan.forbidden is not None or plan.penalties is not None:
-            scores = self._edit(logits.to(torch.float32, copy=True), plan)
-            tokens = scores.argmax(dim=-1)
-        if plan.draw is not None:
-            assert plan.positions is not None
-            tokens[plan.draw.rows] = _draw_rows(scores, plan.draw, plan.positions)
-        if plan.penalties is not None:
-            slots, taken = plan.penalties.slots, tokens[plan.penalties.rows]
+        self.flush()
+        plan = self._find_plan(tuple(sequences))
+        edit = plan.edit
+        scores = None if edit is None else self._edit(logits[edit.places].float(), edit, rows[edit.places])
+        tokens, peaks = self._choose(logits, scores, plan, rows)
+        if edit is not None and edit.penalties is not None:
+            slots, taken = edit.penalties.slots, tokens[edit.places][edit.penalties.rows]
             self._occurrences.counts[slots, taken] += 1
             self._occurrences.seen[slots, taken] = True
-        if plan.positions is not None:
-            plan.positions += 1
-        return Sampled(
-            tokens=tokens,
-            checked=torch.where(peaks.isfinite(), tokens, -1),
-            sequences=key,
-            logprobs=None if plan.report is None else _report(logits, tokens, plan.report),
-        )
+        self.table.advance(rows)
+        self._count_down(plan.sequences)
+        ranks = None if plan.report is None else _rank(logits, tokens, plan.report)
+        return Sampled.from_tokens(tokens, peaks, plan.sequences, ranks)
 
-    def _edit(self, scores: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Bias, min_tokens and penalties; scores: [rows, vocab] float32, overwritten."""
-        if (bias := plan.bias) is not None:
+    def _choose(
+        self, logits: torch.Tensor, scores: torch.Tensor | None, plan: Plan, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens, and peaks of the logits as they came; scores: [edited, vocab] float32, which stand for the logits."""
+        if plan.drawn and self._draw_rows is not None:
+            others = rows if plan.edit is None else rows.index_fill(0, plan.edit.places, self.table.padding_row)
+            tokens, peaks = self._draw_rows(logits, others, self.table)
+            if scores is not None and plan.edit is not None:
+                tokens[plan.edit.places] = self._draw_rows(scores, rows[plan.edit.places], self.table)[0]
+            return tokens, peaks
+        peaks, tokens = self._argmax(logits)
+        if scores is not None and plan.edit is not None:
+            tokens[plan.edit.places] = self._argmax(scores)[1]
+        if plan.draw is not None:
+            drawing = logits[plan.draw.rows].float()
+            if scores is not None and plan.draw.edited is not None:
+                among_drawing, among_edited = plan.draw.edited
+                drawing[among_drawing] = scores[among_edited]
+            tokens[plan.draw.rows] = _draw(drawing, plan.draw, self.table.outputs[rows[plan.draw.rows]])
+        return tokens, peaks
+
+    def _edit(self, scores: torch.Tensor, edit: Edit, rows: torch.Tensor) -> torch.Tensor:
+        """Bias, min_tokens and penalties; scores: [edited, vocab] float32, overwritten; rows: [edited]."""
+        if (bias := edit.bias) is not None:
             scores.index_put_((bias.rows, bias.tokens), bias.values, accumulate=True)
-        if (forbidden := plan.forbidden) is not None:
-            assert plan.positions is not None
+        if (forbidden := edit.forbidden) is not None:
             place = (forbidden.rows, forbidden.tokens)
-            early = plan.positions[forbidden.rows] < forbidden.until
+            early = self.table.outputs[rows[forbidden.rows]] < forbidden.until
             scores.index_put_(place, scores[place].masked_fill(early, -float("inf")))
-        if (penalties := plan.penalties) is not None:
+        if (penalties := edit.penalties) is not None:
             seen, counts = self._occurrences.seen[penalties.slots], self._occurrences.counts[penalties.slots]
             strengths = penalties.repetition, penalties.presence, penalties.frequency
             scores[penalties.rows] = penalize(scores[penalties.rows], seen, counts, *strengths)
@@ -205,18 +257,25 @@ class Sampler:
         ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_tokens)
         return tuple(sorted(token for token in ends if token < self._vocab_size))
 
-    def _leave_plan(self) -> None:
-        """Carry what the present plan sampled over to its sequences."""
-        if self._plan is not None:
-            for number in self._plan.sequences:
-                self._sequences[number].outputs += self._plan.used
-            self._plan = None
+    def _count_down(self, sequences: tuple[int, ...]) -> None:
+        """One token less to min_tokens. Only `sample` need count: it alone serves sequences that are held."""
+        for number in self._held.keys() & set(sequences) if self._held else ():
+            self._held[number] -= 1
+            if self._held[number] == 0:
+                del self._held[number]
+                self._plan = None
+                if not _always_full(self._sequences[number]):
+                    self._full.discard(number)
 
-    def _make_plan(self, numbers: tuple[int, ...]) -> Plan:
-        unknown = [str(number) for number in numbers if number not in self._sequences]
-        if unknown:
-            raise ExecutorError(f"the sampler was not told of sequence {', '.join(unknown)}, or was told to forget it")
-        return self._planner.plan(numbers, [self._sequences[number] for number in numbers])
+    def _find_plan(self, numbers: tuple[int, ...]) -> Plan:
+        if self._plan is None or self._plan.sequences != numbers:
+            unknown = [str(number) for number in numbers if number not in self._sequences]
+            if unknown:
+                raise ExecutorError(
+                    f"the sampler was not told of sequence {', '.join(unknown)}, or was told to forget it"
+                )
+            self._plan = self._planner.plan(numbers, [self._sequences[number] for number in numbers], self._held)
+        return self._plan
 
 
 def prompt_logprobs(logits: torch.Tensor, next_tokens: torch.Tensor, count: int) -> tuple[TokenLogprobs, ...]:
@@ -227,13 +286,26 @@ def prompt_logprobs(logits: torch.Tensor, next_tokens: torch.Tensor, count: int)
     entries: list[TokenLogprobs] = []
     for some, tokens in zip(torch.split(logits, _ROWS_AT_ONCE), torch.split(next_tokens, _ROWS_AT_ONCE), strict=True):
         chosen: list[int] = tokens.tolist()
-        entries += _to_entries(chosen, [count] * len(chosen), *rank_tokens(some, tokens, count))
+        entries += to_entries(chosen, [count] * len(chosen), *rank_tokens(some, tokens, count))
     return tuple(entries)
 
 
-def _draw_rows(scores: torch.Tensor, plan: Draw, positions: torch.Tensor) -> torch.Tensor:
-    """Temperature, top_k, top_p, min_p and the draw, for the rows that draw: [rows that draw] int64."""
-    scores = scores[plan.rows].float()
+def _always_full(sequence: SequenceState) -> bool:
+    """Whether a sequence takes more than the table holds, whatever it has put out."""
+    return bool(sequence.params.logit_bias) or sequence.slot is not None or sequence.params.logprobs is not None
+
+
+def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the greatest logit of each row, [rows] float32, NaN where any is NaN; the first token of it, [rows] int64)."""
+    peaks, tokens = logits.max(dim=-1)
+    return peaks.float(), tokens
+
+
+def _draw(scores: torch.Tensor, plan: Draw, positions: torch.Tensor) -> torch.Tensor:
+    """Temperature, top_k, top_p, min_p and the draw: [rows that draw] int64.
+
+    scores: [rows that draw, vocab] float32; positions: [rows that draw] int64.
+    """
     # The likeliest token stands at 0: no temperature can make it overflow, and min_p is a plain bound.
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / plan.temperature
     least = torch.full_like(plan.temperature, -float("inf")) if plan.min_p is None else plan.min_p
@@ -242,30 +314,9 @@ def _draw_rows(scores: torch.Tensor, plan: Draw, positions: torch.Tensor) -> tor
         least = least.index_copy(0, cutoff.members, torch.maximum(least[cutoff.members], found))
     if plan.cutoffs or plan.min_p is not None:
         scores = scores.masked_fill(scores < least, -float("inf"))
-    return draw(scores, uniforms(plan.keys, positions[plan.rows]))
+    return draw(scores, uniforms(plan.keys, positions))
 
 
-def _report(logits: torch.Tensor, tokens: torch.Tensor, report: Report) -> _Logprobs:
+def _rank(logits: torch.Tensor, tokens: torch.Tensor, report: Report) -> Ranks:
     chosen, ranks, best, best_tokens = rank_tokens(logits[report.rows], tokens[report.rows], max(report.counts))
-    return _Logprobs(report=report, chosen=chosen, ranks=ranks, best=best, best_tokens=best_tokens)
-
-
-def _to_entries(
-    tokens: Sequence[int],
-    counts: Sequence[int],
-    chosen: torch.Tensor,
-    ranks: torch.Tensor,
-    best: torch.Tensor,
-    best_tokens: torch.Tensor,
-) -> list[TokenLogprobs]:
-    """Results of `rank_tokens` as plain data, row for row with as many of the likeliest as `counts` says."""
-    columns = zip(tokens, counts, chosen.tolist(), ranks.tolist(), best.tolist(), best_tokens.tolist(), strict=True)
-    return [
-        TokenLogprobs(
-            token=token,
-            logprob=logprob,
-            rank=rank,
-            top=tuple(zip(top_tokens[:count], top[:count], strict=True)),
-        )
-        for token, count, logprob, rank, top, top_tokens in columns
-    ]
+    return Ranks(report=report, chosen=chosen, ranks=ranks, best=best, best_tokens=best_tokens)

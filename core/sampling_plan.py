@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
-from attrs import define, frozen
+from attrs import frozen
 
 from engine.core.sampling_ops import WIDEST_TOP_K, mix
+from engine.core.sampling_table import is_greedy, send
 from engine.core.types import SamplingParams
 
-_COLDEST = 1e-5
 _STRONGEST = 1e30
 """A bias beyond it would be infinite in float32, and infinity less infinity is no score."""
 
 
-@define(kw_only=True)
+@frozen(kw_only=True)
 class SequenceState:
     """What the host knows of one sequence."""
 
     params: SamplingParams
-    outputs: int
-    """Sampled before the present plan was made."""
+    row: int
+    """In the tables of the running sequences."""
     forbidden: tuple[int, ...]
     """Tokens ruled out until min_tokens."""
     slot: int | None
@@ -30,7 +30,7 @@ class SequenceState:
     @property
     def greedy(self) -> bool:
         """Whether its token is simply the likeliest."""
-        return self.params.temperature < _COLDEST or self.params.top_k == 1
+        return is_greedy(self.params)
 
 
 @frozen(kw_only=True)
@@ -63,6 +63,17 @@ class Penalties:
 
 
 @frozen(kw_only=True)
+class Edit:
+    """Rows whose logits are changed before a token is chosen; the rows of its parts count among these."""
+
+    places: torch.Tensor
+    """[edited] int64, in the batch."""
+    bias: Bias | None
+    forbidden: Forbidden | None
+    penalties: Penalties | None
+
+
+@frozen(kw_only=True)
 class Cutoff:
     """Rows with top_k or top_p that share one way to order their scores."""
 
@@ -83,6 +94,8 @@ class Draw:
     cutoffs: tuple[Cutoff, ...]
     min_p: torch.Tensor | None
     """Logarithms, [rows, 1]."""
+    edited: tuple[torch.Tensor, torch.Tensor] | None
+    """Of the rows that draw and are edited: places among those that draw, and among the edited."""
 
 
 @frozen(kw_only=True)
@@ -94,43 +107,50 @@ class Report:
     counts: tuple[int, ...]
 
 
-@define(kw_only=True)
+@frozen(kw_only=True)
 class Plan:
     """What one batch needs, as tensors; None for what nobody in it asked for."""
 
     sequences: tuple[int, ...]
-    bias: Bias | None
-    forbidden: Forbidden | None
-    penalties: Penalties | None
+    edit: Edit | None
+    drawn: bool
+    """Whether any row draws."""
     draw: Draw | None
+    """How to; None for a sampler whose kernels read the table instead."""
     report: Report | None
-    positions: torch.Tensor | None
-    """[rows] int64: outputs so far, advanced on the device; None when nothing depends on it."""
-    used: int = 0
-    """How often this plan was used."""
 
 
 class Planner:
-    """Makes plans for one vocabulary on one device."""
+    """Makes plans for one vocabulary on one device; fused: for kernels that read how to draw from the SamplingTable."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, fused: bool) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._fused = fused
 
-    def plan(self, sequences: tuple[int, ...], rows: Sequence[SequenceState]) -> Plan:
-        """The plan for these sequences, in this order."""
-        forbidden, draw = self._forbidden(rows), self._draw(rows)
-        positions = None
-        if forbidden is not None or draw is not None:
-            positions = self._ints([row.outputs for row in rows])
+    def plan(self, sequences: tuple[int, ...], rows: Sequence[SequenceState], held: Collection[int]) -> Plan:
+        """The plan for these sequences, in this order; held: those that have not yet put out their min_tokens."""
+        edited = [
+            place
+            for place, (sequence, row) in enumerate(zip(sequences, rows, strict=True))
+            if row.params.logit_bias or row.slot is not None or sequence in held
+        ]
         return Plan(
             sequences=sequences,
-            bias=self._bias(rows),
-            forbidden=forbidden,
-            penalties=self._penalties(rows),
-            draw=draw,
+            edit=self._edit(edited, [rows[place] for place in edited], [sequences[place] in held for place in edited]),
+            drawn=not all(row.greedy for row in rows),
+            draw=None if self._fused else self._draw(rows, edited),
             report=self._report(rows),
-            positions=positions,
+        )
+
+    def _edit(self, places: list[int], rows: Sequence[SequenceState], held: Sequence[bool]) -> Edit | None:
+        if not places:
+            return None
+        return Edit(
+            places=self._ints(places),
+            bias=self._bias(rows),
+            forbidden=self._forbidden(rows, held),
+            penalties=self._penalties(rows),
         )
 
     def _bias(self, rows: Sequence[SequenceState]) -> Bias | None:
@@ -141,11 +161,11 @@ class Planner:
         bounded = [min(max(value, -_STRONGEST), _STRONGEST) for value in values]
         return Bias(rows=self._ints(places), tokens=self._ints(tokens), values=self._floats(bounded))
 
-    def _forbidden(self, rows: Sequence[SequenceState]) -> Forbidden | None:
+    def _forbidden(self, rows: Sequence[SequenceState], held: Sequence[bool]) -> Forbidden | None:
         entries = [
             (place, token, row.params.min_tokens)
             for place, row in enumerate(rows)
-            if row.outputs < row.params.min_tokens
+            if held[place]
             for token in row.forbidden
         ]
         if not entries:
@@ -166,7 +186,7 @@ class Planner:
             frequency=self._floats([each.frequency_penalty for each in params])[:, None],
         )
 
-    def _draw(self, rows: Sequence[SequenceState]) -> Draw | None:
+    def _draw(self, rows: Sequence[SequenceState], edited: list[int]) -> Draw | None:
         places = [place for place, row in enumerate(rows) if not row.greedy]
         if not places:
             return None
@@ -179,12 +199,15 @@ class Planner:
             if at not in narrow and (each.top_p < 1 or 0 < each.top_k < self._vocab_size)
         ]
         min_p = self._floats([each.min_p for each in params]).log()[:, None]
+        drawn = {place: at for at, place in enumerate(places)}
+        shared = [(drawn[place], at) for at, place in enumerate(edited) if place in drawn]
         return Draw(
             rows=self._ints(places),
             keys=mix(self._ints([each.seed or 0 for each in params])),
             temperature=self._floats([each.temperature for each in params])[:, None],
             cutoffs=tuple(self._cutoff(params, members) for members in (selected, ordered) if members),
             min_p=min_p if any(each.min_p > 0 for each in params) else None,
+            edited=(self._ints([at for at, _ in shared]), self._ints([at for _, at in shared])) if shared else None,
         )
 
     def _cutoff(self, params: list[SamplingParams], members: list[int]) -> Cutoff:
@@ -206,7 +229,7 @@ class Planner:
         return Report(rows=self._ints(places), host_rows=places, counts=counts)
 
     def _ints(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return send(torch.tensor(values, dtype=torch.int64), self._device)
 
     def _floats(self, values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return send(torch.tensor(values, dtype=torch.float32), self._device)

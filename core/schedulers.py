@@ -82,7 +82,11 @@ class SchedulingPolicy(ABC):
         """Whom to preempt when KV blocks run out: one of `running` (never empty, oldest admission first)."""
 
     def preempts(self, candidate: RequestView, running: Sequence[RequestView]) -> RequestView | None:
-        """A running request to preempt so that waiting `candidate` gets its room; None: let it wait."""
+        """A running request to preempt so that waiting `candidate` gets its room; None: let it wait.
+
+        It is also asked of a single request in the middle of its prompt, when there is room for both: naming that one
+        then lets the candidate's prompt be computed first, and preempts nobody.
+        """
         return None
 
     def split(self, budget: int, waiting: Sequence[RequestView], running: Sequence[RequestView]) -> Split:
@@ -90,6 +94,6 @@ class SchedulingPolicy(ABC):
         return Split(decode=budget, prefill=budget)
 
     def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
-        """How many decode steps to issue at once when every running sequence decodes; stops and arrivals are seen
-        only after the last of them."""
+        """How many decode steps to issue at once when every running sequence decodes; core issues fewer where outputs
+        end or blocks run out. Stops, aborts and arrivals are honoured only after the last of them."""
         return 1

@@ -17,6 +17,8 @@ class Seam:
     name: str
     section: str
     contract_name: str
+    pairs: str = ""
+    """Where two plugins can serve together, named "first,second": what each is for, as the command line writes it."""
 
     @property
     def hook(self) -> str:
@@ -38,6 +40,12 @@ class Seam:
     def api(self) -> str:
         """Version of the contract."""
         return str(self.module.API)
+
+    def pair(self, names: tuple[str, str], parts: tuple[type, type]) -> type:
+        """The class that serves by two."""
+        module = import_module(f"engine.core.{self.name}_pair")
+        made: type = module.pair_of(names, parts)
+        return made
 
     def check(self, found: object, owner: str) -> None:
         """Raise PluginError unless `found` is a concrete class that keeps this seam's contract."""
@@ -63,7 +71,7 @@ class Seam:
 
 
 SEAMS = (
-    Seam("attention", "attention", "AttentionBackend"),
+    Seam("attention", "attention", "AttentionBackend", pairs="PREFILL,DECODE"),
     Seam("quant", "quant", "QuantMethod"),
     Seam("schedulers", "scheduler", "SchedulingPolicy"),
     Seam("executors", "executor", "Executor"),

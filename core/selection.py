@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from engine.core.attention import AttentionSpec
 from engine.core.config import AUTO, EngineConfig
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from engine.core.schedulers import SchedulingPolicy
 
 DTYPES = ("float32", "bfloat16", "float16")
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Tokens that keep matrix products efficient; more make sequences that decode wait longer."""
 
 Question = Callable[[Any], str | None]
 """Asks a class whether it refuses: a sentence, or None."""
@@ -63,6 +65,8 @@ def resolve(
     overrides: Mapping[str, object] = {},
 ) -> Parts:
     """The plugin of each seam: the one passed in, the one named, or for auto the most preferred that does not refuse.
+
+    Attention may name two, "PREFILL,DECODE".
 
     checkpoint: the model's config.json. overrides: section of the configuration (attention, quant, scheduler, executor,
     model) -> a class that need not be registered; for scheduler an instance too.
@@ -130,6 +134,27 @@ def questions_of_model(
 def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, Question]:
     """By section, for the plug points that depend on no model."""
     return {"scheduler": lambda cls: cls.refuses(), "executor": lambda cls: cls.refuses(config, device)}
+
+
+def settle(config: EngineConfig, device: DeviceInfo) -> EngineConfig:
+    """The configuration with what depends on the device filled in; done once, before anything else reads it."""
+    if config.scheduler.max_batch_tokens:
+        return config
+    return evolve(config, scheduler=evolve(config.scheduler, max_batch_tokens=BATCH_TOKENS[device.type]))
+
+
+def use_graphs(config: EngineConfig, attention: AttentionBackend, device: DeviceInfo) -> bool:
+    """Whether decode steps are replayed as CUDA graphs. Raises ConfigError where they are asked for and cannot be."""
+    if config.executor.graphs == "off":
+        return False
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = f"{device.torch_name} has no CUDA graphs"
+    elif attention.graphs == "none":
+        obstacle = f"{type(attention).__name__} computes on the host what changes from step to step"
+    if obstacle is not None and config.executor.graphs != AUTO:
+        raise ConfigError(f"graphs were asked for, but {obstacle}; use --graphs auto, or another backend or device")
+    return obstacle is None
 
 
 def resolve_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], device: DeviceInfo) -> str:
@@ -204,6 +229,12 @@ def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, re
     """The class (or instance) that serves a seam. Raises PluginError."""
     if override is not None:
         return _passed_in(seam, override, refuses)
+    if seam.pairs and "," in name:
+        cls, provenance = load_pair(seam, registry, name)
+        refusal = _ask(cls, f"{seam.section} {name!r}", refuses)
+        if refusal:
+            raise PluginError(f"{seam.section} {name!r} refuses: {refusal}")
+        return cls, Choice(seam=seam.name, name=name, provenance=provenance, reason="asked for by name")
     if name != AUTO:
         registration = registry.get(name)
         cls = registration.load()
@@ -231,6 +262,16 @@ def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, re
         f"no {seam.section} plugin serves this: {'; '.join(told)}; name one yourself as {seam.section}.name "
         f"(installed: {', '.join(registry.names()) or 'nothing'}) or install one that does"
     )
+
+
+def load_pair(seam: Seam, registry: Registry[Any], name: str) -> tuple[type, str]:
+    """The class that serves by the two plugins of "first,second", and where they come from. Raises PluginError."""
+    names = [part.strip() for part in name.split(",")]
+    if len(names) != 2 or not all(names) or AUTO in names:
+        raise PluginError(f"{seam.section} {name!r} does not name two plugins; write it as {seam.pairs}, both by name")
+    first, second = map(registry.get, names)
+    cls = seam.pair((first.name, second.name), (first.load(), second.load()))
+    return cls, " and ".join(dict.fromkeys((first.plugin.provenance, second.plugin.provenance)))
 
 
 def _passed_in(seam: Seam, override: object, refuses: Question) -> tuple[Any, Choice]:

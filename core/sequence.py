@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from attrs import frozen
+
+from engine.core.clock import Clock
 from engine.core.errors import InvalidRequestError
 from engine.core.kv_cache import HashChain
 from engine.core.types import (
@@ -20,25 +23,35 @@ class RequestState:
 
     params: with the seed set. max_output: most tokens to generate. stop_tokens: those that end it. number: of requests
     added before it, which orders those that arrived at once.
+
+    While it decodes it takes part in every step, so what it has computed and sampled follows from the clock; otherwise
+    both are booked with each chunk.
     """
 
     __slots__ = (
+        "_clock",
+        "_computed",
+        "_last_step",
+        "_page_size",
+        "_sampled",
+        "_since",
         "cached_tokens",
         "capacity",
         "chain",
-        "computed",
         "displaced",
+        "due",
+        "ended",
         "first_token_at",
-        "in_flight",
+        "id",
         "known",
         "max_output",
+        "milestone",
         "order",
         "params",
         "preemptions",
         "prompt_len",
         "prompt_logprobs",
         "request",
-        "sampled",
         "scheduled_at",
         "sequence",
         "stop_tokens",
@@ -55,8 +68,10 @@ class RequestState:
         stop_tokens: frozenset[int],
         page_size: int,
         number: int,
+        clock: Clock,
     ) -> None:
         self.request = request
+        self.id = request.id
         self.params = params
         self.max_output = max_output
         self.stop_tokens = stop_tokens
@@ -64,20 +79,58 @@ class RequestState:
         self.prompt_len = len(request.prompt)
         self.tokens = list(request.prompt)  # the prompt and all output that has come back
         self.chain = HashChain(page_size, request.salt)
-        self.view = StateView(self)
+        self.view = StateView(request.id, request.priority, request.arrival, self.prompt_len, self)
         self.cached_tokens = 0  # at the first admission
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.preemptions = 0
         self.displaced = 0  # how often in a row for more urgent requests, without a token in between
-        self.in_flight = 0  # steps under way with a slice of it
-        self.sampled = 0  # tokens of output, those that planned steps will sample included
+        self.ended = False
+        self._page_size = page_size
+        self._clock = clock
+        self._last_step = 0  # id of the last step with a part of it, those left out that the clock tells of
+        self._sampled = 0  # as `sampled`, less what the clock tells
         # Of the present admission:
         self.sequence = 0  # its number; 0: it waits
         self.known = 0  # tokens known at admission, all to be computed before the first is sampled
-        self.computed = 0  # tokens in the cache, or on their way there in a planned step
         self.capacity = 0  # tokens that its blocks hold
+        self._computed = 0  # as `computed`, less what the clock tells
+        self._since = -1  # the tick at which its clock was started; -1: it stands
+        self.due = -1  # the tick at which it needs attention, while its clock runs
+        # `tokens` can grow by sampled ones to anything less than this length without that a block is full or the
+        # request at its end; 0: it does not run.
+        self.milestone = 0
+
+    @property
+    def _ticks(self) -> int:
+        """Tokens that the clock tells of."""
+        return self._clock.ticks - self._since if self._since >= 0 else 0
+
+    @property
+    def computed(self) -> int:
+        """Tokens in the cache, or on their way there in a planned step."""
+        return self._computed + self._ticks
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of output, those that planned steps will sample included."""
+        return self._sampled + self._ticks
+
+    @property
+    def ends_at(self) -> int:
+        """The tick at which all its tokens are planned; while its clock runs."""
+        return self._since + self.max_output - self._sampled
+
+    @property
+    def full_at(self) -> int:
+        """The tick at which its blocks are full; while its clock runs."""
+        return self._since + self.capacity - self._computed
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step under way has a part of it."""
+        return (self._clock.planned if self._ticks else self._last_step) > self._clock.committed
 
     @property
     def output_len(self) -> int:
@@ -93,27 +146,57 @@ class RequestState:
         """Run as a new sequence, of which `cached` tokens are in the KV cache and whose blocks hold `capacity`."""
         self.sequence = sequence
         self.known = len(self.tokens)
-        self.computed = cached
         self.capacity = capacity
+        self._computed = cached
         self.prompt_logprobs.clear()
 
+    def book_chunk(self, count: int) -> bool:
+        """The step just planned computes `count` more of its known tokens; whether it samples the next."""
+        self._computed += count
+        self._last_step = self._clock.planned
+        last = self._computed == self.known
+        self._sampled += last
+        return last
+
+    def start_clock(self) -> None:
+        """Take part in every step from now on."""
+        self._since = self._clock.ticks
+
+    def stop_clock(self) -> None:
+        """Take part in no further step."""
+        ticks = self._ticks
+        if ticks:
+            self._last_step = self._clock.planned
+        self._computed += ticks
+        self._sampled += ticks
+        self._since = self.due = -1
+
     def leave(self) -> None:
-        """Wait again, without blocks."""
+        """Wait again, without blocks; its clock stands."""
         self.preemptions += 1
         self.sequence = 0
-        self.computed = 0
         self.capacity = 0
+        self.milestone = 0
+        self._computed = 0
+
+    def end(self) -> None:
+        """Results under way are of no interest any more."""
+        self.ended = True
+        self.milestone = 0
 
     def take(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float) -> Output:
         """Append sampled tokens up to the one that ends the request, and say what is new."""
         kept, reason = self._until_stop(tokens)
         prompt_logprobs = tuple(self.prompt_logprobs) if self.wants_prompt_logprobs else None
         self.tokens += kept
+        if self.sequence:
+            pages = (len(self.tokens) - 1) // self._page_size
+            self.milestone = min(self.prompt_len + self.max_output, (pages + 1) * self._page_size + 1)
         self.displaced = 0
         if self.first_token_at is None:
             self.first_token_at = now
         return Output(
-            request=self.request.id,
+            request=self.id,
             tokens=kept,
             logprobs=logprobs[: len(kept)],
             prompt_logprobs=prompt_logprobs,
@@ -144,33 +227,19 @@ class RequestState:
         )
 
 
+@frozen(eq=False, repr=False)
 class StateView:
     """The read-only RequestView of one request, made once."""
 
-    __slots__ = ("_state",)
-
-    def __init__(self, state: RequestState) -> None:
-        self._state = state
-
-    @property
-    def id(self) -> str:
-        """The request's own name."""
-        return self._state.request.id
-
-    @property
-    def priority(self) -> int:
-        """Lower is more urgent."""
-        return self._state.request.priority
-
-    @property
-    def arrival(self) -> float:
-        """time.monotonic() seconds."""
-        return self._state.request.arrival
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return self._state.prompt_len
+    id: str
+    """The request's own name."""
+    priority: int
+    """Lower is more urgent."""
+    arrival: float
+    """time.monotonic() seconds."""
+    prompt_tokens: int
+    """Length of the prompt."""
+    _state: RequestState
 
     @property
     def computed_tokens(self) -> int:

@@ -58,6 +58,8 @@ class Setting:
     help: str
     flag: str | None
     choices: tuple[str, ...]
+    secret: bool
+    """Whether its value is never shown."""
 
     @property
     def path(self) -> tuple[str, str]:
@@ -109,6 +111,7 @@ def describe() -> list[Setting]:
                     help=one.metadata["help"],
                     flag=one.metadata["flag"],
                     choices=one.metadata["choices"],
+                    secret=one.metadata["secret"],
                 )
             )
     return found

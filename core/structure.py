@@ -97,6 +97,15 @@ class _WrongTypeError(Exception):
     """A value is of another type than its setting."""
 
 
+class _NoMemberError(Exception):
+    """No type of a union takes a value."""
+
+    def __init__(self, message: str, tried: Sequence[tuple[str, Exception]]) -> None:
+        super().__init__(message)
+        self.tried = tried
+        """(the type in words, why not)."""
+
+
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter()
     for kind in (bool, int, str):
@@ -173,15 +182,22 @@ def _union_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
         members = [one for one in get_args(kind) if one is not type(None)]
         if len(members) == 1:
             return converter.structure(value, members[0])
+        tried: list[tuple[str, Exception]] = []
         for member in members:
             try:
                 return converter.structure(value, member)
-            except Exception:
-                continue
-        names = " or ".join(_NAMES.get(one, str(one)) for one in members)
-        raise _WrongTypeError(f"expected {names}, found {_found(value)}")
+            except Exception as error:
+                tried.append((_name(member), error))
+        raise _NoMemberError(f"expected {' or '.join(name for name, _ in tried)}, found {_found(value)}", tried)
 
     return hook
+
+
+def _name(kind: Any) -> str:
+    """A type in words."""
+    if _is_list(kind):
+        return _NAMES[list]
+    return _NAMES.get(kind, kind.__name__ if isinstance(kind, type) else str(kind))
 
 
 def _found(value: Any) -> str:
@@ -207,6 +223,13 @@ def _sentences(error: BaseException, where: str) -> list[str]:
         return [
             f"{where}: there is no option {name!r}; {near_misses(name, known)}" for name in sorted(error.extra_fields)
         ]
+    if isinstance(error, _NoMemberError):
+        reasons = [
+            f"not {name}, since {', and '.join(_sentences(one, where))}"
+            for name, one in error.tried
+            if not isinstance(one, _WrongTypeError)  # which says no more than the sentence itself
+        ]
+        return ["; ".join([f"{where}: {error}", *reasons])]
     if isinstance(error, KeyError):
         return [f"{where}: this option has no default; give it"]
     return [f"{where}: {error}" if str(error) else f"{where}: {type(error).__name__}"]

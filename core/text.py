@@ -49,6 +49,7 @@ class Tokenizer:
         self._byte_level = [part.get("type") for part in parts] == ["ByteLevel"]
         self._byte_fallback = any(part.get("type") == "ByteFallback" for part in parts)
         self._own_bytes: dict[int, bytes | None] = {}
+        self._tables: dict[bool, Mapping[int, bytes]] = {}
         added = self._backend.get_added_tokens_decoder()
         self.special_tokens = frozenset(token for token, about in added.items() if about.special)
         """Left out of the text on request."""
@@ -194,6 +195,15 @@ class Tokenizer:
             self._own_bytes[token] = self._find_own_bytes(content)
         return self._own_bytes[token]
 
+    def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes] | None:
+        """The bytes of each token, none of those left out; None where some have none of their own (`own_bytes`)."""
+        if not self._byte_level:
+            return None
+        if skip_special_tokens not in self._tables:
+            silent = self.special_tokens if skip_special_tokens else frozenset[int]()
+            self._tables[skip_special_tokens] = _ByteTable(self, silent)
+        return self._tables[skip_special_tokens]
+
     def decode_plainly(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """As the `tokenizers` library decodes, whatever it does to bytes that are not UTF-8."""
         try:
@@ -225,11 +235,29 @@ class Tokenizer:
         return None
 
 
+class _ByteTable(dict[int, bytes]):
+    """The bytes of tokens, filled as they are asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[int]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._silent = silent
+
+    def __missing__(self, token: int) -> bytes:
+        own = b"" if token in self._silent else self._tokenizer.own_bytes(token) or b""
+        if own or token in self._silent:  # not for ids outside the vocabulary, of which there is no end
+            self[token] = own
+        return own
+
+
 class TokenStream:
     """Decodes tokens one by one into text that never changes afterwards, at a constant cost each.
 
     Tokens that stand for bytes go through an incremental UTF-8 decoder. What another adds shows when it is decoded
     behind a few tokens before it: alone, it would lack its space, or have one too many.
+
+    The `tokenizers` library has a DecodeStream, which is not used: it keeps bytes that are no character back for as
+    long as more of them come, and for good when the text ends, and it is slower than a table of bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
@@ -237,18 +265,25 @@ class TokenStream:
         self._tokenizer = tokenizer
         self._skipped: frozenset[int] = tokenizer.special_tokens if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._incomplete = False
+        """Whether the decoder holds the beginning of a character; unused without the table."""
+        self._table = tokenizer.byte_table(skip_special_tokens)
         self._window: list[int] = []
-        """The last tokens that have text."""
+        """The last tokens that have text; unused where a table has the bytes of all."""
         with_text = (token for token in reversed(context) if not self._is_silent(token))
         for token in reversed(list(itertools.islice(with_text, _CONTEXT))):
             self.push(token)
 
     def push(self, token: int) -> str:
         """The text that is certain after one more token, beyond that put out already."""
+        if self._table is not None:
+            return self._whole(self._table[token])
         if self._is_silent(token):
             return ""
         own = self._tokenizer.own_bytes(token)
-        if own is not None:
+        if own == b" " and not self._window:
+            new = self._decode([token])  # which drops a space at the very beginning, if this decoder does
+        elif own is not None:
             new = self._utf8.decode(own)
         else:
             told = self._certain(self._decode(self._window))
@@ -257,10 +292,29 @@ class TokenStream:
         self._window = [*self._window[1 - _CONTEXT :], token]
         return new
 
+    def extend(self, tokens: Sequence[int]) -> str:
+        """As `push` of each in turn."""
+        if self._table is None:
+            return "".join(map(self.push, tokens))
+        if len(tokens) == 1:
+            return self._whole(self._table[tokens[0]])
+        return self._whole(b"".join([self._table[token] for token in tokens]))
+
     def flush(self) -> str:
         """The rest, at the end: U+FFFD for an incomplete character."""
         text = self._decode(self._window)
         return self._utf8.decode(b"", final=True) + text[self._certain(text) :]
+
+    def _whole(self, new: bytes) -> str:
+        """The characters that more bytes complete."""
+        if not self._incomplete:
+            try:
+                return new.decode()
+            except UnicodeDecodeError:
+                pass  # they end within a character, or are none
+        text = self._utf8.decode(new)
+        self._incomplete = bool(self._utf8.getstate()[0])
+        return text
 
     def _is_silent(self, token: int) -> bool:
         return token in self._skipped or self._tokenizer.own_bytes(token) == b""
@@ -304,10 +358,32 @@ class Detokenizer:
         self._stream = TokenStream(tokenizer, params.skip_special_tokens, prompt)
         self._stops = params.stop
         self._min_tokens = params.min_tokens
-        self._tokens = 0
         self._told = 0
         self._held = ""
         self._finished = False
+        self.num_tokens = 0
+        """Tokens so far that count as output."""
+        self.stop_string: str | None = None
+        """The stop string that has ended the text, if one has."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """As the text of `feed` for an output that has these tokens and nothing else, at a fraction of the cost.
+
+        Where `stop_string` is set afterwards, the text has ended.
+        """
+        if self._finished:
+            return ""
+        if not self._stops:
+            self.num_tokens += len(tokens)
+            text = self._stream.extend(tokens)
+            self._told += len(text)
+            return text
+        texts: list[str] = []
+        for token in tokens:
+            texts.append(self._next(token))
+            if self._finished:
+                break
+        return "".join(texts)
 
     def feed(self, output: Output) -> TextDelta:
         """The text after one more output. A TextDelta with a stop string ends the request, which the caller then
@@ -317,39 +393,46 @@ class Detokenizer:
             return TextDelta()
         texts: list[str] = []
         offsets: list[int] = []
-        stop = None
         spoken = output.tokens if output.stop_token is None else output.tokens[:-1]
         for token in spoken:
             offsets.append(self._told + len(self._held))
-            self._tokens += 1
-            text, stop = self._pass(self._stream.push(token))
-            texts.append(text)
-            if stop is not None:
+            texts.append(self._next(token))
+            if self._finished:
                 break
-        if stop is None and output.finish_reason is not None:
-            text, stop = self._pass(self._stream.flush())
-            texts += [text, self._held]
+        if not self._finished and output.finish_reason is not None:
+            texts += [self._pass(self._stream.flush()), self._held]
             self._told += len(self._held)
-        if stop is None and output.stop_token is not None:
+        if self.stop_string is None and output.stop_token is not None:
             offsets.append(self._told)
-        self._finished = stop is not None or output.finish_reason is not None
+            self.num_tokens += 1
+        self._finished = self._finished or output.finish_reason is not None
         return TextDelta(
             text="".join(texts),
             tokens=output.tokens[: len(offsets)],
             offsets=tuple(offsets),
             logprobs=output.logprobs[: len(offsets)],
-            finish_reason=output.finish_reason if stop is None else FINISH_STOP,
-            stop_string=stop,
+            finish_reason=output.finish_reason if self.stop_string is None else FINISH_STOP,
+            stop_string=self.stop_string,
         )
 
-    def _pass(self, new: str) -> tuple[str, str | None]:
-        """What of the held text and the new can be put out, and the stop string found in it."""
+    def _next(self, token: int) -> str:
+        """What can be put out after one more token."""
+        self.num_tokens += 1
+        return self._pass(self._stream.push(token))
+
+    def _pass(self, new: str) -> str:
+        """What of the held text and the new can be put out; the text is finished when a stop string is in it."""
         held, old = self._held + new, len(self._held)
-        stop = _first_stop(held, old, self._stops) if self._tokens > self._min_tokens else None
-        end = _open_end(held, self._stops) if stop is None else stop[0]
-        self._held = held[end:] if stop is None else ""
+        stop = _first_stop(held, old, self._stops) if self.num_tokens > self._min_tokens else None
+        if stop is None:
+            end = _open_end(held, self._stops)
+            self._held = held[end:]
+        else:
+            end, self.stop_string = stop
+            self._held = ""
+            self._finished = True
         self._told += end
-        return held[:end], None if stop is None else stop[1]
+        return held[:end]
 
 
 def _first_stop(text: str, old: int, stops: Iterable[str]) -> tuple[int, str] | None:

@@ -21,6 +21,7 @@ from engine.core.structure import show
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+REFERENCES = ROOT / "benchmarks" / "references.json"
 
 
 def settings_tables() -> str:
@@ -105,6 +106,121 @@ def results_table() -> str:
     return table(("benchmark", "metric", "engine", "baseline", "ratio", "measured"), rows)
 
 
+def load_result(name: str) -> dict[str, Any] | None:
+    """A report in benchmarks/results; None if there is none of this name."""
+    file = RESULTS / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def compared_tables() -> str:
+    """Each model's figures on the H200 beside those of vLLM and SGLang; only models with a result."""
+    references = json.loads(REFERENCES.read_text(encoding="utf-8"))
+    parts = []
+    for key, model in references["models"].items():
+        report = load_result(f"h200-{key.replace(':', '-')}")
+        if report is not None:
+            lead = (
+                f"Reading the weights once takes {number(model['floor_ms'])} ms. {where(report)}"
+                f" Roofline: {report['settings']['ceilings']}."
+            )
+            parts.append(f"### {model['title']}\n\n{lead}\n\n{compared(report, model['rows'], references['versions'])}")
+    return section("Beside vLLM and SGLang", references["source"], parts)
+
+
+def served_tables() -> str:
+    """Figures of the HTTP server on the H200 beside those of vLLM's; only models with a result."""
+    references = json.loads(REFERENCES.read_text(encoding="utf-8"))
+    versions = {"vllm": references["versions"]["vllm"]}
+    parts = []
+    for key, model in references["server"].items():
+        report = load_result(f"h200-serve-{key}")
+        if report is not None:
+            parts.append(
+                f"### {model['title']}, served\n\n{where(report)}\n\n{compared(report, model['rows'], versions)}"
+            )
+    text = "Streaming completions over HTTP, 512 tokens in, 128 out, server and load on one machine."
+    return section("The HTTP server", text, parts)
+
+
+def compared(report: dict[str, Any], references: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """A table of one report's rows that the references have too."""
+    measured = {(row["metric"], row["case"]): row for row in report["rows"]}
+    rows = []
+    for reference in references:
+        row = measured.get((reference["metric"], reference["case"]))
+        if row is None:
+            continue
+        smaller = reference["unit"] in ("ms", "s", "cores")
+        others = [reference[name] for name in versions if reference[name] is not None]
+        best = (min if smaller else max)(others)
+        name = reference["metric"]
+        if reference["case"]:
+            name = reference["case"] if reference["metric"] in reference["case"] else f"{name}, {reference['case']}"
+        rows.append(
+            (
+                f"{name}, {reference['unit']}",
+                number(row["value"]),
+                *(number(reference[other]) if reference[other] is not None else "" for other in versions),
+                f"{best / row['value'] if smaller else row['value'] / best:.2f} x",
+                number(reference["goal"]) if reference["goal"] is not None else "",
+                f"{row['share']:.0%}" if row["share"] is not None else "",
+            )
+        )
+    return table(("", "engine", *versions.values(), "against the better", "goal", "of roofline"), rows)
+
+
+def ablation_table() -> str:
+    """What each optimisation is worth."""
+    report = load_result("h200-ablation")
+    if report is None:
+        return ""
+    metrics = list(dict.fromkeys((row["metric"], row["unit"]) for row in report["rows"]))
+    values = {(row["case"], row["metric"]): row["value"] for row in report["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in report["rows"]))
+    rows = [
+        (case, *(number(values[case, metric]) if (case, metric) in values else "" for metric, _ in metrics))
+        for case in cases
+    ]
+    text = f"{report['settings']['model']}, one setting changed at a time. {where(report)}"
+    columns = ("", *(f"{metric}, {unit}" for metric, unit in metrics))
+    return section("What each optimisation is worth", text, [table(columns, rows)])
+
+
+def startup_table() -> str:
+    """Seconds to the first token by phase, one column a result."""
+    reports = [
+        (file.stem.removeprefix("h200-startup-"), json.loads(file.read_text(encoding="utf-8")))
+        for file in sorted(RESULTS.glob("h200-startup-*.json"))
+    ]
+    phases = list(dict.fromkeys(row["metric"] for _, report in reports for row in report["rows"]))
+    spent = {(name, row["metric"]): row["value"] for name, report in reports for row in report["rows"]}
+    rows = [
+        (phase, *(number(spent[name, phase]) if (name, phase) in spent else "" for name, _ in reports))
+        for phase in phases
+    ]
+    if not reports:
+        return ""
+    text = f"Seconds from the start of the process, in a median start. {where(reports[0][1])}"
+    return section("Start-up", text, [table(("", *(name for name, _ in reports)), rows)])
+
+
+def timeline_figure() -> str:
+    """The picture of a step, once it is drawn."""
+    if not (ROOT / "docs" / "img" / "timeline.svg").is_file():
+        return ""
+    return "![Three decode steps as host and device see them](img/timeline.svg)"
+
+
+def section(title: str, text: str, parts: list[str]) -> str:
+    """A section of a page; nothing without parts."""
+    return "\n\n".join([f"## {title}", text, *parts]) if parts else ""
+
+
+def where(report: dict[str, Any]) -> str:
+    """What a report's figures hold for, in a sentence."""
+    return f"{report['machine']}, torch {report['versions']['torch']}, {report['date']}, commit {report['commit']}."
+
+
 def number(value: float) -> str:
     """Three digits that count."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -127,6 +243,11 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/configuration.md", settings_tables),
     "commands": ("docs/cli.md", command_reference),
     "results": ("README.md", results_table),
+    "compared": ("docs/performance.md", compared_tables),
+    "served": ("docs/performance.md", served_tables),
+    "startup": ("docs/performance.md", startup_table),
+    "ablation": ("docs/performance.md", ablation_table),
+    "timeline": ("docs/performance.md", timeline_figure),
 }
 
 
@@ -135,7 +256,8 @@ def fill(text: str, name: str, content: str) -> str:
     pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
     if not pattern.search(text):
         raise SystemExit(f"error: the lines that mark the generated part {name!r} are missing")
-    return pattern.sub(lambda found: f"{found[1]}{content}\n{found[2]}", text)
+    lines = f"{content}\n" if content else ""
+    return pattern.sub(lambda found: f"{found[1]}{lines}{found[2]}", text)
 
 
 def outdated(root: Path = ROOT) -> dict[Path, str]:
@@ -143,7 +265,7 @@ def outdated(root: Path = ROOT) -> dict[Path, str]:
     found = {}
     for name, (file, make) in PARTS.items():
         path = root / file
-        text = path.read_text(encoding="utf-8")
+        text = found.get(path) or path.read_text(encoding="utf-8")
         wanted = fill(text, name, make())
         if wanted != text:
             found[path] = wanted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -13,17 +13,18 @@ if __name__ != "engine.server":
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
+    from engine.server.main import Commands
 
 NEEDS = ("fastapi", "httptools", "prometheus_client", "uvicorn", "zmq")
 
 
 def run(
-    config: EngineConfig, *, announce: Callable[[str], None] | None = None, command: Sequence[str] | None = None
+    config: EngineConfig, *, announce: Callable[[str], None] | None = None, commands: Commands | None = None
 ) -> int:
     """Serve `config` over HTTP until SIGTERM or SIGINT; returns the process's exit code. Call it in the main thread.
 
-    announce: given the summary when the server is ready; None: print it. command: starts another engine process than
-    the usual one. Raises ConfigError when the packages for serving are not installed, and EngineError when the server
+    announce: given the summary when the server is ready; None: print it. commands: start other processes than the
+    usual ones. Raises ConfigError when the packages for serving are not installed, and EngineError when the server
     cannot start.
     """
     from engine.core.errors import ConfigError
@@ -33,9 +34,9 @@ def run(
         raise ConfigError(
             f"serving needs {', '.join(missing)}; install them with `pip install 'pluggable-llm-engine[server]'`"
         )
-    from engine.server import engine_client, main
+    from engine.server import main
 
-    return main.serve(config, announce=announce or _print, command=command or engine_client.COMMAND)
+    return main.serve(config, announce=announce or _print, commands=commands or main.Commands())
 
 
 def _print(text: str) -> None:

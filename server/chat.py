@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -17,7 +17,7 @@ from engine.core.types import SamplingParams, TokenLogprobs
 from engine.server import params as parameters
 from engine.server.answers import answer, event, stream
 from engine.server.errors import invalid
-from engine.server.generation import Delta, Generation
+from engine.server.generation import Delta, EventStream, Generation, Template, Usage
 from engine.server.logprobs import chat_logprobs
 from engine.server.protocol import ChatBody, read
 from engine.server.service import Service
@@ -83,7 +83,7 @@ class _Job:
         logprobs: list[list[TokenLogprobs]] = [[] for _ in self._requests]
         reasons: list[str | None] = [None] * len(self._requests)
         with self._generation() as generation:
-            while not generation.done:
+            while generation.running:
                 for delta in await generation.next():
                     texts[delta.choice].append(delta.text)
                     logprobs[delta.choice] += delta.logprobs
@@ -99,17 +99,18 @@ class _Job:
         ]
         return self._head | {"object": "chat.completion", "choices": choices, "usage": generation.usage.body()}
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    def events(self) -> EventStream:
         """The answer in pieces: the role, then text as it comes, the finish reason, and the usage if asked for."""
         options = self._body.stream_options
         usage = {"usage": None} if options is not None and options.include_usage else {}
         head = self._head | {"object": "chat.completion.chunk"}
+        fresh = set(range(len(self._requests)))
 
         def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
             entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             return event(head | {"choices": [entry]} | usage)
 
-        def chunks(delta: Delta) -> bytes:
+        def any_event(delta: Delta) -> bytes:
             data = b""
             if delta.choice in fresh:
                 fresh.discard(delta.choice)
@@ -120,14 +121,15 @@ class _Job:
                 data += chunk(delta.choice, {}, None, delta.finish_reason)
             return data
 
-        fresh = set(range(len(self._requests)))
-        with self._generation() as generation:
-            while not generation.done:
-                data = b"".join([chunks(delta) for delta in await generation.next()])
-                if data:
-                    yield data
-        if usage:
-            yield event(head | {"choices": [], "usage": generation.usage.body()})
+        templates = [
+            Template.of(lambda text, index=index: chunk(index, {"content": text}))  # type: ignore[misc]
+            for index in range(len(self._requests))
+        ]
+
+        def last(count: Usage) -> bytes:
+            return event(head | {"choices": [], "usage": count.body()}) if usage else b""
+
+        return EventStream(self._generation(), templates, any_event, last)
 
     def _generation(self) -> Generation:
         return Generation(self._service.client, self._service.tokenizer, self._requests, prompts=1)

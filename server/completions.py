@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -18,7 +18,7 @@ from engine.core.types import SamplingParams, TokenLogprobs
 from engine.server import params as parameters
 from engine.server.answers import answer, event, stream
 from engine.server.errors import invalid
-from engine.server.generation import Delta, Generation
+from engine.server.generation import Delta, EventStream, Generation, Template, Usage
 from engine.server.logprobs import completion_logprobs, prompt_offsets
 from engine.server.protocol import CompletionBody, read
 from engine.server.service import Service
@@ -121,32 +121,34 @@ class _Job:
 
     async def body(self) -> dict[str, Any]:
         """The whole answer."""
-        choices = [
-            {"index": index, "text": "", "logprobs": None, "finish_reason": None}
-            for index in range(len(self._requests))
-        ]
+        choices = [_plain(index, "") for index in range(len(self._requests))]
         with self._generation() as generation:
-            while not generation.done:
+            while generation.running:
                 for delta in await generation.next():
                     _extend(choices[delta.choice], self._choice(delta))
         return self._head | {"choices": choices, "usage": generation.usage.body()}
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    def events(self) -> EventStream:
         """The answer in pieces."""
         options = self._body.stream_options
         usage = {"usage": None} if options is not None and options.include_usage else {}
-        with self._generation() as generation:
-            while not generation.done:
-                choices = [self._choice(delta) for delta in await generation.next()]
-                chunk = b"".join(
-                    event(self._head | {"choices": [choice]} | usage)
-                    for choice in choices
-                    if choice["text"] or choice["finish_reason"] or choice["logprobs"]
-                )
-                if chunk:
-                    yield chunk
-        if usage:
-            yield event(self._head | {"choices": [], "usage": generation.usage.body()})
+
+        def chunk(choice: dict[str, Any]) -> bytes:
+            return event(self._head | {"choices": [choice]} | usage)
+
+        def any_event(delta: Delta) -> bytes:
+            choice = self._choice(delta)
+            return chunk(choice) if choice["text"] or choice["finish_reason"] or choice["logprobs"] else b""
+
+        templates = [
+            Template.of(lambda text, index=index: chunk(_plain(index, text)))  # type: ignore[misc]
+            for index in range(len(self._requests))
+        ]
+
+        def last(count: Usage) -> bytes:
+            return event(self._head | {"choices": [], "usage": count.body()}) if usage else b""
+
+        return EventStream(self._generation(), templates, any_event, last)
 
     def _generation(self) -> Generation:
         return Generation(self._service.client, self._service.tokenizer, self._requests, len(self._prompts))
@@ -170,7 +172,12 @@ class _Job:
                 )
         if echo:
             text = prompt.text + text
-        return {"index": delta.choice, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return _plain(delta.choice, text) | {"logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+
+def _plain(choice: int, text: str) -> dict[str, Any]:
+    """An element of choices that has nothing but text."""
+    return {"index": choice, "text": text, "logprobs": None, "finish_reason": None}
 
 
 def _extend(whole: dict[str, Any], piece: dict[str, Any]) -> None:

@@ -1,52 +1,103 @@
-"""The front end's side of the engine process: starts it, sends requests, hands out outputs, notices its death."""
+"""A front end's side of the engine process: sends requests, hands out outputs, ends all when the engine is gone."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import cast
 
 import zmq
-import zmq.asyncio
-from attrs import define, frozen
+from attrs import define
 
-from engine.core.config import EngineConfig
-from engine.core.errors import EngineError
+from engine.core.config import ServerConfig
 from engine.core.types import EngineStats, Output, Request
 from engine.core.wire import Decoder, encode
 from engine.server.errors import ApiError
-from engine.server.messages import Abort, Add, Failed, FromEngine, Launch, Outputs, Shutdown, Started, ToEngine
-from engine.server.metrics import Metrics
+from engine.server.messages import SOCKET, Abort, Add, EngineGone, FromClient, Hello, Outputs
+from engine.server.metrics import Board
 
-COMMAND = (sys.executable, "-P", "-m", "engine.server.engine_process")
-DEATH_GRACE = 0.05
-"""Seconds for the last words of a dead process to be read from the socket."""
+RECONNECT_MS = 20
+"""How often to look for the engine's socket while the engine starts."""
 
 log = logging.getLogger(__name__)
 
+News = tuple[int, Sequence[int], Output | None]
+"""(index of the request in its group, its new tokens, the whole output where it holds more than tokens)."""
 
-@frozen
-class Failure:
-    """Why there is no engine any more."""
 
-    reason: str
-    since: float
-    """time.time(), seconds."""
+class Group:
+    """Requests that were submitted together. Leaving its `with` block aborts those that have not finished."""
 
-    def error(self) -> ApiError:
-        """What a request gets."""
-        return ApiError(503, f"the engine is gone: {self.reason}; the server needs a restart", code="engine_failed")
+    def __init__(self, client: EngineClient, numbers: Iterable[int]) -> None:
+        self._client = client
+        self._open = dict(enumerate(numbers))
+        self._news: list[News] = []
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._listener = None
+        for index in list(self._open):
+            self.abort(index)
+
+    async def next(self) -> list[News]:
+        """All that came since the last call, oldest first; waits for something. For one caller at a time.
+
+        Raises ApiError when the engine died or the server gave up waiting for it.
+        """
+        if not self._news and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self.take()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, which must not raise, whenever there is something to take; cheaper than a waiting task."""
+        self._listener = listener
+
+    def take(self) -> list[News]:
+        """As `next`, without waiting."""
+        if not self._news and self._error is not None:
+            raise self._error
+        news, self._news = self._news, []
+        return news
+
+    def abort(self, index: int, reason: str = "abort") -> None:
+        """Stop a request; its finish is counted under `reason`. No more comes of it."""
+        number = self._open.pop(index, None)
+        if number is not None:
+            self._news = [piece for piece in self._news if piece[0] != index]
+            self._client.abort(number, reason)
+
+    def put(self, index: int, tokens: Sequence[int], output: Output | None) -> bool:
+        """Called by the client: something has come. Whether it is the first thing since the last `take`."""
+        first = not self._news
+        self._news.append((index, tokens, output))
+        if output is not None and output.finish_reason is not None:
+            self._open.pop(index, None)
+        return first
+
+    def wake(self) -> None:
+        """Called by the client when all is put that has come by now."""
+        if self._listener is not None:
+            self._listener()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: ApiError) -> None:
+        """Called by the client: no more will come."""
+        self._open.clear()
+        self._error = error
+        self.wake()
 
 
 @define(eq=False)
@@ -54,240 +105,180 @@ class _Open:
     """A request that the engine works on."""
 
     group: Group
+    index: int
+    """In the group."""
     arrival: float
-    latest: float | None = None
+    latest: float = 0.0
     """When its latest tokens came."""
-
-
-class Group:
-    """Requests that were submitted together. Leaving its `with` block aborts those that have not finished."""
-
-    def __init__(self, client: EngineClient, ids: Iterable[str]) -> None:
-        self._client = client
-        self._open = set(ids)
-        self._outputs: list[Output] = []
-        self._error: ApiError | None = None
-        self._wake = asyncio.Event()
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        for request in list(self._open):
-            self.abort(request)
-
-    async def next(self) -> list[Output]:
-        """All outputs that came since the last call, oldest first; waits for one.
-
-        Raises ApiError when the engine died or the server gave up waiting for it.
-        """
-        await self._wake.wait()
-        self._wake.clear()
-        if not self._outputs and self._error is not None:
-            raise self._error
-        outputs, self._outputs = self._outputs, []
-        if self._error is not None:
-            self._wake.set()
-        return outputs
-
-    def abort(self, request: str, reason: str = "abort") -> None:
-        """Stop a request; its finish is counted under `reason`. No more outputs come for it."""
-        if request in self._open:
-            self._open.discard(request)
-            self._outputs = [output for output in self._outputs if output.request != request]
-            self._client.abort(request, reason)
-
-    def put(self, output: Output) -> None:
-        """Called by the client: an output has come."""
-        self._outputs.append(output)
-        if output.finish_reason is not None:
-            self._open.discard(output.request)
-        self._wake.set()
-
-    def fail(self, error: ApiError) -> None:
-        """Called by the client: no more outputs will come."""
-        self._open.clear()
-        self._error = error
-        self._wake.set()
+    begun: bool = False
 
 
 class EngineClient:
-    """One engine process. Use from the event loop's thread only."""
+    """The connection of one front end to the engine process. Use from the event loop's thread only."""
 
-    def __init__(self, config: EngineConfig, metrics: Metrics, command: Sequence[str] = COMMAND) -> None:
-        self.metrics = metrics
+    def __init__(self, limits: ServerConfig, board: Board, row: int) -> None:
+        """row: where on the board this front end counts."""
+        self.board = board
+        self.metrics = board.fronts[row]
         self.stats = EngineStats()
-        self.failure: Failure | None = None
-        self._config = config
-        self._command = command
-        self._open: dict[str, _Open] = {}
-        self._ready = False
-        self._last_words: str | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._directory: str | None = None
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
-        self._decoder: Decoder[FromEngine] = Decoder(FromEngine)
-        self._exited = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start(self) -> Started:
-        """Start the process and wait until it takes requests. Raises EngineError with its own words if it cannot."""
-        self._directory = tempfile.mkdtemp(prefix="engine-")  # mode 0700: nobody else can connect
-        address = f"ipc://{Path(self._directory) / 'engine'}"
-        self._socket = self._context.socket(zmq.PAIR)
+        self.failure: EngineGone | None = None
+        self._limits = limits
+        self._open: dict[int, _Open] = {}
+        self._numbered = 0
+        self._touched: list[Group] = []
+        """Groups with news that have not been woken."""
+        self._writes: list[tuple[Callable[[bytes], None], bytes]] = []
+        self._decoder: Decoder[Outputs] = Decoder(Outputs)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
-        self._socket.bind(address)
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
-        launch = encode(Launch(config=self._config, address=address))
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(len(launch).to_bytes(4, "big") + launch)
-            self._process.stdin.flush()  # and left open: its end tells the process that we are gone
-        except BrokenPipeError:
-            log.debug("the engine process died at once")
-        self._watch(self._process)
-        started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
-        self._tasks = [
-            asyncio.create_task(self._receive(self._socket, started)),
-            asyncio.create_task(self._bury(self._process, started)),
-        ]
-        return await started
+
+    def connect(self, directory: str, name: str) -> None:
+        """Begin to talk, as `name`, to the engine process of the server that has this directory."""
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.connect(f"ipc://{Path(directory) / SOCKET}")
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._receive)
+        self._send(Hello())
 
     def submit(self, requests: Sequence[Request]) -> Group:
         """Send requests to the engine. Raises ApiError when it is gone, or has no room for them."""
         if self.failure is not None:
-            raise self.failure.error()
-        most = self._config.server.max_waiting
-        if len(self._open) + len(requests) > most:
+            raise _engine_failed(self.failure)
+        most, under_way = self._limits.max_waiting, self.board.under_way
+        if under_way + len(requests) > most:
             raise ApiError(
                 503,
-                f"the server has {len(self._open)} requests under way and takes at most {most} "
+                f"the server has {under_way} requests under way and takes at most {most} "
                 "(server.max_waiting); try again later",
                 code="overloaded",
                 headers={"retry-after": "1"},
             )
-        group = Group(self, (request.id for request in requests))
-        for request in requests:
-            self._open[request.id] = _Open(group, request.arrival)
-        self._send(Add(tuple(requests)))
+        first = self._numbered
+        self._numbered += len(requests)
+        group = Group(self, range(first, self._numbered))
+        for index, request in enumerate(requests):
+            self._open[first + index] = _Open(group, index, request.arrival)
+        self.metrics.under_way = len(self._open)
+        self._send(Add(first, tuple(requests)))
         return group
 
-    def abort(self, request: str, reason: str) -> None:
+    def abort(self, number: int, reason: str) -> None:
         """Stop a request; use Group.abort."""
-        if self._open.pop(request, None) is not None:
-            self.metrics.finished[reason] += 1
-            self._send(Abort((request,)))
+        if self._open.pop(number, None) is not None:
+            self.metrics.under_way = len(self._open)
+            self.metrics.ended(reason)
+            self._send(Abort((number,)))
 
     def fail(self, error: ApiError) -> None:
         """End all open requests with this error and abort them in the engine."""
         groups = {entry.group for entry in self._open.values()}
-        self.metrics.finished["error"] += len(self._open)
+        self.metrics.ended("error", len(self._open))
         if self.failure is None and self._open:
             self._send(Abort(tuple(self._open)))
         self._open.clear()
+        self.metrics.under_way = 0
         for group in groups:
             group.fail(error)
 
-    async def close(self, timeout: float = 5.0) -> None:
-        """Stop the process, by force when it does not stop within the time (seconds), and remove the socket."""
-        try:
-            if self._ready and not self._exited.is_set():
-                self._send(Shutdown())
-                try:
-                    await asyncio.wait_for(self._exited.wait(), timeout)
-                except TimeoutError:
-                    log.warning("the engine process did not stop within %s s and is killed", timeout)
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            self.kill()
-
-    def kill(self) -> None:
-        """Leave nothing behind, at once."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        self._context.destroy(linger=0)
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _send(self, message: ToEngine) -> None:
-        assert self._socket is not None
-        # A PAIR socket without high-water mark takes the message at once, unless the peer is gone; then the process's
-        # death is about to be noticed and ends all requests.
-        lost = cast("asyncio.Future[object]", self._socket.send(encode(message), zmq.DONTWAIT)).exception()
-        if lost is not None:
-            log.debug("no engine process to send to: %s", lost)
-
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Set `_exited` when the process ends, however it ends."""
-        loop = asyncio.get_running_loop()
-
-        def wait() -> None:
-            process.wait()
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._exited.set)
-
-        threading.Thread(target=wait, name="engine process", daemon=True).start()
-
-    async def _receive(self, socket: zmq.asyncio.Socket, started: asyncio.Future[Started]) -> None:
-        while True:
-            data = await socket.recv()
-            try:
-                message = self._decoder.decode(data)
-            except EngineError as unreadable:
-                message = Failed(str(unreadable))
-                assert self._process is not None
-                self._process.kill()
-            match message:
-                case Outputs(outputs, stats):
-                    if stats is not None:
-                        self.stats = stats
-                    self._hand_out(outputs)
-                case Started():
-                    self._ready = True
-                    if not started.done():
-                        started.set_result(message)
-                case Failed(error):
-                    self._last_words = error
-
-    def _hand_out(self, outputs: tuple[Output, ...]) -> None:
-        now = time.monotonic()
-        for output in outputs:
-            entry = self._open.get(output.request)
-            if entry is None:  # aborted meanwhile
-                continue
-            if output.tokens:
-                self.metrics.tokens(now - (entry.latest or entry.arrival), len(output.tokens), entry.latest is None)
-                entry.latest = now
-            if output.finish_reason is not None:
-                del self._open[output.request]
-                self.metrics.finish(output.finish_reason, output.times, now - entry.arrival)
-            entry.group.put(output)
-
-    async def _bury(self, process: subprocess.Popen[bytes], started: asyncio.Future[Started]) -> None:
-        """When the process ends: tell everyone who waits for it."""
-        await self._exited.wait()
-        await asyncio.sleep(DEATH_GRACE)
-        reason = self._last_words or f"its process {_fate(process.returncode)}"
-        self.failure = Failure(reason, time.time())
+    def bury(self, failure: EngineGone) -> None:
+        """The engine process is dead: tell everyone who waits for it."""
+        self.failure = failure
         self.stats = EngineStats()
-        if not started.done():
-            started.set_exception(
-                EngineError(self._last_words or f"the engine could not start: its process {_fate(process.returncode)}")
-            )
+        self.fail(_engine_failed(failure))
+
+    def write_later(self, write: Callable[[bytes], None], data: bytes) -> None:
+        """Call `write(data)` soon, in this order: when all groups have been woken that have news.
+
+        A system call between two streams costs more than itself: it leaves the processor's caches and branch predictors
+        cold for the Python code after it. So first all events are made, then all are written.
+        """
+        if not self._writes:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._writes.append((write, data))
+
+    def close(self) -> None:
+        """End the connection."""
+        asyncio.get_running_loop().remove_reader(self._socket.FD)
+        self._context.destroy(linger=0)
+
+    def _write(self) -> None:
+        writes, self._writes = self._writes, []
+        for write, data in writes:
+            try:
+                write(data)
+            except Exception:  # the others must not suffer
+                log.exception("a connection failed")
+
+    def _send(self, message: FromClient) -> None:
+        # A socket without high-water mark takes the message at once, also while the engine process is not there yet.
+        self._socket.send(encode(message), zmq.DONTWAIT)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """ZeroMQ's descriptor becomes readable once for all that has come, and any call may take that sign away."""
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        if events & zmq.POLLIN:
+            asyncio.get_running_loop().call_soon(self._receive)
+
+    def _receive(self) -> None:
+        while not self._socket.closed:
+            try:
+                data = self._socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            self._hand_out(self._decoder.decode(data))
+        # Only now: what came in several messages because this process was late leaves in one write a stream.
+        groups, self._touched = self._touched, []
+        for group in groups:
+            group.wake()
+        self._write()
+
+    def _hand_out(self, message: Outputs) -> None:
+        """Give each group its news, and keep the books."""
+        if message.stats is not None and self.failure is None:
+            self.stats = message.stats
+        now = time.monotonic()
+        requests, tokens, at = self._open, message.tokens, 0
+        touched = self._touched.append
+        # Most requests have had a token in each of the last steps: count them together.
+        same, like = 0, (now, 1)
+        for number, count in zip(message.numbers, message.counts, strict=True):
+            entry = requests.get(number)
+            if entry is not None:  # else it was aborted meanwhile
+                if (entry.latest, count) != like:
+                    self._count(now, *like, same)
+                    same, like = 0, (entry.latest, count)
+                same += 1
+                entry.latest = now
+                if entry.group.put(entry.index, tokens[at : at + count], None):
+                    touched(entry.group)
+            at += count
+        self._count(now, *like, same)
+        for number, output in message.full:
+            self._hand_out_whole(number, output, now)
+
+    def _count(self, now: float, latest: float, count: int, requests: int) -> None:
+        """So many requests got `count` tokens each, `now` after the ones at `latest`."""
+        if requests:
+            self.metrics.inter_token.observe((now - latest) / count, count * requests)
+
+    def _hand_out_whole(self, number: int, output: Output, now: float) -> None:
+        entry = self._open.get(number)
+        if entry is None:
             return
-        log.error("the engine is gone: %s", reason)
-        self.fail(self.failure.error())
+        if output.tokens:
+            since = entry.latest if entry.begun else entry.arrival
+            self.metrics.tokens(now - since, len(output.tokens), not entry.begun)
+            entry.latest, entry.begun = now, True
+        if output.finish_reason is not None:
+            del self._open[number]
+            self.metrics.under_way = len(self._open)
+            self.metrics.finish(output.finish_reason, output.times, now - entry.arrival)
+        if entry.group.put(entry.index, output.tokens, output):
+            self._touched.append(entry.group)
 
 
-def _fate(code: int) -> str:
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}"
-    return f"exited with code {code}"
+def _engine_failed(failure: EngineGone) -> ApiError:
+    return ApiError(503, f"the engine is gone: {failure.reason}; the server needs a restart", code="engine_failed")

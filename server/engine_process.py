@@ -1,19 +1,14 @@
-"""The engine process: takes requests from the front end, steps the engine, sends outputs.
-
-Standard input brings the launch message and then stays open: its end means that the front end is gone.
-"""
+"""The engine process: takes requests from the front ends, steps the engine, sends outputs."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +16,24 @@ import zmq
 
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineError, InvalidRequestError
-from engine.core.types import FINISH_ERROR, EngineStats, Output, Request
+from engine.core.types import FINISH_ERROR, EngineStats, Output
 from engine.core.wire import Decoder, encode
-from engine.server.messages import Abort, Add, Failed, FromEngine, Launch, Outputs, Shutdown, Started, ToEngine
+from engine.server.control import Control
+from engine.server.messages import (
+    SOCKET,
+    Abort,
+    Add,
+    Failed,
+    FromClient,
+    Gone,
+    Hello,
+    Launch,
+    Outputs,
+    Shutdown,
+    Started,
+    ToEngine,
+)
+from engine.server.routes import Routes
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
@@ -32,6 +42,8 @@ STATS_INTERVAL = 0.25
 """Seconds between two reports of statistics while the engine works."""
 CHECK_INTERVAL_MS = 1000
 """How often an idle engine looks whether its executor is alive."""
+MOST_MESSAGES = 32
+"""Messages read between two steps: a burst of new requests must not hold up those that run."""
 
 log = logging.getLogger(__name__)
 
@@ -43,37 +55,36 @@ def main() -> int:
 
 def run(make_engine: Callable[[EngineConfig], Engine]) -> int:
     """The whole life of the process, around the engine that `make_engine` gives."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
-    pipe = _own_stdin()
-    size = int.from_bytes(_read(pipe, 4), "big")
-    launch = Decoder[Launch](Launch).decode(_read(pipe, size))
-    threading.Thread(target=_exit_with_parent, args=(pipe, launch.address), daemon=True).start()
+    control: Control[ToEngine] = Control(ToEngine)
+    launch: Launch = control.launch(Launch)
     context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.connect(launch.address)
+    channel = Channel(context, Path(launch.directory) / SOCKET)
+    control.listen(channel.told, launch.directory)
     try:
-        return _run(make_engine, launch.config, Channel(socket))
+        return _run(make_engine, launch.config, channel, control)
     finally:
-        socket.close(linger=1000)
+        channel.close()
         context.term()
 
 
-def _run(make_engine: Callable[[EngineConfig], Engine], config: EngineConfig, channel: Channel) -> int:
+def _run(
+    make_engine: Callable[[EngineConfig], Engine], config: EngineConfig, channel: Channel, control: Control[ToEngine]
+) -> int:
     begun = time.monotonic()
     try:
         engine = make_engine(config)
     except Exception as error:
         if not isinstance(error, EngineError):
             log.exception("the engine could not start")
-        channel.send(Failed(_sentence(error)))
+        control.send(Failed(_sentence(error)))
         return 1
     try:
         gc.collect()
         gc.freeze()  # what start-up made lives on; later collections need not look at it
-        channel.send(
+        control.send(
             Started(
                 cache=engine.cache_info,
                 choices=engine.parts.choices,
@@ -87,39 +98,65 @@ def _run(make_engine: Callable[[EngineConfig], Engine], config: EngineConfig, ch
         return 0
     except Exception as error:
         log.exception("the engine stopped")
-        channel.send(Failed(_sentence(error)))
+        control.send(Failed(_sentence(error)))
         return 1
     finally:
         engine.close()
 
 
 class Channel:
-    """The engine's end of the connection to the front end."""
+    """The engine's end of the connections: to the front ends, and what the supervisor says."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._decoder: Decoder[ToEngine] = Decoder(ToEngine)
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)  # sending never waits for a front end
+        self._socket.bind(f"ipc://{path}")
+        self._decoder: Decoder[FromClient] = Decoder(FromClient)
+        # Wakes an idle engine from another thread: sockets of ZeroMQ belong to one thread each.
+        self._waker, self._wakened = (context.socket(zmq.PAIR) for _ in range(2))
+        self._wakened.bind("inproc://told")
+        self._waker.connect("inproc://told")
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakened, zmq.POLLIN)
+        self._told: deque[ToEngine] = deque()
 
-    def send(self, message: FromEngine) -> None:
-        """Queue a message; never blocks."""
+    def told(self, message: ToEngine) -> None:
+        """The supervisor says something; called in a thread of its own."""
+        self._told.append(message)
+        self._waker.send(b"")
+
+    def send(self, peer: bytes, message: Outputs) -> None:
+        """Queue a message for a front end, in vain when it is gone; never blocks."""
+        self._socket.send(peer, zmq.SNDMORE)
         self._socket.send(encode(message))
 
     def wait(self, milliseconds: int) -> None:
         """Sleep until there is a message, or the time is over."""
-        self._socket.poll(milliseconds)
+        if self._wakened in dict(self._poller.poll(milliseconds)):
+            self._wakened.recv()
 
-    def pending(self) -> Iterator[ToEngine]:
-        """The messages that are here."""
-        while True:
+    def pending(self) -> Iterator[tuple[bytes, FromClient | ToEngine]]:
+        """(who says it, what): the messages that are here, but no more than can be dealt with between two steps."""
+        while self._told:
+            yield b"", self._told.popleft()
+        for _ in range(MOST_MESSAGES):
             try:
-                data = self._socket.recv(zmq.DONTWAIT)
+                peer = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            yield self._decoder.decode(data)
+            yield peer, self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        """Give what was sent a second to leave."""
+        self._socket.close(linger=1000)
+        self._waker.close(linger=0)
+        self._wakened.close(linger=0)
 
 
 def loop(engine: Engine, channel: Channel) -> None:
     """Serve until a Shutdown message. Raises what `Engine.step` raises."""
+    routes = Routes()
     sent = EngineStats()
     due = 0.0
     while True:
@@ -129,74 +166,55 @@ def loop(engine: Engine, channel: Channel) -> None:
             if not health.ok:
                 raise EngineError(health.detail)
         outputs: list[Output] = []
-        for message in channel.pending():
+        for peer, message in channel.pending():
             match message:
-                case Add(requests):
-                    outputs += _add(engine, requests)
-                case Abort(ids):
-                    for request in ids:
+                case Hello():
+                    routes.open(peer)
+                    sent = EngineStats()  # so that it hears of them soon
+                case Add():
+                    outputs += _add(engine, routes, peer, message)
+                case Abort(numbers):
+                    for request in routes.remove(peer, numbers):
+                        engine.abort(request)
+                case Gone(name):
+                    for request in routes.close(name.encode()):
                         engine.abort(request)
                 case Shutdown():
                     return
         if engine.has_work:
             outputs += engine.step()
+        stats = None
         now = time.monotonic()
         if now >= due or not engine.has_work:
-            stats, due = engine.stats(), now + STATS_INTERVAL
-            if outputs or stats != sent:
-                channel.send(Outputs(tuple(outputs), stats))
-                sent = stats
-        elif outputs:
-            channel.send(Outputs(tuple(outputs)))
+            due = now + STATS_INTERVAL
+            stats = engine.stats()
+            if stats == sent and not outputs:
+                continue
+            sent = stats
+        for peer, news in routes.sort(outputs, stats):
+            channel.send(peer, news)
 
 
-def _add(engine: Engine, requests: tuple[Request, ...]) -> Iterator[Output]:
+def _add(engine: Engine, routes: Routes, peer: bytes, message: Add) -> Iterator[Output]:
     """Queue the requests; yields an output for each one that is refused."""
-    for request in requests:
-        try:
-            engine.add(request)
-        except InvalidRequestError as error:
-            yield Output(request=request.id, finish_reason=FINISH_ERROR, error=str(error))
+    for number, request in enumerate(message.requests, message.first):
+        if routes.add(peer, number, request.id):
+            try:
+                engine.add(request)
+            except InvalidRequestError as error:
+                yield Output(request=request.id, finish_reason=FINISH_ERROR, error=str(error))
 
 
 def _make_engine(config: EngineConfig) -> Engine:
     from engine.core.engine import Engine
+    from engine.core.startup_display import show_startup
 
-    return Engine(config=config)
+    with show_startup() as listener:
+        return Engine(config=config, on_progress=listener)
 
 
 def _sentence(error: Exception) -> str:
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-
-
-def _own_stdin() -> int:
-    """Standard input under another number, so that nothing else reads from it."""
-    pipe = os.dup(0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    return pipe
-
-
-def _read(pipe: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = os.read(pipe, size - len(data))
-        if not part:
-            sys.exit("error: the engine process is started by `engine serve`, not by hand")
-        data += part
-    return data
-
-
-def _exit_with_parent(pipe: int, address: str) -> None:
-    """Wait for the end of the pipe: the kernel closes it however the front end dies, also while a step runs."""
-    while os.read(pipe, 4096):
-        pass
-    socket = Path(address.removeprefix("ipc://"))
-    with suppress(OSError):  # the front end had no time to remove it, or has done so
-        socket.unlink(missing_ok=True)
-        socket.parent.rmdir()
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,141 +1,171 @@
-"""The server's main process: starts the engine process, answers HTTP, and goes down in order."""
+"""The supervisor: starts the engine process and the front ends, gives them connections, and takes all down in order."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import socket
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-import uvicorn
+from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig
-from engine.core.errors import ConfigError
-from engine.core.text import Tokenizer
-from engine.server.app import make_app
-from engine.server.engine_client import COMMAND, EngineClient
-from engine.server.errors import ApiError
-from engine.server.messages import Started
-from engine.server.metrics import Metrics
-from engine.server.service import Service
+from engine.core.errors import ConfigError, EngineError
+from engine.server.child import Child
+from engine.server.front_ends import FrontEnds
+from engine.server.messages import BOARD, EngineGone, Failed, FromEngine, Launch, Shutdown, Started
+from engine.server.metrics import Board
 from engine.server.summary import summary
 
-LAST_WORDS = 2.0
-"""Seconds for the error events of streams that ran out of time."""
+SHUTDOWN_SECONDS = 5.0
+"""What a process gets to stop when it has nothing left to do; then it is killed."""
 
 log = logging.getLogger(__name__)
 
 
-def serve(config: EngineConfig, *, announce: Callable[[str], None], command: Sequence[str] = COMMAND) -> int:
+@frozen(kw_only=True)
+class Commands:
+    """What starts the two kinds of processes."""
+
+    engine: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.engine_process")
+    front_end: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.front_end")
+
+
+def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Commands) -> int:
     """Serve until told to stop; the exit code: 0 after SIGTERM or SIGINT, 1 when the engine failed meanwhile.
 
-    announce: given the summary when the server is ready. command: starts the engine process.
-    Raises EngineError, with the engine process's own words, when the server cannot start.
+    announce: given the summary when the server is ready.
+    Raises EngineError, with the failing process's own words, when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Server(config, announce, command).run())
+    return asyncio.run(_Server(config, announce, commands).run())
 
 
 class _Server:
     """One life of the server."""
 
-    def __init__(self, config: EngineConfig, announce: Callable[[str], None], command: Sequence[str]) -> None:
+    def __init__(self, config: EngineConfig, announce: Callable[[str], None], commands: Commands) -> None:
         self._config = config
         self._announce = announce
-        self._client = EngineClient(config, Metrics(), command)
+        self._commands = commands
+        self._directory = tempfile.mkdtemp(prefix="engine-")  # mode 0700: nobody else can connect
+        self._engine: Child[FromEngine] | None = None
+        self._failure: EngineGone | None = None
+        self._fronts: FrontEnds | None = None
         self._stop = asyncio.Event()
         self._signal = 0
 
     async def run(self) -> int:
         """Returns the exit code; raises EngineError when the server cannot start."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-        with _bind(self._config.server) as listener:
-            try:
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._on_signal, number)
+            with _bind(self._config.server) as listener:
                 return await self._run(listener)
-            finally:
-                await self._client.close()
+        finally:
+            self._kill()
 
     async def _run(self, listener: socket.socket) -> int:
-        start = asyncio.ensure_future(self._start())
+        rows = workers(self._config.server)
+        board = Board.map(Path(self._directory) / BOARD, rows, create=True)
+        self._fronts = FrontEnds(self._config, self._directory, board, self._commands.front_end, self._tell_engine)
         stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
-        if not start.done():
-            start.cancel()
-            with suppress(asyncio.CancelledError):
-                await start
-            return 128 + self._signal
-        started, tokenizer = start.result()
-        service = Service(self._config, self._client, tokenizer, started)
-        server = _Uvicorn(
-            uvicorn.Config(
-                make_app(service),
-                lifespan="off",
-                ws="none",
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=60,
-                timeout_graceful_shutdown=1,
-            )
-        )
-        http = asyncio.ensure_future(server.serve(sockets=[listener]))
-        while not server.started and not http.done():
-            await asyncio.sleep(0.01)
-        if not http.done():
+        engine_started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        engine = asyncio.ensure_future(self._follow_engine(engine_started))
+        fronts_started = asyncio.ensure_future(self._fronts.start())
+        start = asyncio.gather(engine_started, fronts_started)
+        accept: asyncio.Task[None] | None = None
+        try:
+            await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():
+                return 128 + self._signal
+            started, _ = start.result()
+            listener.listen(2048)
+            listener.setblocking(False)
+            accept = asyncio.ensure_future(self._fronts.accept(listener))
             self._announce(summary(started, self._config, _url(listener)))
-            await asyncio.wait((http, stop), return_when=asyncio.FIRST_COMPLETED)
-            await self._drain(service)
-        server.should_exit = True
-        await http
-        return 0 if self._client.failure is None else 1
+            await asyncio.wait((stop, accept), return_when=asyncio.FIRST_COMPLETED)
+            await self._fronts.drain()
+            code = 0 if self._failure is None else 1
+            accept.cancel()
+            listener.close()
+            await self._fronts.shutdown(SHUTDOWN_SECONDS)
+            await self._shut_engine_down()
+            return code
+        finally:
+            tasks: list[asyncio.Future[Any]] = [stop, start, engine, fronts_started]
+            tasks += [] if accept is None else [accept]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _start(self) -> tuple[Started, Tokenizer]:
-        """The engine and the tokenizer, loaded side by side."""
-        tokenizer = asyncio.to_thread(Tokenizer.of_model, self._config.model)
-        started, opened = await asyncio.gather(self._client.start(), tokenizer)
-        return started, opened
+    async def _follow_engine(self, started: asyncio.Future[Started]) -> None:
+        """Start the engine process, and tell the front ends when it takes requests and when it is dead."""
+        assert self._fronts is not None
+        launch = Launch(config=self._config, directory=self._directory)
+        engine = self._engine = await Child[FromEngine].start(self._commands.engine, FromEngine, launch)
+        last_words = ""
+        try:
+            async for message in engine.messages():
+                match message:
+                    case Started():
+                        self._fronts.tell(message)
+                        if not started.done():
+                            started.set_result(message)
+                    case Failed(error):
+                        last_words = error
+        except EngineError as unreadable:
+            last_words = str(unreadable)
+            engine.kill()
+        if not started.done():
+            started.set_exception(EngineError(last_words or f"the engine could not start: its process {engine.fate}"))
+            return
+        self._failure = EngineGone(last_words or f"its process {engine.fate}", time.time())
+        if not self._fronts.stopped:
+            log.error("the engine is gone: %s", self._failure.reason)
+        self._fronts.tell(self._failure)
 
-    async def _drain(self, service: Service) -> None:
-        """Refuse new work, let what runs finish within the time, then end it."""
-        service.draining = True
-        timeout = self._config.server.shutdown_timeout
-        if service.active:
-            log.warning("shutting down: %d requests get %g s to finish", service.active, timeout)
-        if not await _idle(service, timeout):
-            message = f"the server is shutting down, and this request did not finish within {timeout:g} s"
-            self._client.fail(ApiError(503, message, code="shutting_down"))
-            await _idle(service, LAST_WORDS)
+    def _tell_engine(self, message: object) -> None:
+        if self._engine is not None:
+            self._engine.send(message)
+
+    async def _shut_engine_down(self) -> None:
+        assert self._engine is not None
+        self._engine.send(Shutdown())
+        try:
+            await asyncio.wait_for(self._engine.wait(), SHUTDOWN_SECONDS)
+        except TimeoutError:
+            log.warning("the engine process did not stop within %g s and is killed", SHUTDOWN_SECONDS)
+
+    def _kill(self) -> None:
+        """Leave nothing behind, at once."""
+        if self._fronts is not None:
+            self._fronts.kill()
+        if self._engine is not None:
+            self._engine.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
-            self._client.kill()
+            self._kill()
             os._exit(128 + number)
         self._signal = number
         self._stop.set()
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: this process drains first."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals alone."""
-        yield
-
-
-async def _idle(service: Service, seconds: float) -> bool:
-    """Whether all answers are sent within the time."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while service.active:
-        if asyncio.get_running_loop().time() > deadline:
-            return False
-        await asyncio.sleep(0.02)
-    return True
+def workers(config: ServerConfig) -> int:
+    """How many front ends there are."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.api_workers or max(1, min(4, cores // 4))
 
 
 def _bind(config: ServerConfig) -> socket.socket:
@@ -146,6 +176,7 @@ def _bind(config: ServerConfig) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit it
         listener.bind(address)
     except OSError as error:
         raise ConfigError(
@@ -158,11 +189,3 @@ def _bind(config: ServerConfig) -> socket.socket:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:  # not made for every platform
-        return None
-    return uvloop.new_event_loop

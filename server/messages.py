@@ -1,4 +1,8 @@
-"""What passes between the HTTP front end and the engine process: one ZeroMQ message each, msgpack (core/wire.py)."""
+"""What passes between the server's processes, as msgpack (core/wire.py).
+
+The supervisor starts the others and talks to each over its standard input (server/control.py); front ends and engine
+process talk over ZeroMQ, one message each.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +12,38 @@ from engine.core.config import EngineConfig
 from engine.core.selection import Choice
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
 
+SOCKET = "engine"
+"""The engine process's ZeroMQ socket in the server's directory."""
+BOARD = "board"
+"""The file of the front ends' numbers (server/metrics.py) there."""
+
+
+# --- supervisor to engine process ---
+
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The first and only thing on the engine process's standard input."""
+    """The first message to either kind of process."""
 
     config: EngineConfig
-    address: str
-    """ZeroMQ address of the front end."""
+    directory: str
+    """The server's own: sockets and shared files."""
 
 
-class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Run these requests."""
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """A front end is dead: forget its requests."""
 
-    requests: tuple[Request, ...]
-
-
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Forget these requests; no more outputs are wanted."""
-
-    ids: tuple[str, ...]
+    name: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Close the engine and exit with 0."""
+    """Close what there is and exit with 0."""
+
+
+# --- engine process to supervisor ---
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
-    """The engine takes requests."""
+    """The engine takes requests. The supervisor passes it on to the front ends."""
 
     cache: CacheInfo
     choices: tuple[Choice, ...]
@@ -47,19 +56,96 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """How long loading took."""
 
 
-class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """Everything one step gave."""
-
-    outputs: tuple[Output, ...]
-    stats: EngineStats | None = None
-    """With the last message before the engine goes idle, and a few times a second while it works."""
-
-
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine could not start, or cannot go on; its process exits."""
+    """The process could not start, or cannot go on; it exits."""
 
     error: str
 
 
-ToEngine = Add | Abort | Shutdown
-FromEngine = Started | Outputs | Failed
+# --- supervisor to front end ---
+
+
+class FrontEndLaunch(Launch, frozen=True, kw_only=True):
+    """What a front end is told at first."""
+
+    name: str
+    """Its ZeroMQ identity, never used again."""
+    row: int
+    """Its row of the board of numbers."""
+    rows: int
+    connections: int
+    """File descriptor of the socket over which accepted connections come."""
+    created: int
+    """When the server was started, time.time()."""
+
+
+class EngineGone(msgspec.Struct, frozen=True, tag="engine gone"):
+    """The engine process is dead."""
+
+    reason: str
+    since: float
+    """time.time(), seconds."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Take no more work, and say when what runs has ended."""
+
+
+# --- front end to supervisor ---
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Connections can be passed on."""
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """Nothing runs any more."""
+
+
+# --- front end to engine process ---
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Here is a front end; send statistics."""
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Run these requests; in outputs and aborts they go by numbers, `first` and up."""
+
+    first: int
+    requests: tuple[Request, ...]
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget these requests; no more outputs are wanted."""
+
+    numbers: tuple[int, ...]
+
+
+# --- engine process to front end ---
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True):
+    """Everything one step gave one front end, in columns, so that a token is a number and no object.
+
+    An output of nothing but tokens is a row of the columns; any other, so the first and the last of a request, is in
+    `full`. The columns come before `full` where a request is in both.
+    """
+
+    numbers: list[int]
+    """Of the requests."""
+    counts: list[int]
+    """How many tokens each has."""
+    tokens: list[int]
+    """Those of all, one after the other."""
+    full: list[tuple[int, Output]]
+    """(number of the request, output)."""
+    stats: EngineStats | None = None
+    """With the last message before the engine goes idle, and a few times a second while it works."""
+
+
+ToEngine = Gone | Shutdown
+FromEngine = Started | Failed
+ToFrontEnd = Started | EngineGone | Drain | Shutdown
+FromFrontEnd = Ready | Drained | Failed
+FromClient = Hello | Add | Abort

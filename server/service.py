@@ -28,15 +28,19 @@ THREAD_CHARS = 8192
 class Service:
     """The server behind the routes."""
 
-    def __init__(self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer, started: Started) -> None:
+    def __init__(
+        self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer, started: Started, created: int
+    ) -> None:
+        """created: when the server was started, time.time()."""
         self.limits: ServerConfig = config.server
         self.client = client
         self.tokenizer = tokenizer
         self.name = served_name(config)
-        self.created = int(time.time())
+        self.created = created
         self.max_len = started.max_len
         self.vocab_size = started.vocab_size
         self.default_params: SamplingParams = started.default_params
+        self.startup = started.cache.phases
         self.draining = False
         self.active = 0
         """Requests with a body that are being answered."""

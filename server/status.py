@@ -18,7 +18,7 @@ def routes(service: Service) -> APIRouter:
     """The routes of this file."""
     router = APIRouter()
     client = service.client
-    exporter = Exporter(client.metrics, lambda: client.stats, lambda: client.failure is None)
+    exporter = Exporter(client.board, lambda: client.stats, lambda: client.failure is None, service.startup)
 
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:

@@ -12,6 +12,9 @@ from engine.core.memory import format_bytes
 from engine.server.messages import Started
 from engine.server.service import served_name
 
+WORTH_SAYING = 0.05
+"""Seconds; a phase of less is left out."""
+
 
 def summary(started: Started, config: EngineConfig, url: str) -> str:
     """The address, the plugin of each seam and why, where the memory goes, and a line to paste."""
@@ -28,10 +31,12 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
         ),
         ("budget", format_bytes(cache.budget_bytes), ""),
     ]
+    phases = took(cache.phases)
     title = f"{served_name(config)} on {cache.device}, {cache.dtype}, context {started.max_len} tokens"
     return "\n".join(
         (
             f"{title}, loaded in {started.seconds:.1f} s",
+            *([f"  {phases}"] if phases else []),
             "",
             *_table(plugins),
             "",
@@ -43,6 +48,12 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
             "",
         )
     )
+
+
+def took(phases: Sequence[tuple[str, float]]) -> str:
+    """The phases that took a while, longest first: weights 3.1 s, import 1.2 s."""
+    longest = sorted(phases, key=lambda phase: -phase[1])
+    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest if seconds >= WORTH_SAYING)
 
 
 def curl(config: EngineConfig, url: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -12,7 +12,7 @@ import pytest
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec
+from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
 from engine.core.batch import ForwardBatch
 from engine.core.device import DeviceInfo
 from engine.core.kv_cache import KVPool
@@ -56,6 +56,8 @@ class AttentionConformance:
     dtype: ClassVar[str] = "float32"
     options: ClassVar[Any] = None
     """Passed to the backend; None: the defaults of its options_class."""
+    longest: ClassVar[int] = 16384
+    """Tests of longer contexts are left out, for a backend that would take minutes over them."""
 
     @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=lambda heads: f"{heads[0]}:{heads[1]}")
     @pytest.mark.parametrize("name", BATCHES)
@@ -78,6 +80,20 @@ class AttentionConformance:
         if sizes is not None and page_size not in sizes:
             pytest.skip(f"reads pages of {sizes}")
         self.check(self.spec(page_size=page_size), BATCHES["mixed"])
+
+    @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+    def test_group_size(self, group: int) -> None:
+        """Every number of query heads for one key-value head that models have."""
+        self.check(self.spec(num_layers=1, num_heads=group, num_kv_heads=1, sliding_windows=(None,)), BATCHES["mixed"])
+
+    @pytest.mark.parametrize("context", [1, 127, 128, 129, 1023, 4096, 16384])
+    def test_context(self, context: int) -> None:
+        """Short and long contexts, for a decode beside a short one and for the end of a prompt."""
+        if context > self.longest:
+            pytest.skip(f"contexts of up to {self.longest}")
+        spec = self.spec(num_layers=1, max_len=context, sliding_windows=(None,))
+        new = min(context, 17)
+        self.check(spec, ((context - 1, 1), (min(context, 3), 1), (context - new, new)) if context > 1 else ((0, 1),))
 
     @pytest.mark.parametrize("head_dim", [32, 64, 128])
     def test_head_dim(self, head_dim: int) -> None:
@@ -113,6 +129,44 @@ class AttentionConformance:
             alone = self.run(spec, self._only(work, index, decodes=cached > 0 and new == 1))[0]
             self._close(together[start : start + new], alone.double().cpu(), "alone")
             start += new
+
+    def test_strided_inputs(self) -> None:
+        """q, k and v as views of one tensor, as a merged projection leaves them."""
+        spec = self.spec()
+        work = self.make(spec, BATCHES["mixed"])
+        views = [unpack(spec, torch.cat(layer, 1)) for layer in work.inputs]
+        for found, expected in zip(self.run(spec, attrs.evolve(work, inputs=views)), work.expected, strict=True):
+            self._close(found, expected, "strided")
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_one_plan_for_changing_buffers(self, window: int | None) -> None:
+        """A plan made for a graph: lengths, tables and queries change in place, and a replay follows them.
+
+        On a GPU the passes are replays of one captured graph; elsewhere they are calls. Rows beyond the sequences of a
+        pass stand for one token in the scratch block, and their outputs for nothing.
+        """
+        if self.backend.graphs not in ("decode", "any"):
+            pytest.skip("captures no graphs")
+        spec = self.spec(sliding_windows=(window, window))
+        lengths = tuple((context - 1, 1) for context in (2, 15, 16, 17, 90, 130, 200, 255, 33, 64))
+        work = self.make(spec, lengths)
+        rows = 6
+        batch = self._slot(spec, work, rows)
+        packed = [torch.cat(tensors, 1)[:rows].zero_() for tensors in work.inputs]
+        inputs = [unpack(spec, layer) for layer in packed]
+        backend = self._backend(spec, work)
+        plan = backend.plan(batch, GraphSlot(num_sequences=rows))
+        replay = self._captured(lambda: [backend.forward(layer, *each, plan) for layer, each in enumerate(inputs)])
+        for chosen in ([0, 1, 2, 3, 4, 5], [9, 7, 6], [8], [7, 7, 0, 5, 3, 6]):
+            count = len(chosen)
+            batch.context_lens.fill_(1)
+            batch.block_tables.fill_(work.pool.scratch_block)
+            batch.context_lens[:count] = work.batch.context_lens[chosen]
+            batch.block_tables[:count, : work.batch.block_tables.shape[1]] = work.batch.block_tables[chosen]
+            for layer, tensors in enumerate(work.inputs):
+                packed[layer][:count] = torch.cat(tensors, 1)[chosen]
+            for layer, out in enumerate(replay()):
+                self._close(out[:count], work.expected[layer][chosen], f"layer {layer}, sequences {chosen}")
 
     def test_nothing_is_changed(self) -> None:
         """Neither the pool nor the inputs are written to."""
@@ -159,13 +213,54 @@ class AttentionConformance:
 
     def run(self, spec: AttentionSpec, work: Work) -> list[torch.Tensor]:
         """The backend's output in each layer."""
-        options = self.options
-        if options is None and self.backend.options_class is not None:
-            options = self.backend.options_class()
-        backend = self.backend(spec, work.pool, options)
+        backend = self._backend(spec, work)
         with torch.inference_mode():
             plan = backend.plan(work.batch)
             return [backend.forward(layer, *inputs, plan) for layer, inputs in enumerate(work.inputs)]
+
+    def _backend(self, spec: AttentionSpec, work: Work) -> AttentionBackend:
+        options = self.options
+        if options is None and self.backend.options_class is not None:
+            options = self.backend.options_class()
+        return self.backend(spec, work.pool, options)
+
+    def _slot(self, spec: AttentionSpec, work: Work, rows: int) -> ForwardBatch:
+        """The batch of a graph of `rows` decodes: fixed buffers, here all padding, beside the longest host lengths."""
+        name = self._device().torch_name
+        scratch = work.pool.scratch_block
+        tables = np.full((rows, -(-spec.max_len // spec.page_size)), scratch, np.int32)
+        return ForwardBatch(
+            tokens=torch.zeros(rows, dtype=torch.int64, device=name),
+            positions=torch.zeros(rows, dtype=torch.int64, device=name),
+            slots=torch.full((rows,), scratch * spec.page_size, dtype=torch.int64, device=name),
+            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=name),
+            context_lens=torch.ones(rows, dtype=torch.int32, device=name),
+            block_tables=torch.tensor(tables, device=name),
+            logit_rows=torch.arange(rows, device=name),
+            num_decodes=rows,
+            query_lens_host=np.ones(rows, np.int32),
+            context_lens_host=np.full(rows, spec.max_len, np.int32),
+            block_tables_host=tables,
+        )
+
+    def _captured(self, step: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
+        """A function that replays `step` from a CUDA graph; where there are none, `step` itself."""
+        if self._device().type != "cuda":
+            return step
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels are compiled before the capture, as a runner does it
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = step()
+
+        def replay() -> list[torch.Tensor]:
+            graph.replay()
+            return outs
+
+        return replay
 
     def make(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> Work:
         """Random keys, values and queries; the pool in a random order of blocks, NaN wherever nothing was stored."""
@@ -262,6 +357,12 @@ class AttentionConformance:
             return self.device
         kind, _, index = self.device.partition(":")
         return DeviceInfo(type=kind, index=int(index or 0))
+
+
+def unpack(spec: AttentionSpec, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of q, k and v: packed is [tokens, heads + 2 * kv_heads, head_dim]."""
+    q, k, v = torch.split(packed, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
+    return q, k, v
 
 
 def dense_attention(

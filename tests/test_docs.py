@@ -42,13 +42,14 @@ def test_every_setting_and_option_is_documented(generator):
 def test_every_command_is_documented(generator):
     headings = set(re.findall(r"^## (engine.*)$", generator.command_reference(), re.MULTILINE))
     assert headings >= {
-        *("engine serve", "engine generate", "engine chat", "engine bench throughput"),
+        *("engine serve", "engine generate", "engine chat"),
+        *(f"engine bench {name}" for name in ("throughput", "latency", "serve", "startup")),
         *("engine config show", "engine plugins list", "engine plugins check"),
     }
 
 
 def test_a_part_that_is_not_up_to_date_is_found(generator, tmp_path):
-    for name in ("README.md", "docs/configuration.md", "docs/cli.md"):
+    for name in ("README.md", "docs/configuration.md", "docs/cli.md", "docs/performance.md"):
         copy = tmp_path / name
         copy.parent.mkdir(exist_ok=True)
         copy.write_text((ROOT / name).read_text().replace("`--max-running`", "`--max-walking`"))
@@ -71,6 +72,66 @@ def test_results_are_a_table_of_what_was_compared(generator, tmp_path, monkeypat
     assert rows == [
         "| compare | output | 300 tokens/s | 100 tokens/s (other) | 3.00 x | a CPU, 2026-01-01, commit abc |"
     ]
+
+
+def write_report(file, rows, **settings):
+    report = {
+        "machine": "a GPU",
+        "date": "2026-01-01",
+        "commit": "abc",
+        "versions": {"torch": "9"},
+        "settings": {"ceilings": "a copy", "model": "llama-3.1-8b", **settings},
+        "rows": [{"case": None, "share": None, **row} for row in rows],
+    }
+    file.write_text(json.dumps(report))
+
+
+def test_performance_pages_have_only_tables_with_results(generator, tmp_path, monkeypatch):
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    parts = (
+        generator.compared_tables,
+        generator.served_tables,
+        generator.startup_table,
+        generator.ablation_table,
+    )
+    assert [part() for part in parts] == [""] * len(parts)
+    text = "<!-- generated: x -->\nold\n<!-- end: x -->"
+    assert generator.fill(text, "x", "") == "<!-- generated: x -->\n<!-- end: x -->"
+
+
+def test_results_stand_beside_the_references(generator, tmp_path, monkeypatch):
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    load = "1000 requests, 512 in / 256 out"
+    rows = [
+        {"metric": "decode step", "case": "batch 1", "value": 3.8, "share": 0.923},
+        {"metric": "output tokens a second", "case": load, "value": 19894.0},
+        {"metric": "schedule, of a decode step", "case": "batch 1", "value": 1.0},
+    ]
+    write_report(tmp_path / "h200-llama-3.1-8b-none.json", rows)
+    made = generator.compared_tables()
+    assert "### Llama-3.1-8B, bfloat16" in made
+    assert "Qwen" not in made
+    assert "| decode step, batch 1, ms | 3.8 | 4.91 | 4.76 | 1.25 x | 4.4 | 92% |" in made
+    assert f"| output tokens a second, {load}, tokens/s | 19,894 | 9,850 | 9,947 | 2.00 x | 12,931 |  |" in made
+    assert "schedule" not in made
+
+    rows = [{"metric": "TPOT p50", "case": "concurrency 256", "value": 4.68}]
+    write_report(tmp_path / "h200-serve-qwen3-0.6b.json", rows)
+    assert "| TPOT p50, concurrency 256, ms | 4.68 | 9.36 | 2.00 x | 5 |  |" in generator.served_tables()
+
+
+def test_ablation_and_start_up_are_tables(generator, tmp_path, monkeypatch):
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    rows = [
+        {"metric": "decode step, batch 1", "unit": "ms", "case": "as shipped", "value": 4.0},
+        {"metric": "decode step, batch 32", "unit": "ms", "case": "as shipped", "value": 5.0},
+        {"metric": "decode step, batch 1", "unit": "ms", "case": "no graphs", "value": 9.0},
+    ]
+    write_report(tmp_path / "h200-ablation.json", rows)
+    assert generator.ablation_table().splitlines()[-2:] == ["| as shipped | 4 | 5 |", "| no graphs | 9 |  |"]
+    write_report(tmp_path / "h200-startup-a.json", [{"metric": "imports", "value": 1.0}])
+    write_report(tmp_path / "h200-startup-b.json", [{"metric": "imports", "value": 2.0}])
+    assert generator.startup_table().splitlines()[-3:] == ["|  | a | b |", "| --- | --- | --- |", "| imports | 1 | 2 |"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

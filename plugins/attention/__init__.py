@@ -7,6 +7,20 @@ from engine.core.hooks import Register, hookimpl, lazy
 def register_attention(register: Register) -> None:
     """Offer them."""
     register(
+        "flashinfer",
+        lazy("engine.plugins.attention.flashinfer:FlashInferAttention"),
+        api="1",
+        summary="FlashInfer's kernels, compiled at start-up: FlashAttention 2 and 3 for prompts, XQA for decodes",
+        preference=30,
+    )
+    register(
+        "triton",
+        lazy("engine.plugins.attention.triton:TritonAttention"),
+        api="1",
+        summary="Triton kernels that read the paged cache in place, for GPUs; decodes in CUDA graphs",
+        preference=40,
+    )
+    register(
         "native",
         lazy("engine.plugins.attention.native:NativeAttention"),
         api="1",

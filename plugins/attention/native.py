@@ -101,9 +101,16 @@ class NativeAttention(AttentionBackend):
         if not plan.decodes:
             return self._prompts.forward(layer, q, k, v, plan.prompts)
         out = torch.empty(q.shape, dtype=q.dtype)
-        self._decode(layer, q, plan, out)
-        self._prompts.forward_groups(layer, q, plan.prompts[layer], out)
+        self.forward_into(layer, q, k, v, plan, out)
         return out
+
+    def forward_into(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
+    ) -> None:
+        """See AttentionBackend."""
+        if plan.decodes:
+            self._decode(layer, q, plan, out)
+        self._prompts.forward_groups(layer, q, plan.prompts[layer], out)
 
     def _decode(self, layer: int, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
         """The rows of the decodes, into `out`."""

@@ -88,6 +88,18 @@ class TorchAttention(AttentionBackend):
         self.forward_groups(layer, q, groups, out)
         return out
 
+    def forward_into(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Mapping[int, Sequence[Group]],
+        out: torch.Tensor,
+    ) -> None:
+        """See AttentionBackend."""
+        self.forward_groups(layer, q, plan[layer], out)
+
     def forward_groups(self, layer: int, q: torch.Tensor, groups: Sequence[Group], out: torch.Tensor) -> None:
         """Attention of the groups' rows of q into the same rows of `out`, both [tokens, heads, head_dim]."""
         for group in groups:

@@ -13,6 +13,7 @@ from engine.core.errors import ExecutorError
 from engine.core.executors import Executor, Health, PendingResult
 from engine.core.runner import Runner
 from engine.core.selection import Parts
+from engine.core.startup import Listener, Phases
 from engine.core.types import CacheInfo, Step
 
 
@@ -31,15 +32,20 @@ class UniprocExecutor(Executor):
         checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
         self._runner: Runner | None = Runner(config, parts, checkpoint, self._device)
         self._failure = ""
+        self._listener: Listener | None = None
 
     @property
     def asynchronous(self) -> bool:
         """True on a GPU."""
         return self._device.type != "cpu"
 
+    def watch(self, listener: Listener) -> None:
+        """See Executor."""
+        self._listener = listener
+
     def start(self) -> CacheInfo:
         """See Executor."""
-        return self._running().start()
+        return self._running().start(Phases(self._listener))
 
     def submit(self, step: Step) -> PendingResult:
         """See Executor."""

@@ -19,3 +19,9 @@ def register_schedulers(register: Register) -> None:
         api="1",
         summary="lowest priority number first, arrival breaks ties; preempts the least urgent",
     )
+    register(
+        "multi_step",
+        lazy("engine.plugins.schedulers.multi_step:MultiStep"),
+        api="1",
+        summary="first come, first served, several decode steps at once; less host time, coarser streams",
+    )

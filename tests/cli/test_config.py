@@ -27,7 +27,15 @@ def test_json(run):
 def test_toml_can_be_fed_back(run, tmp_path):
     arguments = (
         *("--model", str(tmp_path / "a b"), "--attention-option", "tile=64", "--attention-option", "nested.on=true"),
-        *("--api-key", 'a"b\\c', "--memory-fraction", "0.25", "--set", "plugins.deny=", "--no-prefix-caching"),
+        *(
+            "--served-model-name",
+            'a"b\\c',
+            "--memory-fraction",
+            "0.25",
+            "--set",
+            "plugins.deny=",
+            "--no-prefix-caching",
+        ),
     )
     file = tmp_path / "resolved.toml"
     file.write_text(run("config", "show", "--toml", *arguments).stdout)
@@ -35,6 +43,16 @@ def test_toml_can_be_fed_back(run, tmp_path):
     second = json.loads(run("config", "show", "--json", "--config", str(file)).stdout)
     assert {key: one["value"] for key, one in second.items()} == {key: one["value"] for key, one in first.items()}
     assert {one["origin"] for one in second.values()} == {"resolved.toml"}
+
+
+def test_two_backends_and_their_options_can_be_fed_back(run, tmp_path):
+    arguments = ("--attention", "one,two", "--attention-option", "decode.tile=64", "--attention-option", "prefill.x=a")
+    file = tmp_path / "resolved.toml"
+    file.write_text(run("config", "show", "--toml", *arguments).stdout)
+    shown = json.loads(run("config", "show", "--json", "--config", str(file)).stdout)
+    assert shown["attention.name"]["value"] == "one,two"
+    assert shown["attention.options.decode.tile"]["value"] == 64
+    assert shown["attention.options.prefill.x"]["value"] == "a"
 
 
 def test_toml_makes_paths_absolute(run, tmp_path, monkeypatch):
@@ -53,6 +71,20 @@ def test_any_string_survives_toml(tmp_path, value):
     ).config
     file.write_text(to_toml(config), encoding="utf-8")
     assert load_config(file).config == config
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--toml",)])
+def test_a_key_is_not_shown(run, form):
+    shown = run("config", "show", *form, "--api-key", "hush-hush").stdout
+    assert "hush" not in shown
+    assert "(set, not shown)" in shown
+    assert "(set" not in run("config", "show", *form).stdout
+
+
+def test_toml_with_a_key_left_out_is_a_file_that_can_be_read(run, tmp_path):
+    file = tmp_path / "resolved.toml"
+    file.write_text(run("config", "show", "--toml", "--api-key", "hush-hush").stdout)
+    assert load_config(file).config.server.api_key == ""
 
 
 def test_json_and_toml_exclude_each_other(run):

@@ -122,6 +122,22 @@ def test_check_tells_refused_from_broken(run, with_extra, engine_checkpoint):
     assert "--page-size" in found["largepages"][1]
 
 
+def test_check_asks_two_that_are_named_together(run, with_extra, engine_checkpoint):
+    def verdict(name, *options):
+        result = run("plugins", "check", "--json", "--model", str(engine_checkpoint), "--attention", name, *options)
+        [found] = [one for one in json.loads(result.stdout)["plugins"] if one["name"] == name]
+        return found["seam"], found["status"], found["reason"]
+
+    assert verdict("torch,native")[:2] == ("attention", "usable")
+    seam, status, reason = verdict("torch,largepages")
+    assert (seam, status) == ("attention", "refused")
+    assert "--page-size" in reason
+    assert verdict("torch,largepages", "--page-size", "64")[1] == "usable"
+    seam, status, reason = verdict("torch,nothing")
+    assert (seam, status) == ("attention", "broken")
+    assert "there is no attention plugin 'nothing'" in reason
+
+
 def test_check_without_a_readable_model_still_loads_every_class(tmp_path):
     config = EngineConfig(model=ModelConfig(path=str(tmp_path / "nowhere")))
     verdicts = {(one.seam, one.name): one for one in check_all(config, registry.load_plugins())}

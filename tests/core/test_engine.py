@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from engine.core import Engine, Request, SamplingParams
 from engine.core.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, PluginError
 from engine.core.schedulers import RequestView, SchedulingPolicy
+from engine.core.startup import Progress
 from engine.core.types import Output
 from engine.testing.checkpoints import make_checkpoint
 
@@ -47,6 +49,20 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
 def shared(checkpoint: Path) -> Iterator[Engine]:
     with build(checkpoint) as engine:
         yield engine
+
+
+def test_starting_is_told_and_timed(checkpoint: Path) -> None:
+    told: list[Progress] = []
+    begun = time.perf_counter()
+    with build(checkpoint, on_progress=told.append) as engine:
+        took = time.perf_counter() - begun
+        phases = dict(engine.cache_info.phases)
+        assert list(dict.fromkeys(one.phase for one in told)) == list(phases)
+        assert {"checkpoint", "import", "device", "plugins", "weights", "memory", "kv_cache"} <= set(phases)
+        assert all(seconds >= 0 for seconds in phases.values())
+        assert took / 2 < sum(phases.values()) <= took
+        [*_, weights] = [one for one in told if one.phase == "weights"]
+        assert weights.done == weights.total > 0
 
 
 def test_batch_composition_does_not_matter(shared: Engine, expected: list[tuple[int, ...]]) -> None:

@@ -1,14 +1,17 @@
 import json
+import threading
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.core import loader
 from engine.core.checkpoint import Checkpoint
 from engine.core.errors import CheckpointError
 from engine.core.layers import LayerFactory
-from engine.core.loader import DummySource, SafetensorsSource, load_weights
+from engine.core.loader import DummySource, SafetensorsSource, WeightSource, load_weights
 from engine.core.quant import TensorSpec
+from engine.core.readers import Piece, Readers
 
 HIDDEN, INNER = 4, 6
 SIZES = {
@@ -194,8 +197,15 @@ def test_nothing_is_read_before_all_is_checked(tmp_path):
     assert network.layers.nbytes == 0
 
 
+def read(source, name, spec, *, rank=0, ranks=1):
+    tensor, pieces = source.begin(name, spec, rank=rank, ranks=ranks, device="cpu")
+    with Readers("cpu", 2) as readers:
+        readers.start(pieces).wait()
+    return tensor
+
+
 def read_dummy(name, *, seed=0, rank=0, ranks=1, **spec):
-    return DummySource(seed).read(name, TensorSpec(**spec), rank=rank, ranks=ranks, device="cpu")
+    return read(DummySource(seed), name, TensorSpec(**spec), rank=rank, ranks=ranks)
 
 
 def test_dummy_weights_depend_on_name_and_seed():
@@ -220,9 +230,9 @@ def test_a_tensor_of_any_size_is_split_by_the_size_it_has(tmp_path):
     source = SafetensorsSource(Checkpoint.open(tmp_path))
     spec = TensorSpec(shape=(-1,), dtypes=("float32",), shard_dim=0)
     assert source.expect({"a": spec}, []) == {"a": 24}
-    assert source.read("a", spec, rank=1, ranks=3, device="cpu").tolist() == [2.0, 3.0]
+    assert read(source, "a", spec, rank=1, ranks=3).tolist() == [2.0, 3.0]
     with pytest.raises(CheckpointError, match="4 ranks cannot share tensor a"):
-        source.read("a", spec, rank=0, ranks=4, device="cpu")
+        read(source, "a", spec, rank=0, ranks=4)
 
 
 def test_dummy_weights_have_the_type_shape_and_scale_asked_for():
@@ -270,11 +280,175 @@ def test_a_dummy_tensor_that_ranks_cannot_share():
         read_dummy("a", ranks=4, shape=(6,), dtypes=("float32",), shard_dim=0)
 
 
+class SlowSource(WeightSource):
+    """Tensors of ones; a piece of them is read when its gate opens. Notes what was begun and what is read."""
+
+    def __init__(self):
+        self.begun = []
+        self.gates = {}
+        self.failing = None
+
+    def expect(self, specs, ignored):
+        return {name: 4 * torch.Size(spec.shape).numel() for name, spec in specs.items()}
+
+    def begin(self, name, spec, *, rank, ranks, device):
+        self.begun.append(name)
+        tensor = torch.zeros(spec.shape)
+
+        def read(memory):
+            gate = self.gates.get(name)
+            if gate is not None:
+                assert gate.wait(10)
+            if name == self.failing:
+                raise CheckpointError(f"tensor {name} cannot be read")
+            memory[:] = torch.ones(spec.shape).numpy().tobytes()
+
+        return tensor, [Piece((name, 0), tensor.view(-1).view(torch.uint8), read)]
+
+
+def norms(count, size=4):
+    layers = LayerFactory(dtype="float32", device="cpu")
+    return layers, [layers.norm(f"norm{number}", size, 1e-6) for number in range(count)]
+
+
+def weight_readers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+
+
+def test_a_layer_is_filled_while_the_next_ones_are_read():
+    layers, (first, second) = norms(2)
+    source = SlowSource()
+    source.gates["norm1.weight"] = threading.Event()
+
+    def on_progress(done, total):
+        if done < total:
+            assert "norm1.weight" in source.begun
+            assert not hasattr(second, "weight")
+            source.gates["norm1.weight"].set()
+
+    load_weights(layers, source, on_progress, threads=2)
+    assert torch.equal(first.weight, torch.ones(4))
+    assert torch.equal(second.weight, torch.ones(4))
+
+
+def test_no_more_is_read_ahead_than_the_window_holds(monkeypatch):
+    monkeypatch.setattr(loader, "WINDOW", 3 * 16)
+    layers, _ = norms(8)
+    source, ahead = SlowSource(), []
+    load_weights(layers, source, lambda done, total: ahead.append(len(source.begun) - done // 16), threads=2)
+    assert ahead == [3, 3, 3, 3, 3, 2, 1, 0]
+
+
+def test_a_layer_larger_than_the_window_is_read(monkeypatch):
+    monkeypatch.setattr(loader, "WINDOW", 1)
+    layers, (first, second) = norms(2)
+    load_weights(layers, SlowSource(), threads=1)
+    assert torch.equal(torch.cat([first.weight, second.weight]), torch.ones(8))
+
+
+def test_an_error_in_a_thread_is_raised_and_ends_the_others():
+    layers, _ = norms(5)
+    source = SlowSource()
+    source.failing = "norm2.weight"
+    with pytest.raises(CheckpointError, match=r"norm2\.weight cannot be read"):
+        load_weights(layers, source, threads=3)
+    assert not weight_readers()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
+def test_an_error_or_an_interrupt_in_between_ends_the_threads(error):
+    layers, _ = norms(5)
+
+    def on_progress(done, total):
+        raise error
+
+    with pytest.raises(error):
+        load_weights(layers, SlowSource(), on_progress, threads=3)
+    assert not weight_readers()
+
+
+def test_a_file_cut_short_while_it_is_read(tmp_path):
+    file = write(tmp_path, random_tensors()) / "model.safetensors"
+    source = SafetensorsSource(Checkpoint.open(tmp_path))
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"tensor .* in .*model\.safetensors cannot be read: .*shorter"):
+        load_weights(Network().layers, source)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_weights_loaded_for_inference_can_be_used_there(tmp_path, threads):
+    write(tmp_path, random_tensors())
+    network = Network()
+    with torch.inference_mode():
+        load_weights(network.layers, SafetensorsSource(Checkpoint.open(tmp_path)), threads=threads)
+        assert torch.isfinite(network.gate_up(torch.ones(1, HIDDEN))).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_gpu_gets_what_the_file_holds(tmp_path, ranks, inference):
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        "wide": torch.randn(1024, 6144, generator=generator),  # more than one piece
+        "tall": torch.randn(6144, 1024, generator=generator).to(torch.bfloat16),
+        "small": torch.randn((), generator=generator),
+        "bytes": torch.randint(256, (4, 2**20), generator=generator, dtype=torch.uint8),
+    }
+    source = SafetensorsSource(Checkpoint.open(write(tmp_path, tensors)))
+    with torch.inference_mode(inference), Readers("cuda:0", 4) as readers:
+        for name, whole in tensors.items():
+            for shard_dim in range(whole.dim()) or (None,):
+                for rank in range(ranks):
+                    dtype = str(whole.dtype).removeprefix("torch.")
+                    spec = TensorSpec(shape=tuple(whole.shape), dtypes=(dtype,), shard_dim=shard_dim)
+                    read_ranks = ranks if shard_dim is not None else 1
+                    tensor, pieces = source.begin(name, spec, rank=rank % read_ranks, ranks=read_ranks, device="cuda:0")
+                    readers.start(pieces).wait()
+                    part = whole.chunk(ranks, shard_dim)[rank] if shard_dim is not None else whole
+                    assert torch.equal(tensor.cpu(), part)
+
+
+@pytest.mark.gpu
+def test_memory_that_a_gpu_still_uses_is_not_overwritten(tmp_path):
+    """Tensors are read into memory that work launched earlier, and not finished, has just given back."""
+    size = 2**22
+    tensors = {f"t{number}": torch.full((size,), float(number)) for number in range(8)}
+    source = SafetensorsSource(Checkpoint.open(write(tmp_path, tensors)))
+    spec = TensorSpec(shape=(size,), dtypes=("float32",))
+    sums = []
+    with Readers("cuda:0", 4) as readers:
+        for name in tensors:
+            torch.cuda._sleep(20_000_000)
+            tensor, pieces = source.begin(name, spec, rank=0, ranks=1, device="cuda:0")
+            readers.start(pieces).wait()
+            torch.cuda._sleep(20_000_000)
+            sums.append(tensor.double().mean())
+            del tensor
+    assert [float(one) for one in sums] == list(range(8))
+
+
+@pytest.mark.gpu
+def test_dummy_weights_on_a_gpu_depend_on_name_and_seed():
+    spec = TensorSpec(shape=(256, 256), dtypes=("bfloat16",))
+
+    def make(name, seed):
+        return DummySource(seed).begin(name, spec, rank=0, ranks=1, device="cuda:0")[0]
+
+    assert torch.equal(make("a.weight", 1), make("a.weight", 1))
+    assert not torch.equal(make("a.weight", 1), make("b.weight", 1))
+    assert not torch.equal(make("a.weight", 1), make("a.weight", 2))
+    assert float(make("a.weight", 1).float().std()) == pytest.approx(1 / 16, rel=0.05)
+
+
 def test_a_scalar_is_read_as_one_number(tmp_path):
     source = SafetensorsSource(Checkpoint.open(write(tmp_path, {"scale": torch.tensor(0.5), "many": torch.ones(2)})))
     spec = TensorSpec(shape=(1,), dtypes=("float32",))
     assert source.expect({"scale": spec}, ["many"]) == {"scale": 4}
-    assert source.read("scale", spec, rank=1, ranks=2, device="cpu").tolist() == [0.5]
+    with Readers("cpu", 1) as readers:
+        scale, pieces = source.begin("scale", spec, rank=1, ranks=2, device="cpu")
+        readers.start(pieces).wait()
+    assert scale.tolist() == [0.5]
     with pytest.raises(CheckpointError, match=r"many .* has shape \[2\]; the model expects \[1\]"):
         source.expect({"many": spec}, ["scale"])
     with pytest.raises(CheckpointError, match=r"scale .* has shape \[\]; the model expects \[2\]"):

@@ -84,6 +84,7 @@ def test_wider_steps_need_more_activations() -> None:
         sliding_windows=(None,),
         scale=1.0,
     )
+    narrow = attrs.evolve(CONFIG, scheduler=SchedulerConfig(max_batch_tokens=2048))
     wide = attrs.evolve(CONFIG, scheduler=SchedulerConfig(max_batch_tokens=4096))
-    assert estimate_activations(model, wide, "float32") > estimate_activations(model, CONFIG, "float32")
-    assert estimate_activations(model, CONFIG, "float32") > estimate_activations(model, CONFIG, "bfloat16")
+    assert estimate_activations(model, wide, "float32") > estimate_activations(model, narrow, "float32")
+    assert estimate_activations(model, narrow, "float32") > estimate_activations(model, narrow, "bfloat16")

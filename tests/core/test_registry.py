@@ -183,7 +183,7 @@ def test_another_contract_version_is_refused_with_both_versions(install: Install
         load_plugins().schedulers.get("old")
 
 
-@pytest.mark.parametrize("name", ["", "auto", 3])
+@pytest.mark.parametrize("name", ["", "auto", "one,two", 3])
 def test_an_impossible_name_is_refused(name: object) -> None:
     class Plugin:
         @hookimpl

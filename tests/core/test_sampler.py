@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.errors import ExecutorError, InvalidRequestError
+from engine.core.sampled import Sampled
 from engine.core.sampler import Sampler, prompt_logprobs
 from engine.core.sampling_ops import WIDEST_TOP_K, cutoffs, draw, mix, uniforms
 from engine.core.types import NewSequence, SamplingParams, TokenLogprobs
@@ -61,11 +62,17 @@ def reference_token(probs, uniform):
     return token, float(np.abs(cumulative - uniform).min()) < 1e-5
 
 
-def make_sampler(*params, vocab=VOCAB, prompt=(1, 2, 3), output=()):
-    sampler = Sampler(vocab, "cpu", frozenset({EOS}))
+def make_sampler(*params, vocab=VOCAB, prompt=(1, 2, 3), output=(), fused=False):
+    sampler = Sampler(vocab, "cpu", frozenset({EOS}), max_running=max(len(params), 1), fused=fused)
     for number, each in enumerate(params):
-        sampler.add(NewSequence(sequence=number, tokens=(*prompt, *output), prompt_len=len(prompt), params=each))
+        new = NewSequence(sequence=number, tokens=(*prompt, *output), prompt_len=len(prompt), params=each)
+        sampler.add(new, row=number)
     return sampler
+
+
+def sample(sampler, logits, sequences):
+    """Sequences lie in the rows of their own numbers."""
+    return sampler.sample(logits, sequences, torch.tensor(list(sequences), dtype=torch.int64))
 
 
 def random_logits(rows, vocab=VOCAB, seed=0, spread=2.0):
@@ -74,7 +81,7 @@ def random_logits(rows, vocab=VOCAB, seed=0, spread=2.0):
 
 def run(sampler, logits, sequences, steps):
     """Tokens sampled in so many steps from the same logits: one list a row."""
-    columns = [sampler.sample(logits, sequences).to_host()[0] for _ in range(steps)]
+    columns = [sample(sampler, logits, sequences).to_host()[0] for _ in range(steps)]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
@@ -129,7 +136,7 @@ def test_tokens_equal_the_reference_sampler(asked):
     prompt, outputs, unsure = [1, 2, 3], [[] for _ in seeds], 0
     sampler = make_sampler(*(SamplingParams(seed=seed, **asked) for seed in seeds))
     for _ in range(20):
-        tokens, _ = sampler.sample(logits, tuple(seeds)).to_host()
+        tokens, _ = sample(sampler, logits, tuple(seeds)).to_host()
         for seed, output in enumerate(outputs):
             probs = reference_probs(logits[seed].numpy(), SamplingParams(seed=seed, **asked), prompt, output)
             expected, close = reference_token(probs, reference_uniform(seed, len(output)))
@@ -189,7 +196,7 @@ def test_repetition_penalty_is_that_of_transformers():
     best = int(logits.argmax())
     for penalty, prompt_, wanted in ((5.0, prompt, expected), (5.0, (best,), None)):
         params = SamplingParams(temperature=0, repetition_penalty=penalty)
-        token = make_sampler(params, prompt=prompt_).sample(logits, (0,)).to_host()[0][0]
+        token = sample(make_sampler(params, prompt=prompt_), logits, (0,)).to_host()[0][0]
         assert token != best if wanted is None else token == wanted
 
 
@@ -218,9 +225,9 @@ def test_greedy_takes_the_first_of_equals():
     logits[1, [5, 9]] = 1.0
     logits[2, [30, 40, 41]] = 2.0
     greedy = SamplingParams(temperature=0)
-    assert make_sampler(greedy, greedy, greedy).sample(logits, (0, 1, 2)).to_host()[0] == [0, 5, 30]
+    assert sample(make_sampler(greedy, greedy, greedy), logits, (0, 1, 2)).to_host()[0] == [0, 5, 30]
     others = SamplingParams(top_k=1, seed=1), SamplingParams(temperature=1e-9, seed=1), greedy
-    assert make_sampler(*others).sample(logits, (0, 1, 2)).to_host()[0] == [0, 5, 30]
+    assert sample(make_sampler(*others), logits, (0, 1, 2)).to_host()[0] == [0, 5, 30]
 
 
 def test_ties_with_the_last_token_kept_are_kept():
@@ -240,8 +247,8 @@ def test_logits_are_left_alone():
 def test_bfloat16_logits():
     logits = random_logits(2).bfloat16()
     params = SamplingParams(seed=3, top_p=0.9, logprobs=2), SamplingParams(temperature=0)
-    tokens = make_sampler(*params).sample(logits, (0, 1)).to_host()[0]
-    assert tokens == make_sampler(*params).sample(logits.float(), (0, 1)).to_host()[0]
+    tokens = sample(make_sampler(*params), logits, (0, 1)).to_host()[0]
+    assert tokens == sample(make_sampler(*params), logits.float(), (0, 1)).to_host()[0]
 
 
 def test_extreme_temperatures():
@@ -296,8 +303,9 @@ def test_a_freed_slot_starts_from_nothing():
     first = run(sampler, logits, (0,), 30)
     for number in range(1, 12):
         sampler.remove(number - 1)
-        sampler.add(NewSequence(sequence=number, tokens=(1, 2, 3), prompt_len=3, params=params))
-        assert run(sampler, logits, (number,), 30) == first
+        sampler.add(NewSequence(sequence=number, tokens=(1, 2, 3), prompt_len=3, params=params), row=0)
+        columns = [sampler.sample(logits, (number,), torch.zeros(1, dtype=torch.int64)).to_host()[0] for _ in first[0]]
+        assert [[token for column in columns for token in column]] == first
 
 
 def test_same_seed_same_tokens():
@@ -345,8 +353,8 @@ def test_a_row_does_not_depend_on_the_others(mine, others, data):
         guests = data.draw(st.lists(st.sampled_from(range(1, len(others) + 1)), unique=True)) if others else []
         place = data.draw(st.integers(0, len(guests)))
         batch = [*guests[:place], 0, *guests[place:]]
-        expected, expected_logprobs = alone.sample(logits[:1], (0,)).to_host()
-        tokens, logprobs = together.sample(logits[batch], batch).to_host()
+        expected, expected_logprobs = sample(alone, logits[:1], (0,)).to_host()
+        tokens, logprobs = sample(together, logits[batch], batch).to_host()
         assert tokens[place] == expected[0]
         assert (logprobs[place] is None) == (expected_logprobs[0] is None)
         if logprobs[place] is not None:
@@ -361,7 +369,7 @@ def test_logprobs_are_of_the_raw_distribution():
         SamplingParams(temperature=0),
         SamplingParams(temperature=0, logprobs=0),
     )
-    tokens, entries = make_sampler(*params).sample(logits, (0, 1, 2)).to_host()
+    tokens, entries = sample(make_sampler(*params), logits, (0, 1, 2)).to_host()
     raw = logits.double().log_softmax(-1)
     assert entries[1] is None
     for row, top in ((0, 4), (2, 0)):
@@ -377,7 +385,7 @@ def test_logprobs_are_of_the_raw_distribution():
 
 def test_more_logprobs_than_tokens_are_all_tokens():
     params = SamplingParams(temperature=0, logprobs=1000)
-    entry = make_sampler(params).sample(random_logits(1), (0,)).to_host()[1][0]
+    entry = sample(make_sampler(params), random_logits(1), (0,)).to_host()[1][0]
     assert len(entry.top) == VOCAB
 
 
@@ -401,14 +409,14 @@ def test_logits_that_are_not_finite_name_the_sequence(value, asked):
     params = SamplingParams(seed=1, **asked)
     logits = random_logits(3)
     logits[1, 13] = value
-    sampled = make_sampler(params, params, params).sample(logits, (0, 1, 2))
+    sampled = sample(make_sampler(params, params, params), logits, (0, 1, 2))
     assert all(0 <= token < VOCAB for token in sampled.tokens.tolist()), "the next step must be able to look it up"
     with pytest.raises(ExecutorError, match="logits of sequence 1 are not finite"):
         sampled.to_host()
 
 
 def test_a_row_without_any_possible_token_is_noticed():
-    sampled = make_sampler(SamplingParams(seed=1)).sample(torch.full((1, VOCAB), -math.inf), (0,))
+    sampled = sample(make_sampler(SamplingParams(seed=1)), torch.full((1, VOCAB), -math.inf), (0,))
     with pytest.raises(ExecutorError, match="sequence 0"):
         sampled.to_host()
 
@@ -421,10 +429,10 @@ def test_tokens_ruled_out_by_the_model_never_come():
 
 def test_sequences_must_be_known_and_seeded():
     sampler = make_sampler(SamplingParams(temperature=0), SamplingParams(temperature=0))
-    sampler.sample(random_logits(2), (0, 1))
+    sample(sampler, random_logits(2), (0, 1))
     sampler.remove(1)
     with pytest.raises(ExecutorError, match="not told of sequence 1"):
-        sampler.sample(random_logits(2), (0, 1))
+        sample(sampler, random_logits(2), (0, 1))
     with pytest.raises(ExecutorError, match="no seed"):
         make_sampler(SamplingParams())
 
@@ -432,12 +440,13 @@ def test_sequences_must_be_known_and_seeded():
 @pytest.mark.parametrize("asked", [{"temperature": 0}, {}, {"top_p": 0.5}, EVERYTHING | {"logprobs": 3}], ids=str)
 def test_sampling_reads_nothing_back(asked):
     """On the meta device there is nothing to read: whatever would make the host wait for a value raises."""
-    sampler = Sampler(VOCAB, "meta", frozenset({EOS}))
+    sampler = Sampler(VOCAB, "meta", frozenset({EOS}), max_running=2, fused=False)
     for number in (0, 1):
         params = SamplingParams(seed=number, **asked)
-        sampler.add(NewSequence(sequence=number, tokens=(1, 2, 3), prompt_len=2, params=params))
+        sampler.add(NewSequence(sequence=number, tokens=(1, 2, 3), prompt_len=2, params=params), row=number)
     for batch in ((0, 1), (0, 1), (1,)):
-        sampled = sampler.sample(torch.empty(len(batch), VOCAB, device="meta"), batch)
+        rows = torch.empty(len(batch), dtype=torch.int64, device="meta")
+        sampled = sampler.sample(torch.empty(len(batch), VOCAB, device="meta"), batch, rows)
         assert sampled.tokens.shape == (len(batch),)
     with pytest.raises((NotImplementedError, RuntimeError)):
         sampled.to_host()
@@ -450,9 +459,119 @@ def test_a_steady_batch_is_planned_once(monkeypatch):
     plan = sampler._planner.plan
     monkeypatch.setattr(sampler._planner, "plan", lambda *args: plans.append(args[0]) or plan(*args))
     for batch in ((0, 1, 2), [0, 1, 2], range(3), (0, 1), (0, 1)):
-        sampler.sample(random_logits(len(batch)), batch)
+        sample(sampler, random_logits(len(batch)), batch)
     assert plans == [(0, 1, 2), (0, 1)]
 
 
 def test_an_empty_batch():
-    assert make_sampler().sample(torch.zeros(0, VOCAB), ()).to_host() == ([], [])
+    assert sample(make_sampler(), torch.zeros(0, VOCAB), ()).to_host() == ([], [])
+
+
+KINDS = [
+    ({"temperature": 0}, "greedy"),
+    ({"top_k": 1}, "greedy"),
+    ({}, "draw"),
+    ({"top_p": 0.5, "min_p": 0.1}, "draw"),
+    ({"logprobs": 0, "temperature": 0}, "full"),
+    ({"repetition_penalty": 1.1}, "full"),
+    ({"presence_penalty": 0.1}, "full"),
+    ({"frequency_penalty": 0.1, "temperature": 0}, "full"),
+    ({"logit_bias": ((1, 1.0),)}, "full"),
+    ({"min_tokens": 2}, "full"),
+    ({"min_tokens": 2, "ignore_eos": True}, "draw"),
+]
+
+
+@pytest.mark.parametrize(("asked", "kind"), KINDS, ids=str)
+def test_kind_is_what_the_most_demanding_sequence_takes(asked, kind):
+    greedy, drawing = SamplingParams(temperature=0), SamplingParams(seed=1)
+    sampler = make_sampler(greedy, SamplingParams(seed=1, **asked), drawing)
+    assert sampler.kind((0,)) == "greedy"
+    assert sampler.kind([0, 1]) == kind
+    assert sampler.kind((0, 2)) == "draw"
+    assert sampler.kind((2, 1)) == ("full" if kind == "full" else "draw")
+    sampler.remove(1)
+    assert sampler.kind((0, 2)) == "draw"
+
+
+def test_kind_is_full_until_min_tokens_are_out():
+    sampler = make_sampler(SamplingParams(temperature=0, min_tokens=3), SamplingParams(temperature=0), output=(9,))
+    kinds = []
+    for batch in ((0,), (1,), (0, 1), (0, 1)):
+        kinds.append(sampler.kind((0, 1)))
+        sample(sampler, random_logits(len(batch)), batch)
+    assert kinds == ["full", "full", "full", "greedy"]
+    assert make_sampler(SamplingParams(temperature=0, min_tokens=2), output=(1, 2)).kind((0,)) == "greedy"
+
+
+def test_the_table_counts_what_was_put_out():
+    sampler = make_sampler(SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2), output=(4, 4))
+    run(sampler, random_logits(2), (0, 2), 3)
+    assert sampler.table.outputs[:3].tolist() == [5, 2, 5]
+    sampler.greedy(random_logits(3), torch.tensor([1, 3, 3]))
+    assert sampler.table.outputs[:3].tolist() == [5, 3, 5]
+
+
+def test_a_sequence_removed_before_it_was_written_leaves_its_row_to_the_next():
+    sampler = make_sampler(SamplingParams(seed=1), SamplingParams(seed=2), output=(1,))
+    sampler.remove(0)
+    sampler.add(NewSequence(sequence=7, tokens=(1, 2, 3), prompt_len=1, params=SamplingParams(seed=3)), row=0)
+    sampler.flush()
+    assert sampler.table.outputs[:2].tolist() == [2, 1]
+    assert sampler.table.keys[:2].tolist() == mix(torch.tensor([3, 2])).tolist()
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0}], ids=str)
+def test_only_edited_rows_are_copied_as_float32(asked):
+    """A penalty in one row costs the others nothing."""
+    sampler = make_sampler(SamplingParams(seed=1, presence_penalty=1.0), *[SamplingParams(seed=2, **asked)] * 3)
+    shapes = []
+    edit = sampler._edit
+    sampler._edit = lambda scores, *rest: shapes.append(scores.shape) or edit(scores, *rest)
+    sample(sampler, random_logits(4).bfloat16(), (1, 0, 2, 3))
+    assert shapes == [(1, VOCAB)]
+
+
+def test_a_fused_sampler_gives_the_same_tokens():
+    """Plain rows, rows with everything and greedy ones in one batch, whose composition changes."""
+    pytest.importorskip("triton")
+    params = [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, **EVERYTHING),
+        SamplingParams(temperature=0, logprobs=1),
+        SamplingParams(seed=3, top_p=0.8, logit_bias=((3, 4.0),)),
+    ]
+    plain, fused = make_sampler(*params), make_sampler(*params, fused=True)
+    logits = random_logits(4)
+    for batch in ((0, 1, 2, 3), (3, 1), (0, 2), (0,), (2,)):
+        for _ in range(2):
+            expected, found = (sample(each, logits[list(batch)], batch).to_host() for each in (plain, fused))
+            assert found == expected
+
+
+def test_draws_of_a_graph_and_of_steps_alternate():
+    """`draw` and `greedy`, which know rows only, go on where `sample` stopped, and the reverse."""
+    pytest.importorskip("triton")
+    params = [SamplingParams(seed=1), SamplingParams(seed=2, top_k=5), SamplingParams(temperature=0)]
+    logits = random_logits(3)
+    expected = run(make_sampler(*params), logits, (0, 1, 2), 6)
+    sampler = make_sampler(*params, fused=True)
+    sampler.flush()
+    padded, rows = logits[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 3])
+    columns = []
+    for step in range(6):
+        if step % 3 == 0:
+            columns.append(sample(sampler, logits, (0, 1, 2)).to_host()[0])
+        else:
+            tokens, peaks = sampler.draw(padded, rows)
+            sampled = Sampled.from_tokens(tokens[:3], peaks[:3], (0, 1, 2))
+            assert sampled.ready()
+            columns.append(sampled.to_host()[0])
+    assert [list(row) for row in zip(*columns, strict=True)] == expected
+
+
+def test_tokens_from_elsewhere_are_checked_too():
+    tokens, peaks = torch.tensor([4, 5, 6]), torch.tensor([1.0, math.nan, -math.inf])
+    sampled = Sampled.from_tokens(tokens, peaks, (10, 11, 12))
+    with pytest.raises(ExecutorError, match="sequence 11, 12 are not finite"):
+        sampled.to_host()

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from engine.core.errors import ExecutorError, InvalidRequestError, PluginError
 from engine.core.kv_cache import BlockManager
-from engine.core.scheduler import MAX_DISPLACED, Scheduler
+from engine.core.planner import MAX_DISPLACED
+from engine.core.scheduler import Scheduler
 from engine.core.schedulers import RequestView, SchedulingPolicy, Split
 from engine.core.types import Output, Request, SamplingParams, Step, StepResult, TokenLogprobs
 
@@ -87,6 +89,11 @@ def finish(scheduler: Scheduler, most: int = 500) -> list[Output]:
             return outputs
         outputs += turn(scheduler)
     raise AssertionError("no end")
+
+
+def views(scheduler: Scheduler) -> tuple[RequestView, ...]:
+    """What a policy sees of the running requests."""
+    return scheduler._queues.running_views
 
 
 def work(step: Step) -> list[int | tuple[int, int, int, bool]]:
@@ -320,6 +327,59 @@ def test_no_block_is_shared_that_holds_tokens_sampled_past_a_stop() -> None:
     turn(scheduler, 5)
     commit(scheduler, plan(scheduler), (6, EOS, 8, 9, 8, 9, 8, 9))
     assert scheduler.stats().blocks_cached == 1, "the block of 1 1 1 5, not that of 6 and the end token"
+
+
+def test_decodes_are_the_same_object_until_somebody_comes_or_goes() -> None:
+    scheduler = make_scheduler()
+    for name, most in (("a", 20), ("b", 8)):
+        scheduler.add(request(name, 3, max_tokens=most))
+    turn(scheduler)
+    seen = []
+    for number in range(8):
+        if number == 3:
+            scheduler.add(request("c", 3, max_tokens=20))
+        step = plan(scheduler)
+        commit(scheduler, step)
+        seen.append(step.decodes)
+    assert seen == [(1, 2)] * 4 + [(1, 2, 3)] * 3 + [(1, 3)]
+    assert [now is before for before, now in pairwise(seen)] == [
+        *(True, True, True),  # a page was crossed here
+        *(False, True, True),
+        False,
+    ]
+
+
+def test_a_sequence_beyond_the_room_is_held_and_goes_on_where_it_was() -> None:
+    rooms = iter([64, 64, 1, 1, 64, 64])
+    scheduler = make_scheduler(policy(split=lambda budget, waiting, running: Split(decode=next(rooms), prefill=budget)))
+    for name in "ab":
+        scheduler.add(request(name, 3, max_tokens=20))
+    turn(scheduler)
+    seen = []
+    for _ in range(5):
+        step = plan(scheduler)
+        seen.append((step.decodes, [(view.computed_tokens, view.output_tokens) for view in views(scheduler)]))
+        commit(scheduler, step)
+    assert seen == [
+        ((1, 2), [(4, 2), (4, 2)]),
+        ((1,), [(5, 3), (4, 2)]),
+        ((1,), [(6, 4), (4, 2)]),
+        ((1, 2), [(7, 5), (5, 3)]),
+        ((1, 2), [(8, 6), (6, 4)]),
+    ]
+
+
+def test_who_has_all_tokens_planned_holds_nobody_back() -> None:
+    scheduler = make_scheduler(policy(split=lambda budget, waiting, running: Split(decode=1, prefill=budget)))
+    for name, most in (("a", 3), ("b", 2)):
+        scheduler.add(request(name, 3, max_tokens=most))
+    steps = [plan(scheduler) for _ in range(2)]
+    seen = [step.decodes for step in steps]
+    for _ in range(2):
+        steps.append(plan(scheduler))
+        seen.append(steps[-1].decodes)
+        commit(scheduler, steps.pop(0))
+    assert seen == [(), (1,), (1,), (2,)]
 
 
 # One step ahead
@@ -565,6 +625,19 @@ def test_a_victim_leaves_the_step_being_planned() -> None:
     assert [sequence for sequence, _ in step.blocks] == [2]
 
 
+def test_a_victim_makes_room_for_one_held_back() -> None:
+    rooms = iter([64, 64, *[1] * 20])
+    scheduler = crowded(
+        policy(
+            split=lambda budget, waiting, running: Split(decode=next(rooms), prefill=budget),
+            victim=lambda running: running[0],
+        )
+    )
+    seen = [plan(scheduler).decodes for _ in range(5)]
+    assert seen == [(1,)] * 4 + [(2,)], "the first took the last block, and gave way when it needed another"
+    assert scheduler.stats().preemptions == 1
+
+
 def test_nobody_is_admitted_in_a_step_for_which_somebody_was_preempted() -> None:
     scheduler = crowded()
     scheduler.add(request("c", 1, max_tokens=1, arrival=1.0))
@@ -656,6 +729,35 @@ def test_who_was_displaced_is_not_admitted_again_in_the_same_step() -> None:
     assert scheduler.stats().waiting == 2
 
 
+def test_an_urgent_prompt_comes_before_the_rest_of_another() -> None:
+    chosen = displacing(order=lambda waiting, now: sorted(waiting, key=lambda view: view.priority))
+    scheduler = make_scheduler(chosen, max_batch_tokens=8)
+    seen = []
+    for name, length, priority in (("a", 20, 2), ("b", 11, 1), ("c", 2, 2), ("d", 3, 0)):
+        scheduler.add(request(name, length, priority=priority, max_tokens=20))
+        step = plan(scheduler)
+        seen.append(work(step))
+        commit(scheduler, step)
+    seen += [work(plan(scheduler)) for _ in range(2)]
+    assert seen == [
+        [(1, 0, 8, False)],
+        [(2, 0, 8, False)],
+        [(2, 8, 3, True), (1, 8, 5, False)],
+        [2, (3, 0, 3, True), (1, 13, 4, False)],
+        [2, 3, (1, 17, 3, True), (4, 0, 2, True)],
+        [2, 3, 1, 4],
+    ]
+    assert scheduler.stats().preemptions == 0
+
+
+def test_a_policy_that_lets_nobody_displace_is_not_asked_about_prompts() -> None:
+    scheduler = make_scheduler(max_batch_tokens=8)
+    scheduler.add(request("a", 20, priority=2))
+    turn(scheduler)
+    scheduler.add(request("b", 4, priority=0))
+    assert work(plan(scheduler)) == [(1, 8, 8, False)]
+
+
 def test_nobody_is_displaced_in_vain() -> None:
     asked = []
 
@@ -744,6 +846,21 @@ def test_abort_of_a_victim_with_a_result_under_way() -> None:
     scheduler.add(request("b", 7, max_tokens=10))
     assert [output.request for output in commit(scheduler, ahead)] == ["a"]
     assert [output.request for output in commit(scheduler, second)] == ["a"]
+
+
+# What policies are asked
+
+
+def test_a_policy_is_asked_only_what_it_has_an_answer_of_its_own_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected(*_: object) -> None:
+        raise AssertionError("asked")
+
+    for question in ("preempts", "split", "decode_steps"):
+        monkeypatch.setattr(SchedulingPolicy, question, unexpected)
+    scheduler = make_scheduler(max_running=1)
+    for name in "ab":
+        scheduler.add(request(name, max_tokens=3))
+    assert len(finish(scheduler)) == 6
 
 
 # Wrong policies
@@ -868,6 +985,11 @@ def test_views_show_what_is_planned_and_cannot_be_changed() -> None:
     assert (view.computed_tokens, view.output_tokens, view.preemptions) == (5, 1, 0)
     with pytest.raises(AttributeError):
         view.priority = 0  # type: ignore[misc]
+    for number in range(1, 4):
+        plan(scheduler)
+        assert (view.computed_tokens, view.output_tokens) == (5 + number, 1 + number)
+    scheduler._queues.preempt(scheduler._queues.running[1])
+    assert (view.computed_tokens, view.output_tokens, view.preemptions) == (0, 4, 1)
 
 
 def test_the_waiting_are_shown_in_order_of_arrival() -> None:

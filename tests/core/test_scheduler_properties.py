@@ -21,6 +21,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.schedulers import RequestView, SchedulingPolicy, Split
 from engine.core.types import Output, Request, SamplingParams, Step, StepResult, TokenLogprobs
 from engine.plugins.schedulers.fcfs import FirstComeFirstServed
+from engine.plugins.schedulers.multi_step import MultiStep, MultiStepOptions
 from engine.plugins.schedulers.priority import Priority
 
 PAGE = 2
@@ -180,6 +181,9 @@ class Hostile(SchedulingPolicy):
 class SchedulerMachine(RuleBasedStateMachine):
     policy: type[SchedulingPolicy]
 
+    def make_policy(self, seed: int) -> SchedulingPolicy:
+        return self.policy(seed)
+
     @initialize(
         num_blocks=st.integers(3, 12),
         max_batch_tokens=st.sampled_from([1, 3, 5, 8, 30]),
@@ -201,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.blocks = BlockManager(num_blocks, PAGE, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(
-            self.policy(seed),
+            self.make_policy(seed),
             self.blocks,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
@@ -326,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             number = int(running[new.sequence].request.id)
             if number not in self.admitted:
                 self.admitted.append(number)
-        if self.policy is FirstComeFirstServed:
+        if issubclass(self.policy, FirstComeFirstServed):
             assert self.admitted == sorted(self.admitted), "a request overtook an earlier one"
         self.in_flight.append((step, result))
         return True
@@ -372,6 +376,13 @@ class PriorityMachine(SchedulerMachine):
     policy = Priority
 
 
+class MultiStepMachine(SchedulerMachine):
+    policy = MultiStep
+
+    def make_policy(self, seed: int) -> SchedulingPolicy:
+        return MultiStep(MultiStepOptions(steps=("auto", 2, 3, 4, 8)[seed % 5]))
+
+
 class HostileMachine(SchedulerMachine):
     policy = Hostile
 
@@ -380,5 +391,7 @@ TestFcfs = FcfsMachine.TestCase
 TestFcfs.settings = LIMITS
 TestPriority = PriorityMachine.TestCase
 TestPriority.settings = LIMITS
+TestMultiStep = MultiStepMachine.TestCase
+TestMultiStep.settings = LIMITS
 TestHostile = HostileMachine.TestCase
 TestHostile.settings = LIMITS

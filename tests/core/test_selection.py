@@ -208,6 +208,60 @@ def test_a_page_size_the_backend_cannot_read_is_a_refusal() -> None:
     assert resolve(config, plugins, CPU, {}).attention is picky
 
 
+def pair(name: str, **first: Any) -> tuple[EngineConfig, Plugins]:
+    """A configuration that names two of these: first (page sizes and refusal as given), and second with options."""
+    plugins = registry(
+        ("attention", "first", concrete(AttentionBackend, **first), 1),
+        ("attention", "second", concrete(AttentionBackend, options_class=Options), 1),
+    )
+    return evolve(EngineConfig(), attention=AttentionConfig(name=name)), plugins
+
+
+def test_attention_may_name_two() -> None:
+    config, plugins = pair("first, second", page_sizes=(64, 16))
+    config = evolve(config, attention=evolve(config.attention, options={"decode": {"splits": 3}}))
+    parts = resolve(config, plugins, CPU, {})
+    assert parts.attention.names == ("first", "second")  # type: ignore[attr-defined]
+    assert parts.attention.page_sizes == (64, 16)
+    assert parts.options["attention"].decode == Options(3)
+    [choice] = [one for one in parts.choices if one.seam == "attention"]
+    assert (choice.name, choice.provenance, choice.reason) == ("first, second", "object", "asked for by name")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "message"),
+    [
+        ("first,second", {"refuses": refusing("no tide")}, r"'first,second' refuses: first \(for prefill\): no tide"),
+        (
+            "first,second",
+            {"page_sizes": (64,)},
+            "refuses: it reads KV blocks of 64 tokens, not 16; set cache.page_size",
+        ),
+        ("first,secnd", {}, r"there is no attention plugin 'secnd'; did you mean second\?"),
+        ("first,auto", {}, "'first,auto' does not name two plugins; write it as PREFILL,DECODE"),
+        ("first,", {}, "does not name two plugins"),
+        ("first,second,first", {}, "does not name two plugins"),
+    ],
+)
+def test_two_that_cannot_serve_are_refused(name: str, first: dict[str, Any], message: str) -> None:
+    config, plugins = pair(name, **first)
+    with pytest.raises(PluginError, match=message):
+        resolve(config, plugins, CPU, {})
+
+
+def test_other_seams_take_one() -> None:
+    config = evolve(EngineConfig(), quant=QuantConfig(name="the-quant,the-quant"))
+    with pytest.raises(PluginError, match="there is no quant plugin 'the-quant,the-quant'"):
+        resolve(config, registry(), CPU, {})
+
+
+def test_wrong_options_of_two_name_the_part() -> None:
+    config, plugins = pair("first,second")
+    config = evolve(config, attention=evolve(config.attention, options={"decode": {"split": 3}}))
+    with pytest.raises(ConfigError, match=r"attention 'first,second': attention.options.decode: there is no option"):
+        resolve(config, plugins, CPU, {})
+
+
 def test_options_reach_the_plugin_as_its_own_class() -> None:
     plugins = registry(("attention", "mine", concrete(AttentionBackend, options_class=Options), 1))
     config = evolve(

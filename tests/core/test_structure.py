@@ -22,6 +22,11 @@ class Inner:
     depth: int = 1
 
 
+@frozen
+class Outer:
+    width: int = field(validator=validators.ge(1))
+
+
 @frozen(kw_only=True)
 class Options:
     needed: str
@@ -31,6 +36,7 @@ class Options:
     kind: Literal["a", "b"] = "a"
     maybe: int | None = None
     either: int | str = 0
+    shape: Inner | Outer | tuple[int, ...] = Inner()
     names: tuple[str, ...] = ()
     pair: tuple[int, float] = (1, 1.0)
     many: list[Inner] = field(factory=list)
@@ -58,6 +64,9 @@ def test_defaults_stay() -> None:
         ("maybe", None, None),
         ("either", "s", "s"),
         ("either", 4, 4),
+        ("shape", {"depth": 2}, Inner(2)),
+        ("shape", {"width": 2}, Outer(2)),
+        ("shape", [1, 2], (1, 2)),
         ("names", ["a", "b"], ("a", "b")),
         ("pair", [1, 2], (1, 2.0)),
         ("many", [{"depth": 2}, {}], [Inner(2), Inner(1)]),
@@ -88,6 +97,14 @@ def test_values_of_the_right_type_are_taken(name: str, given: object, value: obj
         ({"kind": "c"}, "mine.options.kind"),
         ({"maybe": "3"}, "mine.options.maybe: expected a whole number"),
         ({"either": 1.5}, "expected a whole number or a string, found 1.5"),
+        ({"shape": {"depth": "x"}}, r"shape: expected Inner or Outer or a list, found a table; not Inner, since mine"),
+        (
+            {"shape": {"depth": "x"}},
+            r"since mine.options.shape.depth: expected a whole number.*; not Outer, since",
+        ),
+        ({"shape": {"width": 0}}, r"not Outer, since mine.options.shape: 'width' must be >= 1: 0$"),
+        ({"shape": [1, "x"]}, r"; not a list, since mine.options.shape\[1\]: expected a whole number"),
+        ({"shape": "s"}, r'shape: expected Inner or Outer or a list, found "s" \(a string\)$'),
         ({"names": "ab"}, 'expected a list, found "ab"'),
         ({"names": ["a", 1]}, r"mine.options.names\[1\]: expected a string, found 1"),
         ({"pair": [1]}, "expected a list of 2"),

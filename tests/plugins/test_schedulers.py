@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from engine.core.kv_cache import BlockManager
 from engine.core.scheduler import Scheduler
 from engine.core.schedulers import SchedulingPolicy
-from engine.core.types import Request, SamplingParams, StepResult
+from engine.core.structure import structure
+from engine.core.types import Request, SamplingParams, Step, StepResult
 from engine.plugins.schedulers.fcfs import FirstComeFirstServed
+from engine.plugins.schedulers.multi_step import MultiStep, MultiStepOptions
 from engine.plugins.schedulers.priority import Priority
 from engine.testing.schedulers import PolicyConformance, View
 
@@ -15,6 +21,15 @@ class TestFcfsContract(PolicyConformance):
 
 class TestPriorityContract(PolicyConformance):
     policy = Priority
+
+
+class TestMultiStepContract(PolicyConformance):
+    policy = MultiStep
+
+
+class TestFixedMultiStepContract(PolicyConformance):
+    policy = MultiStep
+    options = MultiStepOptions(steps=5)
 
 
 def ids(policy: SchedulingPolicy, *views: View) -> str:
@@ -86,3 +101,69 @@ def test_order_in_a_scheduler() -> None:
     requests = (("a", 1), ("b", 1), ("c", 0), ("d", 2), ("e", 0))
     assert order_of_ends(FirstComeFirstServed(), *requests) == "abcde"
     assert order_of_ends(Priority(), *requests) == "ceabd"
+
+
+def steps(running: int, waiting: int = 0, **options: Any) -> int:
+    views = tuple(View(id=str(number)) for number in range(running + waiting))
+    return MultiStep(MultiStepOptions(**options)).decode_steps(views[:running], views[running:])
+
+
+def test_auto_steps_fall_with_the_batch_and_with_anybody_waiting() -> None:
+    assert [steps(running) for running in (1, 16, 17, 32, 64, 128, 129, 1000)] == [8, 8, 7, 4, 2, 1, 1, 1]
+    assert [steps(running, max_steps=32) for running in (1, 16, 128)] == [32, 32, 4]
+    assert steps(1, waiting=1) == 1
+
+
+def test_fixed_steps_are_kept_whatever_runs_or_waits() -> None:
+    assert [steps(running, waiting, steps=6) for running, waiting in ((1, 0), (1, 3), (500, 0))] == [6, 6, 6]
+    assert MultiStep().options == MultiStepOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, 'steps is 0; give a number from 1 up, or "auto"'),
+        ({"steps": "many"}, "steps is 'many'; give a number from 1 up, or \"auto\""),
+        ({"steps": 2.5}, "steps: expected a whole number or a string"),
+        ({"max_steps": 0}, "max_steps is 0; give a number from 1 up"),
+        ({"steps": 4, "max_steps": 8}, 'max_steps bounds steps = "auto", but steps is 4; give only one of them'),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    _, problems = structure(options, MultiStepOptions, "scheduler.options")
+    assert [message in problem for problem in problems] == [True]
+
+
+def test_a_stop_an_abort_and_an_arrival_are_honoured_with_the_next_step() -> None:
+    """The bound on latency: they wait for the k iterations under way, not longer."""
+    scheduler = Scheduler(
+        MultiStep(MultiStepOptions(steps=4)),
+        BlockManager(50, 4),
+        max_batch_tokens=64,
+        max_running=8,
+        max_len=100,
+        eos_tokens=frozenset({0}),
+    )
+
+    def add(name: str) -> None:
+        scheduler.add(Request(id=name, prompt=(1, 2, 3), params=SamplingParams(max_tokens=50)))
+
+    def plan() -> Step:
+        step = scheduler.schedule(0.0)
+        assert step is not None
+        return step
+
+    for name in "abc":
+        add(name)
+    first = plan()
+    scheduler.commit(first, StepResult(step=first.id, tokens=((5, 5, 5),)), 0.0)
+    step = plan()
+    assert (step.decodes, step.iterations) == ((1, 2, 3), 4)
+    add("d")
+    assert scheduler.abort("b") is not None
+    outputs = scheduler.commit(step, StepResult(step=step.id, tokens=((5, 5, 5), (0, 5, 5), (6, 6, 6), (7, 7, 7))), 0.0)
+    assert [(output.request, output.tokens) for output in outputs] == [("a", (5, 0)), ("c", (5, 5, 6, 7))]
+    step = plan()
+    assert (step.decodes, step.iterations, step.finished) == ((3,), 1, (2, 1))
+    assert [new.sequence for new in step.new] == [4]
+    assert scheduler.stats().blocks_used == 2 + 1, "c has computed 7 tokens and now its eighth, d its prompt of 3"

@@ -18,14 +18,17 @@ from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig, Server
 from engine.core.wire import encode
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
+FAKE_FRONT_END = Path(__file__).with_name("fake_front_end.py")
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 
 
 class RunningServer:
     """A server process, and what is needed to look into it from outside."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    def __init__(self, command: Sequence[str], directory: Path | None = None) -> None:
+        """directory: where it makes its temporary files."""
+        self.directory = directory
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"TMPDIR": str(directory)} if directory else {})
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -71,11 +74,24 @@ class RunningServer:
             assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.errors}"
             time.sleep(0.02)
 
+    def leftovers(self) -> list[Path]:
+        """The servers' own directories that are there."""
+        assert self.directory is not None
+        return list(self.directory.glob("engine-*"))
+
+    def children(self) -> dict[int, str]:
+        """The command line of each child, by process number."""
+        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in listed}
+
     def engine_pid(self) -> int:
-        """The engine process: the child that is a Python module or the fake."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1
-        return int(children[0])
+        """The engine process."""
+        (found,) = [pid for pid, command in self.children().items() if "front_end" not in command]
+        return found
+
+    def front_end_pids(self) -> list[int]:
+        """The front end processes."""
+        return [pid for pid, command in self.children().items() if "front_end" in command]
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
@@ -114,11 +130,11 @@ def alive() -> Callable[[int], bool]:
 def fake_config() -> Callable[..., EngineConfig]:
     """A configuration for the fake engine: keyword arguments are ServerConfig's, and `options` the engine's."""
 
-    def make(options: dict[str, Any] | None = None, **server: Any) -> EngineConfig:
+    def make(options: dict[str, Any] | None = None, tokenizer: str = "", **server: Any) -> EngineConfig:
         return EngineConfig(
-            model=ModelConfig(path="somewhere/tiny"),
+            model=ModelConfig(path="somewhere/tiny", tokenizer=tokenizer),
             executor=ExecutorConfig(options=options or {}),
-            server=attrs.evolve(ServerConfig(port=0), **server),
+            server=attrs.evolve(ServerConfig(port=0, api_workers=1), **server),
         )
 
     return make
@@ -138,9 +154,11 @@ def serve_fake(
 
     @contextlib.contextmanager
     def start(**kwargs: Any) -> Iterator[RunningServer]:
-        file = tmp_path_factory.mktemp("serve") / "config"
+        directory = tmp_path_factory.mktemp("serve")
+        file = directory / "config"
         file.write_bytes(encode(fake_config(**kwargs)))
-        server = RunningServer([sys.executable, "-P", str(FAKE_SERVER), str(file), str(FAKE_ENGINE)])
+        command = [sys.executable, "-P", *map(str, (FAKE_SERVER, file, FAKE_ENGINE, FAKE_FRONT_END))]
+        server = RunningServer(command, directory)
         try:
             yield server
         finally:

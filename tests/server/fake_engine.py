@@ -2,7 +2,7 @@
 
 How it behaves is in executor.options of its configuration:
     delay: seconds a step takes; die_after: steps until the process kills itself; raise_after: steps until one fails;
-    start_error: fail at start with this sentence; blocks: KV blocks.
+    start_error: fail at start with this sentence; exit: leave at start with this code.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class FakeEngine:
         options: dict[str, Any] = dict(config.executor.options)
         if "start_error" in options:
             raise CapacityError(options["start_error"])
+        if "exit" in options:
+            sys.exit(options["exit"])
         self._delay = options.get("delay", 0.0)
         self._die_after = options.get("die_after")
         self._raise_after = options.get("raise_after")

@@ -42,7 +42,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[[Sequ
 
 @pytest.fixture(scope="module")
 def server(start: Start) -> Iterator[Any]:
-    running = start()
+    running = start("--api-workers", "2")
     yield running
     assert running.stop() == 0
 

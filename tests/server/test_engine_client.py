@@ -3,58 +3,93 @@
 from __future__ import annotations
 
 import asyncio
-import glob
 import os
+import shutil
 import signal
-import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from array import array
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from engine.core.config import EngineConfig
-from engine.core.errors import EngineError
-from engine.core.types import Output, Request, SamplingParams
-from engine.server.engine_client import EngineClient, Group
+from engine.core.types import Request, SamplingParams
+from engine.server.child import Child
+from engine.server.engine_client import EngineClient, Group, News
 from engine.server.errors import ApiError
-from engine.server.metrics import Metrics
+from engine.server.messages import EngineGone, Failed, FromEngine, Gone, Launch, Shutdown, Started
+from engine.server.metrics import Board, Metrics
 
-Run = Callable[[Callable[[EngineClient], Coroutine[Any, Any, None]]], None]
-
-
-def request(name: str, max_tokens: int = 3, prompt: bytes = b"abc") -> Request:
-    return Request(id=name, prompt=tuple(prompt), params=SamplingParams(max_tokens=max_tokens))
+Body = Callable[..., Coroutine[Any, Any, None]]
 
 
-async def collect(group: Group, count: int) -> list[Output]:
-    """All outputs until `count` requests have finished."""
-    outputs: list[Output] = []
-    while sum(output.finish_reason is not None for output in outputs) < count:
-        outputs += await group.next()
-    return outputs
+def request(name: str, max_tokens: int = 3, prompt: bytes = b"abc", **params: Any) -> Request:
+    return Request(id=name, prompt=tuple(prompt), params=SamplingParams(max_tokens=max_tokens, **params))
+
+
+async def collect(group: Group, count: int) -> list[News]:
+    """All that comes until `count` requests have finished."""
+    news: list[News] = []
+    while sum(output is not None and output.finish_reason is not None for _, _, output in news) < count:
+        news += await group.next()
+    return news
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def board(rows: int = 1) -> Board:
+    return Board([memoryview(array("d", [0.0] * Metrics.SIZE)) for _ in range(rows)])
 
 
 @pytest.fixture
 def run(fake_config: Callable[..., EngineConfig], fake_command: list[str]) -> Callable[..., None]:
-    """Runs a test with a started client, and checks that nothing is left behind."""
+    """Runs a test with a started engine process and as many clients as there are `fronts`."""
 
-    def start(
-        body: Callable[[EngineClient], Coroutine[Any, Any, None]],
-        command: Sequence[str] = tuple(fake_command),
-        **kwargs: Any,
-    ) -> None:
-        async def main() -> None:
-            client = EngineClient(fake_config(**kwargs), Metrics(), command)
+    def start(body: Body, fronts: int = 1, **kwargs: Any) -> None:
+        config = fake_config(**kwargs)
+
+        async def follow(child: Child[FromEngine], clients: list[EngineClient], started: asyncio.Event) -> None:
+            words = ""
+            async for message in child.messages():
+                match message:
+                    case Started():
+                        started.set()
+                    case Failed(error):
+                        words = error
+            for client in clients:
+                client.bury(EngineGone(words or child.fate, 0.0))
+
+        async def main(directory: str) -> None:
+            child = await Child[FromEngine].start(fake_command, FromEngine, Launch(config=config, directory=directory))
+            shared, started = board(fronts), asyncio.Event()
+            clients = [EngineClient(config.server, shared, row) for row in range(fronts)]
+            following = asyncio.create_task(follow(child, clients, started))
             try:
-                await client.start()
-                await body(client)
+                await started.wait()
+                for row, client in enumerate(clients):
+                    client.connect(directory, f"{row}.1")
+                await body(*clients, child) if fronts > 1 else await body(*clients)
+                if not following.done():
+                    child.send(Shutdown())
+                    await asyncio.wait_for(following, 10)
             finally:
-                await client.close()
+                following.cancel()
+                for client in clients:
+                    client.close()
+                child.kill()
 
-        before = set(glob.glob(f"{tempfile.gettempdir()}/engine-*"))
-        asyncio.run(main())
-        assert set(glob.glob(f"{tempfile.gettempdir()}/engine-*")) <= before
+        directory = tempfile.mkdtemp(prefix="engine-")
+        try:
+            asyncio.run(main(directory))
+        finally:
+            shutil.rmtree(directory)
 
     return start
 
@@ -62,12 +97,24 @@ def run(fake_config: Callable[..., EngineConfig], fake_command: list[str]) -> Ca
 def test_outputs_arrive_in_order(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", 3), request("b", 5)]) as group:
-            outputs = await collect(group, 2)
-        tokens = {name: b"".join(bytes(o.tokens) for o in outputs if o.request == name) for name in "ab"}
-        assert tokens == {"a": b"abc", "b": b"abcde"}
+            news = await collect(group, 2)
+        tokens = {index: b"".join(bytes(made) for i, made, _ in news if i == index) for index in (0, 1)}
+        assert tokens == {0: b"abc", 1: b"abcde"}
+        whole = [(index, made) for index, made, output in news if output is None]
+        assert whole == [(0, [98]), (1, [98]), (1, [99]), (1, [100])]  # neither the first nor the last is plain
         assert client.metrics.finished["length"] == 2
+        assert client.metrics.under_way == 0
         assert client.metrics.first_token.buckets()[-1] == ("+Inf", 2)
         assert client.metrics.inter_token.buckets()[-1] == ("+Inf", 2 + 4)
+
+    run(body)
+
+
+def test_log_probabilities_come_with_every_token(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient) -> None:
+        with client.submit([request("a", 4, logprobs=1)]) as group:
+            news = await collect(group, 1)
+        assert [output.logprobs[0].token for _, _, output in news if output is not None] == list(b"abcd")
 
     run(body)
 
@@ -75,8 +122,9 @@ def test_outputs_arrive_in_order(run: Callable[..., None]) -> None:
 def test_a_request_the_engine_refuses_is_an_output(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", prompt=b"refuse me")]) as group:
-            (output,) = await collect(group, 1)
-        assert output.finish_reason == "error"
+            ((_, tokens, output),) = await collect(group, 1)
+        assert output is not None
+        assert (tuple(tokens), output.finish_reason) == ((), "error")
         assert output.error == "this prompt is refused by the engine"
 
     run(body)
@@ -87,16 +135,34 @@ def test_leaving_the_group_aborts_what_runs(run: Callable[..., None]) -> None:
         with client.submit([request("a", 10_000), request("b", 10_000)]) as group:
             await group.next()
         assert client.metrics.finished["abort"] == 2
-        while client.stats.running or not client.stats.steps:  # the last statistics come when the engine goes idle
-            await asyncio.sleep(0.01)
+        await until(lambda: client.stats.steps > 0 and client.stats.running == 0)  # told when the engine goes idle
 
     run(body, options={"delay": 0.001})
 
 
-def test_no_more_requests_than_allowed(run: Callable[..., None]) -> None:
+def test_a_listener_is_called_once_for_all_that_has_come(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
-        with client.submit([request("a", 10_000), request("b", 10_000)]):
-            with pytest.raises(ApiError, match="takes at most 3") as caught:
+        calls: list[list[News]] = []
+        written: list[bytes] = []
+        with client.submit([request("a", 20), request("b", 20)]) as group:
+
+            def take() -> None:
+                calls.append(group.take())
+                client.write_later(written.append, b"%d" % len(calls))
+                assert len(written) < len(calls), "writes come after all listeners"
+
+            group.listen(take)
+            await until(lambda: sum(map(len, calls)) == 40)
+        assert all(calls)
+        assert written == [b"%d" % number for number in range(1, len(calls) + 1)]
+
+    run(body, options={"delay": 0.001})
+
+
+def test_no_more_requests_than_allowed_in_all_front_ends(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient, other: EngineClient, _: Any) -> None:
+        with client.submit([request("a", 10_000)]), other.submit([request("b", 10_000)]):
+            with pytest.raises(ApiError, match="has 2 requests under way and takes at most 3") as caught:
                 client.submit([request("c"), request("d")])
             assert caught.value.status == 503
             assert caught.value.headers["retry-after"] == "1"
@@ -104,7 +170,32 @@ def test_no_more_requests_than_allowed(run: Callable[..., None]) -> None:
         with client.submit([request("d"), request("e")]) as group:
             await collect(group, 2)
 
-    run(body, options={"delay": 0.001}, max_waiting=3)
+    run(body, fronts=2, options={"delay": 0.001}, max_waiting=3)
+
+
+def test_each_front_end_gets_its_own_outputs_and_all_get_statistics(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient, other: EngineClient, _: Any) -> None:
+        with client.submit([request("a", 3)]) as mine, other.submit([request("b", 5), request("c", 2)]) as others:
+            assert len(await collect(mine, 1)) == 3
+            assert len(await collect(others, 2)) == 7
+        await until(lambda: client.stats == other.stats and client.stats.generation_tokens == 10)
+
+    run(body, fronts=2)
+
+
+def test_a_dead_front_ends_requests_are_forgotten(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient, other: EngineClient, engine: Child[FromEngine]) -> None:
+        with client.submit([request("a", 10_000)]) as group, other.submit([request("b", 10_000)]) as alive:
+            await group.next()
+            await until(lambda: client.stats.running == 2)
+            engine.send(Gone("0.1"))
+            await until(lambda: other.stats.running == 1)
+            client.submit([request("late", 10_000)])  # what it said before may be read afterwards
+            await alive.next()
+            await asyncio.sleep(0.3)
+            assert other.stats.running == 1
+
+    run(body, fronts=2, options={"delay": 0.001})
 
 
 def test_a_killed_process_fails_open_requests(run: Callable[..., None]) -> None:
@@ -112,7 +203,7 @@ def test_a_killed_process_fails_open_requests(run: Callable[..., None]) -> None:
         with client.submit([request("a", 10_000)]) as group, pytest.raises(ApiError, match="killed by SIGKILL"):
             await collect(group, 1)
         assert client.failure is not None
-        assert "SIGKILL" in client.failure.reason
+        assert client.metrics.finished["error"] == 1
         with pytest.raises(ApiError, match="SIGKILL"):
             client.submit([request("b")])
 
@@ -127,30 +218,13 @@ def test_a_failed_step_is_told_in_its_own_words(run: Callable[..., None]) -> Non
     run(body, options={"raise_after": 3})
 
 
-def test_an_engine_that_cannot_start_says_why(run: Callable[..., None]) -> None:
-    async def never(client: EngineClient) -> None:
-        raise AssertionError
-
-    with pytest.raises(EngineError, match=r"^there is not enough memory$"):
-        run(never, options={"start_error": "there is not enough memory"})
-
-
-def test_a_process_that_dies_at_start(run: Callable[..., None]) -> None:
-    async def never(client: EngineClient) -> None:
-        raise AssertionError
-
-    with pytest.raises(EngineError, match="could not start: its process exited with code 3"):
-        run(never, command=(sys.executable, "-c", "import sys; sys.exit(3)"))
-
-
 def test_interrupts_do_not_reach_the_engine(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient) -> None:
-        assert client._process is not None
-        os.kill(client._process.pid, signal.SIGINT)
+    async def body(client: EngineClient, _: EngineClient, engine: Child[FromEngine]) -> None:
+        os.kill(engine.pid, signal.SIGINT)
         with client.submit([request("a")]) as group:
             assert len(await collect(group, 1)) == 3
 
-    run(body)
+    run(body, fronts=2)
 
 
 def test_one_error_ends_all_open_requests(run: Callable[..., None]) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import glob
 import json
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -131,6 +128,13 @@ def test_a_stream_is_the_answer_in_pieces(http: httpx.Client, extra: dict[str, A
             assert joined == choice["logprobs"]["tokens"]
             offsets = [offset for piece in mine for offset in piece["logprobs"]["text_offset"]]
             assert offsets == choice["logprobs"]["text_offset"]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_short_streams_on_one_connection(http: httpx.Client, max_tokens: int) -> None:
+    for _ in range(3):
+        pieces = events(http.post("/v1/completions", json=COMPLETION | {"max_tokens": max_tokens, "stream": True}))
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == "abc"[:max_tokens]
 
 
 def test_chat(http: httpx.Client) -> None:
@@ -319,15 +323,14 @@ def test_a_dead_engine(serve_fake: Serve, cause: str, alive: Callable[[int], boo
         assert server.stop() == 1
 
 
-def test_a_killed_front_end_leaves_nothing(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
-    before = set(glob.glob(f"{tempfile.gettempdir()}/engine-*"))
-    with serve_fake() as server:
-        (directory,) = set(glob.glob(f"{tempfile.gettempdir()}/engine-*")) - before
-        engine = server.engine_pid()
-        assert alive(engine)
+def test_a_killed_supervisor_leaves_nothing(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
+    with serve_fake(api_workers=2) as server:
+        assert len(server.leftovers()) == 1
+        children = server.children()
+        assert len(children) == 3
         os.kill(server.process.pid, signal.SIGKILL)
-        server.until(lambda: not alive(engine))
-        assert not Path(directory).exists()
+        server.until(lambda: not any(map(alive, children)))
+        assert server.leftovers() == []
 
 
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
@@ -377,6 +380,19 @@ def test_an_engine_that_cannot_start(serve_fake: Serve) -> None:
     with serve_fake(options={"start_error": "there is not enough memory"}) as server:
         assert server.process.returncode == 1
         assert server.errors == "error: there is not enough memory\n"
+
+
+def test_an_engine_that_dies_at_start(serve_fake: Serve) -> None:
+    with serve_fake(options={"exit": 3}) as server:
+        assert server.process.returncode == 1
+        assert server.errors == "error: the engine could not start: its process exited with code 3\n"
+
+
+def test_a_front_end_that_cannot_start(serve_fake: Serve) -> None:
+    with serve_fake(tokenizer="broken", api_workers=2) as server:
+        assert server.process.returncode == 1
+        assert server.errors == "error: the tokenizer is broken\n"
+        assert server.leftovers() == []
 
 
 def test_a_taken_port(server: Any, serve_fake: Serve) -> None:

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+from array import array
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.types import EngineStats, RequestTimes
-from engine.server.metrics import Exporter, Histogram, Metrics
+from engine.server.metrics import Board, Exporter, Histogram, Metrics
 
 
-def samples(metrics: Metrics, stats: EngineStats, up: bool = True) -> dict[tuple[str, str], float]:
-    text = Exporter(metrics, lambda: stats, lambda: up).text().decode()
+def board(rows: int = 1) -> Board:
+    return Board([memoryview(array("d", [0.0] * Metrics.SIZE)) for _ in range(rows)])
+
+
+def samples(board: Board, stats: EngineStats, up: bool = True) -> dict[tuple[str, str], float]:
+    text = Exporter(board, lambda: stats, lambda: up).text().decode()
     return {
         (sample.name, "".join(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
@@ -16,13 +23,19 @@ def samples(metrics: Metrics, stats: EngineStats, up: bool = True) -> dict[tuple
 
 
 def test_histogram_counts_up_to_each_bound() -> None:
-    histogram = Histogram((1.0, 2.0))
+    histogram = Histogram((1.0, 2.0), memoryview(array("d", [0.0] * 4)))
     histogram.observe(0.5)
     histogram.observe(1.0)
     histogram.observe(1.5, 3)
     histogram.observe(9.0)
     assert histogram.buckets() == [("1.0", 2), ("2.0", 5), ("+Inf", 6)]
     assert histogram.sum == 0.5 + 1.0 + 4.5 + 9.0
+
+
+def test_phases_of_starting() -> None:
+    text = Exporter(board(), EngineStats, lambda: True, (("weights", 3.5), ("import", 1.0))).text().decode()
+    assert 'engine_startup_seconds{phase="weights"} 3.5' in text
+    assert 'engine_startup_seconds{phase="import"} 1.0' in text
 
 
 def test_engine_statistics() -> None:
@@ -40,7 +53,7 @@ def test_engine_statistics() -> None:
         steps=7,
         seconds=(("wait", 1.5),),
     )
-    found = samples(Metrics(), stats)
+    found = samples(board(), stats)
     expected = {
         ("engine_up", ""): 1,
         ("engine_num_requests_running", ""): 2,
@@ -61,12 +74,13 @@ def test_engine_statistics() -> None:
 
 
 def test_durations_and_ends() -> None:
-    metrics = Metrics()
+    numbers = board()
+    (metrics,) = numbers.fronts
     metrics.tokens(0.3, 1, first=True)
     metrics.tokens(0.04, 4, first=False)
     times = RequestTimes(arrival=1.0, scheduled=1.25, first_token=1.3, finished=2.0)
     metrics.finish("stop", times, 1.0)
-    found = samples(metrics, EngineStats())
+    found = samples(numbers, EngineStats())
     assert found["engine_time_to_first_token_seconds_sum", ""] == 0.3
     assert found["engine_inter_token_latency_seconds_count", ""] == 4
     assert found["engine_inter_token_latency_seconds_bucket", "0.01"] == 4
@@ -78,7 +92,33 @@ def test_durations_and_ends() -> None:
 
 
 def test_two_servers_in_one_process_do_not_meet() -> None:
-    first, second = Metrics(), Metrics()
-    first.finish("stop", None, 1.0)
+    first, second = board(), board()
+    first.fronts[0].finish("stop", None, 1.0)
     assert samples(second, EngineStats())["engine_requests_finished_total", "stop"] == 0
     assert samples(first, EngineStats(), up=False)["engine_up", ""] == 0
+
+
+def test_the_numbers_of_all_front_ends_add_up_whoever_is_asked(tmp_path: Path) -> None:
+    file = tmp_path / "board"
+    made, seen = Board.map(file, 2, create=True), Board.map(file, 2)
+    made.fronts[0].finish("stop", None, 0.5)
+    seen.fronts[1].finish("stop", None, 0.25)
+    seen.fronts[1].tokens(0.25, 1, first=True)
+    seen.fronts[1].under_way = 3
+    for each in (made, seen):
+        found = samples(each, EngineStats())
+        assert found["engine_requests_finished_total", "stop"] == 2
+        assert found["engine_e2e_request_latency_seconds_sum", ""] == 0.75
+        assert found["engine_time_to_first_token_seconds_count", ""] == 1
+        assert each.under_way == 3
+
+
+def test_what_a_dead_front_end_counted_stays() -> None:
+    numbers = board(2)
+    numbers.fronts[0].finish("stop", None, 0.5)
+    numbers.fronts[0].under_way = 2
+    numbers.fronts[0].bury()
+    found = samples(numbers, EngineStats())
+    assert found["engine_requests_finished_total", "stop"] == 1
+    assert found["engine_requests_finished_total", "abort"] == 2
+    assert numbers.under_way == 0

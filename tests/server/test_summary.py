@@ -20,6 +20,7 @@ STARTED = Started(
         budget_bytes=3 * 2**30,
         device="a small box",
         dtype="float32",
+        phases=(("import", 0.3), ("device", 0.01), ("weights", 0.75)),
     ),
     choices=(Choice(seam="attention", name="first", provenance="somewhere 1.0", reason="nothing else ran"),),
     max_len=512,
@@ -38,6 +39,7 @@ def test_all_that_was_decided_is_told(fake_config: Callable[..., EngineConfig]) 
         "512 B",
         "2.00 GiB",
         "64 blocks of 16 tokens, 2.0 contexts of full length",
+        "loaded in 1.2 s\n  weights 0.8 s, import 0.3 s\n\n",
         "Listening on http://127.0.0.1:8123",
     ):
         assert words in text

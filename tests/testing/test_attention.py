@@ -112,6 +112,31 @@ class Neighbours(Plain):
         return super().forward(layer, q, k, v, plan) + (0.01 * q[0] if plan.num_sequences > 1 else 0)
 
 
+class Dense(Plain):
+    """Takes the queries of adjacent tokens to be adjacent."""
+
+    def forward(self, layer, q, k, v, plan):
+        return super().forward(layer, q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1)), k, v, plan)
+
+
+class Replayed(Plain):
+    graphs = "decode"
+
+
+class Remembering(Replayed):
+    """Plans with what the buffers held when the graph was captured."""
+
+    def plan(self, batch, graph=None):
+        return attrs.evolve(batch, context_lens=batch.context_lens.clone(), block_tables=batch.block_tables.clone())
+
+
+class Worst(Replayed):
+    """Plans with the host's lengths."""
+
+    def plan(self, batch, graph=None):
+        return attrs.evolve(batch, context_lens=torch.from_numpy(batch.context_lens_host))
+
+
 class Widened(Plain):
     def forward(self, layer, q, k, v, plan):
         return super().forward(layer, q, k, v, plan).double()
@@ -142,6 +167,9 @@ class Vague(Plain):
         (Greedy, lambda suite: suite.test_batch("prefill", (4, 4))),
         (Writer, lambda suite: suite.test_nothing_is_changed()),
         (Neighbours, lambda suite: suite.test_a_sequence_does_not_depend_on_its_batch()),
+        (Dense, lambda suite: suite.test_strided_inputs()),
+        (Remembering, lambda suite: suite.test_one_plan_for_changing_buffers(None)),
+        (Worst, lambda suite: suite.test_one_plan_for_changing_buffers(None)),
         (Widened, lambda suite: suite.test_batch("decode", (4, 2))),
         (Refusing, lambda suite: suite.test_the_plain_case_is_not_refused()),
         (Vague, lambda suite: suite.test_batch("decode", (4, 2))),
@@ -152,6 +180,10 @@ def test_a_fault_is_found(backend: type[AttentionBackend], test: Any) -> None:
     suite = type("Suite", (AttentionConformance,), {"backend": backend})()
     with pytest.raises((AssertionError, IndexError)):
         test(suite)
+
+
+def test_a_plan_that_holds_only_the_buffers_serves_a_graph() -> None:
+    type("Suite", (AttentionConformance,), {"backend": Replayed})().test_one_plan_for_changing_buffers(20)
 
 
 def test_a_refused_feature_is_skipped_with_its_sentence() -> None:

@@ -61,7 +61,8 @@ def compare(tile, operands, workspace, rows):
         peaks, tokens = launch.peaks(x, operands.weight)
         assert (peaks.dtype, tokens.dtype, peaks.shape, tokens.shape) == (torch.float32, torch.int64, (rows,), (rows,))
         best = exact.amax(-1)
-        torch.testing.assert_close(peaks.double(), best, rtol=1e-5, atol=1e-5)
+        # Sums of float32 in another order: the error grows with the root of their length.
+        torch.testing.assert_close(peaks.double(), best, rtol=1e-5, atol=1e-6 * x.shape[1] ** 0.5)
         chosen = exact.gather(-1, tokens[:, None])[:, 0]
         torch.testing.assert_close(chosen, best, rtol=1e-5, atol=1e-5)
         return

@@ -9,9 +9,15 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from attrs import asdict, frozen
+
+from engine.cli.bench.load import say
+
+if TYPE_CHECKING:
+    from engine.core.engine import Engine
 
 PACKAGES = ("pluggable-llm-engine", "torch", "transformers", "triton", "flashinfer-python", "numpy")
 
@@ -25,6 +31,38 @@ class Row:
     unit: str
     baseline: float | None = None
     baseline_name: str | None = None
+    case: str | None = None
+    """Which of several things measured alike, where the metric does not say it."""
+    share: float | None = None
+    """Of the roofline (roofline.py): 1.0 is the fastest that the machine's bandwidth and matmul allow."""
+
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result here.", metavar="FILE")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the result here, as PNG; needs the extra plot.", metavar="FILE")
+]
+
+
+def engine_settings(engine: Engine) -> dict[str, object]:
+    """What figures of this engine depend on."""
+    config = engine.config
+    return {
+        "model": Path(config.model.path).name,
+        "dtype": engine.cache_info.dtype,
+        "plugins": {choice.seam: choice.name for choice in engine.parts.choices},
+        "kernels": config.executor.kernels,
+        "graphs": config.executor.graphs,
+        "overlap": config.scheduler.overlap,
+        "max_running": config.scheduler.max_running,
+        "max_batch_tokens": config.scheduler.max_batch_tokens,
+        "max_len": engine.max_len,
+        "prefix_caching": config.cache.prefix_caching,
+    }
+
+
+def percent(share: float | None) -> str:
+    """A share in a table; nothing for one that is not known."""
+    return "" if share is None else f"{share:.0%}"
 
 
 def report(benchmark: str, machine: str, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,6 +81,7 @@ def report(benchmark: str, machine: str, rows: Sequence[Row], settings: Mapping[
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write a report as readable JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    say(f"written to {path}")
 
 
 def _commit() -> str:

@@ -1,0 +1,407 @@
+"""Attention backends by themselves on a GPU: microseconds a layer of decodes, TFLOP/s of prompts.
+
+    python benchmarks/attention.py triton torch [--only 256x640] [--kv-dtype float8_e4m3fn] [--json FILE]
+    python benchmarks/attention.py --tune [--only 256x640]
+
+Decodes are replayed from CUDA graphs over so many layers that no layer's keys and values are still in the GPU's cache;
+backends that capture no graphs are launched one by one, as an engine would. The floor is the time to read the keys and
+values once. Every result is compared with the definition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from attrs import frozen
+
+from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
+from engine.core.batch import ForwardBatch
+from engine.core.device import find_device
+from engine.core.kv_cache import KVPool
+from engine.core.registry import load_plugins
+
+BYTES_A_SECOND = 4.28e12
+"""Copying on an H200."""
+COLD_BYTES = 160 << 20
+"""More than its second-level cache holds, three times over."""
+PAGE, HEAD_DIM = 16, 128
+HEADS = ((32, 8), (16, 8))
+TOLERANCE = 2e-2
+Decode = Callable[[int, torch.Tensor], torch.Tensor]
+"""Layer, q -> out."""
+
+
+@frozen(kw_only=True)
+class Shape:
+    """Sequences with one query each."""
+
+    name: str
+    heads: tuple[int, int]
+    contexts: tuple[int, ...]
+
+    def layer_bytes(self, itemsize: int) -> int:
+        return 2 * sum(self.contexts) * self.heads[1] * HEAD_DIM * itemsize
+
+
+def shapes() -> Iterator[Shape]:
+    pick = random.Random(0)
+    ragged = tuple(pick.randint(100, 2048) for _ in range(256))
+    sizes = [(1, 512), (8, 512), (32, 512), (64, 1024), (256, 256), (256, 640), (64, 4096)]
+    for heads in HEADS:
+        for batch, context in sizes:
+            yield Shape(name=f"{batch}x{context}", heads=heads, contexts=(context,) * batch)
+        yield Shape(name="256xU(100,2048)", heads=heads, contexts=ragged)
+
+
+@frozen
+class Bench:
+    """Random keys and values of several layers, and a batch over them."""
+
+    spec: AttentionSpec
+    pool: KVPool
+    batch: ForwardBatch
+    q: torch.Tensor
+
+    @classmethod
+    def make(cls, heads: tuple[int, int], lengths: Iterable[tuple[int, int]], layers: int, kv_dtype: str) -> Bench:
+        """lengths: (cached, new) of each sequence; those with one new token decode."""
+        news = np.array([new for _, new in lengths], np.int32)
+        contexts = np.array([cached + new for cached, new in lengths], np.int32)
+        counts = -(-contexts // PAGE)
+        order = np.random.default_rng(0).permutation(int(counts.sum())).astype(np.int32)
+        tables = np.zeros((len(contexts), int(counts.max())), np.int32)
+        for row, blocks in enumerate(np.split(order, np.cumsum(counts)[:-1])):
+            tables[row, : len(blocks)] = blocks
+        spec = AttentionSpec(
+            num_layers=layers,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=HEAD_DIM,
+            scale=HEAD_DIM**-0.5,
+            dtype="bfloat16",
+            kv_dtype=kv_dtype,
+            page_size=PAGE,
+            max_len=int(contexts.max()),
+            sliding_windows=(None,) * layers,
+        )
+        pool = KVPool(spec, len(order), "cuda")
+        for tensor in (*pool.keys, *pool.values):
+            tensor.copy_(torch.randn(tensor.shape, dtype=torch.bfloat16, device="cuda"))
+        starts = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
+        tokens = int(starts[-1])
+        batch = ForwardBatch(
+            tokens=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+            positions=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+            slots=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+            query_starts=torch.tensor(starts, device="cuda"),
+            context_lens=torch.tensor(contexts, device="cuda"),
+            block_tables=torch.tensor(tables, device="cuda"),
+            logit_rows=torch.tensor(starts[1:] - 1, dtype=torch.int64, device="cuda"),
+            num_decodes=int((news == 1).sum()),
+            query_lens_host=news,
+            context_lens_host=contexts,
+            block_tables_host=tables,
+        )
+        packed = torch.randn(tokens, heads[0] + 2 * heads[1], HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        return cls(spec, pool, batch, packed[:, : heads[0]])
+
+    @classmethod
+    def decode(cls, shape: Shape, kv_dtype: str) -> Bench:
+        layer = shape.layer_bytes(getattr(torch, kv_dtype).itemsize)
+        layers = max(4, min(96, -(-COLD_BYTES // layer)))
+        return cls.make(shape.heads, [(context - 1, 1) for context in shape.contexts], layers, kv_dtype)
+
+    def backend(self, cls: type[AttentionBackend]) -> AttentionBackend:
+        refusal = cls.refuses(self.spec, find_device("cuda"))
+        if refusal:
+            raise SystemExit(f"{cls.__name__} refuses: {refusal}")
+        return cls(self.spec, self.pool, cls.options_class() if cls.options_class else None)
+
+    def error(self, out: torch.Tensor) -> float:
+        """Relative error of the first layer's last token in the first and last sequence."""
+        found, wanted = [], []
+        for row in (0, -1):
+            context = int(self.batch.context_lens_host[row])
+            blocks = self.batch.block_tables[row, : -(-context // PAGE)].long()
+            k, v = (part[0][blocks].flatten(0, 1)[:context].double() for part in (self.pool.keys, self.pool.values))
+            at = int(self.batch.query_starts[1:][row]) - 1
+            q = self.q[at].double().view(self.spec.num_kv_heads, -1, HEAD_DIM)
+            p = torch.einsum("hgd,khd->hgk", q, k).mul(self.spec.scale).softmax(-1)
+            wanted.append(torch.einsum("hgk,khd->hgd", p, v).flatten(0, 1))
+            found.append(out[at].double())
+        return float((torch.stack(found) - torch.stack(wanted)).norm() / torch.stack(wanted).norm())
+
+
+def microseconds(work: Callable[[], Any], rounds: int = 15) -> float:
+    """Median."""
+    for _ in range(3):
+        work()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for begin, end in marks:
+        begin.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return 1000 * statistics.median(begin.elapsed_time(end) for begin, end in marks)
+
+
+def time_layers(bench: Bench, decode: Decode, captured: bool = True) -> tuple[float, float]:
+    """Microseconds a layer, and the error."""
+    layers = range(bench.spec.num_layers)
+    error = bench.error(decode(0, bench.q))
+    if not captured:
+        return microseconds(lambda: [decode(layer, bench.q) for layer in layers]) / len(layers), error
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [decode(layer, bench.q) for layer in layers]
+    spent = microseconds(graph.replay) / len(layers)
+    return spent, max(error, bench.error(outs[0]))
+
+
+def decode_of(bench: Bench, cls: type[AttentionBackend]) -> tuple[Decode, bool]:
+    backend = bench.backend(cls)
+    captured = cls.graphs in ("decode", "any")
+    plan = backend.plan(bench.batch, GraphSlot(num_sequences=bench.batch.num_sequences) if captured else None)
+    none = bench.q[:, :0]
+    return lambda layer, q: backend.forward(layer, q, none, none, plan), captured
+
+
+def prefill_tflops(spent: float, heads: int, sequences: int, length: int) -> float:
+    """Of causal attention: half of the 4 * head_dim operations a pair of positions and head."""
+    return 2 * HEAD_DIM * heads * sequences * length * length / spent / 1e6
+
+
+def run_decodes(names: Iterable[str], chosen: Iterable[Shape], kv_dtype: str) -> list[dict[str, Any]]:
+    classes = {name: load_plugins().seams["attention"].get(name).load() for name in names}
+    rows = []
+    for shape in chosen:
+        bench = Bench.decode(shape, kv_dtype)
+        floor = shape.layer_bytes(getattr(torch, kv_dtype).itemsize) / BYTES_A_SECOND * 1e6
+        for name, cls in classes.items():
+            spent, error = time_layers(bench, *decode_of(bench, cls))
+            rows.append(
+                {
+                    "backend": name,
+                    "heads": "/".join(map(str, shape.heads)),
+                    "shape": shape.name,
+                    "floor_us": round(floor, 1),
+                    "us": round(spent, 2),
+                    "of_bandwidth": round(floor / spent, 3),
+                    "error": round(error, 5),
+                }
+            )
+            show(rows[-1])
+    return rows
+
+
+def run_prefills(names: Iterable[str], kv_dtype: str, sequences: int, length: int) -> list[dict[str, Any]]:
+    rows = []
+    for heads, name in itertools.product(HEADS, names):
+        bench = Bench.make(heads, [(0, length)] * sequences, 2, kv_dtype)
+        cls = load_plugins().seams["attention"].get(name).load()
+        backend = bench.backend(cls)
+        plan = backend.plan(bench.batch)
+        none = bench.q[:, :0]
+        error = bench.error(backend.forward(0, bench.q, none, none, plan))
+        spent = microseconds(lambda b=backend, q=bench.q, n=none, p=plan: b.forward(1, q, n, n, p), 7)
+        rows.append(
+            {
+                "backend": name,
+                "heads": "/".join(map(str, heads)),
+                "shape": f"prefill {sequences}x{length}",
+                "us": round(spent, 1),
+                "tflops": round(prefill_tflops(spent, heads[0], sequences, length), 1),
+                "error": round(error, 5),
+            }
+        )
+        show(rows[-1])
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    wrong = "   WRONG" if not row["error"] <= TOLERANCE else ""
+    rest = "  ".join(f"{key} {value:>8}" for key, value in row.items() if key not in ("backend", "heads", "shape"))
+    print(f"{row['backend']:<12}{row['heads']:<7}{row['shape']:<18}{rest}{wrong}", flush=True)
+
+
+def decode_candidates(itemsize: int) -> list[Any]:
+    from engine.plugins.kernels.paged_decode import DecodeConfig
+
+    found = []
+    for tile, warps, stages, programs in itertools.product((32, 64, 128), (2, 4), (2, 3, 4), (1, 2, 3, 4)):
+        flight = (stages - 1) * 2 * tile * HEAD_DIM * itemsize * programs
+        if flight >= 48 << 10 and flight + programs * 8192 <= 227 << 10 and tile // warps <= 32:
+            found.append(DecodeConfig(tile=tile, warps=warps, stages=stages, programs=programs))
+    return found
+
+
+def prefill_candidates() -> list[Any]:
+    from engine.plugins.kernels.paged_prefill import PrefillConfig
+
+    sizes = [(128, 64, 8), (128, 128, 8), (128, 64, 4), (128, 32, 4), (64, 64, 4), (64, 128, 4), (64, 32, 4)]
+    return [
+        PrefillConfig(rows=rows, keys=keys, warps=warps, stages=stages)
+        for (rows, keys, warps), stages in itertools.product(sizes, (2, 3))
+        if (rows + stages * 2 * keys) * HEAD_DIM * 2 <= 224 << 10
+    ]
+
+
+def tuned_decode(bench: Bench, config: Any) -> Decode:
+    from engine.plugins.kernels.paged_decode import DecodeWorkspace, paged_decode
+
+    heads, kv_heads = bench.spec.num_heads, bench.spec.num_kv_heads
+    programs = config.programs_a_head(kv_heads, bench.q.device)
+    workspace = DecodeWorkspace.make(programs, heads, kv_heads, HEAD_DIM, bench.q.device)
+
+    def decode(layer: int, q: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        paged_decode(
+            q,
+            bench.pool.keys[layer],
+            bench.pool.values[layer],
+            bench.batch.block_tables,
+            bench.batch.context_lens,
+            out,
+            num_sequences=bench.batch.num_sequences,
+            scale=bench.spec.scale,
+            softcap=None,
+            window=None,
+            workspace=workspace,
+            config=config,
+        )
+        return out
+
+    return decode
+
+
+def tuned_prefill(bench: Bench, config: Any) -> Decode:
+    from engine.plugins.kernels.paged_prefill import paged_prefill, prefill_tiles
+
+    group = bench.spec.num_heads // bench.spec.num_kv_heads
+    batch = bench.batch
+    tiles = torch.tensor(
+        prefill_tiles(batch.query_lens_host, batch.context_lens_host, 0, config.tokens(group)), device="cuda"
+    )
+
+    def prefill(layer: int, q: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        paged_prefill(
+            q,
+            bench.pool.keys[layer],
+            bench.pool.values[layer],
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            tiles,
+            out,
+            scale=bench.spec.scale,
+            softcap=None,
+            window=None,
+            config=config,
+        )
+        return out
+
+    return prefill
+
+
+def compile_one(task: tuple[tuple[int, int], int, Any, str]) -> None:
+    """In a process of its own: launch once on next to nothing, which leaves the kernel in Triton's cache on disk."""
+    heads, sequences, config, kv_dtype = task
+    prompt = hasattr(config, "rows")
+    bench = Bench.make(heads, [(15, 17 if prompt else 1)] * sequences, 1, kv_dtype)
+    (tuned_prefill if prompt else tuned_decode)(bench, config)(0, bench.q)
+    torch.cuda.synchronize()
+
+
+def precompile(tasks: list[tuple[tuple[int, int], int, Any, str]]) -> None:
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_one, tasks, chunksize=4))
+
+
+def tune(chosen: list[Shape], kv_dtype: str, sequences: int, length: int) -> list[dict[str, Any]]:
+    decodes = decode_candidates(getattr(torch, kv_dtype).itemsize)
+    prompts = prefill_candidates() if sequences else []
+    classes = {(shape.heads, 1 if len(shape.contexts) <= 16 else 256) for shape in chosen}
+    tasks = [(heads, count, config, kv_dtype) for heads, count in sorted(classes) for config in decodes]
+    tasks += [(heads, 1, config, kv_dtype) for heads in HEADS for config in prompts]
+    print(f"compiling {len(tasks)} kernels", flush=True)
+    precompile(tasks)
+    rows = []
+    for shape in chosen:
+        bench = Bench.decode(shape, kv_dtype)
+        floor = shape.layer_bytes(getattr(torch, kv_dtype).itemsize) / BYTES_A_SECOND * 1e6
+        timed = []
+        for config in decodes:
+            spent, error = time_layers(bench, tuned_decode(bench, config))
+            timed.append({"config": attrs.asdict(config), "us": round(spent, 2), "error": round(error, 5)})
+        rows += best(shape.name, shape.heads, timed, floor)
+    for heads in HEADS if prompts else ():
+        bench = Bench.make(heads, [(0, length)] * sequences, 1, kv_dtype)
+        timed = []
+        for config in prompts:
+            prefill = tuned_prefill(bench, config)
+            error = bench.error(prefill(0, bench.q))
+            spent = microseconds(lambda run=prefill, q=bench.q: run(0, q), 5)
+            timed.append({"config": attrs.asdict(config), "us": round(spent, 1), "error": round(error, 5)})
+        rows += best(f"prefill {sequences}x{length}", heads, timed, 0.0)
+    return rows
+
+
+def best(name: str, heads: tuple[int, int], timed: list[dict[str, Any]], floor: float) -> list[dict[str, Any]]:
+    """The three fastest, printed; wrong ones are printed too."""
+    label = f"{'/'.join(map(str, heads)):<7}{name:<18}"
+    for row in timed:
+        if not row["error"] <= TOLERANCE:
+            print(f"{label}WRONG by {row['error']}: {row['config']}", flush=True)
+    right = sorted((row for row in timed if row["error"] <= TOLERANCE), key=lambda row: row["us"])[:3]
+    for row in right:
+        share = f"{floor / row['us']:6.1%}" if floor else ""
+        settings = " ".join(f"{key} {value}" for key, value in row["config"].items())
+        print(f"{label}{row['us']:>9.2f} us {share}  {settings}", flush=True)
+    return [{"heads": heads, "shape": name, "floor_us": round(floor, 1), **row} for row in right]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backends", nargs="*", default=["triton"], help="attention plugins by name")
+    parser.add_argument("--only", action="append", help="shapes to do, like 256x640; may be repeated")
+    parser.add_argument("--kv-dtype", default="bfloat16", help="type of keys and values")
+    parser.add_argument("--prefill", default="16x2048", help="sequences x length, or 0x0 for none")
+    parser.add_argument(
+        "--tune", action="store_true", help="try the launches of the Triton kernels; the best 3 a shape"
+    )
+    parser.add_argument("--json", type=Path, help="write the results")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    chosen = [shape for shape in shapes() if not options.only or shape.name in options.only]
+    sequences, length = map(int, options.prefill.split("x"))
+    with torch.inference_mode():
+        if options.tune:
+            rows = tune(chosen, options.kv_dtype, sequences, length)
+        else:
+            rows = run_decodes(options.backends, chosen, options.kv_dtype)
+            if sequences:
+                rows += run_prefills(options.backends, options.kv_dtype, sequences, length)
+    if options.json:
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        options.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Model directories without weights, for engines that make random ones: config.json, and a tokenizer for servers.
+
+    python benchmarks/models.py DIRECTORY [NAME ...]
+
+The sizes are those the models were published with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
+
+QWEN3_SMALL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+
+TINY: dict[str, Any] = LLAMA_8B | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_scaling": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, form: str) -> dict[str, Any]:
+    """quantization_config of compressed-tensors for all linear layers but the LM head."""
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": form,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "int", "symmetric": True, "dynamic": False, **weights},
+                "input_activations": activations,
+            }
+        },
+    }
+
+
+INT8 = _compressed(
+    {"num_bits": 8, "strategy": "channel"},
+    {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+    "int-quantized",
+)
+W4A16 = _compressed({"num_bits": 4, "strategy": "group", "group_size": 128}, None, "pack-quantized")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": QWEN3_SMALL,
+    "llama-3.1-8b": LLAMA_8B,
+    "llama-3.1-8b-int8": LLAMA_8B | {"quantization_config": INT8},
+    "llama-3.1-8b-w4a16": LLAMA_8B | {"quantization_config": W4A16},
+    "tiny": TINY,
+}
+
+
+def write_model(root: Path, name: str, *, tokenizer: bool = False) -> Path:
+    """Write one of MODELS below `root`; returns its directory."""
+    directory = root / name
+    directory.mkdir(parents=True, exist_ok=True)
+    config = MODELS[name]
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if tokenizer:
+        _write_tokenizer(directory, config)
+    return directory
+
+
+def _write_tokenizer(directory: Path, config: dict[str, Any]) -> None:
+    """A tokenizer of bytes, padded with made-up words to the model's vocabulary, so that every token has a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"token{number}Ġ" for number in range(len(symbols), config["vocab_size"])]  # Ġ: a byte-level blank
+    vocabulary = {text: number for number, text in enumerate([*symbols, *words])}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=words[-1]).save_pretrained(directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MODELS))
+    arguments = parser.parse_args()
+    for name in arguments.names or MODELS:
+        print(write_model(arguments.directory, name, tokenizer=True))
+
+
+if __name__ == "__main__":
+    main()

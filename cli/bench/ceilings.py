@@ -1,0 +1,117 @@
+"""What a device can do: the bandwidth of its memory and its rate of multiplying, measured or given."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from attrs import frozen
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.core.device import DeviceInfo
+
+Bandwidth = Annotated[
+    float | None,
+    typer.Option(help="Memory bandwidth to compare with, TB/s; by default a copy is timed.", show_default=False),
+]
+MatmulRate = Annotated[
+    float | None,
+    typer.Option(help="Matmul rate to compare with, TFLOP/s; by default one is timed.", show_default=False),
+]
+
+
+@frozen(kw_only=True)
+class Ceilings:
+    """What a device can do."""
+
+    bandwidth: float
+    """Bytes a second, those read and those written."""
+    flops: float
+    """Floating-point operations a second of a large matmul."""
+    source: str
+    """How they are known, in words."""
+
+
+def find_ceilings(
+    device: DeviceInfo, dtype: str, weight_bits: float, bandwidth: float | None, matmul: float | None
+) -> Ceilings:
+    """The ceilings given (TB/s, TFLOP/s), or else measured now.
+
+    Layers of 8-bit weights are compared with an 8-bit matmul, where the device has one.
+    """
+    _release(device.torch_name)
+    fp8 = 6 < weight_bits < 12 and device.capability is not None and device.capability >= (8, 9)
+    sources = []
+    if bandwidth is None:
+        bandwidth = copy_rate(device.torch_name) / 1e12
+        sources.append(f"copy {bandwidth:.3g} TB/s (read and written)")
+    else:
+        sources.append(f"bandwidth {bandwidth:.3g} TB/s as given")
+    if matmul is None:
+        matmul = matmul_rate(device.torch_name, "float8_e4m3fn" if fp8 else dtype) / 1e12
+        sources.append(f"{'float8' if fp8 else dtype} matmul {matmul:.3g} TFLOP/s")
+    else:
+        sources.append(f"matmul {matmul:.3g} TFLOP/s as given")
+    return Ceilings(bandwidth=bandwidth * 1e12, flops=matmul * 1e12, source=", ".join(sources))
+
+
+def _release(device: str) -> None:
+    """Free what a closed engine has left on a GPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def copy_rate(device: str, size: int = 0) -> float:
+    """Bytes a second that a copy of `size` bytes (0: far beyond any cache) reads and writes."""
+    import torch
+
+    size = size or (2**30 if device.startswith("cuda") else 2**27)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best(device, lambda: target.copy_(source))
+
+
+def matmul_rate(device: str, dtype: str, size: int = 0) -> float:
+    """Operations a second of a square matmul; size 0: 8192 on a GPU, 1024 elsewhere."""
+    import torch
+
+    size = size or (8192 if device.startswith("cuda") else 1024)
+    if dtype == "float8_e4m3fn":
+        left = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
+        right = torch.randn(size, size, device=device).to(torch.float8_e4m3fn).t()
+        one = torch.ones((), device=device)
+        seconds = _best(
+            device, lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        )
+    else:
+        kind: torch.dtype = getattr(torch, dtype)
+        a = torch.randn(size, size, device=device, dtype=kind)
+        b = torch.randn(size, size, device=device, dtype=kind)
+        seconds = _best(device, lambda: a @ b)
+    return 2 * size**3 / seconds
+
+
+def _best(device: str, work: Callable[[], object], rounds: int = 5) -> float:
+    """Least seconds of one call."""
+    import torch
+
+    calls = 10 if device.startswith("cuda") else 1
+    least = float("inf")
+    for _ in range(rounds):
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            work()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        least = min(least, (time.perf_counter() - begin) / calls)
+    return least

@@ -1,0 +1,322 @@
+"""`engine bench serve`: streaming completions from a server under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+import typer
+from attrs import frozen
+
+from engine.cli.bench.ceilings import Bandwidth, MatmulRate
+from engine.cli.bench.client import Answered, Answers, Job
+from engine.cli.bench.level import Level, print_levels, within
+from engine.cli.bench.load import TOKENS, parse_counts, say
+from engine.cli.bench.report import Json, Plot, report, write
+from engine.cli.bench.roofline import Roofline, configured_roofline
+from engine.cli.bench.server_process import Server, cpu_seconds, running
+from engine.cli.options import DEMO_MODEL, configured
+from engine.core.errors import ConfigError, ExecutorError
+from engine.core.settings import DEFAULT, Resolved
+
+if TYPE_CHECKING:
+    from engine.core.config import EngineConfig
+
+COMMAND = (sys.executable, "-P", "-c", "from engine.cli.bench.client import main; main()")
+CONNECTIONS = 32
+"""Most that one load process serves, unless told otherwise."""
+LEAD = 0.3
+"""Seconds that load processes get to open their connections."""
+
+
+@frozen(kw_only=True)
+class Plan:
+    """One level of load: either `concurrency` requests at a time or `rate` requests a second."""
+
+    concurrency: int = 0
+    rate: float = 0.0
+    requests: int
+    input_len: int
+    output_len: int
+    vocab_size: int
+    processes: int
+    seed: int
+    timeout: float
+
+    @property
+    def name(self) -> str:
+        """As it stands in tables."""
+        return f"concurrency {self.concurrency}" if self.concurrency else f"{self.rate:g} requests/s"
+
+    def jobs(self, server: Server, api_key: str) -> list[Job]:
+        """One job a process, with even shares; no more processes than can have a request each."""
+        count = min(self.processes, self.requests, self.concurrency or self.requests)
+        share = attrs.asdict(self, filter=attrs.filters.include("input_len", "output_len", "vocab_size", "timeout"))
+        return [
+            Job(
+                host=server.host,
+                port=server.port,
+                model=server.model,
+                api_key=api_key,
+                requests=_part(self.requests, number, count),
+                connections=_part(self.concurrency, number, count),
+                rate=self.rate / count,
+                seed=self.seed * 1000 + number,
+                **share,
+            )
+            for number in range(count)
+        ]
+
+
+def _part(total: int, number: int, parts: int) -> int:
+    return total // parts + (number < total % parts)
+
+
+def apply_load(server: Server, plan: Plan, api_key: str, slo: tuple[float | None, float | None]) -> Level:
+    """Put one level of load on a server and wait for all answers.
+
+    slo: most ms for TTFT and TPOT. Raises ExecutorError when a load process fails.
+    """
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for job in plan.jobs(server, api_key):
+            processes.append(subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            _write(processes[-1], json.dumps(attrs.asdict(job)))
+        for process in processes:
+            _read(process)
+        begin = time.monotonic() + LEAD
+        for process in processes:
+            _write(process, repr(begin))
+        time.sleep(max(begin - time.monotonic(), 0.0))
+        before = cpu_seconds(server.pid) if server.pid is not None else 0.0
+        results = [_answers(_read(process)) for process in processes]
+        used = cpu_seconds(server.pid) - before if server.pid is not None else None
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    answers = tuple(answer for one in results for answer in one.answers)
+    served = [one for one in answers if not one.error]
+    last = max((one.events[-1] for one in served), default=time.monotonic())
+    seconds = last - min(one.sent for one in answers)
+    return Level(
+        name=plan.name,
+        answers=answers,
+        seconds=seconds,
+        input_len=plan.input_len,
+        cores=None if used is None else used / seconds,
+        load_cores=max(one.cpu for one in results) / seconds,
+        good=None if slo == (None, None) else sum(within(one, *slo) for one in served),
+    )
+
+
+def _write(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def _read(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise ExecutorError(f"a load process ended with status {process.wait()}; its own words are above")
+    return line
+
+
+def _answers(line: str) -> Answers:
+    told: dict[str, Any] = json.loads(line)
+    return Answers(
+        answers=tuple(Answered(**{**one, "events": tuple(one["events"])}) for one in told["answers"]), cpu=told["cpu"]
+    )
+
+
+def with_share(level: Level, roofline: Roofline, plan: Plan, max_running: int) -> Level:
+    """The level beside the roofline of its requests at its concurrency."""
+    if not level.served:
+        return level
+    running_at_once = min(plan.concurrency or plan.requests, max_running)
+    floor = roofline.load([(plan.input_len, plan.output_len)] * len(level.served), running_at_once)
+    return attrs.evolve(level, share=floor / level.seconds)
+
+
+@configured()
+def serve(
+    *,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Requests under way at a time, as 1,64,256; by default these.", show_default=False),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="In place of --concurrency: requests a second at random intervals, as 5,10,20."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(help="Requests at each level; 0: eight for each under way, or 30 s of a rate.", min=0)
+    ] = 0,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens a request.", min=1)] = 512,
+    output_len: Annotated[int, typer.Option(help="Output tokens a request.", min=1)] = 128,
+    url: Annotated[
+        str, typer.Option(help="Measure the server that runs here, in place of starting one.", show_default=False)
+    ] = "",
+    server_pid: Annotated[
+        int, typer.Option(help="With --url: the server's process, to count its CPU time.", show_default=False, min=0)
+    ] = 0,
+    load_processes: Annotated[
+        int,
+        typer.Option(help=f"Processes that make the load; 0: one for each {CONNECTIONS} requests under way.", min=0),
+    ] = 0,
+    slo_ttft: Annotated[
+        float | None, typer.Option(help="Most ms to the first token for goodput.", show_default=False)
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(help="Most ms for a later token for goodput.", show_default=False)
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each level; what runs then is an error.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and intervals.")] = 0,
+    bandwidth: Bandwidth = None,
+    matmul: MatmulRate = None,
+    output: Json = None,
+    plot: Plot = None,
+    resolved: Resolved,
+) -> None:
+    """Latency and throughput of streaming completions over HTTP, from a server started for it or one at --url."""
+    if url:
+        _check_remote(resolved)
+    elif server_pid:
+        raise ConfigError("--server-pid belongs to --url; a server started here is known")
+    if concurrency is not None and rate is not None:
+        raise ConfigError("--concurrency and --rate exclude each other; give one of them")
+    if plot is not None:
+        from engine.cli.bench.plot import check_plot
+
+        check_plot(plot)
+    config = resolved.config
+    common: dict[str, Any] = {"input_len": input_len, "output_len": output_len, "timeout": timeout}
+    plans = [
+        Plan(
+            concurrency=count,
+            rate=speed,
+            requests=requests or 8 * count or max(round(30 * speed), 1),
+            vocab_size=_vocab_size(config),
+            processes=load_processes or processes_for(count),
+            seed=seed + 1 + number,
+            **common,
+        )
+        for number, (count, speed) in enumerate(levels_of(concurrency, rate))
+    ]
+    with ExitStack() as stack:
+        if url:
+            server = Server.at(url, config.server.api_key, server_pid or None)
+        else:
+            server = stack.enter_context(running(served_config(resolved)))
+        levels = run_plans(server, plans, config.server.api_key, (slo_ttft, slo_tpot))
+
+    roofline = None if url else configured_roofline(config, bandwidth, matmul)
+    if roofline is not None:
+        most = config.scheduler.max_running
+        levels = [with_share(level, roofline, plan, most) for level, plan in zip(levels, plans, strict=True)]
+    machine = _machine(config) if not url else f"the server at {url}"
+    print_levels(levels, machine, input_len, output_len)
+    settings = {
+        "model": server.model,
+        **common,
+        "requests": [plan.requests for plan in plans],
+        "load_processes": [plan.processes for plan in plans],
+        "slo_ttft_ms": slo_ttft,
+        "slo_tpot_ms": slo_tpot,
+        "seed": seed,
+        "given": {key: str(value) for key, value in _given(resolved).items()},
+        "ceilings": roofline.ceilings.source if roofline is not None else None,
+    }
+    if output is not None:
+        write(output, report("serve", machine, [row for level in levels for row in level.rows()], settings))
+    if plot is not None:
+        from engine.cli.bench.plot import plot_serve
+
+        plot_serve(plot, levels, machine)
+    if any(not level.served for level in levels):
+        raise ExecutorError("a level of load got no answer without an error")
+
+
+def run_plans(
+    server: Server, plans: Sequence[Plan], api_key: str, slo: tuple[float | None, float | None]
+) -> list[Level]:
+    """Warm the server up with the largest level's requests, but few tokens, then run the levels in turn."""
+    largest = max(plans, key=lambda plan: (plan.concurrency, plan.rate))
+    count = largest.concurrency or 8
+    warm_up = attrs.evolve(
+        largest, concurrency=count, rate=0.0, requests=count, output_len=min(16, largest.output_len), seed=0
+    )
+    apply_load(server, warm_up, api_key, slo)
+    levels = []
+    for plan in plans:
+        levels.append(apply_load(server, plan, api_key, slo))
+        say(f"{plan.name}: {levels[-1].output_rate:,.0f} output tokens/s")
+    return levels
+
+
+def levels_of(concurrency: str | None, rate: str | None) -> list[tuple[int, float]]:
+    """(concurrency, rate) of each level; one of the two is 0. Raises ConfigError."""
+    if rate is None:
+        return [(count, 0.0) for count in parse_counts(concurrency or "1,64,256", "--concurrency")]
+    try:
+        rates = [float(part) for part in rate.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < one < float("inf") for one in rates):
+        raise ConfigError(f"--rate {rate!r} is no list of requests a second; give one, or several as 5,10,20")
+    return [(0, one) for one in rates]
+
+
+def processes_for(concurrency: int) -> int:
+    """Load processes, so many that none of them limits the server, and at most half of the cores."""
+    wanted = -(-concurrency // CONNECTIONS) if concurrency else 4
+    return max(min(wanted, (os.cpu_count() or 1) // 2), 1)
+
+
+def served_config(resolved: Resolved) -> EngineConfig:
+    """The configuration of the server to start: on a free port, unless one was named."""
+    config = resolved.config
+    if resolved.origins["server.port"] != DEFAULT:
+        return config
+    return attrs.evolve(config, server=attrs.evolve(config.server, port=0))
+
+
+def _given(resolved: Resolved) -> dict[str, object]:
+    from engine.core.settings import flatten
+
+    ours = (DEFAULT, DEMO_MODEL)
+    return {
+        key: value
+        for key, value in flatten(resolved.config).items()
+        if resolved.origins[key] not in ours and key != "server.api_key"
+    }
+
+
+def _check_remote(resolved: Resolved) -> None:
+    """Raises ConfigError for settings of a server that runs already."""
+    wrong = sorted(key for key in _given(resolved) if key != "model.path")
+    if wrong:
+        raise ConfigError(f"--url measures a server that has settings of its own; leave out {', '.join(wrong)}")
+
+
+def _vocab_size(config: EngineConfig) -> int:
+    """Of the model's config.json. With --url and no --model this is the demo model's, small enough for any server."""
+    from engine.core.checkpoint import Checkpoint, read_key
+
+    return read_key(Checkpoint.open(config.model.path).config, "vocab_size", int, TOKENS[1], least=1)
+
+
+def _machine(config: EngineConfig) -> str:
+    from engine.core.device import find_device
+
+    device = find_device(config.executor.device)
+    return f"{device.torch_name} ({device.name})"

@@ -1,0 +1,131 @@
+"""A server to put under load: starting `engine serve`, asking it who it is, and the CPU time of its processes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from engine.cli.config import to_toml
+from engine.core.config import EngineConfig
+from engine.core.errors import ConfigError, ExecutorError
+
+COMMAND = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()")
+STOP_TIMEOUT = 60.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+
+@frozen(kw_only=True)
+class Server:
+    """A server that answers."""
+
+    host: str
+    port: int
+    model: str
+    """Its name for the model it serves."""
+    pid: int | None
+    """Of its first process; None: not known, and then neither is its CPU time."""
+
+    @classmethod
+    def at(cls, url: str, api_key: str, pid: int | None) -> Server:
+        """The server at an address. Raises ConfigError if it does not answer."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"--url {url!r} is no address of a server; give it as http://127.0.0.1:8000")
+        host, port = parts.hostname, parts.port or 80
+        status, _ = _get(host, port, "/health", api_key)
+        if status != 200:
+            raise ConfigError(f"the server at {url} is not well: /health answers with status {status}")
+        status, body = _get(host, port, "/v1/models", api_key)
+        if status != 200:
+            raise ConfigError(f"the server at {url} does not name its model (status {status}); is --api-key right?")
+        return cls(host=host, port=port, model=json.loads(body)["data"][0]["id"], pid=pid)
+
+
+@contextmanager
+def running(config: EngineConfig) -> Iterator[Server]:
+    """`engine serve` with this configuration, from when it answers; it is stopped at the end.
+
+    Raises ExecutorError when it does not start; its own words are on stderr.
+    """
+    with tempfile.TemporaryDirectory(prefix="engine-bench-") as directory:
+        file = Path(directory) / "serve.toml"
+        file.write_text(to_toml(config), encoding="utf-8")
+        process = subprocess.Popen([*COMMAND, "serve", "--config", str(file)], stdout=subprocess.PIPE, text=True)
+        try:
+            url = _announced(process)
+            yield Server.at(url, config.server.api_key, process.pid)
+        finally:
+            _stop(process)
+
+
+def _announced(process: subprocess.Popen[str]) -> str:
+    """The address that the server prints when it is ready."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("Listening on "):
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # so that the pipe never fills
+            return line.split()[-1]
+    raise ExecutorError(f"the server did not start: it ended with status {process.wait()}; its own words are above")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process and all that descend from it have used so far. Raises ConfigError if there is none."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                fields = Path(entry.path, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                continue
+            # proc(5): after the name in parentheses come state, ppid, ...; utime and stime are fields 14 and 15.
+            parents[int(entry.name)] = int(fields[1])
+            ticks[int(entry.name)] = int(fields[11]) + int(fields[12])
+    if pid not in ticks:
+        raise ConfigError(f"there is no process {pid}; give the server's as --server-pid")
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(ticks[one] for one in family) / os.sysconf("SC_CLK_TCK")
+
+
+def _get(host: str, port: int, path: str, api_key: str) -> tuple[int, Any]:
+    deadline = time.monotonic() + 10
+    while True:
+        connection = http.client.HTTPConnection(host, port, timeout=30)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+            response = connection.getresponse()
+            return response.status, response.read()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"no server answers at http://{host}:{port}: {error}") from error
+            time.sleep(0.1)
+        finally:
+            connection.close()

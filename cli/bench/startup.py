@@ -1,0 +1,120 @@
+"""`engine bench startup`: seconds from the start of a process to its first token."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from attrs import frozen
+
+from engine.cli.bench.ceilings import Bandwidth, copy_rate
+from engine.cli.bench.load import say
+from engine.cli.bench.report import Json, Plot, Row, report, write
+from engine.cli.options import OFFLINE, configured
+from engine.cli.tables import print_table
+from engine.core.errors import ExecutorError
+from engine.core.settings import Resolved
+
+if TYPE_CHECKING:
+    from engine.core.config import EngineConfig
+
+COMMAND = (sys.executable, "-P", "-m", "engine.cli.bench.first_token")
+
+
+@frozen(kw_only=True)
+class Start:
+    """One process, from its start to its first token."""
+
+    phases: tuple[tuple[str, float], ...]
+    """(phase, seconds), in their order."""
+    weights_bytes: int
+    device: str
+
+    @property
+    def seconds(self) -> float:
+        """Of all phases."""
+        return sum(spent for _, spent in self.phases)
+
+
+def start(config: EngineConfig) -> Start:
+    """Start an engine in a process of its own. Raises ExecutorError with that process's words if it fails."""
+    from engine.core.wire import encode
+
+    done = subprocess.run([*COMMAND, repr(time.monotonic())], input=encode(config), capture_output=True, check=False)
+    if done.returncode:
+        raise ExecutorError(f"the engine did not start; its process wrote:\n{done.stderr.decode().strip()}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    return Start(
+        phases=tuple((name, seconds) for name, seconds in told["phases"]),
+        weights_bytes=told["weights_bytes"],
+        device=told["device"],
+    )
+
+
+@configured(without=OFFLINE)
+def startup(
+    *,
+    repeat: Annotated[int, typer.Option(help="Starts, each in a fresh process; the median counts.", min=1)] = 3,
+    bandwidth: Bandwidth = None,
+    output: Json = None,
+    plot: Plot = None,
+    resolved: Resolved,
+) -> None:
+    """Seconds from the start of a process to its first token, by phase."""
+    from engine.core.checkpoint import Checkpoint
+    from engine.core.device import find_device
+
+    if plot is not None:
+        from engine.cli.bench.plot import check_plot
+
+        check_plot(plot)
+    config = resolved.config
+    Checkpoint.open(config.model.path)
+    starts = []
+    for number in range(repeat):
+        starts.append(start(config))
+        say(f"start {number + 1}: {starts[-1].seconds:.2f} s")
+    median = sorted(starts, key=lambda one: one.seconds)[len(starts) // 2]
+    rate = bandwidth * 1e12 if bandwidth is not None else copy_rate(find_device(config.executor.device).torch_name)
+    # Whatever a start does, it writes the weights once.
+    share = median.weights_bytes / rate / median.seconds
+    print_starts(starts, median, share)
+    rows = [
+        Row(metric="start-up to first token", value=median.seconds, unit="s", share=share),
+        Row(metric="first start", value=starts[0].seconds, unit="s"),
+        *(Row(metric=phase, case="phase", value=spent, unit="s") for phase, spent in median.phases),
+    ]
+    settings = {
+        "model": config.model.path.rstrip("/").rpartition("/")[2],
+        "load_format": config.model.load_format,
+        "quant": config.quant.name,
+        "graphs": config.executor.graphs,
+        "kernels": config.executor.kernels,
+        "repeat": repeat,
+        "bandwidth": rate,
+    }
+    if output is not None:
+        write(output, report("startup", median.device, rows, settings))
+    if plot is not None:
+        from engine.cli.bench.plot import plot_startup
+
+        plot_startup(plot, starts, median.device)
+
+
+def print_starts(starts: Sequence[Start], median: Start, share: float) -> None:
+    """Phases in rows, starts in columns."""
+    names = list(dict.fromkeys(phase for one in starts for phase, _ in one.phases))
+    print_table(
+        ("phase", *(f"start {number + 1}" for number in range(len(starts))), "median start"),
+        [
+            *((name, *(f"{dict(one.phases).get(name, 0.0):.3f}" for one in (*starts, median))) for name in names),
+            ("to the first token", *(f"{one.seconds:.3f}" for one in (*starts, median))),
+        ],
+        title=f"start-up in seconds, {median.device}; writing {median.weights_bytes / 2**20:,.0f} MiB of weights at the"
+        f" device's bandwidth would take {share:.2%} of it",
+    )

@@ -1,0 +1,340 @@
+"""Attention by FlashInfer's kernels, compiled for the model's shape when the engine starts.
+
+Prompts: FlashAttention 3 on Hopper, FlashAttention 2 elsewhere, planned once a step. Decodes: XQA, which plans nothing
+and reads lengths on the device, so that CUDA graphs can replay it; where it does not fit the model, the planned decode.
+Written for FlashInfer 0.6.14.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot, window_of
+from engine.core.batch import ForwardBatch
+from engine.core.device import DeviceInfo
+from engine.core.errors import ConfigError, PluginError
+from engine.core.kv_cache import KVPool
+from engine.plugins.attention.flashinfer_rules import (
+    HEAD_DIMS,
+    TENSOR_CORE_GROUP,
+    FlashInferOptions,
+    fa3_refusal,
+    workspace_size,
+    xqa_refusal,
+)
+from engine.plugins.attention.page_lists import PageLists, page_lists
+
+XQA_SCRATCH = 8 * 2**20
+"""Bytes for partial results: at most one a multiprocessor, 8 KiB each at 16 heads of 256."""
+XQA_SEMAPHORES = 2**16
+"""Bytes; one 32-bit counter for each sequence and KV head whose context is split, of which there are fewer than
+multiprocessors. Zero at first; each kernel leaves them zero."""
+
+_log = logging.getLogger(__name__)
+
+
+def trial_batch(device: torch.device) -> ForwardBatch:
+    """One decode and one prompt of a token each, both in block 0: enough to make every kernel run."""
+    ones = np.ones(2, np.int32)
+    tables = np.zeros((2, 1), np.int32)
+    zeros = torch.zeros(2, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        tokens=zeros,
+        positions=zeros,
+        slots=zeros,
+        query_starts=torch.arange(3, dtype=torch.int32, device=device),
+        context_lens=torch.ones(2, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(2, 1, dtype=torch.int32, device=device),
+        logit_rows=zeros,
+        num_decodes=1,
+        query_lens_host=ones,
+        context_lens_host=ones,
+        block_tables_host=tables,
+    )
+
+
+class _Planner:
+    """Two wrappers of one kind, used in turn.
+
+    A wrapper's plan() fills pinned memory and queues its copy to the device. With one step in flight that copy may
+    still be waiting when the next step is planned, so the next plan needs memory of its own, and the one after it may
+    have to wait for the first copy.
+    """
+
+    def __init__(self, make: Callable[[], Any], device: torch.device) -> None:
+        self._slots = [(make(), torch.cuda.Event()) for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._device = device
+        self._turn = 0
+
+    def plan(self, *arguments: Any, **options: Any) -> Any:
+        """The wrapper, planned; valid until the plan after the next."""
+        self._turn = 1 - self._turn
+        wrapper, copied = self._slots[self._turn]
+        copied.synchronize()
+        wrapper.plan(*arguments, **options)
+        copied.record(torch.cuda.current_stream(self._device))
+        return wrapper
+
+
+@frozen
+class Plan:
+    """Decodes by XQA (tables and lengths) or by planned wrappers, prompts by planned wrappers."""
+
+    num_decodes: int
+    tables: torch.Tensor | None
+    """[decodes, most blocks] int32; None where XQA does not decode."""
+    lengths: torch.Tensor | None
+    """[decodes, 1] uint32."""
+    decodes: Mapping[int | None, Any]
+    """By sliding window."""
+    prompts: Mapping[int | None, Any]
+    """By sliding window; empty where there is none."""
+
+
+class FlashInferAttention(AttentionBackend):
+    """Paged attention in bfloat16 or float16 on NVIDIA GPUs."""
+
+    api = "1"
+    graphs = "decode"
+    options_class = FlashInferOptions
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
+        """Other devices, older GPUs, types and heads that FlashInfer has no kernels for; and its absence."""
+        if device.type != "cuda":
+            return f"FlashInfer runs on NVIDIA GPUs, not on {device.torch_name}; use another backend or --device cuda"
+        if importlib.util.find_spec("flashinfer") is None:
+            return "FlashInfer is not installed; pip install 'pluggable-llm-engine[flashinfer]'"
+        if device.capability is not None and device.capability < (8, 0):
+            version = ".".join(map(str, device.capability))
+            return f"FlashInfer needs compute capability 8.0, and this GPU has {version}; use another backend"
+        if spec.dtype not in ("bfloat16", "float16"):
+            return f"FlashInfer computes in bfloat16 or float16, not in {spec.dtype}; use --dtype bfloat16"
+        if spec.kv_dtype != spec.dtype:
+            return (
+                f"keys and values must have the type of the activations ({spec.dtype}), not {spec.kv_dtype}; "
+                "use --kv-dtype auto"
+            )
+        if spec.head_dim not in HEAD_DIMS:
+            dims = " or ".join(map(str, HEAD_DIMS))
+            return f"FlashInfer's kernels are for heads of {dims}, not {spec.head_dim}; use another backend"
+        return None
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, options: FlashInferOptions) -> None:
+        self._spec = spec
+        self._dtype = getattr(torch, spec.dtype)
+        self._caches = list(zip(pool.keys, pool.values, strict=True))
+        self._device = pool.keys[0].device
+        # A window as long as the longest context hides nothing.
+        self._windows = [None if w is None or w >= spec.max_len else w for w in spec.sliding_windows]
+        capability = torch.cuda.get_device_capability(self._device)
+        self._prefill_kernels = self._choose_prefill(options.prefill, capability)
+        self._xqa = self._choose_xqa(options.decode, capability)
+        self.graphs = "decode" if self._xqa else "none"
+        begin = time.perf_counter()
+        try:
+            self._make(options)
+            self._run_once()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise PluginError(
+                f"FlashInfer's kernels could not be made ready: {type(error).__name__}: {reason}; "
+                "nvcc of the CUDA toolkit must be installed to compile them; or use another backend"
+            ) from error
+        kernels = ", ".join(dict.fromkeys(self._prefill_kernels.values()))
+        _log.info(
+            "FlashInfer's kernels (prompts: %s; decodes: %s) were ready after %.1f s",
+            kernels,
+            "xqa" if self._xqa else "wrapper",
+            time.perf_counter() - begin,
+        )
+
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
+        """See AttentionBackend."""
+        count = batch.num_decodes
+        tables = lengths = None
+        decodes: Mapping[int | None, Any] = {}
+        prompts: Mapping[int | None, Any] = {}
+        if count and self._xqa:
+            tables = dense_rows(batch.block_tables[:count])
+            lengths = batch.context_lens[:count].view(torch.uint32).unsqueeze(1)
+        elif count:
+            decodes = self._plan_decodes(self._lists(batch, slice(count)))
+        if count < batch.num_sequences:
+            prompts = self._plan_prompts(self._lists(batch, slice(count, None)))
+        return Plan(count, tables, lengths, decodes, prompts)
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """See AttentionBackend."""
+        out = q.new_empty(q.shape)
+        self.forward_into(layer, q, k, v, plan, out)
+        return out
+
+    def forward_into(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
+    ) -> None:
+        """See AttentionBackend."""
+        count = plan.num_decodes
+        window = self._windows[layer]
+        if plan.tables is not None:
+            self._decode_by_xqa(layer, q[:count], plan, out[:count])
+        elif count:
+            plan.decodes[window].run(q[:count], self._caches[layer], out=out[:count])
+        if plan.prompts:
+            plan.prompts[window].run(q[count:], self._caches[layer], out=out[count:])
+
+    def _choose_prefill(self, wanted: str, capability: tuple[int, int]) -> dict[int | None, str]:
+        """The kernel of each sliding window."""
+        kernels = {}
+        for window in dict.fromkeys(self._windows):
+            refusal = fa3_refusal(self._spec, capability, window)
+            if wanted == "fa3" and refusal:
+                raise ConfigError(f"prefill = fa3 was asked of FlashInfer, but {refusal}; use auto or fa2")
+            kernels[window] = "fa2" if wanted == "fa2" or refusal else "fa3"
+        return kernels
+
+    def _choose_xqa(self, wanted: str, capability: tuple[int, int]) -> bool:
+        refusal = xqa_refusal(self._spec, capability)
+        if wanted == "xqa" and refusal:
+            raise ConfigError(f"decode = xqa was asked of FlashInfer, but {refusal}; use auto or wrapper")
+        return wanted != "wrapper" and refusal is None
+
+    def _make(self, options: FlashInferOptions) -> None:
+        """Workspaces and planners."""
+        from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+        spec, device = self._spec, self._device
+        needs_workspace = not self._xqa or "fa2" in self._prefill_kernels.values()
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        size = options.workspace_bytes or (workspace_size(spec, multiprocessors) if needs_workspace else 2**20)
+        # All planners share it: what a layer leaves there, no later kernel reads.
+        workspace = torch.empty(size, dtype=torch.uint8, device=device)
+
+        def prefill(kernel: str) -> _Planner:
+            return _Planner(lambda: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel), device)
+
+        def decode() -> _Planner:
+            wide = spec.num_heads // spec.num_kv_heads >= TENSOR_CORE_GROUP
+            return _Planner(lambda: BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=wide), device)
+
+        self._prefill_planners = {window: prefill(kernel) for window, kernel in self._prefill_kernels.items()}
+        self._decode_planners = {} if self._xqa else {window: decode() for window in self._prefill_kernels}
+        if self._xqa:
+            from flashinfer.xqa import xqa
+
+            self._xqa_kernel = xqa
+            self._scratch = torch.empty(XQA_SCRATCH, dtype=torch.uint8, device=device)
+            self._semaphores = torch.zeros(XQA_SEMAPHORES, dtype=torch.uint8, device=device)
+
+    def _run_once(self) -> None:
+        """Run every kernel, which compiles or loads it, so that start-up waits for that and no request does."""
+        spec = self._spec
+        q = torch.zeros(2, spec.num_heads, spec.head_dim, dtype=self._dtype, device=self._device)
+        k = torch.zeros(2, spec.num_kv_heads, spec.head_dim, dtype=self._dtype, device=self._device)
+        plan = self.plan(trial_batch(self._device))
+        for layers in window_of(spec).values():
+            self.forward(layers[0], q, k, k, plan)
+        torch.cuda.synchronize(self._device)
+
+    def _lists(self, batch: ForwardBatch, which: slice) -> PageLists:
+        return page_lists(
+            batch.query_lens_host[which],
+            batch.context_lens_host[which],
+            batch.block_tables_host[which],
+            self._spec.page_size,
+        )
+
+    def _plan_prompts(self, lists: PageLists) -> dict[int | None, Any]:
+        starts, page_starts, last, lengths, pages = self._staged(lists)
+        most = int(np.diff(lists.query_starts).max())
+        return {
+            window: planner.plan(
+                starts,
+                page_starts,
+                pages,
+                last,
+                *self._shape,
+                causal=True,
+                max_token_per_sequence=most,
+                seq_lens=lengths,
+                **self._scores(window),
+            )
+            for window, planner in self._prefill_planners.items()
+        }
+
+    def _plan_decodes(self, lists: PageLists) -> dict[int | None, Any]:
+        _, page_starts, last, lengths, pages = self._staged(lists)
+        return {
+            window: planner.plan(page_starts, pages, last, *self._shape, seq_lens=lengths, **self._scores(window))
+            for window, planner in self._decode_planners.items()
+        }
+
+    def _staged(self, lists: PageLists) -> list[torch.Tensor]:
+        """The arrays in pinned memory: FlashInfer reads them on the host and copies them without waiting."""
+        arrays = [
+            lists.query_starts,
+            lists.page_starts,
+            lists.last_lengths,
+            lists.context_lengths,
+            lists.pages,
+        ]
+        # One piece of pinned memory; torch keeps it until the copies out of it are done.
+        pinned = torch.from_numpy(np.concatenate(arrays)).pin_memory()
+        return list(pinned.split_with_sizes([len(array) for array in arrays]))
+
+    @property
+    def _shape(self) -> tuple[int, int, int, int]:
+        spec = self._spec
+        return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size
+
+    def _scores(self, window: int | None) -> dict[str, Any]:
+        """Arguments that all planners take. FlashInfer counts a window without the token itself; -1 is none."""
+        return {
+            "sm_scale": self._spec.scale,
+            "logits_soft_cap": self._spec.softcap,
+            "window_left": -1 if window is None else window - 1,
+            "q_data_type": self._dtype,
+            "kv_data_type": self._caches[0][0].dtype,
+        }
+
+    def _decode_by_xqa(self, layer: int, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
+        """q, out: [decodes, heads, head_dim]."""
+        spec = self._spec
+        keys, values = self._caches[layer]
+        self._xqa_kernel(
+            q.contiguous().unsqueeze(1),  # the kernel ignores strides
+            keys,
+            values,
+            plan.tables,
+            plan.lengths,
+            out.unsqueeze(1),
+            self._scratch,
+            self._semaphores,
+            spec.num_kv_heads,
+            spec.page_size,
+            q_scale=spec.scale * math.sqrt(spec.head_dim),  # the kernel divides by that root
+            sliding_win_size=self._windows[layer] or 0,  # the token itself is counted; 0 is none
+        )
+
+
+def dense_rows(tables: torch.Tensor) -> torch.Tensor:
+    """A table whose rows follow each other without a gap, over the same memory: [rows, columns] -> [rows, >= columns].
+
+    Columns beyond the given ones are the rest of wider rows, so that a graph reads the table it was captured with.
+    """
+    rows, width = len(tables), tables.stride(0)
+    if rows == 1 or width == tables.shape[1]:
+        return tables
+    return tables.as_strided((rows, width), (width, 1))

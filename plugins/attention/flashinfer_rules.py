@@ -1,0 +1,79 @@
+"""Which of FlashInfer's kernels serve which model, and the settings that choose among them. Nothing here imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import Attribute, field, frozen
+
+from engine.core.attention import AttentionSpec
+from engine.core.errors import near_misses
+
+HEAD_DIMS = (64, 128, 256)
+"""What all of the kernels below are compiled for."""
+XQA_PAGE_SIZES = (16, 32, 64, 128)
+XQA_MAX_GROUP = 16
+XQA_CAPABILITIES = (9, 10, 12)
+"""Major compute capabilities."""
+TENSOR_CORE_GROUP = 4
+"""From so many query heads a KV head the planned decode uses tensor cores."""
+
+
+def _one_of(*choices: str) -> Callable[[Any, Attribute[str], str], None]:
+    def check(_: Any, attribute: Attribute[str], value: str) -> None:
+        if value not in choices:
+            raise ValueError(f"{value!r} is no choice; {near_misses(value, choices)}")
+
+    return check
+
+
+def _not_negative(_: Any, attribute: Attribute[int], value: int) -> None:
+    if value < 0:
+        raise ValueError(f"{value} is out of range; give 0 or more")
+
+
+@frozen(kw_only=True)
+class FlashInferOptions:
+    """[attention.options] of this backend."""
+
+    prefill: str = field(default="auto", validator=_one_of("auto", "fa2", "fa3"))
+    """FlashAttention 2 or 3 for prompts; auto: 3 where it works."""
+    decode: str = field(default="auto", validator=_one_of("auto", "xqa", "wrapper"))
+    """XQA or the planned decode (BatchDecodeWithPagedKVCacheWrapper); auto: XQA where it works."""
+    workspace_bytes: int = field(default=0, validator=_not_negative)
+    """Memory for partial results of split contexts; 0: what FlashAttention 2 can need at most."""
+
+
+def fa3_refusal(spec: AttentionSpec, capability: tuple[int, int], window: int | None) -> str | None:
+    """Why FlashAttention 3 cannot serve layers of this window; None if it can."""
+    if capability[0] != 9:
+        return f"it is made for compute capability 9.x (Hopper), not {capability[0]}.{capability[1]}"
+    if window is not None:
+        # hopper/sparse_mainloop.cuh loads the values of tile 0 last, whichever tile the window begins in.
+        return "its paged kernel is wrong with a sliding window"
+    return None
+
+
+def xqa_refusal(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
+    """Why XQA cannot decode for this model; None if it can."""
+    group = spec.num_heads // spec.num_kv_heads
+    if capability[0] not in XQA_CAPABILITIES:
+        return f"it is made for compute capability 9.0 and above, not {capability[0]}.{capability[1]}"
+    if spec.softcap is not None:
+        return "it does not cap scores"
+    if spec.page_size not in XQA_PAGE_SIZES:
+        return f"it reads KV blocks of {' or '.join(map(str, XQA_PAGE_SIZES))} tokens, not {spec.page_size}"
+    if group > XQA_MAX_GROUP:
+        return f"it takes at most {XQA_MAX_GROUP} query heads a KV head, not {group}"
+    return None
+
+
+def workspace_size(spec: AttentionSpec, multiprocessors: int) -> int:
+    """Most bytes of partial results: FlashAttention 2 splits contexts into at most two blocks a multiprocessor.
+
+    See PrefillPlan in FlashInfer's scheduler.cuh: for each block a tile of rows, each with its values and its sum.
+    """
+    rows = 128 if spec.head_dim < 256 else 64
+    group = spec.num_heads // spec.num_kv_heads
+    return 2 * multiprocessors * group * rows * (spec.head_dim + 1) * 4 + 2**20

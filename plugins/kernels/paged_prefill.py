@@ -1,0 +1,276 @@
+"""Attention of stretches of prompts over the paged KV cache, in which they and their prefixes are stored already.
+
+A tile is a stretch of one sequence's new tokens with all query heads of one KV head: these are the rows of the matrix
+products, so keys and values are read once for all heads. Tiles are listed on the host (`prefill_tiles`); keys come
+block by block, with online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from attrs import frozen
+
+from engine.core.kernels.launch import dependent_launch, release, wait
+from engine.plugins.kernels.paged_decode import capped, score_factor
+
+
+@frozen(kw_only=True)
+class PrefillConfig:
+    """How the kernel is launched."""
+
+    rows: int
+    """Rows a tile, a row being one query head of one token; a power of two, at least 16 and the heads of a group."""
+    keys: int
+    """Positions at a time; a power of two, at least 16."""
+    warps: int
+    stages: int
+    """Blocks of keys and values in flight or in use."""
+
+    def tokens(self, group: int) -> int:
+        """New tokens a tile, with `group` query heads each."""
+        return self.rows // group
+
+
+def prefill_config(longest: int, group: int, head_dim: int, itemsize: int, shared_memory: int) -> PrefillConfig:
+    """The launch for up to `longest` new tokens a sequence, `group` query heads a KV head, `itemsize` bytes a number.
+
+    128 rows by 8 warps are two warp groups of Hopper's matrix instruction; short stretches, and float32, which goes
+    without tensor cores, take less. Of these the first whose queries, keys and values fit into a multiprocessor's
+    `shared_memory` (bytes).
+    """
+    wanted = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
+    if itemsize == 4:
+        wanted = [(32, 32, 4, 2)]
+    elif longest * group <= 64:
+        wanted = wanted[2:]
+    numbers = triton.next_power_of_2(head_dim) * itemsize
+    least = max(16, triton.next_power_of_2(group))
+    configs = [PrefillConfig(rows=max(rows, least), keys=keys, warps=w, stages=s) for rows, keys, w, s in wanted]
+    smallest = PrefillConfig(rows=least, keys=16, warps=4, stages=2)
+    room = shared_memory - 2048
+    return next((one for one in configs if (one.rows + 2 * one.stages * one.keys) * numbers <= room), smallest)
+
+
+def prefill_tiles(
+    query_lens: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int32], first: int, tokens: int
+) -> npt.NDArray[np.int32]:
+    """[tiles, 2]: sequence and first new token of each tile of `tokens`, for the sequences from `first` on.
+
+    The longest contexts come first and within each the last tile, which sees the most, so that what is left at the end
+    is short; the tiles of a sequence stay together, so that they find its keys in the cache.
+    """
+    sequences = first + np.argsort(-context_lens[first:], kind="stable")
+    counts = -(-query_lens[sequences] // tokens)
+    owners = np.repeat(sequences, counts)
+    # In each sequence count - 1 down to 0.
+    numbers = np.repeat(np.cumsum(counts), counts) - np.arange(len(owners)) - 1
+    return np.stack([owners, numbers * tokens], axis=1).astype(np.int32)
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    config: PrefillConfig,
+) -> None:
+    """Causal attention of the rows of q that the tiles cover into the same rows of out.
+
+    q, out: [tokens, heads, head_dim], last two dimensions dense; keys, values: [blocks, page_size, kv_heads, head_dim];
+    tables: [sequences, most blocks] int32; query_starts: [sequences + 1] int32; lengths: [sequences] int32, the new
+    tokens included; tiles: [tiles, 2] int32, of `prefill_tiles` with config.tokens(group).
+    """
+    page_size, num_kv_heads, head_dim = keys.shape[1:]
+    _prefill_kernel[(len(tiles) * num_kv_heads,)](
+        q,
+        keys,
+        values,
+        tables,
+        query_starts,
+        lengths,
+        tiles,
+        out,
+        q.stride(0),
+        out.stride(0),
+        tables.stride(0),
+        scale,
+        softcap or 0.0,
+        window or 0,
+        HEADS=num_kv_heads,
+        GROUP=q.shape[1] // num_kv_heads,
+        DIM=head_dim,
+        PAGE=page_size,
+        WINDOWED=window is not None,
+        SOFTCAP=softcap is not None,
+        BLOCK_ROWS=config.rows,
+        BLOCK_KEYS=config.keys,
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **dependent_launch(q.device),
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def _prefill_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    starts_ptr,
+    lengths_ptr,
+    tiles_ptr,
+    out_ptr,
+    q_stride,
+    out_stride,
+    table_stride,
+    scale,
+    softcap,
+    window,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head = tl.program_id(0) % HEADS
+    tile = tl.program_id(0) // HEADS
+    wait(PDL)
+    release(PDL)
+    sequence = tl.load(tiles_ptr + tile * 2).to(tl.int64)
+    first = tl.load(tiles_ptr + tile * 2 + 1)
+    length = tl.load(lengths_ptr + sequence)
+    query_start = tl.load(starts_ptr + sequence)
+    queries = tl.load(starts_ptr + sequence + 1) - query_start
+    table_ptr = tables_ptr + sequence * table_stride
+
+    rows = tl.arange(0, BLOCK_ROWS)
+    columns = tl.arange(0, BLOCK_DIM)
+    tokens = first + rows // GROUP
+    real = (tokens < queries) & (rows < BLOCK_ROWS // GROUP * GROUP)
+    inside = real[:, None]
+    if BLOCK_DIM != DIM:
+        inside = inside & (columns[None, :] < DIM)
+    heads = (head * GROUP + rows % GROUP)[:, None] * DIM + columns[None, :]
+    token_rows = (query_start + tokens).to(tl.int64)[:, None]
+    q = tl.load(q_ptr + token_rows * q_stride + heads, mask=inside, other=0.0)
+
+    # Positions of the first and the last new token in the tile; the keys before `whole` are seen by all its rows, but
+    # for those that the window of its last rows leaves out, which are before `narrow`.
+    oldest = length - queries + first
+    newest = length - queries + tl.minimum(first + BLOCK_ROWS // GROUP, queries) - 1
+    at_rows = length - queries + tokens
+    whole = (oldest + 1) // BLOCK_KEYS * BLOCK_KEYS
+    begin = 0
+    narrow = 0
+    if WINDOWED:
+        begin = tl.maximum(oldest + 1 - window, 0) // BLOCK_KEYS * BLOCK_KEYS
+        narrow = tl.cdiv(tl.maximum(newest + 1 - window, 0), BLOCK_KEYS) * BLOCK_KEYS
+
+    # Finite, so that a row that sees nothing of a block computes no infinity less infinity.
+    top = tl.full([BLOCK_ROWS], -1e30, tl.float32)
+    weight = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    keys_ptr += head * DIM
+    values_ptr += head * DIM
+    if WINDOWED:
+        top, weight, acc = _attend(
+            q, top, weight, acc, keys_ptr, values_ptr, table_ptr, at_rows, newest + 1, begin, narrow, scale, softcap,
+            window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, True,
+        )  # fmt: skip
+    top, weight, acc = _attend(
+        q, top, weight, acc, keys_ptr, values_ptr, table_ptr, at_rows, newest + 1, narrow, whole, scale,
+        softcap, window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, False,
+    )  # fmt: skip
+    top, weight, acc = _attend(
+        q, top, weight, acc, keys_ptr, values_ptr, table_ptr, at_rows, newest + 1, tl.maximum(narrow, whole),
+        newest + 1, scale, softcap, window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, True,
+    )  # fmt: skip
+
+    result = acc / tl.where(real, weight, 1.0)[:, None]
+    tl.store(out_ptr + token_rows * out_stride + heads, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend(
+    q,
+    top,
+    weight,
+    acc,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    at_rows,
+    limit,
+    begin,
+    end,
+    scale,
+    softcap,
+    window,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The tile over the keys from `begin`, a multiple of BLOCK_KEYS, to `end`; without MASKED all rows see them all.
+
+    No row sees the position `limit`, nor is it read: it may be beyond the sequence.
+    """
+    factor = score_factor(scale, SOFTCAP)
+    offsets = tl.arange(0, BLOCK_KEYS)
+    columns = tl.arange(0, BLOCK_DIM)
+    # A block's pages are looked up one block early: its keys need not wait for them.
+    positions = begin + offsets
+    pages = tl.load(table_ptr + positions // PAGE, mask=positions < limit, other=0)
+    for start in range(begin, end, BLOCK_KEYS):
+        positions = start + offsets
+        slots = pages.to(tl.int64) * PAGE + positions % PAGE
+        following = positions + BLOCK_KEYS
+        pages = tl.load(table_ptr + following // PAGE, mask=following < limit, other=0)
+
+        at = slots[:, None] * (HEADS * DIM) + columns[None, :]
+        if MASKED or BLOCK_DIM != DIM:
+            inside = (positions < limit)[:, None] & (columns < DIM)[None, :]
+            k = tl.load(keys_ptr + at, mask=inside, other=0.0)
+            v = tl.load(values_ptr + at, mask=inside, other=0.0)
+        else:
+            k = tl.load(keys_ptr + at)
+            v = tl.load(values_ptr + at)
+
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if SOFTCAP:
+            scores = capped(scores * scale, softcap)
+        if MASKED:
+            distance = at_rows[:, None] - positions[None, :]
+            seen = distance >= 0
+            if WINDOWED:
+                seen = seen & (distance < window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+        p = tl.exp2(scores * factor - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        weight = weight * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    return top, weight, acc

@@ -1,0 +1,55 @@
+"""A front end process whose tokens are bytes. Run as a script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.core.config import ModelConfig
+from engine.core.errors import CheckpointError
+from engine.server import front_end
+
+BYTES = {token: bytes([token]) for token in range(256)}
+TABLES = {True: BYTES | {256: b""}, False: BYTES | {256: b"<eos>"}}
+
+
+class ByteTokenizer:
+    """Has as much of engine.core.text.Tokenizer as the server and the Detokenizer use; needs no file."""
+
+    special_tokens = frozenset({256})
+    splits_characters = False
+
+    def __init__(self, begin: str) -> None:
+        self._begin = begin
+
+    @classmethod
+    def of_model(cls, model: ModelConfig) -> ByteTokenizer:
+        if model.tokenizer == "broken":
+            raise CheckpointError("the tokenizer is broken")
+        return cls("<assistant>")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(map(self.own_bytes, ids)).decode(errors="replace")
+
+    def decode_plainly(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self.decode(ids, skip_special_tokens)
+
+    def own_bytes(self, token: int) -> bytes:
+        return TABLES[False][token]
+
+    token_bytes = own_bytes
+
+    def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        return TABLES[skip_special_tokens]
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], begin: str | None = None) -> list[int]:
+        said = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return self.encode(said + (begin or self._begin))
+
+
+if __name__ == "__main__":
+    sys.exit(front_end.run(ByteTokenizer.of_model))  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""The scripts in benchmarks/, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.cli.bench.roofline import make_work
+from engine.cli.bench.throughput import PRESETS
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / name), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def references() -> Any:
+    return json.loads((SCRIPTS / "references.json").read_text(encoding="utf-8"))
+
+
+def test_a_case_of_the_table_has_every_row_of_the_references(tmp_path: Path, references: Any) -> None:
+    done = run_script("vllm_table.py", "--small", "--cases", "llama-3.1-8b:none", "--results", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "h200-llama-3.1-8b-none.json").read_text())
+    assert written["settings"]["prefix_caching"] is False
+    measured = {row["metric"] for row in written["rows"]}
+    assert {row["metric"] for row in references["models"]["llama-3.1-8b:none"]["rows"]} <= measured
+
+
+def test_an_unknown_case_is_refused() -> None:
+    done = run_script("vllm_table.py", "--cases", "gpt:none")
+    assert done.returncode == 2
+    assert "qwen3-0.6b:none" in done.stderr
+
+
+def test_the_references_name_the_workloads_as_they_are_measured(references: Any) -> None:
+    from engine.cli.bench.load import make_load
+
+    names = {make_load(*shape).name for shape in PRESETS.values()}
+    for model in references["models"].values():
+        assert {row["case"] for row in model["rows"] if row["metric"] == "output tokens a second"} == names
+
+
+def test_floors_and_goals_follow_from_the_models(references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from models import MODELS  # type: ignore[import-not-found]
+    from vllm_table import CASES, ONLINE  # type: ignore[import-not-found]
+
+    assert list(references["models"]) == list(CASES)
+    bandwidth = references["ceilings"]["copy_tbps"] * 1e12
+    for case, model in references["models"].items():
+        config = MODELS[CASES[case]]
+        if case.partition(":")[2] in ONLINE:
+            config = config | {"quantization_config": {"quant_method": "fp8"}}
+        quantized = "quantization_config" in config
+        work = make_work(config, dtype="bfloat16", kv_dtype="bfloat16", quantized=quantized)
+        assert work.weight_bytes / bandwidth * 1e3 == pytest.approx(model["floor_ms"], rel=0.01)
+        for row in model["rows"]:
+            if row["metric"] == "output tokens a second":
+                best = max(row[name] for name in references["versions"] if row[name] is not None)
+                assert row["goal"] == round(1.3 * best)
+
+
+def test_variants_are_measured_or_refused_with_a_sentence(tmp_path: Path) -> None:
+    only = "4 decode steps at once,attention: flashinfer"  # which has no kernels for a CPU
+    done = run_script(
+        "ablation.py", "--small", "--only", only, "--set", "executor.device=cpu", "--results", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "h200-ablation.json").read_text())
+    [(label, sentence)] = written["settings"]["refused"].items()
+    assert label == "attention: flashinfer"
+    assert "flashinfer" in sentence
+    assert [row["case"] for row in written["rows"]] == ["4 decode steps at once"] * 3
+
+
+def test_model_directories_are_what_a_server_needs(tmp_path: Path) -> None:
+    done = run_script("models.py", str(tmp_path), "tiny")
+    assert done.returncode == 0, done.stderr
+    from engine.core.config import ModelConfig
+    from engine.core.text import Tokenizer
+
+    tokenizer = Tokenizer.of_model(ModelConfig(path=str(tmp_path / "tiny")))
+    assert tokenizer.decode([300, 510]) == "token300 token510 "
