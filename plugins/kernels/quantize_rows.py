@@ -11,6 +11,8 @@ from engine.core.kernels.launch import dependent_launch, release, wait
 GROUP = 128
 """Inputs that share a scale, where a row has several."""
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+TINY = tl.constexpr(1e-30)
+"""Smallest scale computed, of zeros only; one over it is finite."""
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a small float32 to an integer, ties to even."""
 
@@ -45,8 +47,8 @@ def _quantize_kernel(
     values = tl.where(broken, 0.0, values)
     if not GIVEN:
         peak = tl.max(tl.abs(values), axis=1)
-        scale = tl.where(peak > 0.0, peak / LIMIT, scale)
-    code = values / scale[:, None]
+        scale = tl.maximum(tl.div_rn(peak, tl.full([GROUPS], LIMIT, tl.float32)), TINY)
+    code = values * tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)[:, None]
     code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
     if INT8:
         code = (code + ROUND) - ROUND
