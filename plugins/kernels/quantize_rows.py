@@ -26,8 +26,8 @@ def _clean(values):
 
 
 @triton.jit
-def _codes(values, scale, LIMIT: tl.constexpr, INT8: tl.constexpr):
-    code = values / scale
+def _codes(values, inverse, LIMIT: tl.constexpr, INT8: tl.constexpr):
+    code = values * inverse
     code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
     return (code + ROUND) - ROUND if INT8 else code
 
@@ -65,8 +65,9 @@ def _quantize_kernel(
     right, right_broken = _clean(right)
     if not GIVEN:
         peak = tl.max(tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1)), axis=0)
-        scale = tl.where(peak > 0.0, peak / LIMIT, 1.0)
-    pairs = tl.join(_codes(left, scale, LIMIT, INT8), _codes(right, scale, LIMIT, INT8))
+        scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LIMIT, tl.float32)), 1.0)
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), scale)
+    pairs = tl.join(_codes(left, inverse, LIMIT, INT8), _codes(right, inverse, LIMIT, INT8))
     count = tl.cdiv(inputs, 2 * HALF)
     place = block[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
     stored = tl.reshape(pairs, [BLOCKS, 2 * HALF]).to(codes.dtype.element_ty)

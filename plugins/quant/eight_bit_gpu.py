@@ -43,8 +43,8 @@ TORCH_TILE = 128 * 128
 FAST_ACCUMULATION = True
 """Whether torch's float8 kernel may add up products within the tensor cores only, with fewer digits."""
 FP8_CAPABILITY = (8, 9)
-ROWWISE_CAPABILITY = (9, 0)
-"""From which on torch's float8 kernel takes a scale a row."""
+HOPPER = (9, 0)
+"""From which on there is TMA, and torch's float8 kernel takes a scale a row."""
 NOT_A_NUMBER = 0x7F
 """The code of a NaN in e4m3, the sign aside."""
 
@@ -56,7 +56,8 @@ class GpuKernel(EightBitKernel):
         super().__init__(spec, form)
         self._multiplier = multiplier
         self._layout = CodeLayout(dtype=form.dtype, scale_rows=self.scale_rows)
-        self._quantizes = form.activations != NONE and not self.scale_rows
+        slow_tiles = self.scale_rows > 0 or is_without_tma(torch.device(spec.device))
+        self._quantizes = form.activations != NONE and not slow_tiles
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Codes and scales. Raises CheckpointError for float8 codes that are no numbers."""
@@ -126,7 +127,7 @@ class GpuKernel(EightBitKernel):
             weight.dtype != torch.int8
             and dtype == torch.bfloat16
             and weight.shape[0] % 16 == 0
-            and has_capability(weight.device, ROWWISE_CAPABILITY)
+            and has_capability(weight.device, HOPPER)
         )
 
     def widen(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, inputs: int) -> torch.Tensor:
@@ -137,7 +138,9 @@ class GpuKernel(EightBitKernel):
     def describe(self) -> str:
         """See EightBitKernel."""
         if not self._quantizes:
-            return f"weight-only Triton kernels, more than {MOST_ROWS} rows by unpacked weights"
+            return (
+                f"weight-only Triton kernels, more than {MOST_ROWS} rows by unpacked weights; activations as they are"
+            )
         few = f"up to {FEW_ROWS} rows weight-only Triton kernels"
         how = "per token" if self.form.activations == "token" else "by a stored scale"
         return f"{few}, more with activations quantized {how}, on the tensor cores"
@@ -173,6 +176,11 @@ class WideningKernel(GpuKernel):
             f"this GPU has no float8 (compute capability below {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}): weights take"
             " less memory but multiplying takes longer; an int8 checkpoint would be faster"
         )
+
+
+def is_without_tma(device: torch.device) -> bool:
+    """Whether the kernel that multiplies codes by codes would load its tiles without overlap."""
+    return device.type == "cuda" and not has_capability(device, HOPPER)
 
 
 @cache
