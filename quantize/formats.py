@@ -213,8 +213,6 @@ class PackedTensors(Packed):
         }
         if not self.settings.symmetric:
             tensors["weight_zero_point"] = pack(_zeros(weight).T, bits, 0)
-        if weight.group_of is not None:
-            tensors["weight_g_idx"] = weight.group_of
         return tensors
 
     def config(self, left_alone: Sequence[str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, i
     """(begin, end, first scored) of windows over `count` tokens; each token but the first is scored once.
 
     It is scored in the first window that holds it, so that all but the first window's have at least context - stride
-    tokens before them.
+    tokens before them. stride: less than context.
     """
     scored = 1
     for begin in range(0, count, stride):
@@ -56,8 +56,11 @@ def measure(engine: Engine, tokens: Sequence[int], *, context: int = 1024, strid
 
     Raises ConfigError for fewer than two tokens, and windows that the engine's context does not hold.
     """
-    if not 0 < stride <= context:
-        raise ConfigError(f"windows of {context} tokens cannot move on by {stride}; use 1 to {context}")
+    if not 0 < stride < context:
+        raise ConfigError(
+            f"windows of {context} tokens cannot move on by {stride}: their first token has nothing before it;"
+            f" use windows of 2 tokens or more, and 1 to {max(1, context - 1)}"
+        )
     if context >= engine.max_len:
         raise ConfigError(f"--context {context} does not fit the model's {engine.max_len}; use {engine.max_len - 1}")
     if len(tokens) < 2:

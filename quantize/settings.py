@@ -95,9 +95,11 @@ class Settings:
             raise ConfigError(f"--damp is a share of the Hessian's mean diagonal, between 0 and 1, not {self.damp}")
         if self.format == AWQ and self.bits != 4:
             raise ConfigError(f"the format awq has 4 bits; use --format {COMPRESSED} for {self.bits}")
-        if self.format == AWQ and self.act_order == "group":
+        if self.act_order == "group" and self.format != GPTQ:
+            # compressed-tensors had weight_g_idx for it once, and has given it up.
             raise ConfigError(
-                "the format awq cannot store --act-order group; use --act-order weight, or another format"
+                f"the format {self.format} has no groups in an order of their own; use --act-order weight, or"
+                " --format gptq"
             )
         if self.activations == STATIC and self.granularity == "block":
             raise ConfigError(
