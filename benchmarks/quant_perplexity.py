@@ -23,6 +23,7 @@ from attrs import frozen
 import engine.demo
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
+from engine.core.errors import EngineError
 from engine.quantize.calibration import Calibration
 from engine.quantize.perplexity import perplexity
 from engine.quantize.run import quantize
@@ -57,6 +58,7 @@ CASES = (
     Case(name="GPTQ-4", method="gptq"),
     Case(name="GPTQ-4, desc_act", method="gptq", options={"act_order": "group"}),
     Case(name="AWQ-4", method="awq"),
+    Case(name="fp8 KV cache", method=None, engine={"cache__dtype": "fp8"}),
 )  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def chosen(names: str | None) -> Sequence[Case]:
     known = {case.name for case in CASES}
     if set(wanted) - known:
         raise SystemExit(f"error: there is no case {', '.join(set(wanted) - known)}; use {', '.join(known)}")
-    return [case for case in CASES if case.method is None or case.name in wanted]
+    return [case for case in CASES if case is CASES[0] or case.name in wanted]
 
 
 def main() -> None:
@@ -120,13 +122,19 @@ def main() -> None:
     device = find_device(arguments.device)
     text = held_out_text()[: arguments.characters or None]
     rows: list[Row] = []
+    refused: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = folder / "calibration.txt"
         file.write_text(calibration_text(8 * arguments.samples * arguments.sample_length), encoding="utf-8")
         calibration = Calibration(files=(file,), samples=arguments.samples, length=arguments.sample_length)
         for case in cases:
-            some = measure(case, arguments.model, text, calibration, folder, device.torch_name)
+            try:
+                some = measure(case, arguments.model, text, calibration, folder, device.torch_name)
+            except EngineError as error:  # this device or this version has no such thing
+                refused[case.name] = str(error)
+                print(f"{case.name:<36}refused: {error}", flush=True)
+                continue
             first = rows[0].value if rows else some[0].value
             print(
                 f"{case.name:<36}{some[0].value:9.4f} {some[0].value / first - 1:+8.2%} {some[1].value:8.1f} MB",
@@ -139,6 +147,7 @@ def main() -> None:
             "held_out": f"modules {', '.join(HELD_OUT)} of the running Python",
             "characters": len(text),
             "calibration": f"{arguments.samples} x {arguments.sample_length} tokens of other modules",
+            "refused": refused,
             "arithmetic": "float32" if device.type == "cpu" else "bfloat16",
         }
         threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
