@@ -76,4 +76,8 @@ class Report:
 
     def write(self, directory: Path) -> None:
         """As JSON beside the checkpoint."""
-        (directory / REPORT).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        stored = asdict(self)
+        for key, found in (("perplexity_before", self.perplexity_before), ("perplexity_after", self.perplexity_after)):
+            if found is not None:
+                stored[key] = {"perplexity": found.value, **asdict(found)}
+        (directory / REPORT).write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")

@@ -182,6 +182,7 @@ def test_the_checkpoint_is_whole(model, text, tmp_path):
     assert stored["settings"]["group_size"] == 32
     assert stored["bytes_after"] == sum(shard.stat().st_size for shard in shards) < stored["bytes_before"]
     assert [len(layer["linears"]) for layer in stored["layers"]] == [7, 4, 7]
+    assert stored["perplexity_after"]["perplexity"] == report.perplexity_after.value > 1
     assert stored["perplexity_after"]["loss"] == report.perplexity_after.loss != report.perplexity_before.loss
     assert all(0.01 < one["weight_error"] < 0.3 for layer in stored["layers"] for one in layer["linears"])
     assert stored["layers"][0]["linears"][0]["output_error"] is None
@@ -215,6 +216,19 @@ def test_calibrated_methods_are_nearer_to_the_model_than_rounding(model, calibra
         errors[method] = sum(layer.mean("output_error") for layer in report.layers)
     assert errors["gptq"] < 0.8 * errors["rtn"]
     assert errors["awq"] < 0.9 * errors["rtn"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["fp8", "rtn", "gptq", "awq"])
+def test_a_gpu_finds_the_same_errors(method, model, calibration, tmp_path):
+    settings = Settings.choose(method, **({} if method == "fp8" else {"group_size": 32}))
+    found = [
+        quantize(model, tmp_path / device, settings, calibration=calibration, device=device)
+        for device in ("cpu", "cuda")
+    ]
+    for here, there in zip(*(report.layers for report in found), strict=True):
+        assert there.mean("weight_error") == pytest.approx(here.mean("weight_error"), rel=0.05)
+        assert there.mean("output_error") == pytest.approx(here.mean("output_error"), rel=0.1)
 
 
 def refuse(error, match, *arguments, **options):
