@@ -17,11 +17,12 @@ from engine.core.registry import load_plugins
 from engine.plugins import BUILTINS
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("cli", "core", "demo", "plugins", "server", "testing")
+PACKAGES = ("cli", "core", "demo", "plugins", "quantize", "server", "testing")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "core": ("core",),
     "demo": ("demo",),
     "plugins": ("core", "plugins"),
+    "quantize": ("core", "plugins", "quantize"),
     "server": ("core", "server"),
     "testing": ("core", "testing"),
     "cli": PACKAGES,

@@ -91,3 +91,14 @@ def test_model_directories_are_what_a_server_needs(tmp_path: Path) -> None:
 
     tokenizer = Tokenizer.of_model(ModelConfig(path=str(tmp_path / "tiny")))
     assert tokenizer.decode([300, 510]) == "token300 token510 "
+
+
+def test_perplexities_of_a_few_methods(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    small = ["--characters", "400", "--samples", "4", "--sample-length", "32", "--device", "cpu"]
+    done = run_script("quant_perplexity.py", *small, "--cases", "int8,GPTQ-4", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    written = json.loads(file.read_text())
+    assert [row["case"] for row in written["rows"] if row["metric"] == "perplexity"] == ["bf16", "int8", "GPTQ-4"]
+    sizes = [row["value"] for row in written["rows"] if row["metric"] == "size"]
+    assert sizes == sorted(sizes, reverse=True)
