@@ -187,12 +187,12 @@ def test_the_writer_closes_in_order(make):
 def test_an_interrupt_ends_every_wait_with_the_first_reason(make):
     ring = make(readers=2)
     writer, reader, idle = ring.writer(), ring.reader(0), ring.reader(1)
-    waiting = in_thread(lambda: reader.receive())
+    waiting = in_thread(reader.receive)
     time.sleep(0.05)
     ring.interrupt("worker 1 is dead: killed by signal 9")
     ring.interrupt("a later reason")
     assert str(waiting()) == "worker 1 is dead: killed by signal 9"
-    for call in (lambda: writer.send(b""), lambda: idle.receive()):
+    for call in (lambda: writer.send(b""), idle.receive):
         with pytest.raises(RingClosedError, match="worker 1 is dead"):
             call()
 
@@ -234,7 +234,7 @@ def test_a_dropped_reader_is_waited_for_no_longer(make):
 def test_a_dropped_reader_that_waits_is_woken(make):
     ring = make()
     reader = ring.reader(0)
-    waiting = in_thread(lambda: reader.receive())
+    waiting = in_thread(reader.receive)
     time.sleep(0.05)
     ring.drop(0)
     assert isinstance(waiting(), RingClosedError)
@@ -348,7 +348,7 @@ def test_auto_takes_what_works_and_says_which(monkeypatch):
     monkeypatch.setattr(futex_module, "native_part", lambda: None)
     with Ring.create(readers=1) as ring:
         assert ring.implementation == "pipe"
-    with pytest.raises(RingError, match="no ring of 'futex' here: .*(not built|Linux)"):
+    with pytest.raises(RingError, match=r"no ring of 'futex' here: .*(not built|Linux)"):
         Ring.create(readers=1, implementation="futex")
     with pytest.raises(RingError, match="use auto, futex or pipe"):
         Ring.create(readers=1, implementation="smoke")
@@ -416,7 +416,7 @@ def test_a_dead_writer_is_reported_after_what_it_sent(make):
 def test_another_process_can_interrupt(make):
     ring = make()
     reader = ring.reader(0)
-    waiting = in_thread(lambda: reader.receive())
+    waiting = in_thread(reader.receive)
     finish(start("ring.interrupt('from elsewhere')", ring))
     assert str(waiting()) == "from elsewhere"
 
