@@ -4,8 +4,8 @@
 
 Each round has a writer and 1 to 8 readers, processes all, and a supervisor that sees who dies and, as an executor does,
 drops a dead reader or interrupts the ring. What must arrive follows from the round's seed, so a reader checks each
-message whole. A round fails if a message is lost, doubled or torn, if somebody hangs, or if shared memory or descriptors
-are left behind. The first failure ends the script.
+message whole. A round fails if a message is lost, doubled or torn, if somebody hangs, or if shared memory or
+descriptors stay behind. The first failure ends the script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from engine.core.shm import Ring, RingClosedError, RingHandle
 from engine.core.shm.ring import IMPLEMENTATIONS
 
 MIB = 2**20
-LARGEST = 64 * MIB
 PATIENCE = 60.0
 """Seconds after which a process has hung."""
 VICTIMS = ("nobody", "writer", "reader", "reader", "all")
@@ -40,8 +39,9 @@ class Failure(Exception):  # noqa: N818
 class Round:
     """One ring, and what happens to it; everything follows from the seed."""
 
-    def __init__(self, seed: int, implementation: str, blob: bytes) -> None:
+    def __init__(self, seed: int, implementation: str, blob: bytes, largest: int) -> None:
         self.seed = seed
+        self.largest = largest
         self.blob = blob
         dice = random.Random(seed)
         self.readers = dice.randint(1, 8)
@@ -60,14 +60,14 @@ class Round:
         """Shared: messages received by each reader, and behind them those sent."""
 
     def stream(self) -> Iterator[memoryview]:
+        """The messages: mostly short ones, or a few of up to the largest."""
         dice = random.Random(self.seed + 1)
+        longest = MIB if self.messages < 1000 else 99
         for _ in range(self.messages):
-            most = (
-                LARGEST
-                if self.large
-                else dice.choice((0, 16, 64, 65, 5000, 70_000, MIB if self.messages < 1000 else 99))
-            )
-            size = LARGEST if self.large and dice.random() < 0.3 else dice.randint(0, most)
+            most = min(self.largest, dice.choice((0, 16, 64, 65, 5000, 70_000, longest)))
+            size = dice.randint(0, most)
+            if self.large:
+                size = self.largest if dice.random() < 0.3 else dice.randint(0, self.largest)
             begin = dice.randrange(len(self.blob) - size)
             yield memoryview(self.blob)[begin : begin + size]
 
@@ -192,17 +192,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300, help="of each implementation")
     parser.add_argument("--implementation", choices=known, action="append", help="more than once for several; all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--largest", type=int, default=64 * MIB, help="bytes of the longest message")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
-    blob = random.Random(0).randbytes(LARGEST + 2 * MIB)
+    blob = random.Random(0).randbytes(arguments.largest + 2 * MIB)
     results: list[tuple[str, str, int]] = []
     files = open_files()
     for implementation in arguments.implementation or known:
         done: Counter[str] = Counter()
         for number in range(arguments.rounds):
             seed = arguments.seed + 100 * number
-            game = Round(seed, implementation, blob)
+            game = Round(seed, implementation, blob, arguments.largest)
             try:
                 done[game.play()] += 1
             except Failure as failure:
@@ -227,7 +228,12 @@ def write_json(arguments: argparse.Namespace, results: list[tuple[str, str, int]
         for implementation, what, count in results
     ]
     rows.append(Row(metric="rounds that failed", value=0, unit="rounds"))
-    settings = {"rounds": arguments.rounds, "seed": arguments.seed, "readers": "1 to 8", "largest_message": LARGEST}
+    settings = {
+        "rounds": arguments.rounds,
+        "seed": arguments.seed,
+        "readers": "1 to 8",
+        "largest_message": arguments.largest,
+    }
     write(arguments.json, report("ring stress", find_device("cpu").name, rows, settings))
 
 
