@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -274,6 +275,24 @@ def test_the_memory_has_no_name_and_is_only_ours(make):
     assert status.st_mode & 0o777 == 0o600
     assert set(SHM.iterdir() if SHM.is_dir() else ()) <= before
     assert not any(os.get_inheritable(descriptor) for descriptor in ring.handle.descriptors)
+
+
+def test_a_file_system_without_nameless_files_has_the_name_for_a_moment_only(make, monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    opened = []
+    monkeypatch.setattr(os, "open", lambda *arguments, to=os.open: opened.append(arguments) or to(*arguments))
+    ring = make(directory=tmp_path)
+    [(path, flags, mode)] = opened
+    assert re.fullmatch(r"ring-[0-9a-f]{32}", path.name)
+    assert flags & os.O_EXCL
+    assert mode == 0o600
+    assert os.fstat(ring.handle.descriptors[0]).st_nlink == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_is_not_there_is_named(make, tmp_path):
+    with pytest.raises(RingError, match="missing takes no shared memory"):
+        make(directory=tmp_path / "missing")
 
 
 def test_closing_gives_memory_and_descriptors_back(make, implementation):
