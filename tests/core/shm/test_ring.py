@@ -312,6 +312,21 @@ def test_closing_gives_memory_and_descriptors_back(make, implementation):
     assert open_files() <= before
 
 
+def test_too_few_descriptors_are_a_sentence_and_none_is_lost(make):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.dup(0)
+    os.close(before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+    try:
+        with pytest.raises(RingError, match="Too many open files"):
+            make(readers=8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    after = os.dup(0)
+    os.close(after)
+    assert after == before
+
+
 def test_too_little_shared_memory_is_said_before_anything_is_made(make):
     if not SHM.is_dir():
         pytest.skip("there is no /dev/shm")
