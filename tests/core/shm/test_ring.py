@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -389,8 +390,8 @@ def test_auto_takes_what_works_and_says_which(monkeypatch):
 
 
 def test_the_native_part_is_built_where_there_is_a_compiler():
-    if not sys.platform.startswith("linux"):
-        pytest.skip("the native part is for Linux")
+    if not sys.platform.startswith("linux") or shutil.which("cc") is None:
+        pytest.skip("the native part needs Linux and a C compiler")
     assert FutexSignals.refuses() is None
 
 
@@ -477,4 +478,4 @@ def test_a_reader_that_waits_takes_no_processor_time(make):
     begin = time.process_time()
     with pytest.raises(RingTimeoutError):
         reader.receive(1.0)
-    assert time.process_time() - begin < 0.05
+    assert time.process_time() - begin < 0.01
