@@ -8,7 +8,7 @@ import triton.language as tl
 from attrs import evolve, frozen
 
 from engine.core.kernels.activation import silu_and_mul
-from engine.core.kernels.launch import dependent_launch, num_sms
+from engine.core.kernels.launch import dependent_launch, num_sms, shared_memory
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS, Workspace
 from engine.plugins.kernels import weight_only
 from engine.plugins.quant.layout import CodeLayout, Layout
@@ -80,6 +80,12 @@ class Tile:
         """Tiles of the result."""
         return -(-problem.weight_rows // self.rows) * -(-rows // self.columns)
 
+    def shared_memory(self, layout: Layout | CodeLayout) -> int:
+        """Bytes that a program needs, as compiled: x stays in shared memory while it is multiplied."""
+        words, x = self.rows * layout.span * 2, self.columns * layout.block * 2
+        scales = self.rows * layout.groups * 4
+        return (words + scales) * (self.stages - 1) + x * self.stages
+
 
 class Multiplier:
     """Multiplies by packed weights on one device."""
@@ -109,7 +115,7 @@ class Multiplier:
         key = (rows, words.shape[1], inputs, layout, gated)
         if key not in self._tiles:
             problem = Problem(gated=gated, weight_rows=words.shape[1], inputs=inputs, layout=layout)
-            self._tiles[key] = choose(problem, rows, num_sms(self.device))
+            self._tiles[key] = choose(problem, rows, num_sms(self.device), shared_memory(self.device))
         tile = self._tiles[key]
         if tile is None:
             return self.by_library(x, words, scales, layout, bias, gated)
@@ -266,15 +272,23 @@ BUSY_WARPS = 5
 """That a multiprocessor should have at least."""
 
 
-def choose(problem: Problem, rows: int, sms: int) -> Tile | None:
-    """The tile for so many rows of x on a GPU of so many multiprocessors; None: unpack, and leave it to the library."""
+def choose(problem: Problem, rows: int, sms: int, shared: int) -> Tile | None:
+    """The tile for so many rows of x; None: unpack, and leave it to the library.
+
+    sms: multiprocessors of the GPU; shared: bytes of shared memory that a program may have.
+    """
     if rows > MOST_ROWS:
         return None
-    tile = TILES[next((size for size in COLUMNS if size >= rows), COLUMNS[-1])]
-    if tile.columns == TILE_OF_32_CODES.columns and problem.layout.scaled != "groups":
-        tile = TILE_OF_32_CODES
-    early = problem.layout.scaled != "outputs" and tile.columns >= EARLY_COLUMNS
-    return split(evolve(tile, early=early), problem, rows, sms)
+    wanted = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
+    for columns in reversed([size for size in COLUMNS if size <= wanted]):
+        codes = columns == TILE_OF_32_CODES.columns and problem.layout.scaled != "groups"
+        tile = TILE_OF_32_CODES if codes else TILES[columns]
+        early = problem.layout.scaled != "outputs" and columns >= EARLY_COLUMNS
+        for stages in range(tile.stages, 1, -1):
+            fitting = evolve(tile, stages=stages, early=early)
+            if fitting.shared_memory(problem.layout) <= shared:
+                return split(fitting, problem, rows, sms)
+    return None
 
 
 def split(tile: Tile, problem: Problem, rows: int, sms: int) -> Tile:

@@ -126,6 +126,7 @@ class CodeLayout:
     span: ClassVar[int] = 64
     block: ClassVar[int] = 128
     group: ClassVar[int] = 128
+    groups: ClassVar[int] = 1
 
     def __str__(self) -> str:
         return f"{self.dtype}, a scale {f'a block of {self.scale_rows} outputs' if self.scale_rows else 'an output'}"

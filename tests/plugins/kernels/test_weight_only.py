@@ -10,6 +10,7 @@ from engine.plugins.kernels.weight_only_launch import (
     COLUMNS,
     MOST_ROWS,
     MOST_SPLITS,
+    TILES,
     Multiplier,
     Problem,
     Tile,
@@ -25,6 +26,8 @@ SHARED = evolve(SMALL, splits=3)
 EARLY = Tile(rows=64, columns=32, warps=4, stages=2, early=True)
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
+HOPPER = 227 * 2**10
+"""Bytes of shared memory."""
 LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
 
@@ -147,14 +150,40 @@ LAYOUTS = [Layout.choose(4, 64), CodeLayout(dtype="int8"), CodeLayout(dtype="flo
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (256, 64), (128256, 4096)])
 def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
     problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
-    tile = choose(problem, rows, 132)
+    tile = choose(problem, rows, 132, HOPPER)
     assert tile.columns >= min(rows, COLUMNS[-1])
     assert tile.splits <= max(1, min(MOST_SPLITS, problem.blocks))
     if tile.splits > 1:
         programs = tile.programs(problem, rows)
         assert programs <= MOST_PROGRAMS
         assert programs * tile.splits * tile.rows * tile.columns <= MOST_SUMS
-    assert choose(problem, MOST_ROWS + 1, 132) is None
+    assert choose(problem, MOST_ROWS + 1, 132, HOPPER) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("shared", "most_stages"), [(HOPPER, 6), (164 * 2**10 - 1024, 6), (99 * 2**10, 6), (48 * 2**10, 3)]
+)
+def test_tiles_fit_shared_memory(layout, shared, most_stages):
+    for rows in (1, 16, 32, 64, 128, 256):
+        problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=layout)
+        tile = choose(problem, rows, 132, shared)
+        assert tile.shared_memory(layout) <= shared
+        assert tile.stages <= most_stages
+    assert choose(problem, 16, 132, 2**12) is None
+
+
+def test_shared_memory_is_what_the_compiler_takes():
+    """For compute capability 9.0, by Triton 3.6 and 3.7."""
+    four, eight = Layout.choose(4, 128), CodeLayout(dtype="float8_e4m3fn")
+    for tile, layout, compiled in (
+        (TILES[128], four, 230400),
+        (TILES[64], four, 115200),
+        (TILES[8], four, 104960),
+        (TILES[128], eight, 131072),
+        (TILES[16], eight, 106496),
+    ):
+        assert tile.shared_memory(layout) == pytest.approx(compiled, rel=0.07)
 
 
 def test_few_tiles_are_split_and_many_are_not():
@@ -225,7 +254,7 @@ def test_real_sizes(multiplier, device, dtype, rows, outputs, inputs):
 
 def tried(problem, rows):
     """The tile chosen, with other numbers of warps and stages."""
-    tile = choose(problem, rows, 132)
+    tile = choose(problem, rows, 132, HOPPER)
     return [evolve(tile, warps=warps, stages=stages) for warps in {tile.warps, 4} for stages in (2, tile.stages)]
 
 
