@@ -111,6 +111,9 @@ class ExecutorConfig:
     name: str = setting(AUTO, "Executor.", flag="--executor")
     options: Mapping[str, Any] = setting({}, "Settings of the executor.", flag="--executor-option")
     device: str = setting(AUTO, "auto (a GPU if there is one), cpu, cuda or cuda:N.", flag="--device")
+    tensor_parallel: int = setting(
+        1, "Devices that share the weights and the heads of each layer, from executor.device on.", flag="--tp"
+    )
     threads: int = setting(0, "CPU threads for tensor operations; 0: torch's choice.", flag="--threads")
     kernels: str = setting(
         AUTO,

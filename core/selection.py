@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.core.executors import Executor
     from engine.core.models import Model, ModelSpec
     from engine.core.quant import QuantMethod
-    from engine.core.registry import Plugins, Registry
+    from engine.core.registry import Manifest, Plugins, Registry
     from engine.core.schedulers import SchedulingPolicy
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,6 +55,8 @@ class Parts:
     options: Mapping[str, Any]
     """By seam (attention, quant, executors, models): an instance of the plugin's options_class, or None."""
     choices: tuple[Choice, ...]
+    manifest: Manifest = ()
+    """What this process has loaded, for others of the same engine to compare; see Plugins.verify."""
 
 
 def resolve(
@@ -111,6 +113,7 @@ def resolve(
         executor=chosen["executor"],
         options=options,
         choices=tuple(choices),
+        manifest=plugins.manifest(),
     )
 
 
