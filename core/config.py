@@ -184,6 +184,12 @@ class ServerConfig:
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"
     )
+    health_timeout: float = setting(
+        60.0, "Seconds without a round of the engine's loop, or without the step asked for, until /health says 503."
+    )
+    health_interval: float = setting(
+        60.0, "Seconds of idleness after which the engine computes one token to see that it can; 0: only on demand."
+    )
     max_body_bytes: int = setting(8 * 2**20, "Largest request body.")
     max_n: int = setting(64, "Most choices for one prompt.")
     max_prompts: int = setting(256, "Most prompts in one completion request.")
