@@ -19,9 +19,9 @@ FILE = "pulse"
 """Its name in the server's directory."""
 BEAT, WORKER_BEAT, RANK, ASKED, PROVED = range(5)
 CELLS = 5
-"""Numbers in the file, eight bytes each. Times are time.monotonic(), the same in all processes; 0 is none: the last round
-of the engine's loop; that of the slowest worker that should be idle; its rank; when a proof was asked for that has not
-come yet; when a step was last proved to be computed."""
+"""Numbers in the file, eight bytes each: when the engine's loop went round last; when the loop of the slowest worker
+that should be idle did; that worker's rank; when a proof was asked for that has not come yet; when a step was proved to
+be computed. Times are time.monotonic(), which is the same in all processes; 0 is none."""
 
 
 @frozen(kw_only=True)
