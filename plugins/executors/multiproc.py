@@ -82,12 +82,12 @@ class MultiprocExecutor(Executor):
 
         Raises what stopped the first of them that failed, with its rank and the phase it was in.
         """
+        device = find_device(self._config.executor.device)
         ranks = self._config.executor.tensor_parallel
         self._steps, self._results = Ring.create(readers=ranks), Ring.create(readers=1)
         self._writer, self._reader = self._steps.writer(), self._results.reader(0)
         self._memory = (Beats.make(ranks), os.memfd_create("engine-store"))
         self._beats = Beats(self._memory[0], ranks).rows()
-        device = find_device(self._config.executor.device)
         makers = [partial(self._make_worker, rank, device) for rank in range(ranks)]
         self._workers = Workers(makers, self._interrupt, self._options.step_timeout)
         try:
@@ -132,6 +132,7 @@ class MultiprocExecutor(Executor):
             workers.stop()
             self._steps.close()
             self._results.close()
+            del self._steps, self._results, self._writer, self._reader  # and with them their memory
             for descriptor in self._memory:
                 os.close(descriptor)
 

@@ -137,7 +137,7 @@ class Workers:
                     return False
                 case Failed():
                     if not message.known:
-                        log.error("%s failed in %s\n%s", worker, message.phase, message.traceback.rstrip())
+                        log.error("%s failed in %s\n%s", str(worker), message.phase, message.traceback.rstrip())
                     self._suspect(worker.error(message))
                 case Ready() | Told():
                     self._news.put((worker.rank, message))
@@ -162,7 +162,7 @@ class Workers:
         late.sort(key=lambda worker: worker.beat.begun)  # who has not even begun keeps the others waiting
         stacks = [(worker, *worker.stack()) for worker in late]
         for worker, _, whole in stacks:
-            log.error("%s has not finished step %d\n%s", worker, number, whole.rstrip())
+            log.error("%s has not finished step %d\n%s", str(worker), number, whole.rstrip())
         places = [f"{worker}: {place}" for worker, place, _ in stacks[:1]] or ["all workers have finished it"]
         self._fail(
             ExecutorError(f"step {number} took more than {self._step_timeout:g} s (option step_timeout); {places[0]}")
