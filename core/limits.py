@@ -21,7 +21,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.port": (0, 65535),
     "server.api_workers": (0, 256),
     "server.shutdown_timeout": (0, 86400),
-    "server.health_timeout": (0.01, 86400),
+    "server.health_timeout": (2, 86400),
     "server.health_interval": (0, 86400),
     "server.max_body_bytes": (1, 2**40),
     "server.max_n": (1, 2**20),

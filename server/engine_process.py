@@ -40,6 +40,7 @@ from engine.server.routes import Routes
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
+    from engine.core.executors import Health
 
 STATS_INTERVAL = 0.25
 """Seconds between two reports of statistics while the engine works."""
@@ -86,6 +87,7 @@ def _run(
         control.send(Failed(_sentence(error)))
         return 1
     try:
+        pulse.beat(None)
         gc.collect()
         gc.freeze()  # what start-up made lives on; later collections need not look at it
         control.send(
@@ -165,13 +167,13 @@ def loop(engine: Engine, channel: Channel, pulse: Pulse, probe_interval: float) 
     sent = EngineStats()
     due = 0.0
     while True:
-        pulse.beat()
+        idle: Health | None = None
         if not engine.has_work:
             channel.wait(CHECK_INTERVAL_MS)
-            health = engine.check()
-            if not health.ok:
-                raise EngineError(health.detail)
-            pulse.beat(health)
+            idle = engine.check()
+            if not idle.ok:
+                raise EngineError(idle.detail)
+        pulse.beat(idle)
         outputs: list[Output] = []
         for peer, message in channel.pending():
             match message:

@@ -57,11 +57,11 @@ class Pulse:
         with file.open("r+b") as opened:
             return cls(memoryview(mmap.mmap(opened.fileno(), 8 * CELLS)).cast("d"))
 
-    def beat(self, workers: Health | None = None) -> None:
-        """The engine's loop goes round. workers: what the executor says, when there is nothing to compute."""
-        idle = workers.beat if workers is not None else None
-        self._cells[WORKER_BEAT] = idle or 0.0
-        self._cells[RANK] = workers.rank if workers is not None else 0
+    def beat(self, idle: Health | None) -> None:
+        """The engine's loop goes round. idle: what the executor says, when there is nothing to compute."""
+        workers = idle.beat if idle is not None else None
+        self._cells[WORKER_BEAT] = workers or 0.0
+        self._cells[RANK] = idle.rank if idle is not None else 0
         self._cells[BEAT] = self._clock()
 
     def ask(self) -> None:

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from engine.server.errors import json_response
+from engine.server.errors import invalid, json_response
 from engine.server.metrics import Exporter
 from engine.server.pulse import Fault
 from engine.server.service import Service
@@ -30,13 +30,15 @@ def routes(service: Service) -> APIRouter:
         return json_response(_model(service))
 
     @router.get("/health", response_model=None)
-    async def health(deep: bool = False) -> Response:
+    async def health(deep: str = "0") -> Response:
+        if deep not in ("0", "1"):
+            raise invalid(f"deep is {deep!r}; it must be 0 or 1", "deep")
         fault = service.fault()
         if fault is not None:
             return json_response(fault.body(), status=503)
         if service.draining:
             return json_response({"status": "draining", "reason": "the server is shutting down"}, status=503)
-        if not deep:
+        if deep == "0":
             return json_response({"status": "ok"})
         answer = await service.probe()
         if isinstance(answer, Fault):
