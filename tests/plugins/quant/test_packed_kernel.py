@@ -14,6 +14,7 @@ from engine.plugins.quant.awq import Awq
 from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.pack_quantized import PackQuantized
 from engine.plugins.quant.w4a16 import PackedKernel
+from engine.testing.ranks import LoneRank
 
 from .packers import Weight
 
@@ -103,9 +104,7 @@ class Network:
     """A column-parallel layer of two parts and a row-parallel one."""
 
     def __init__(self, quant, *, rank=0, ranks=1):
-        self.layers = LayerFactory(
-            dtype="float32", device="cpu", rank=rank, ranks=ranks, reduce=lambda x: x, quant=quant
-        )
+        self.layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(rank, ranks), quant=quant)
         self.up = self.layers.linear([("a", 64), ("b", 64)], 64, parallel="column")
         self.down = self.layers.linear([("c", 32)], 128, parallel="row")
 
@@ -155,7 +154,7 @@ def test_ranks_that_would_cut_groups_are_refused(tmp_path, method):
 def test_groups_cut_by_an_even_share_are_refused(tmp_path):
     """160 inputs in 4 groups of 48, the last short: two ranks have 80 inputs each."""
     quant = Gptq.from_checkpoint(GPTQ | {"group_size": 64}, None)
-    layers = LayerFactory(dtype="float32", device="cpu", ranks=2, reduce=lambda x: x, quant=quant)
+    layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(0, 2), quant=quant)
     layers.linear([("c", 32)], 224, parallel="row")
     tensors = tensors_of({"c": Weight(32, 224, group_size=64)}, "gptq")
     with pytest.raises(CheckpointError, match="2 ranks share the 224 inputs of c, 112 each, which cuts groups of 64"):
