@@ -6,9 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import pytest
@@ -19,12 +18,11 @@ from engine.core.checkpoint import Checkpoint
 from engine.core.device import DeviceInfo
 from engine.core.distributed import OneRank, RankGroup, Rendezvous, TorchGroup, join
 from engine.core.errors import ConfigError, ExecutorError
-from engine.core.executors import Executor, Health
 from engine.core.layers import LayerFactory
 from engine.core.loader import SafetensorsSource, load_weights
 from engine.core.runner import Runner
 from engine.testing.checkpoints import make_checkpoint
-from engine.testing.ranks import LoneRank, run_ranks
+from engine.testing.ranks import LoneRank, run_ranks, threaded_ranks
 
 from .test_graphs import Again, FixedAttention
 
@@ -36,91 +34,9 @@ DRAWN = [
 ]
 
 
-class Done:
-    """Results of a step on all ranks; those of the first, if the others have the same."""
-
-    def __init__(self, results: list[Any]) -> None:
-        self._results = results
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> Any:
-        bare = [attrs.evolve(result, seconds=()) for result in self._results]
-        assert all(other == bare[0] for other in bare), "the ranks have different tokens"
-        return self._results[0]
-
-
-class Threads(Executor):
-    """A runner a rank, in threads."""
-
-    api = "1"
-    ranks: ClassVar[int] = 2
-
-    @classmethod
-    def refuses(cls, config: Any, device: Any) -> str | None:
-        return None
-
-    def __init__(self, config: Any, parts: Any, options: Any) -> None:
-        self._arguments = config, parts, Checkpoint.open(config.model.path, generation_config="none"), CPU
-        self._threads: list[ThreadPoolExecutor] = []
-
-    @property
-    def asynchronous(self) -> bool:
-        return False
-
-    def start(self) -> Any:
-        import tempfile
-
-        self._directory = tempfile.TemporaryDirectory()
-        self._threads = [ThreadPoolExecutor(1) for _ in range(self.ranks)]
-        path = str(Path(self._directory.name) / "ranks")
-
-        def start(rank: int) -> Any:
-            group = join(Rendezvous(rank=rank, ranks=self.ranks, path=path, timeout=60.0), CPU)
-            made = Runner(*self._arguments, group)
-            return group, made, made.start()
-
-        started = self._each(start, range(self.ranks))
-        self._groups, self.runners = [one[0] for one in started], [one[1] for one in started]
-        infos = [one[2] for one in started]
-        assert len({info.num_blocks for info in infos}) == 1
-        return infos[0]
-
-    def _each(self, work: Any, items: Any) -> list[Any]:
-        futures = [thread.submit(work, item) for thread, item in zip(self._threads, items, strict=True)]
-        return [future.result() for future in futures]
-
-    def submit(self, step: Any) -> Any:
-        return Done(self._each(lambda each: each.launch(step).result(), self.runners))
-
-    def check(self) -> Health:
-        return Health(ok=True)
-
-    def shutdown(self) -> None:
-        if self._threads:
-            for group in self._groups:
-                group.close()
-            for thread in self._threads:
-                thread.shutdown()
-            self._directory.cleanup()
-            self._threads = []
-
-
-class Threads3(Threads):
-    ranks = 3
-
-
-class Threads4(Threads):
-    ranks = 4
-
-
-BY_RANKS = {2: Threads, 3: Threads3, 4: Threads4}
-
-
 def build(path: Path, ranks: int = 1, **settings: Any) -> Engine:
     usual = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "4MiB", "model__max_len": 128}
-    parts = {"executor": BY_RANKS[ranks]} if ranks > 1 else {}
+    parts = {"executor": threaded_ranks(ranks)} if ranks > 1 else {}
     return Engine(model=str(path), scheduler__max_running=4, **(usual | settings | parts))
 
 
