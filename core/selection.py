@@ -211,12 +211,33 @@ def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:
     return wanted or model_spec.max_len
 
 
-def attention_spec(model_spec: ModelSpec, config: EngineConfig, dtype: str, max_len: int) -> AttentionSpec:
-    """What the model asks of its attention under this configuration."""
+def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
+    """Why so many ranks cannot share the heads of a model, and how many can; None if they can.
+
+    Query heads are shared out evenly; so are key and value heads, or else each is on several ranks.
+    """
+    heads, kv_heads = model_spec.num_heads, model_spec.num_kv_heads
+
+    def fits(number: int) -> bool:
+        return heads % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0)
+
+    if fits(ranks):
+        return None
+    possible = ", ".join(str(number) for number in range(1, heads + 1) if fits(number))
+    return (
+        f"{ranks} ranks cannot share this model's {heads} query heads and {kv_heads} key and value heads evenly;"
+        f" these numbers of ranks can: {possible}"
+    )
+
+
+def attention_spec(
+    model_spec: ModelSpec, config: EngineConfig, dtype: str, max_len: int, ranks: int = 1
+) -> AttentionSpec:
+    """What the model asks of its attention under this configuration, on one of so many ranks."""
     return AttentionSpec(
         num_layers=model_spec.num_layers,
-        num_heads=model_spec.num_heads,
-        num_kv_heads=model_spec.num_kv_heads,
+        num_heads=model_spec.num_heads // ranks,
+        num_kv_heads=max(model_spec.num_kv_heads // ranks, 1),
         head_dim=model_spec.head_dim,
         scale=model_spec.scale,
         dtype=dtype,

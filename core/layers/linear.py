@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from attrs import evolve
 
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
@@ -81,11 +82,14 @@ class Linear(Layer):
         """The kernel's tensors, and NAME.bias of each part."""
         spec = self.spec
         shard_dim = BIAS_SHARD_DIM[spec.parallel]
-        biases = spec.parts if spec.bias else ()
-        return {
-            **self.kernel.tensors(),
-            **{_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in biases},
-        }
+        found = dict(self.kernel.tensors())
+        if spec.bias:
+            found |= {_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in spec.parts}
+        for part in spec.parts:
+            if part.copies > 1:
+                mine = {name for name in found if name.startswith(f"{part.name}.")}
+                found |= {name: evolve(found[name], copies=part.copies) for name in mine}
+        return found
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Let the kernel prepare its tensors; merge the biases."""

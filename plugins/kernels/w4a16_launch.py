@@ -180,13 +180,16 @@ class Multiplier:
         return out
 
     def gather(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """x: [rows, inputs] -> x[:, order]; order: [inputs] int32."""
+        """x: [rows, inputs] -> x[:, order]; order: [any number] int32."""
         x = x if x.is_contiguous() else x.contiguous()
-        out = torch.empty_like(x)
         rows, inputs = x.shape
+        count = len(order)
+        out = torch.empty((rows, count), dtype=x.dtype, device=x.device)
         if rows:
-            grid = (rows, -(-inputs // w4a16.GATHERED))
-            w4a16.gather_kernel[grid](out, x, order, inputs, BLOCK=w4a16.GATHERED, num_warps=4, **self._dependent)
+            grid = (rows, -(-count // w4a16.GATHERED))
+            w4a16.gather_kernel[grid](
+                out, x, order, inputs, count, BLOCK=w4a16.GATHERED, num_warps=4, **self._dependent
+            )
         return out
 
     def _constants_of(

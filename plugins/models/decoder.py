@@ -123,26 +123,23 @@ class DecoderBlock:
     def __init__(self, index: int, shape: DecoderConfig, layers: LayerFactory) -> None:
         name, hidden, head_dim = f"model.layers.{index}", shape.hidden_size, shape.head_dim
         self._attention_norm = layers.norm(f"{name}.input_layernorm", hidden, shape.norm_eps)
-        queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
-        self._qkv = layers.linear(
-            [
-                (f"{name}.self_attn.q_proj", queries),
-                (f"{name}.self_attn.k_proj", keys),
-                (f"{name}.self_attn.v_proj", keys),
-            ],
+        attention = f"{name}.self_attn"
+        self._qkv = layers.qkv(
+            (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
             hidden,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=head_dim,
             bias=shape.qkv_bias,
-            parallel="column",
         )
-        heads = layers.share(shape.num_heads, "query heads")
-        kv_heads = layers.share(shape.num_kv_heads, "key and value heads")
+        heads, kv_heads = layers.share(shape.num_heads, "query heads"), layers.share_kv(shape.num_kv_heads)
         head_norm = None
         if shape.qk_norm:
-            parts = [(f"{name}.self_attn.q_norm", heads), (f"{name}.self_attn.k_norm", kv_heads)]
+            parts = [(f"{attention}.q_norm", heads), (f"{attention}.k_norm", kv_heads)]
             head_norm = layers.head_norm(parts, head_dim, shape.norm_eps)
         self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm)
         self._output = layers.linear(
-            [(f"{name}.self_attn.o_proj", hidden)], queries, bias=shape.output_bias, parallel="row"
+            [(f"{attention}.o_proj", hidden)], shape.num_heads * head_dim, bias=shape.output_bias, parallel="row"
         )
         self._mlp_norm = layers.norm(f"{name}.post_attention_layernorm", hidden, shape.norm_eps)
         self._gate_up = layers.linear(

@@ -8,8 +8,16 @@ import torch
 from engine.core.kernels.skinny_launch import MOST_ROWS
 from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.skinny import BUCKETS, SkinnyKernel
+from engine.testing.ranks import LoneRank
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Doubling(LoneRank):
+    """A rank of two, whose other one computes the same."""
+
+    def all_reduce(self, x):
+        return 2 * x
 
 
 def both(build, **shares):
@@ -52,7 +60,7 @@ def test_linear(rows, bias, parallel, ranks):
     def build(layers):
         return layers.linear([("a", 40), ("b", 24)], 64, bias=bias, parallel=parallel)
 
-    shares = {"ranks": ranks, "reduce": lambda y: 2 * y} if ranks > 1 else {}
+    shares = {"group": Doubling(0, ranks)} if ranks > 1 else {}
     plain, fused = both(build, **shares)
     assert isinstance(fused.kernel, SkinnyKernel)
     x = randn(rows, 32 if parallel == "row" else 64)

@@ -1,0 +1,80 @@
+"""Sums over GPUs by kernels that read and write the other GPUs' memory, over NVLink.
+
+NCCL takes some 10 to 20 microseconds for even the smallest sum; a decode step has two for every layer. Where all GPUs
+can map each other's memory, small sums are done by torch's kernels on symmetric memory. One shot: each rank reads all
+the others' numbers and adds them up. Two shots: each rank adds up its share and reads the other shares' sums, which
+moves less when there is much to move or there are many ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from engine.core.distributed import RankGroup
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 4 << 20
+"""Of a sum by these kernels, and of the memory kept for it; NCCL does larger ones."""
+ONE_SHOT_BYTES = {2: 1 << 20, 4: 256 << 10, 8: 128 << 10}
+"""Ranks that torch has kernels for -> sums up to this size go in one shot."""
+DTYPES = (torch.float32, torch.bfloat16)
+ALIGNMENT = 16
+"""Bytes; the kernels read whole vectors."""
+
+
+class PeerMemory:
+    """One rank's buffer, which the other ranks have mapped.
+
+    It is free again when a sum is done: the kernels end on all ranks together.
+    """
+
+    def __init__(self, name: str, ranks: int, device: torch.device) -> None:
+        """name: of the group, known to torch's symmetric memory."""
+        memory: Any = torch._C._distributed_c10d._SymmetricMemory
+        self._name = name
+        self._buffer: torch.Tensor = memory.empty_strided_p2p((MOST_BYTES,), (1,), torch.uint8, device, name)
+        self._handle = memory.rendezvous(self._buffer, name)
+        self._views = {dtype: self._buffer.view(dtype) for dtype in DTYPES}
+        self._one_shot_bytes = ONE_SHOT_BYTES[ranks]
+
+    @classmethod
+    def open(cls, group: RankGroup, store: Any, name: str) -> PeerMemory | None:
+        """Called by all ranks. None, and a line in the log, where one of them cannot: sums are then NCCL's.
+
+        store: for these ranks alone. name: of the group, in no other use in this process.
+        """
+        if group.ranks not in ONE_SHOT_BYTES:
+            return None
+        opened, why = None, "another rank cannot"
+        try:
+            memory: Any = torch._C._distributed_c10d._SymmetricMemory
+            memory.set_group_info(name, group.rank, group.ranks, store)
+            opened = cls(name, group.ranks, torch.device("cuda", torch.cuda.current_device()))
+        except RuntimeError as error:  # what torch raises where memory cannot be mapped
+            why = str(error).partition("\n")[0]
+        if group.minimum(int(opened is not None)):
+            return opened
+        log.warning("rank %d: the GPUs' memory cannot be shared, so that small sums take longer: %s", group.rank, why)
+        return None
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether the sum of such a tensor, a dense one, is for these kernels."""
+        size = x.nbytes
+        return 0 < size <= MOST_BYTES and size % ALIGNMENT == 0 and x.dtype in DTYPES and x.data_ptr() % ALIGNMENT == 0
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, which `takes` takes, in new memory or in x."""
+        ours = self._views[x.dtype][: x.numel()].view(x.shape)
+        ours.copy_(
+            x
+        )  # torch's kernel that copies by itself lets other ranks read before all of its threads have written
+        if x.nbytes <= self._one_shot_bytes:
+            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(ours, "sum", self._name)
+            return total
+        torch.ops.symm_mem.two_shot_all_reduce_out(ours, "sum", self._name, x)
+        return x
