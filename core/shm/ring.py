@@ -175,7 +175,8 @@ class Ring:
     def interrupt(self, reason: str) -> None:
         """End the ring for all its processes and wake those that wait. From any process; the first reason counts.
 
-        Messages sent before are still received; then, and from `send` at once, comes RingClosedError with the reason.
+        Messages sent before are still received, and one that is being sent by all, some or no readers; then, and from
+        `send` at once, comes RingClosedError with the reason.
         """
         with self._segment.lock():
             if not self._signals.ended():
