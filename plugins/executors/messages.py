@@ -27,7 +27,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The first message to a worker."""
 
     config: EngineConfig
-    """With the executor's own options left out."""
+    executor: str
+    """Its class, as module:name."""
     manifest: tuple[tuple[str, str, str], ...]
     """The plugins that the executor's process has loaded."""
     rank: int

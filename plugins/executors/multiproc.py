@@ -142,7 +142,8 @@ class MultiprocExecutor(Executor):
         ranks = self._config.executor.tensor_parallel
         results = self._results.handle if rank == 0 else None
         launch = Launch(
-            config=evolve(self._config, executor=evolve(self._config.executor, options={})),
+            config=self._config,
+            executor=f"{type(self).__module__}:{type(self).__qualname__}",
             manifest=self._manifest,
             rank=rank,
             ranks=ranks,

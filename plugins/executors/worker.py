@@ -163,9 +163,9 @@ def make_runner(launch: Launch, phases: Phases) -> Runner:
         from engine.core.runner import Runner
     from engine.core.checkpoint import Checkpoint
     from engine.core.device import find_device
+    from engine.core.hooks import lazy
     from engine.core.registry import load_plugins
     from engine.core.selection import resolve
-    from engine.plugins.executors.multiproc import MultiprocExecutor
 
     config = launch.config
     with phases.phase("device"):
@@ -174,7 +174,7 @@ def make_runner(launch: Launch, phases: Phases) -> Runner:
         plugins = load_plugins(config.plugins)
         plugins.verify(launch.manifest)
         checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
-        parts = resolve(config, plugins, device, checkpoint.config, {"executor": MultiprocExecutor})
+        parts = resolve(config, plugins, device, checkpoint.config, {"executor": lazy(launch.executor)()})
     return Runner(config, parts, checkpoint, device)
 
 
