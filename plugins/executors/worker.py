@@ -163,6 +163,7 @@ def make_runner(launch: Launch, phases: Phases) -> Runner:
         from engine.core.runner import Runner
     from engine.core.checkpoint import Checkpoint
     from engine.core.device import find_device
+    from engine.core.distributed import Rendezvous, join
     from engine.core.hooks import lazy
     from engine.core.registry import load_plugins
     from engine.core.selection import resolve
@@ -175,7 +176,9 @@ def make_runner(launch: Launch, phases: Phases) -> Runner:
         plugins.verify(launch.manifest)
         checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
         parts = resolve(config, plugins, device, checkpoint.config, {"executor": lazy(launch.executor)()})
-    return Runner(config, parts, checkpoint, device)
+    with phases.phase("ranks"):
+        group = join(Rendezvous(rank=launch.rank, ranks=launch.ranks, path=launch.store), device)
+    return Runner(config, parts, checkpoint, device, group)
 
 
 def _die_with(parent: int) -> None:
