@@ -200,4 +200,8 @@ def _failed(phase: str, error: BaseException) -> Failed:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # the device is freed with the process; to take libraries down in order could mean to wait for others

@@ -18,6 +18,8 @@ from engine.plugins.executors.worker_process import WorkerProcess
 
 STOP_SECONDS = 3.0
 """What workers get to end in order; then they are killed."""
+STACK_SECONDS = 1.0
+"""What those that hang get to write their stacks."""
 LINGER = 0.25
 """Seconds from a worker's error to the verdict, where there are others: one that died may have been its cause."""
 TICK = 1.0
@@ -160,7 +162,9 @@ class Workers:
         number, _ = oldest
         late = [worker for worker in self.workers if worker.alive and worker.beat.finished < number]
         late.sort(key=lambda worker: worker.beat.begun)  # who has not even begun keeps the others waiting
-        stacks = [(worker, *worker.stack()) for worker in late]
+        for worker in late:
+            worker.ask_stack()
+        stacks = [(worker, *worker.stack(now + STACK_SECONDS)) for worker in late]
         for worker, _, whole in stacks:
             log.error("%s has not finished step %d\n%s", str(worker), number, whole.rstrip())
         places = [f"{worker}: {place}" for worker, place, _ in stacks[:1]] or ["all workers have finished it"]
