@@ -202,6 +202,5 @@ def _failed(phase: str, error: BaseException) -> Failed:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # the device is freed with the process; to take libraries down in order could mean to wait for others
+    # The device is freed with the process; libraries taken down in order might wait for other ranks.
+    os._exit(code)

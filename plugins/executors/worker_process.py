@@ -106,5 +106,7 @@ class WorkerProcess:
         frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall(current)]
         if frames:
             return f"its stack is {' < '.join(frames[:FRAMES])}", text
+        if self._process.poll() is not None:
+            return self.fate, text
         state = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
         return f"it gives no stack: {STATES.get(state, 'it does not take signals')}", text
