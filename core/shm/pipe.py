@@ -10,7 +10,6 @@ those. With futexes, all receive it or none.
 
 from __future__ import annotations
 
-import itertools
 import os
 import select
 import time
@@ -47,10 +46,19 @@ class PipeSignals(Signals):
     @classmethod
     def descriptors(cls, readers: int) -> tuple[int, ...]:
         """Pipes, reading end and writing end of each: the end of the ring, the writer's, the readers'."""
-        pipes = [os.pipe() for _ in range(2 + readers)]
-        for descriptor in itertools.chain(*pipes):
+        made: list[int] = []
+        try:
+            for _ in range(2 + readers):
+                made += os.pipe()
+        except OSError as error:
+            for descriptor in made:
+                os.close(descriptor)
+            raise RingError(
+                f"a ring for {readers} readers needs {2 + readers} pipes ({error}); raise ulimit -n"
+            ) from error
+        for descriptor in made:
             os.set_blocking(descriptor, False)
-        return tuple(itertools.chain(*pipes))
+        return tuple(made)
 
     def __init__(self, segment: Segment, readers: int, slots: int, spin_us: int, *, new: bool) -> None:
         if slots * readers > _MOST_BYTES:

@@ -13,6 +13,7 @@ reader that the others can do without. Either ends the wait of those who waited 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,7 +108,13 @@ class Ring:
             raise RingError(f"spin_us must be in [0, 1000000] microseconds, not {spin_us}")
         kind = choose(implementation)
         directory = directory or default_directory()
-        descriptors = (new_file(directory), *kind.descriptors(readers))
+        beside = kind.descriptors(readers)
+        try:
+            descriptors = (new_file(directory), *beside)
+        except RingError:
+            for descriptor in beside:
+                os.close(descriptor)
+            raise
         segment = Segment(descriptors, kind.control_bytes(readers), slots, slot_bytes)
         token = segment.make(directory)
         handle = RingHandle(

@@ -84,7 +84,7 @@ class Signals(ABC):
     @classmethod
     @abstractmethod
     def descriptors(cls, readers: int) -> tuple[int, ...]:
-        """New descriptors that it needs beside the segment's, not inheritable."""
+        """New descriptors that it needs beside the segment's, not inheritable. Raises RingError."""
 
     @abstractmethod
     def __init__(self, segment: Segment, readers: int, slots: int, spin_us: int, *, new: bool) -> None:

@@ -141,8 +141,12 @@ class MultiprocExecutor(Executor):
         beats, store = self._memory
         ranks = self._config.executor.tensor_parallel
         results = self._results.handle if rank == 0 else None
+        config = self._config
+        if device.type == "cpu" and ranks > 1 and not config.executor.threads:
+            share = max(1, len(os.sched_getaffinity(0)) // ranks)
+            config = evolve(config, executor=evolve(config.executor, threads=share))
         launch = Launch(
-            config=self._config,
+            config=config,
             executor=f"{type(self).__module__}:{type(self).__qualname__}",
             manifest=self._manifest,
             rank=rank,

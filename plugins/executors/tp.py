@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
-from attrs import evolve
-
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
-from engine.plugins.executors.multiproc import MultiprocExecutor, Options, refuses_system
+from engine.plugins.executors.multiproc import MultiprocExecutor, refuses_system
 
 
 class TensorParallelExecutor(MultiprocExecutor):
@@ -28,9 +23,3 @@ class TensorParallelExecutor(MultiprocExecutor):
             if ranks > there:
                 return f"there are {there} GPUs from {device.torch_name} on, and --tp wants {ranks}; use --tp {there}"
         return refuses_system()
-
-    def __init__(self, config: EngineConfig, parts: Any, options: Options) -> None:
-        if config.executor.device == "cpu" and not config.executor.threads:
-            cores = len(os.sched_getaffinity(0)) // config.executor.tensor_parallel
-            config = evolve(config, executor=evolve(config.executor, threads=max(1, cores)))
-        super().__init__(config, parts, options)

@@ -203,4 +203,7 @@ def _failed(phase: str, error: BaseException) -> Failed:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # The device is freed with the process; libraries taken down in order might wait for other ranks.
+    os._exit(code)

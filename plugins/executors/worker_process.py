@@ -15,8 +15,6 @@ from engine.core.errors import EngineError, ExecutorError
 from engine.plugins.executors.beats import Beat
 from engine.plugins.executors.messages import ERRORS, Connection, Failed, FromWorker, Launch, socket_pair
 
-STACK_SECONDS = 1.0
-"""What a worker gets to write its stack."""
 FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
 """A line of faulthandler's."""
 FRAMES = 6
@@ -89,13 +87,18 @@ class WorkerProcess:
         hint = f"; {failed.hint}" if failed.hint else ""
         return cls(f"{self} failed in {failed.phase}: {message}{hint}")
 
-    def stack(self) -> tuple[str, str]:
-        """Where it is: (its stack in a sentence, all that is known), or why nobody knows."""
+    def ask_stack(self) -> None:
+        """Have it write its stack."""
         os.ftruncate(self._stack, 0)
         self._process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + STACK_SECONDS
+
+    def stack(self, until: float) -> tuple[str, str]:
+        """Where it was when asked: (its stack in a sentence, all that it wrote), or why it wrote nothing.
+
+        until: how long to wait for it, time.monotonic().
+        """
         text, before = "", None
-        while time.monotonic() < deadline and (not text or text != before):
+        while (not text or text != before) and time.monotonic() < until:
             time.sleep(0.02)
             before, text = text, os.pread(self._stack, 2**16, 0).replace(b"\0", b"").decode(errors="replace")
         # The thread that takes the signal, the one with the loop, is the current one.
@@ -103,5 +106,7 @@ class WorkerProcess:
         frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall(current)]
         if frames:
             return f"its stack is {' < '.join(frames[:FRAMES])}", text
+        if self._process.poll() is not None:
+            return self.fate, text
         state = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
         return f"it gives no stack: {STATES.get(state, 'it does not take signals')}", text

@@ -18,6 +18,8 @@ from engine.plugins.executors.worker_process import WorkerProcess
 
 STOP_SECONDS = 3.0
 """What workers get to end in order; then they are killed."""
+STACK_SECONDS = 1.0
+"""What those that hang get to write their stacks."""
 LINGER = 0.25
 """Seconds from a worker's error to the verdict, where there are others: one that died may have been its cause."""
 TICK = 1.0
@@ -45,6 +47,7 @@ class Workers:
         self._news: queue.SimpleQueue[tuple[int, Told | Ready] | EngineError] = queue.SimpleQueue()
         self._suspected: list[EngineError] = []
         self._verdict_at = 0.0
+        self._started = False
         self._stop_by: float | None = None
         self._wakened, self._waker = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
@@ -62,12 +65,13 @@ class Workers:
                     caches[rank] = cache
                 case EngineError() as error:
                     raise error
+        self._started = True
         return [caches[rank] for rank in sorted(caches)]
 
     def stop(self) -> None:
-        """End all; returns when they are dead. They have been told by the end of their ring."""
+        """End all; returns when they are dead. Those that work have been told by the end of their ring."""
         if self._thread.ident is not None:
-            self._stop_by = time.monotonic() + STOP_SECONDS
+            self._stop_by = time.monotonic() + (STOP_SECONDS if self._started else 0.0)
             self._waker.send(b"s")
             self._thread.join()
         self._waker.close()
@@ -115,6 +119,8 @@ class Workers:
             if self._stop_by is not None and now >= self._stop_by:
                 self._kill()
             self._look_at_step(now)
+        if self._suspected:  # all have gone before the verdict
+            self._fail(self._suspected[0])
 
     def _patience(self, tick: float) -> float:
         """Seconds until something is to be done even if nothing happens."""
@@ -160,7 +166,9 @@ class Workers:
         number, _ = oldest
         late = [worker for worker in self.workers if worker.alive and worker.beat.finished < number]
         late.sort(key=lambda worker: worker.beat.begun)  # who has not even begun keeps the others waiting
-        stacks = [(worker, *worker.stack()) for worker in late]
+        for worker in late:
+            worker.ask_stack()
+        stacks = [(worker, *worker.stack(now + STACK_SECONDS)) for worker in late]
         for worker, _, whole in stacks:
             log.error("%s has not finished step %d\n%s", str(worker), number, whole.rstrip())
         places = [f"{worker}: {place}" for worker, place, _ in stacks[:1]] or ["all workers have finished it"]

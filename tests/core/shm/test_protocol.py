@@ -6,8 +6,8 @@ Atomics are sequentially consistent here, as in _ring.c; that they order the pay
 (test_ring_threads.py). Nobody spins, and a sleeper has no time limit, which the real one has.
 
 The bell is not a number here: a process that has read it is `fresh` until it rings, which is all that the number tells.
-What a process will not look at again is forgotten, so that equal states are seen to be equal. The steps bear the names of
-what they do there. FAULTS are mistakes that the protocol could have, each of which must be found.
+What a process will not look at again is forgotten, so that equal states are seen to be equal. The steps bear the names
+of what they do there. FAULTS are mistakes that the protocol could have, each of which must be found.
 """
 
 from __future__ import annotations

@@ -109,6 +109,25 @@ def test_an_unexpected_error_is_told_with_its_traceback_once(
     assert "in unexpected" in caplog.text
 
 
+def test_ranks_that_all_fail_at_once(make_executor: Make, make_step: MakeStep) -> None:
+    fault = {"at": 1, "do": "out_of_memory"}
+    executor = make_executor(2, **{"0": fault, "1": fault})
+    executor.start()
+    with pytest.raises(ExecutorError, match=r"the worker of rank [01] .* failed in step 1: OutOfMemoryError"):
+        run(executor, make_step(1))
+
+
+def test_a_start_that_is_given_up_is_over_at_once(make_executor: Make, until: Make, worker_pids: Pids) -> None:
+    def interrupt(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    executor = make_executor(2, **{"1": {"at": "start", "do": "sleep_for_ever"}})
+    executor.watch(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        executor.start()
+    assert worker_pids() == []
+
+
 @pytest.mark.parametrize(("do", "fate"), [("kill", "was killed by SIGKILL"), ("leave", "exited with code 3")])
 def test_a_death_at_start_is_noticed(make_executor: Make, do: str, fate: str) -> None:
     executor = make_executor(2, **{"1": {"at": "start", "do": do}})
