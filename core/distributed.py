@@ -18,6 +18,7 @@ from engine.core.errors import ExecutorError
 
 if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
+    from engine.core.kernels.peers import RowSums
     from engine.core.peer_memory import PeerMemory
 
 _c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks the options, and types
@@ -39,6 +40,11 @@ class RankGroup(ABC):
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, the same on all to the last bit; `x` may be overwritten, and may be the result."""
+
+    def row_sums(self, size: int, dtype: torch.dtype) -> RowSums | None:
+        """Memory for sums of few rows of so many numbers by a kernel of the caller's; None: there is none, use
+        `all_reduce`. Called by all ranks alike."""
+        return None
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,6 +157,10 @@ class TorchGroup(RankGroup):
             return self.peers.all_reduce(x)
         self._do("all_reduce", lambda backend: backend.allreduce([x], self._sum))
         return x
+
+    def row_sums(self, size: int, dtype: torch.dtype) -> RowSums | None:
+        """See RankGroup."""
+        return None if self.peers is None else self.peers.row_sums(size, dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""

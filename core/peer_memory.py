@@ -15,6 +15,7 @@ import torch
 
 if TYPE_CHECKING:
     from engine.core.distributed import RankGroup
+    from engine.core.kernels.peers import RowSums
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ MOST_BYTES = 4 << 20
 """Of a sum by these kernels, and of the memory kept for it; NCCL does larger ones."""
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 256 << 10, 8: 128 << 10}
 """Ranks that torch has kernels for -> sums up to this size go in one shot."""
+MOST_ROWS = 128
+"""Of a sum by `row_sums`: a GPU has room for as many programs at once."""
 DTYPES = (torch.float32, torch.bfloat16)
 ALIGNMENT = 16
 """Bytes; the kernels read whole vectors."""
@@ -33,14 +36,15 @@ class PeerMemory:
     It is free again when a sum is done: the kernels end on all ranks together.
     """
 
-    def __init__(self, name: str, ranks: int, device: torch.device) -> None:
+    def __init__(self, name: str, group: RankGroup, device: torch.device) -> None:
         """name: of the group, known to torch's symmetric memory."""
-        memory: Any = torch._C._distributed_c10d._SymmetricMemory
         self._name = name
-        self._buffer: torch.Tensor = memory.empty_strided_p2p((MOST_BYTES,), (1,), torch.uint8, device, name)
-        self._handle = memory.rendezvous(self._buffer, name)
+        self._group = group
+        self._device = device
+        self._buffer, _ = self._allocate(MOST_BYTES)
         self._views = {dtype: self._buffer.view(dtype) for dtype in DTYPES}
-        self._one_shot_bytes = ONE_SHOT_BYTES[ranks]
+        self._one_shot_bytes = ONE_SHOT_BYTES[group.ranks]
+        self._row_sums: dict[tuple[int, torch.dtype], tuple[RowSums, torch.Tensor]] = {}
 
     @classmethod
     def open(cls, group: RankGroup, store: Any, name: str) -> PeerMemory | None:
@@ -54,13 +58,43 @@ class PeerMemory:
         try:
             memory: Any = torch._C._distributed_c10d._SymmetricMemory
             memory.set_group_info(name, group.rank, group.ranks, store)
-            opened = cls(name, group.ranks, torch.device("cuda", torch.cuda.current_device()))
+            opened = cls(name, group, torch.device("cuda", torch.cuda.current_device()))
         except RuntimeError as error:  # what torch raises where memory cannot be mapped
             why = str(error).partition("\n")[0]
         if group.minimum(int(opened is not None)):
             return opened
         log.warning("rank %d: the GPUs' memory cannot be shared, so that small sums take longer: %s", group.rank, why)
         return None
+
+    def row_sums(self, size: int, dtype: torch.dtype) -> RowSums:
+        """See RankGroup; the same memory for the same rows, since no two sums are under way at once."""
+        from engine.core.kernels.peers import RowSums
+
+        if (size, dtype) not in self._row_sums:
+            rank, ranks = self._group.rank, self._group.ranks
+            most = max(1, min(MOST_ROWS, ONE_SHOT_BYTES[ranks] // (size * dtype.itemsize)))
+            flags = -(-2 * most * size * dtype.itemsize // ALIGNMENT) * ALIGNMENT  # where they begin, behind the rows
+            buffer, addresses = self._allocate(flags + most * ranks * 4)
+            buffer.zero_()
+            torch.cuda.synchronize(self._device)
+            self._group.minimum(0)  # no rank writes a flag before all are zero
+            made = RowSums(
+                rank=rank,
+                ranks=ranks,
+                size=size,
+                most_rows=most,
+                places=torch.tensor(addresses, device=self._device),
+                flags=torch.tensor([address + flags for address in addresses], device=self._device),
+                epochs=torch.zeros(most, dtype=torch.int32, device=self._device),
+            )
+            self._row_sums[size, dtype] = made, buffer
+        return self._row_sums[size, dtype][0]
+
+    def _allocate(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
+        """Memory that all ranks can reach, and where each rank's is. Called by all ranks."""
+        memory: Any = torch._C._distributed_c10d._SymmetricMemory
+        buffer: torch.Tensor = memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device, self._name)
+        return buffer, list(memory.rendezvous(buffer, self._name).buffer_ptrs)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether the sum of such a tensor, a dense one, is for these kernels."""

@@ -113,11 +113,13 @@ class LayerFactory:
         bias: bool = False,
         parallel: str = "none",
         gated: bool = False,
+        summed: bool = True,
     ) -> Linear:
         """A linear layer.
 
         parts: (name, outputs) of each of the checkpoint's layers to merge: their outputs come side by side.
         parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed) or none.
+        summed: False leaves it to the norm that comes next to sum the results of a row-parallel layer (`norm`).
         gated: the two parts are gate and up projections of one size, and the layer is called by `gated` alone.
         Sizes are over all ranks.
         """
@@ -127,10 +129,17 @@ class LayerFactory:
         if parallel == "row":
             self.share(in_features, f"inputs of {parts[0][0]}")
         made = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
-        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated)
+        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated, summed=summed)
 
     def _linear(
-        self, parts: tuple[LinearPart, ...], in_features: int, *, bias: bool, parallel: str, gated: bool = False
+        self,
+        parts: tuple[LinearPart, ...],
+        in_features: int,
+        *,
+        bias: bool,
+        parallel: str,
+        gated: bool = False,
+        summed: bool = True,
     ) -> Linear:
         spec = LinearSpec(
             parts=parts,
@@ -143,8 +152,16 @@ class LayerFactory:
             ranks=self.ranks,
         )
         kernel = self._quant.linear(spec) if self._quant is not None else None
-        reduce = self._group.all_reduce if parallel == "row" and self.ranks > 1 else None
-        return self._note(Linear(spec, kernel or self._kinds.kernel(spec), reduce, self._kinds.activate))
+        is_sum = parallel == "row" and self.ranks > 1
+        return self._note(
+            Linear(
+                spec,
+                kernel or self._kinds.kernel(spec),
+                self._group.all_reduce if is_sum and summed else None,
+                self._kinds.activate,
+                adds_bias=summed or not is_sum or self.rank == 0,
+            )
+        )
 
     def _copies(self, num_kv_heads: int) -> int:
         """How many ranks have the same key and value heads."""
@@ -165,8 +182,10 @@ class LayerFactory:
         head = self._note(self._kinds.lm_head(table))
         return self._kinds.shared_head(head, table) if isinstance(table, SharedEmbedding) else head
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """A norm over the hidden size."""
+    def norm(self, name: str, size: int, eps: float, *, sums: bool = False) -> RMSNorm:
+        """A norm over the hidden size. sums: its input is what a layer made with summed=False returns."""
+        if sums and self.ranks > 1:
+            return self._note(self._kinds.summing_norm(f"{name}.weight", size, eps, self._group))
         return self._note(self._kinds.norm(f"{name}.weight", size, eps))
 
     def head_norm(self, parts: Sequence[tuple[str, int]], head_dim: int, eps: float) -> HeadNorm:

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.argmax import argmax_rows
 from engine.core.kernels.norm import add_rms_norm
+from engine.core.kernels.peers import sum_rms_norm
 from engine.core.kernels.ranks import choose_peaks, look_up, place_peaks
 from engine.core.kernels.rope import angles, rotate_and_write
 from engine.core.kernels.skinny_launch import MOST_ROWS, Problem
 from engine.core.layers.attention import Attention
+from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import SharedEmbedding
 from engine.core.layers.lm_head import Head, LMHead, SharedHead
 from engine.core.layers.norm import HeadNorm, RMSNorm
@@ -40,6 +42,23 @@ class FusedRMSNorm(RMSNorm):
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See RMSNorm; `residual` is overwritten with the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class FusedSummingNorm(FusedRMSNorm):
+    """Few rows are summed over the ranks, added and normalised in one kernel, where these reach each other's memory."""
+
+    def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
+        super().__init__(name, size, eps, dtype)
+        self._size = size
+        self._group = group
+        self._sums = group.row_sums(size, torch_dtype(dtype))
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See SummingNorm; `residual` is overwritten with the sum."""
+        sums = self._sums
+        if sums is not None and x.numel() <= sums.most_rows * self._size:
+            return sum_rms_norm(x, residual, self.weight, self.eps, sums)
+        return add_rms_norm(self._group.all_reduce(x), residual, self.weight, self.eps)
 
 
 class FusedRotary(RotaryEmbedding):
@@ -156,6 +175,10 @@ class FusedLayers(PlainLayers):
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """See FusedRMSNorm."""
         return FusedRMSNorm(name, size, eps, self.dtype)
+
+    def summing_norm(self, name: str, size: int, eps: float, group: RankGroup) -> RMSNorm:
+        """See FusedSummingNorm."""
+        return FusedSummingNorm(name, size, eps, self.dtype, group)
 
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
         """See FusedRotary."""

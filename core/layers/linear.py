@@ -52,9 +52,11 @@ class Linear(Layer):
         kernel: LinearKernel,
         reduce: Reduce | None = None,
         activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+        *,
+        adds_bias: bool = True,
     ) -> None:
         """`reduce`: given when each rank has only some of the inputs, so that y is a sum over ranks. `activate`: for
-        `gated`, where the kernel does not activate by itself."""
+        `gated`, where the kernel does not activate by itself. `adds_bias`: False where another rank does."""
         self.spec = spec
         self.kernel = kernel
         self.weights: Mapping[str, torch.Tensor] = {}
@@ -62,6 +64,7 @@ class Linear(Layer):
         self._apply = kernel.apply
         self._reduce = reduce
         self._activate = activate
+        self._adds_bias = adds_bias
         in_one_pass = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         self._apply_gated = kernel.apply_gated if in_one_pass else None
 
@@ -94,7 +97,7 @@ class Linear(Layer):
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Let the kernel prepare its tensors; merge the biases."""
         biases = {_bias(part): loaded[_bias(part)] for part in self.spec.parts} if self.spec.bias else {}
-        if biases:
+        if biases and self._adds_bias:
             self.bias = merge(list(biases.values()), self.spec.dtype)
         self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
 

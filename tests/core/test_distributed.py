@@ -156,21 +156,21 @@ PROCESS = """
 import json, sys
 from engine.core import Engine, SamplingParams
 from engine.core.checkpoint import Checkpoint
-from engine.core.device import DeviceInfo
+from engine.core.device import find_device
 from engine.core.distributed import Rendezvous, join
 from engine.core.runner import Runner
 from engine.plugins.executors.uniproc import UniprocExecutor
 
-rank, ranks, path, model, settings, prompts = map(json.loads, sys.argv[1:])
-group = join(Rendezvous(rank=rank, ranks=ranks, path=path, timeout=60.0), DeviceInfo(type="cpu"))
+rank, ranks, path, model, settings, prompts, count = map(json.loads, sys.argv[1:])
+group = join(Rendezvous(rank=rank, ranks=ranks, path=path, timeout=60.0), find_device(settings["executor__device"]))
 
 class OneOfThem(UniprocExecutor):
     def __init__(self, config, parts, options):
         super().__init__(config, parts, options)
         self._runner = Runner(config, parts, Checkpoint.open(model), self._device, group)
 
-drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=2, ignore_eos=True)
-greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=count, ignore_eos=True)
+greedy = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 with Engine(model=model, executor=OneOfThem, **settings) as engine:
     for params in ([greedy] * len(prompts), [drawn] + [greedy] * (len(prompts) - 1)):
         print(json.dumps([list(done.token_ids) for done in engine.generate(prompts, params)]))
@@ -179,27 +179,60 @@ group.close()
 """One rank's process: an engine of its own, which plans the same steps as the others'."""
 
 
+def in_processes(
+    ranks: int, directory: Path, model: Path, prompts: list[list[int]], count: int, settings: dict[str, Any]
+) -> None:
+    """Assert that ranks in processes of their own give the tokens of one, in this process, some greedy and some drawn.
+
+    In settings, a device "cuda" is each rank's own.
+    """
+    drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=count, ignore_eos=True)
+    greedy = attrs.evolve(GREEDY, max_tokens=count)
+    plain = {"executor__kernels": "plain", "executor__graphs": "off"}
+    with Engine(model=str(model), **(settings | plain)) as one:
+        expected = [
+            [list(done.token_ids) for done in one.generate(prompts, each)]
+            for each in ([greedy] * len(prompts), [drawn] + [greedy] * (len(prompts) - 1))
+        ]
+    processes = []
+    for rank in range(ranks):
+        device = f"cuda:{rank}" if settings["executor__device"] == "cuda" else "cpu"
+        mine = settings | {"executor__device": device}
+        given = rank, ranks, str(directory / "ranks"), str(model), mine, prompts, count
+        command = [sys.executable, "-c", PROCESS, *map(json.dumps, given)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        for process in processes:
+            out, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+            assert [json.loads(line) for line in out.splitlines()] == expected
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="Triton compiles here, and these ranks are CPUs")
 def test_processes_with_fused_kernels(checkpoints: Any, tmp_path: Path) -> None:
     """In processes, since Triton's interpreter does not run kernels in several threads."""
     model = checkpoints("one layer", "qwen3", vocab_size=517, num_hidden_layers=1)
     settings = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "1MiB", "model__max_len": 32}
-    prompts = [[3, 1, 4], [1, 5]]
-    drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=2, ignore_eos=True)
-    greedy = attrs.evolve(GREEDY, max_tokens=2)
-    with Engine(model=str(model), **settings) as one:
-        expected = [
-            [list(done.token_ids) for done in one.generate(prompts, each)] for each in ([greedy] * 2, [drawn, greedy])
-        ]
-    processes = []
-    for rank in range(2):
-        given = rank, 2, str(tmp_path / "ranks"), str(model), settings | {"executor__kernels": "fused"}, prompts
-        command = [sys.executable, "-c", PROCESS, *map(json.dumps, given)]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    for process in processes:
-        out, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
-        assert [json.loads(line) for line in out.splitlines()] == expected
+    in_processes(2, tmp_path, model, [[3, 1, 4], [1, 5]], 2, settings | {"executor__kernels": "fused"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("graphs", ["on", "off"])
+@pytest.mark.parametrize("kernels", ["fused", "plain"])
+def test_processes_on_gpus(checkpoints: Any, tmp_path: Path, ranks: int, graphs: str, kernels: str) -> None:
+    """By NCCL, and by kernels that read the other GPUs' memory; keys' heads are fewer than four ranks."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
+    model = checkpoints("odd vocabulary, qwen3", "qwen3", vocab_size=517)
+    settings = {"executor__device": "cuda", "model__dtype": "float32", "cache__memory": "8MiB", "model__max_len": 128}
+    in_processes(
+        ranks, tmp_path, model, PROMPTS, 16, settings | {"executor__graphs": graphs, "executor__kernels": kernels}
+    )
 
 
 def test_a_group_sums_gathers_and_agrees() -> None:
