@@ -110,9 +110,8 @@ class PeerMemory:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, which `takes` takes, in new memory or in x."""
         ours = self._views[x.dtype][: x.numel()].view(x.shape)
-        ours.copy_(
-            x
-        )  # torch's kernel that copies by itself lets other ranks read before all of its threads have written
+        # torch's kernel that copies by itself lets other ranks read before all of its threads have written.
+        ours.copy_(x)
         if x.nbytes <= self._one_shot_bytes:
             total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(ours, "sum", self._name)
             return total
