@@ -23,8 +23,10 @@ MOST_BYTES = 4 << 20
 """Of a sum by these kernels, and of the memory kept for it; NCCL does larger ones."""
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 256 << 10, 8: 128 << 10}
 """Ranks that torch has kernels for -> sums up to this size go in one shot."""
+ROW_SUMS_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 512 << 10}
+"""The same of sums by `row_sums`, which save a kernel."""
 MOST_ROWS = 128
-"""Of a sum by `row_sums`: a GPU has room for as many programs at once."""
+"""Of such a sum: a GPU has room for as many programs at once."""
 DTYPES = (torch.float32, torch.bfloat16)
 ALIGNMENT = 16
 """Bytes; the kernels read whole vectors."""
@@ -41,6 +43,8 @@ class PeerMemory:
         self._name = name
         self._group = group
         self._device = device
+        self._mappings: list[Any] = []
+        """Of the memory that the other ranks have."""
         self._buffer, _ = self._allocate(MOST_BYTES)
         self._views = {dtype: self._buffer.view(dtype) for dtype in DTYPES}
         self._one_shot_bytes = ONE_SHOT_BYTES[group.ranks]
@@ -72,7 +76,7 @@ class PeerMemory:
 
         if (size, dtype) not in self._row_sums:
             rank, ranks = self._group.rank, self._group.ranks
-            most = max(1, min(MOST_ROWS, ONE_SHOT_BYTES[ranks] // (size * dtype.itemsize)))
+            most = max(1, min(MOST_ROWS, ROW_SUMS_BYTES[ranks] // (size * dtype.itemsize)))
             flags = -(-2 * most * size * dtype.itemsize // ALIGNMENT) * ALIGNMENT  # where they begin, behind the rows
             buffer, addresses = self._allocate(flags + most * ranks * 4)
             buffer.zero_()
@@ -94,7 +98,9 @@ class PeerMemory:
         """Memory that all ranks can reach, and where each rank's is. Called by all ranks."""
         memory: Any = torch._C._distributed_c10d._SymmetricMemory
         buffer: torch.Tensor = memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device, self._name)
-        return buffer, list(memory.rendezvous(buffer, self._name).buffer_ptrs)
+        mapping = memory.rendezvous(buffer, self._name)
+        self._mappings.append(mapping)
+        return buffer, list(mapping.buffer_ptrs)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether the sum of such a tensor, a dense one, is for these kernels."""
@@ -104,9 +110,8 @@ class PeerMemory:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, which `takes` takes, in new memory or in x."""
         ours = self._views[x.dtype][: x.numel()].view(x.shape)
-        ours.copy_(
-            x
-        )  # torch's kernel that copies by itself lets other ranks read before all of its threads have written
+        # torch's kernel that copies by itself lets other ranks read before all of its threads have written.
+        ours.copy_(x)
         if x.nbytes <= self._one_shot_bytes:
             total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(ours, "sum", self._name)
             return total
