@@ -37,9 +37,9 @@ NO_PLUGIN_NAMES = {
     ("layers/matmul.py", "none"): "oneDNN's post-operation",
     ("layers/tuning_cache.py", "triton"): "the name of a package in a file's key",
     ("quant.py", "none"): "LinearSpec.parallel",
-    ("tensor_file.py", "int8"): "a type of tensor, as torch names it",
     ("selection.py", "none"): "AttentionBackend.graphs",
     ("selection.py", "triton"): "the package to look for",
+    ("tensor_file.py", "int8"): "TensorSpec.dtypes",
 }
 """(file in core, string) -> the field it is a value of there; such a word reads like a plugin's name and is none."""
 

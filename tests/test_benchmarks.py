@@ -53,12 +53,12 @@ def test_the_references_name_the_workloads_as_they_are_measured(references: Any)
 def test_floors_and_goals_follow_from_the_models(references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from models import MODELS  # type: ignore[import-not-found]
-    from vllm_table import CASES, ONLINE  # type: ignore[import-not-found]
+    from vllm_table import ONLINE, REFERENCED  # type: ignore[import-not-found]
 
-    assert list(references["models"]) == list(CASES)
+    assert list(references["models"]) == list(REFERENCED)
     bandwidth = references["ceilings"]["copy_tbps"] * 1e12
     for case, model in references["models"].items():
-        config = MODELS[CASES[case]]
+        config = MODELS[REFERENCED[case]]
         if case.partition(":")[2] in ONLINE:
             config = config | {"quantization_config": {"quant_method": "fp8"}}
         quantized = "quantization_config" in config

@@ -8,11 +8,28 @@ import triton.language as tl
 
 from engine.core.kernels.launch import dependent_launch, release, wait
 
-GROUP = 128
-"""Inputs that share a scale, where a row has several."""
+BLOCK = 128
+"""Of a CodeLayout."""
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a small float32 to an integer, ties to even."""
+
+
+HALF = tl.constexpr(BLOCK // 2)
+
+
+@triton.jit
+def _clean(values):
+    """Values without those that have no code in int8, and which those were."""
+    broken = (values != values) | (tl.abs(values) == float("inf"))
+    return tl.where(broken, 0.0, values), broken
+
+
+@triton.jit
+def _codes(values, inverse, LIMIT: tl.constexpr, INT8: tl.constexpr):
+    code = values * inverse
+    code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
+    return (code + ROUND) - ROUND if INT8 else code
 
 
 @triton.jit
@@ -24,50 +41,54 @@ def _quantize_kernel(
     inputs,
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
     GIVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has a row, seen as [GROUPS, SIZE]; each group has a scale. GIVEN: all have the one at `given`."""
+    """A program has a row, seen as [BLOCKS, 128]. GIVEN: all rows have the scale at `given`.
+
+    The scale of a row with a NaN or infinity is NaN: int8 has no code that would say so.
+    """
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS)
-    column = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    inside = column < inputs
-    scale = tl.full([GROUPS], 1.0, tl.float32)
+    block = tl.arange(0, BLOCKS)
+    left_column = block[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    right_column = left_column + HALF
+    scale = 1.0
     if GIVEN:
-        scale *= tl.load(given)
+        scale = tl.load(given)
     wait(PDL)
-    values = tl.load(x + row * inputs + column, mask=inside, other=0.0).to(tl.float32)
-    # int8 has no code for a NaN or infinity: the scale says it for all of the row.
-    broken = (values != values) | (tl.abs(values) == float("inf"))
-    values = tl.where(broken, 0.0, values)
+    here = x + row * inputs
+    left = tl.load(here + left_column, mask=left_column < inputs, other=0.0).to(tl.float32)
+    right = tl.load(here + right_column, mask=right_column < inputs, other=0.0).to(tl.float32)
+    left, left_broken = _clean(left)
+    right, right_broken = _clean(right)
     if not GIVEN:
-        peak = tl.max(tl.abs(values), axis=1)
-        scale = tl.where(peak > 0.0, peak / LIMIT, scale)
-    code = values / scale[:, None]
-    code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
-    if INT8:
-        code = (code + ROUND) - ROUND
-    tl.store(codes + row * inputs + column, code.to(codes.dtype.element_ty), mask=inside)
-    scale = tl.where(tl.max(broken.to(tl.int32), axis=1) > 0, float("nan"), scale)
-    count = tl.cdiv(inputs, SIZE)
-    tl.store(scales + row * count + group, scale, mask=group < count)
+        peak = tl.max(tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1)), axis=0)
+        scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LIMIT, tl.float32)), 1.0)
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), scale)
+    pairs = tl.join(_codes(left, inverse, LIMIT, INT8), _codes(right, inverse, LIMIT, INT8))
+    count = tl.cdiv(inputs, 2 * HALF)
+    place = block[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
+    stored = tl.reshape(pairs, [BLOCKS, 2 * HALF]).to(codes.dtype.element_ty)
+    tl.store(codes + row * count * (2 * HALF) + place, stored, mask=(block < count)[:, None])
+    broken = tl.max(tl.max((left_broken | right_broken).to(tl.int32), axis=1), axis=0)
+    tl.store(scales + row, tl.where(broken > 0, float("nan"), scale))
 
 
 def quantize_rows(
-    x: torch.Tensor, dtype: torch.dtype, *, grouped: bool = False, scale: torch.Tensor | None = None
+    x: torch.Tensor, dtype: torch.dtype, *, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [rows, inputs], dense -> codes of `dtype`, and scales: [rows] float32, if grouped [rows, ceil(inputs / 128)].
+    """x: [rows, inputs], dense -> codes of `dtype`, and scales: [rows] float32.
 
+    Codes are in the order of a CodeLayout, padded with zeros to a multiple of 128.
     scale: [1] float32, the scale of all rows, known beforehand; codes beyond the type's range are clamped. Without it a
-    row's (or group's) largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale.
+    row's largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale.
     """
     rows, inputs = x.shape
-    codes = torch.empty((rows, inputs), dtype=dtype, device=x.device)
-    groups = -(-inputs // GROUP)
-    scales = torch.empty((rows, groups) if grouped else (rows,), dtype=torch.float32, device=x.device)
+    blocks = -(-inputs // BLOCK)
+    codes = torch.empty((rows, blocks * BLOCK), dtype=dtype, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
     if rows:
         _quantize_kernel[(rows,)](
             codes,
@@ -77,8 +98,7 @@ def quantize_rows(
             inputs,
             LIMIT=LIMITS[dtype],
             INT8=dtype == torch.int8,
-            GROUPS=triton.next_power_of_2(groups) if grouped else 1,
-            SIZE=GROUP if grouped else triton.next_power_of_2(inputs),
+            BLOCKS=triton.next_power_of_2(blocks),
             GIVEN=scale is not None,
             num_warps=min(max(triton.next_power_of_2(inputs) // 1024, 1), 16),
             **dependent_launch(x.device),

@@ -1,7 +1,7 @@
 """x W^T for many rows of x and eight-bit codes of W, scales in the epilogue.
 
-x is made of codes of W's type with scales of its own, or is of a 16-bit type, to which W's codes are cast. Tiles come
-through tensor descriptors (TMA from compute capability 9.0 on), which fill with zeros what lies outside.
+x is made of codes of W's type with scales of its own, its inputs in the same order as W's. Tiles come through tensor
+descriptors (TMA from compute capability 9.0 on), which fill with zeros what lies outside.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.core.kernels.launch import dependent_launch, release, wait
 
-GROUP = tl.constexpr(128)
-"""Inputs that share a scale where W is BLOCKED."""
 SWIZZLE = tl.constexpr(8)
 """Programs next to each other take so many tiles of rows of x before the next tile of W, so that both stay in the L2
 cache."""
@@ -33,6 +31,10 @@ class MatmulTile:
     """Tiles in shared memory at once."""
     block_k: int = 128
 
+    def programs(self, rows: int, outputs: int) -> int:
+        """Tiles of a result."""
+        return -(-rows // self.rows) * -(-outputs // self.outputs)
+
 
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
@@ -45,14 +47,10 @@ def _matmul_kernel(
     rows,
     outputs,
     inputs,
-    scale_rows,
-    scale_columns,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    BLOCKED: tl.constexpr,
-    CODES: tl.constexpr,
     INTEGER: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -75,24 +73,10 @@ def _matmul_kernel(
     for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
         left = x.load([begin_m, start])
         right = weight.load([begin_n, start])
-        if INTEGER:
-            total = tl.dot(left, right.T, total, out_dtype=tl.int32)
-        elif BLOCKED:
-            part = tl.dot(left, right.to(left.dtype).T)
-            group = start // GROUP
-            factor = tl.load(scale + tl.where(valid, n, 0) // scale_rows * scale_columns + group)
-            part *= factor[None, :]
-            if CODES:
-                own = tl.load(x_scale + m.to(tl.int64) * scale_columns + group, mask=present, other=0.0)
-                part *= own[:, None]
-            total += part
-        else:
-            total = tl.dot(left, right.to(left.dtype).T, total)
+        total = tl.dot(left, right.T, total, out_dtype=tl.int32 if INTEGER else tl.float32)
     result = total.to(tl.float32)
-    if not BLOCKED:
-        result *= tl.load(scale + n, mask=valid, other=0.0)[None, :]
-        if CODES:
-            result *= tl.load(x_scale + m, mask=present, other=0.0)[:, None]
+    result *= tl.load(scale + n, mask=valid, other=0.0)[None, :]
+    result *= tl.load(x_scale + m, mask=present, other=0.0)[:, None]
     if BIAS:
         result += tl.load(bias + n, mask=valid, other=0.0).to(tl.float32)[None, :]
     target = out + m.to(tl.int64)[:, None] * outputs + n[None, :]
@@ -101,44 +85,38 @@ def _matmul_kernel(
 
 def matmul(
     x: torch.Tensor,
-    x_scale: torch.Tensor | None,
+    x_scale: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     tile: MatmulTile,
-    scale_rows: int = 0,
 ) -> torch.Tensor:
     """x: [rows, inputs] -> [rows, outputs] in `dtype`, added up in float32 (int8: in int32).
 
-    x: codes of weight's type, with x_scale: [rows] (of blocks: [rows, ceil(inputs / 128)]) float32; or of a 16-bit
-    type, with None. weight: [outputs, inputs]; scale: [outputs] float32, or with scale_rows > 0 one for so many outputs
-    x 128 inputs, [ceil(outputs / scale_rows), ceil(inputs / 128)]. All dense, rows of a multiple of 16 bytes.
+    x: codes of weight's type; x_scale: [rows] float32. weight: [outputs, inputs]; scale: [outputs] float32. All dense,
+    rows of a multiple of 16 bytes.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     if rows:
-        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),)
+        grid = (tile.programs(rows, outputs),)
         _matmul_kernel[grid](
             out,
             TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k]),
             TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k]),
-            scale if x_scale is None else x_scale,
+            x_scale,
             scale,
             scale if bias is None else bias,
             rows,
             outputs,
             inputs,
-            max(scale_rows, 1),
-            scale.shape[-1],
             BLOCK_M=tile.rows,
             BLOCK_N=tile.outputs,
             BLOCK_K=tile.block_k,
             STAGES=tile.stages,
-            BLOCKED=scale_rows > 0,
-            CODES=x_scale is not None,
-            INTEGER=weight.dtype == torch.int8 and x_scale is not None,
+            INTEGER=weight.dtype == torch.int8,
             BIAS=bias is not None,
             num_warps=tile.warps,
             **dependent_launch(x.device),

@@ -48,7 +48,7 @@ class IntegerKernel(EightBitKernel):
         y *= scale
         if bias is not None:
             y += bias
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
+        return y.to(x.dtype).view(*x.shape[:-1], weights["weight"].shape[0])
 
     def describe(self) -> str:
         """See EightBitKernel."""

@@ -26,7 +26,7 @@ from engine.plugins.quant.eight_bit_cpu import IntegerKernel, WidenedKernel
 from engine.plugins.quant.rounding import BLOCK
 
 if TYPE_CHECKING:
-    from engine.plugins.kernels.skinny8_launch import Workspace
+    from engine.plugins.kernels.weight_only_launch import Multiplier
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class EightBitMethod(QuantMethod):
         self._formats = formats
         self._has_kv_scales = has_kv_scales
         self._said: set[str] = set()
-        self._workspaces: dict[str, Workspace] = {}
+        self._multipliers: dict[str, Multiplier] = {}
 
     @classmethod
     @abstractmethod
@@ -128,14 +128,14 @@ class EightBitMethod(QuantMethod):
         if spec.device == "cpu":
             integers = form.dtype == "int8" and form.activations != NONE
             return IntegerKernel(spec, form) if integers else WidenedKernel(spec, form)
-        from engine.plugins.kernels.skinny8_launch import Workspace
+        from engine.plugins.kernels.weight_only_launch import Multiplier
         from engine.plugins.quant.eight_bit_gpu import FP8_CAPABILITY, GpuKernel, WideningKernel, has_capability
 
         device = torch.device(spec.device)
-        if spec.device not in self._workspaces:
-            self._workspaces[spec.device] = Workspace(device)
+        if spec.device not in self._multipliers:
+            self._multipliers[spec.device] = Multiplier(device)
         can = form.dtype == "int8" or has_capability(device, FP8_CAPABILITY)
-        return (GpuKernel if can else WideningKernel)(spec, form, self._workspaces[spec.device])
+        return (GpuKernel if can else WideningKernel)(spec, form, self._multipliers[spec.device])
 
     def _say(self, kernel: EightBitKernel, form: EightBitFormat) -> None:
         """Log how layers are multiplied, once for all layers of a kind."""

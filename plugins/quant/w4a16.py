@@ -23,7 +23,7 @@ from engine.plugins.quant.layout import Layout
 
 if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
-    from engine.plugins.kernels.w4a16_launch import Multiplier
+    from engine.plugins.kernels.weight_only_launch import Multiplier
 
 PACKED_DTYPES = ("bfloat16", "float16")
 """Of activations, that the kernels for GPUs take."""
@@ -110,7 +110,7 @@ class Multipliers:
 
     def on(self, device: torch.device) -> Multiplier:
         """Of one GPU."""
-        from engine.plugins.kernels.w4a16_launch import Multiplier
+        from engine.plugins.kernels.weight_only_launch import Multiplier
 
         if device not in self._made:
             self._made[device] = Multiplier(device)

@@ -439,3 +439,17 @@ def test_dummy_weights_on_a_gpu_depend_on_name_and_seed():
     assert not torch.equal(make("a.weight", 1), make("b.weight", 1))
     assert not torch.equal(make("a.weight", 1), make("a.weight", 2))
     assert float(make("a.weight", 1).float().std()) == pytest.approx(1 / 16, rel=0.05)
+
+
+def test_a_scalar_is_read_as_one_number(tmp_path):
+    source = SafetensorsSource(Checkpoint.open(write(tmp_path, {"scale": torch.tensor(0.5), "many": torch.ones(2)})))
+    spec = TensorSpec(shape=(1,), dtypes=("float32",))
+    assert source.expect({"scale": spec}, ["many"]) == {"scale": 4}
+    with Readers("cpu", 1) as readers:
+        scale, pieces = source.begin("scale", spec, rank=1, ranks=2, device="cpu")
+        readers.start(pieces).wait()
+    assert scale.tolist() == [0.5]
+    with pytest.raises(CheckpointError, match=r"many .* has shape \[2\]; the model expects \[1\]"):
+        source.expect({"many": spec}, ["scale"])
+    with pytest.raises(CheckpointError, match=r"scale .* has shape \[\]; the model expects \[2\]"):
+        source.expect({"scale": TensorSpec(shape=(2,), dtypes=("float32",))}, ["many"])

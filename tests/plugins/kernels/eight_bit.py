@@ -32,21 +32,16 @@ class Operands:
         unit = 0.02 if kind == "int8" else 1.0
         self.scale = (torch.rand(size, device=device) + 0.5) * unit / inputs**0.5
         self.x_codes = random_codes((rows, inputs), kind, device)
-        self.x_scale = (torch.rand((rows, groups) if scale_rows else (rows,), device=device) + 0.5) * unit
+        self.x_scale = (torch.rand(rows, device=device) + 0.5) * unit
         self.bias = torch.randn(weight_rows, device=device).to(half) if biased else None
         shape = self.weight.shape
         factor = wide(self.scale, shape, scale_rows) if scale_rows else self.scale[:, None]
         self._wide_weight = self.weight.double() * factor.double()
-        x_factor = wide(self.x_scale, self.x.shape, 1) if scale_rows else self.x_scale[:, None]
-        self._wide_x = self.x_codes.double() * x_factor.double()
+        self._wide_x = self.x_codes.double() * self.x_scale[:, None].double()
 
-    def exact(self, *, codes, gated):
+    def exact(self, *, codes):
         x = self._wide_x if codes else self.x.double()
-        y = F.linear(x, self._wide_weight, None if self.bias is None else self.bias.double())
-        if not gated:
-            return y
-        gate, up = y.chunk(2, -1)
-        return F.silu(gate) * up
+        return F.linear(x, self._wide_weight, None if self.bias is None else self.bias.double())
 
 
 def check_close(got, exact, limit):

@@ -1,9 +1,27 @@
 import pytest
 import torch
 
-from engine.plugins.kernels.quantize_rows import quantize_rows
+from engine.plugins.kernels import quantize_rows as kernel
+from engine.plugins.quant.layout import CodeLayout
 
 FP8 = torch.float8_e4m3fn
+
+
+def quantize_rows(x, dtype, **settings):
+    """Codes in the order of x's inputs; and there are zeros beyond them."""
+    codes, scales = kernel.quantize_rows(x, dtype, **settings)
+    assert codes.shape == (x.shape[0], -(-x.shape[1] // 128) * 128)
+    layout = CodeLayout(dtype=str(dtype).removeprefix("torch."))
+    whole = layout.unpack(codes, codes.shape[1])
+    assert not whole[:, x.shape[1] :].float().any()
+    return whole[:, : x.shape[1]], scales
+
+
+def test_inputs_64_apart_are_side_by_side(device):
+    x = torch.arange(256.0, device=device)[None] - 128
+    codes, _ = kernel.quantize_rows(x, torch.int8, scale=torch.ones(1, device=device))
+    assert codes[0, :6].tolist() == [-127, -64, -127, -63, -126, -62]
+    assert codes[0, 128:132].tolist() == [0, 64, 1, 65]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -24,24 +42,14 @@ def test_ties_go_to_the_even_code(device):
     assert quantize_rows(x, torch.int8)[0].tolist() == [[127, 0, 2, 2, 0, -2]]
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_fp8_of_numbers_that_float8_has(grouped, device):
+def test_fp8_of_numbers_that_float8_has(device):
     grid = torch.randn(5, 300, device=device).to(FP8).float().clamp(-14, 14)
-    grid[:, [0, 130, 299]] = -14.0  # the largest of each group: 14 * 32 is 448, so codes are numbers times 32
-    codes, scale = quantize_rows(grid / 8, FP8, grouped=grouped)
-    assert scale.shape == ((5, 3) if grouped else (5,))
+    grid[:, [0, 130, 299]] = -14.0  # the largest: 14 * 32 is 448, so codes are numbers times 32
+    codes, scale = quantize_rows(grid / 8, FP8)
+    assert scale.shape == (5,)
     torch.testing.assert_close(scale, torch.full_like(scale, 1 / 256), rtol=0, atol=0)
     large = grid.abs() >= 2.0**-5  # smaller ones are no longer exact times 32 with three bits, if they are subnormal
     torch.testing.assert_close(codes.float()[large], grid[large] * 32, rtol=0, atol=0)
-
-
-def test_groups_have_scales_of_their_own(device):
-    x = torch.ones(2, 260, device=device)
-    x[0, 128:256] = 2.0
-    x[1, 256:] = 4.0
-    codes, scale = quantize_rows(x, torch.int8, grouped=True)
-    torch.testing.assert_close(scale * 127, torch.tensor([[1.0, 2.0, 1.0], [1.0, 1.0, 4.0]], device=device))
-    assert (codes == 127).all()
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
@@ -62,8 +70,6 @@ def test_a_broken_row_has_the_scale_nan(broken, dtype, given, device):
     scale = torch.ones(1, device=device) if given else None
     _, got = quantize_rows(x, dtype, scale=scale)
     assert got.isnan().tolist() == [False, True, False]
-    _, got = quantize_rows(x, dtype, grouped=True, scale=scale)
-    assert got.isnan().tolist() == [[False, False], [False, True], [False, False]]
 
 
 def test_no_rows(device):
@@ -75,11 +81,9 @@ def test_no_rows(device):
 @pytest.mark.parametrize("inputs", [4096, 14336, 5000])
 def test_fp8_on_a_gpu_rounds_as_torch_does(inputs):
     x = torch.randn(64, inputs, device="cuda").bfloat16()
-    for grouped in (False, True):
-        codes, scale = quantize_rows(x, FP8, grouped=grouped)
-        wide = scale.repeat_interleave(128, 1)[:, :inputs] if grouped else scale[:, None]
-        expected = (x.float() / wide).clamp(-448, 448).to(FP8)
-        # The division may differ in the last bit, and then a tie may go the other way.
-        different = (codes.float() != expected.float()).float().mean()
-        assert float(different) < 1e-3
-        torch.testing.assert_close(codes.float(), expected.float(), rtol=0.13, atol=2.0**-9)
+    codes, scale = quantize_rows(x, FP8)
+    expected = (x.float() / scale[:, None]).clamp(-448, 448).to(FP8)
+    # The division may differ in the last bit, and then a tie may go the other way.
+    different = (codes.float() != expected.float()).float().mean()
+    assert float(different) < 1e-3
+    torch.testing.assert_close(codes.float(), expected.float(), rtol=0.13, atol=2.0**-9)

@@ -250,3 +250,4 @@ def test_modules_left_alone_are_cores_own():
     assert isinstance(layers.linear([("layers.0.q", 4)], 8).kernel, PlainKernel)
     assert not isinstance(layers.linear([("layers.1.q", 4)], 8).kernel, PlainKernel)
     assert "*.k_scale" in layers.ignored
+    assert layers.linear([("layers.2.q", 4)], 8).spec.device == layers.device

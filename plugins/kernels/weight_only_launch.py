@@ -1,4 +1,4 @@
-"""Launches of the kernels for 4-bit and 8-bit weights: which tile at how many rows, and from when on the library."""
+"""Launches of the weight-only kernels: which tile at how many rows, and from when on the library."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from attrs import evolve, frozen
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.launch import dependent_launch, num_sms
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS, Workspace
-from engine.plugins.kernels import w4a16
-from engine.plugins.quant.layout import Layout
+from engine.plugins.kernels import weight_only
+from engine.plugins.quant.layout import CodeLayout, Layout
 
 MOST_ROWS = 256
 """Up to so many rows of x the weights are unpacked tile by tile as they are multiplied. Beyond, unpacking them all to
 memory takes a small share of the multiplication, and the library multiplies faster than these tiles."""
 MOST_SPLITS = 16
-COLUMNS = (16, 32, 64, 128)
+COLUMNS = (8, 16, 32, 64, 128)
 """Rows of x that a tile has room for."""
-SCALE_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+SCALE_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+CODES = {"unsigned": weight_only.UNSIGNED, "signed": weight_only.SIGNED, "float8": weight_only.FLOAT8}
+SCALES = {
+    "groups": weight_only.GROUPS_OF_INPUTS,
+    "outputs": weight_only.OUTPUTS,
+    "blocks": weight_only.BLOCKS,
+}
 UNPACK_ROWS = 32
 """Outputs that a program unpacks."""
 
@@ -32,11 +38,11 @@ class Problem:
     """Whether the outputs are silu(gate) * up of W's two halves."""
     weight_rows: int
     inputs: int
-    layout: Layout
+    layout: Layout | CodeLayout
 
     def __str__(self) -> str:
         kind = "gated " if self.gated else ""
-        return f"{kind}{self.weight_rows}x{self.inputs} {self.layout.bits} bits, groups of {self.layout.group}"
+        return f"{kind}{self.weight_rows}x{self.inputs} {self.layout}"
 
     @property
     def outputs(self) -> int:
@@ -64,15 +70,11 @@ class Tile:
     """Whether W is scaled before it is multiplied, not the sums of each group: less work where x has many rows."""
     splits: int = 1
     """Programs that share the blocks of one tile."""
-    ahead: int = 0
-    """Blocks to bring into the L2 cache before x is there."""
 
     def __str__(self) -> str:
         scaled = "weights" if self.early else "sums"
-        return (
-            f"{self.rows}x{self.columns}, {self.warps} warps, {self.stages} stages, {self.splits} splits, scaled"
-            f" {scaled}, {self.ahead} blocks ahead"
-        )
+        sizes = f"{self.rows}x{self.columns}, {self.warps} warps, {self.stages} stages, {self.splits} splits"
+        return f"{sizes}, scaled {scaled}"
 
     def programs(self, problem: Problem, rows: int) -> int:
         """Tiles of the result."""
@@ -87,24 +89,24 @@ class Multiplier:
         self._workspace = Workspace(device)
         self._dependent = dependent_launch(device)
         self._asm = self._knows_assembly()
-        self._tiles: dict[tuple[int, ...], Tile | None] = {}
+        self._tiles: dict[tuple[object, ...], Tile | None] = {}
 
     def __call__(
         self,
         x: torch.Tensor,
         words: torch.Tensor,
         scales: torch.Tensor,
-        layout: Layout,
+        layout: Layout | CodeLayout,
         bias: torch.Tensor | None = None,
         *,
         gated: bool = False,
     ) -> torch.Tensor:
         """x: [rows, inputs] -> [rows, outputs], in x's type, added up in float32.
 
-        words, scales: from Layout.pack; gated: silu(gate) * up of their first and second half of outputs.
+        words, scales: as the layout has them; gated: silu(gate) * up of their first and second half of outputs.
         """
         rows, inputs = x.shape
-        key = (rows, words.shape[1], inputs, layout.bits, layout.group, gated)
+        key = (rows, words.shape[1], inputs, layout, gated)
         if key not in self._tiles:
             problem = Problem(gated=gated, weight_rows=words.shape[1], inputs=inputs, layout=layout)
             self._tiles[key] = choose(problem, rows, num_sms(self.device))
@@ -118,7 +120,7 @@ class Multiplier:
         x: torch.Tensor,
         words: torch.Tensor,
         scales: torch.Tensor,
-        layout: Layout,
+        layout: Layout | CodeLayout,
         bias: torch.Tensor | None,
         gated: bool,
     ) -> torch.Tensor:
@@ -131,7 +133,7 @@ class Multiplier:
         x: torch.Tensor,
         words: torch.Tensor,
         scales: torch.Tensor,
-        layout: Layout,
+        layout: Layout | CodeLayout,
         bias: torch.Tensor | None,
         gated: bool,
         tile: Tile,
@@ -143,36 +145,46 @@ class Multiplier:
         out = x.new_empty((rows, outputs))
         if rows:
             grid = (-(-words.shape[1] // tile.rows), tile.splits, -(-rows // tile.columns))
-            tensors = (out, x, words, scales.view(torch.int32), words if bias is None else bias)
+            tensors = (out, x, words, _as_read(scales, layout), words if bias is None else bias)
             scratch = (self._workspace.partials, self._workspace.arrivals)
-            sizes = (rows, outputs, x.shape[1], tile.ahead)
+            sizes = (rows, outputs, x.shape[1], *_strides(words, layout))
             constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)
-            w4a16.matmul_kernel[grid](*tensors, *scratch, *sizes, **constants)
+            weight_only.matmul_kernel[grid](*tensors, *scratch, *sizes, **constants)
         return out
 
     def compile(
-        self, x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, layout: Layout, gated: bool, tile: Tile
+        self,
+        x: torch.Tensor,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        layout: Layout | CodeLayout,
+        gated: bool,
+        tile: Tile,
     ) -> None:
         """What `by_tiles` without a bias would launch, in the threads of a triton.AsyncCompileMode if one is active."""
-        tensors = (x, x, words, scales.view(torch.int32), words)
+        tensors = (x, x, words, _as_read(scales, layout), words)
         scratch = (self._workspace.partials, self._workspace.arrivals)
-        sizes = (x.shape[0], words.shape[1] // 2 if gated else words.shape[1], x.shape[1], tile.ahead)
+        outputs = words.shape[1] // 2 if gated else words.shape[1]
+        sizes = (x.shape[0], outputs, x.shape[1], *_strides(words, layout))
         constants = self._constants_of(tile, x, scales, layout, False, gated)
-        w4a16.matmul_kernel.warmup(*tensors, *scratch, *sizes, grid=(1,), **constants)
+        weight_only.matmul_kernel.warmup(*tensors, *scratch, *sizes, grid=(1,), **constants)
 
-    def dequantize(self, words: torch.Tensor, scales: torch.Tensor, layout: Layout, x: torch.Tensor) -> torch.Tensor:
+    def dequantize(
+        self, words: torch.Tensor, scales: torch.Tensor, layout: Layout | CodeLayout, x: torch.Tensor
+    ) -> torch.Tensor:
         """The weights as a plain matrix for x, [outputs, x's columns] in its type.
 
         Memory is taken and given back at each call: the allocator hands the same to all layers, one after the other.
         """
         inputs, outputs = x.shape[1], words.shape[1]
         out = x.new_empty((outputs, inputs))
-        w4a16.dequantize_kernel[(-(-outputs // UNPACK_ROWS), words.shape[0])](
+        weight_only.dequantize_kernel[(-(-outputs // UNPACK_ROWS), words.shape[0])](
             out,
             words,
-            scales.view(torch.int32),
+            _as_read(scales, layout),
             outputs,
             inputs,
+            *_strides(words, layout),
             **self._constants(layout, scales, x.dtype),
             TILE=UNPACK_ROWS,
             num_warps=4,
@@ -185,12 +197,14 @@ class Multiplier:
         out = torch.empty_like(x)
         rows, inputs = x.shape
         if rows:
-            grid = (rows, -(-inputs // w4a16.GATHERED))
-            w4a16.gather_kernel[grid](out, x, order, inputs, BLOCK=w4a16.GATHERED, num_warps=4, **self._dependent)
+            grid = (rows, -(-inputs // weight_only.GATHERED))
+            weight_only.gather_kernel[grid](
+                out, x, order, inputs, BLOCK=weight_only.GATHERED, num_warps=4, **self._dependent
+            )
         return out
 
     def _constants_of(
-        self, tile: Tile, x: torch.Tensor, scales: torch.Tensor, layout: Layout, biased: bool, gated: bool
+        self, tile: Tile, x: torch.Tensor, scales: torch.Tensor, layout: Layout | CodeLayout, biased: bool, gated: bool
     ) -> dict[str, object]:
         return {
             **self._constants(layout, scales, x.dtype),
@@ -198,19 +212,20 @@ class Multiplier:
             "TILE": tile.rows,
             "COLUMNS": tile.columns,
             "STAGES": tile.stages,
-            "THREADS": tile.warps * 32,
             "EARLY": tile.early,
             "SPLIT": tile.splits > 1,
-            "EPILOGUE": w4a16.GATED.value if gated else w4a16.PLAIN.value,
+            "EPILOGUE": weight_only.GATED.value if gated else weight_only.PLAIN.value,
             "BIAS": biased,
             "num_warps": tile.warps,
         }
 
-    def _constants(self, layout: Layout, scales: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
+    def _constants(self, layout: Layout | CodeLayout, scales: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
         return {
             "BITS": layout.bits,
             "SPAN": layout.span,
             "GROUP": layout.group,
+            "CODE": CODES[layout.code].value,
+            "SCALES": SCALES[layout.scaled].value,
             "SCALE": SCALE_TYPES[scales.dtype],
             "POWER": layout.power(dtype),
             "ZEROS": layout.has_zeros(scales),
@@ -225,37 +240,52 @@ class Multiplier:
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
 
+def _as_read(scales: torch.Tensor, layout: Layout | CodeLayout) -> torch.Tensor:
+    """Entries of groups are read as one number."""
+    return scales.view(torch.int32) if layout.scaled == "groups" else scales
+
+
+def _strides(words: torch.Tensor, layout: Layout | CodeLayout) -> tuple[int, int, int]:
+    """From row to row and from block to block, in words; and the rows that share a scale of blocks."""
+    return words.stride(1), words.stride(0), max(layout.scale_rows, 1)
+
+
+TILES = {
+    8: Tile(rows=128, columns=8, warps=4, stages=6),
+    16: Tile(rows=128, columns=16, warps=4, stages=6),
+    32: Tile(rows=64, columns=32, warps=4, stages=4),
+    64: Tile(rows=64, columns=64, warps=4, stages=3),
+    128: Tile(rows=128, columns=128, warps=8, stages=3),
+}
+"""By rows of x: the fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
+TILE_OF_32_CODES = Tile(rows=64, columns=32, warps=2, stages=4)
+"""For 32 rows and a CodeLayout."""
+EARLY_COLUMNS = 128
+"""From how many on scaling weights takes less time than scaling sums."""
+BUSY_WARPS = 5
+"""That a multiprocessor should have at least."""
+
+
 def choose(problem: Problem, rows: int, sms: int) -> Tile | None:
     """The tile for so many rows of x on a GPU of so many multiprocessors; None: unpack, and leave it to the library."""
     if rows > MOST_ROWS:
         return None
-    return candidates(problem, rows, sms)[0]
-
-
-FEW = ((64, 4, 4), (64, 4, 3), (128, 4, 4), (64, 2, 4), (32, 2, 4))
-"""rows, warps and stages of tiles for up to 32 rows of x, the default first."""
-MANY = ((128, 8, 3), (64, 4, 3), (128, 4, 3), (64, 4, 2), (128, 8, 2))
-"""The same for more."""
-
-
-def candidates(problem: Problem, rows: int, sms: int) -> list[Tile]:
-    """Tiles worth a measurement, the default first."""
-    columns = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
-    found = []
-    for tile_rows, warps, stages in FEW if columns <= 32 else MANY:
-        tile = Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=columns >= 64)
-        found.append(evolve(split(tile, problem, rows, sms)))
-    return found
+    tile = TILES[next((size for size in COLUMNS if size >= rows), COLUMNS[-1])]
+    if tile.columns == TILE_OF_32_CODES.columns and problem.layout.scaled != "groups":
+        tile = TILE_OF_32_CODES
+    early = problem.layout.scaled != "outputs" and tile.columns >= EARLY_COLUMNS
+    return split(evolve(tile, early=early), problem, rows, sms)
 
 
 def split(tile: Tile, problem: Problem, rows: int, sms: int) -> Tile:
-    """Blocks shared out so that there are two programs a multiprocessor, if that can be."""
+    """Blocks shared out so that all multiprocessors are busy, if that can be."""
     programs, splits = tile.programs(problem, rows), 1
     most = min(MOST_SPLITS, problem.blocks // 2)
-    while programs * splits < sms * 2 and splits * 2 <= most and _fits(tile, programs, splits * 2):
+    while programs * splits * tile.warps < sms * BUSY_WARPS and splits * 2 <= most and fits(tile, programs, splits * 2):
         splits *= 2
-    return evolve(tile, splits=splits, ahead=min(-(-problem.blocks // splits), 16))
+    return evolve(tile, splits=splits)
 
 
-def _fits(tile: Tile, programs: int, splits: int) -> bool:
+def fits(tile: Tile, programs: int, splits: int) -> bool:
+    """Whether so many programs, each with so many splits, have room for their sums."""
     return programs <= MOST_PROGRAMS and programs * splits * tile.rows * tile.columns <= MOST_SUMS

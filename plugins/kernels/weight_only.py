@@ -1,12 +1,13 @@
-"""x W^T where W is 4-bit or 8-bit whole numbers with a scale, and perhaps a zero point, for each group of inputs.
+"""x W^T where x has 16 bits and W 4 or 8: whole numbers with a scale, and perhaps a zero point, or float8 (e4m3).
 
-`words` and `scales` are those of plugins/quant/layout.py, an entry of scales read as one int32. The fields j of a tile
-of words are a tile of W as it stands, and meet SPAN inputs side by side: nothing moves between lanes, and a program's
-part of a block is one stretch of memory.
+`words` are int16 with 16 / BITS numbers each. The fields j of a tile of words are a tile of W as it stands, and meet
+SPAN inputs side by side: nothing moves between lanes. What stands where: plugins/quant/layout.py (Layout, CodeLayout).
 
-A field becomes a number without a conversion: its bits are put below the exponent of a power of two (POWER) so large
-that its last place is worth 1, and the power is taken away again with the zero point. Both steps are exact. Source: Kim
-et al., "Who Says Elephants Can't Run", 2022, for float16. bfloat16 has no room for 8 bits there; see `_numbers`.
+A field becomes a number without a conversion, which would take longer than reading it. A whole number's bits are put
+below the exponent of a power of two (POWER) so large that its last place is worth 1, and the power is taken away again
+with the zero point. Both steps are exact. Source: Kim et al., "Who Says Elephants Can't Run", 2022, for float16.
+bfloat16 has no room for 8 bits there; see `_numbers`. A float8's exponent and fraction are put where the wider type has
+them, and a multiplication makes up for the other bias.
 """
 
 from __future__ import annotations
@@ -21,6 +22,18 @@ PLAIN = tl.constexpr(0)
 """out: [rows, outputs]."""
 GATED = tl.constexpr(1)
 """W has 2 * outputs rows, gate before up, a tile both rows of an output; out: [rows, outputs], silu(gate) * up."""
+UNSIGNED = tl.constexpr(0)
+"""A field is a whole number; what it is less than the zero point counts."""
+SIGNED = tl.constexpr(1)
+"""A field is an int8. Its sign is turned over, which makes it unsigned with a zero point of 128."""
+FLOAT8 = tl.constexpr(2)
+"""A field is a float8, e4m3."""
+GROUPS_OF_INPUTS = tl.constexpr(0)
+"""scales: those of a Layout, an entry read as one int32."""
+OUTPUTS = tl.constexpr(1)
+"""scales: [rows of W] float32."""
+BLOCKS = tl.constexpr(2)
+"""scales: [ceil(rows of W / scale_rows), blocks] float32."""
 
 
 @triton.jit
@@ -38,10 +51,10 @@ def _fma(a, b, c):
 
 
 @triton.jit
-def _insert(words, SHIFT: tl.constexpr, MASK: tl.constexpr, EXPONENT: tl.constexpr, DTYPE: tl.constexpr):
-    """(word >> SHIFT & MASK) | EXPONENT as a number, two words at a time; MASK and EXPONENT cover both."""
+def _insert(words, SHIFT: tl.constexpr, MASK: tl.constexpr, CHANGE: tl.constexpr, DTYPE: tl.constexpr):
+    """(word >> SHIFT & MASK) ^ CHANGE as a number, two words at a time; MASK and CHANGE cover both."""
     bits = tl.inline_asm_elementwise(
-        f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; lop3.b32 $0, t, {MASK}, {EXPONENT}, 0xea; }}",
+        f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; lop3.b32 $0, t, {MASK}, {CHANGE}, 0x6a; }}",
         "=r,r",
         [words],
         dtype=tl.int16,
@@ -52,21 +65,55 @@ def _insert(words, SHIFT: tl.constexpr, MASK: tl.constexpr, EXPONENT: tl.constex
 
 
 @triton.jit
-def _numbers(words, offset, J: tl.constexpr, BITS: tl.constexpr, POWER: tl.constexpr, ASM: tl.constexpr):
-    """q - zero point of the fields J of a tile of words, in the type of `offset`, which has the tile's shape."""
+def _float8(words, J: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The e4m3 codes in the fields J of a tile of words. Numbers below 2^-6 come out right; codes of NaN do not."""
     if ASM:
+        HALF: tl.constexpr = DTYPE.is_fp16()
+        RIGHT: tl.constexpr = 1 if HALF else 4
+        MASK: tl.constexpr = 0x3F803F80 if HALF else 0x07F007F0
+        bits = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, s; shl.b32 t, $1, {8 - 8 * J}; and.b32 s, t, 0x80008000; shr.b32 t, t, {RIGHT};"
+            f" lop3.b32 $0, t, {MASK}, s, 0xea; }}",
+            "=r,r",
+            [words],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+        BIAS: tl.constexpr = 256.0 if HALF else 2.0**120
+        numbers = bits.to(DTYPE, bitcast=True)
+        numbers = _fma(numbers, tl.full(words.shape, BIAS, DTYPE), tl.full(words.shape, -0.0, DTYPE))
+    else:
+        byte = (words.to(tl.int32) >> (8 * J)) & 0xFF
+        bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+        numbers = (bits.to(tl.float32, bitcast=True) * 2.0**120).to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def _numbers(
+    words, offset, J: tl.constexpr, BITS: tl.constexpr, CODE: tl.constexpr, POWER: tl.constexpr, ASM: tl.constexpr
+):
+    """The fields J of a tile of words as numbers, less a zero point, in the type of `offset`, which has its shape."""
+    if CODE == FLOAT8:
+        numbers = _float8(words, J, offset.dtype, ASM)
+    elif ASM:
         one = tl.full(words.shape, 1.0, offset.dtype)
         if offset.dtype == tl.float16:
             MASK: tl.constexpr = 0x000F000F if BITS == 4 else 0x00FF00FF
-            numbers = _fma(_insert(words, BITS * J, MASK, 0x64006400, tl.float16), one, offset)
+            CHANGE: tl.constexpr = 0x64806480 if CODE == SIGNED else 0x64006400
+            numbers = _fma(_insert(words, BITS * J, MASK, CHANGE, tl.float16), one, offset)
         else:
             numbers = _fma(_insert(words, BITS * J, 0x000F000F, 0x43004300, tl.bfloat16), one, offset)
             if BITS == 8:
                 # The upper half of a field: 2048 + 16 * half. What is left has 8 significant bits, as bfloat16.
-                upper = _insert(words, 8 * J + 4, 0x000F000F, 0x45004500, tl.bfloat16)
+                UPPER: tl.constexpr = 0x45084508 if CODE == SIGNED else 0x45004500
+                upper = _insert(words, 8 * J + 4, 0x000F000F, UPPER, tl.bfloat16)
                 numbers = _fma(_fma(upper, one, tl.full(words.shape, -2176.0, tl.bfloat16)), one, numbers)
     else:
         field = (words.to(tl.int32) >> (BITS * J)) & (2**BITS - 1)
+        if CODE == SIGNED:
+            field = field ^ 0x80
         numbers = (field.to(tl.float32) + (offset.to(tl.float32) + POWER)).to(offset.dtype)
     return numbers
 
@@ -88,44 +135,6 @@ def _rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
         output = tl.program_id(0) * TILE + lane
         row = output
     return output, row
-
-
-@triton.jit
-def _prefetch(pointers, size):
-    """Bring `size` bytes (int32, a multiple of 16; none if 0) at each pointer into the L2 cache.
-
-    Source: PTX ISA, cp.async.bulk.prefetch; from compute capability 9.0 on.
-    """
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [pointers.to(tl.uint64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _fetch(
-    words,
-    begin,
-    count,
-    outputs,
-    weight_rows,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
-    THREADS: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-):
-    """Ask for a program's words of `count` blocks, at most one a thread."""
-    PARTS: tl.constexpr = 2 if EPILOGUE == GATED else 1
-    first = tl.program_id(0) * (TILE // PARTS)
-    lane = tl.arange(0, THREADS)
-    size = tl.where(lane < count, tl.minimum(TILE // PARTS, outputs - first) * (SPAN * 2), 0)
-    for part in tl.static_range(PARTS):
-        place = (begin + lane).to(tl.int64) * weight_rows + first + part * outputs
-        _prefetch(words + place * SPAN, size)
 
 
 @triton.jit
@@ -151,7 +160,7 @@ def _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE: tl.con
     tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "ahead"])
+@triton.jit(do_not_specialize=["rows"])
 def matmul_kernel(
     out,
     x,
@@ -163,10 +172,14 @@ def matmul_kernel(
     rows,
     outputs,
     inputs,
-    ahead,
+    row_stride,
+    block_stride,
+    scale_rows,
     BITS: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALES: tl.constexpr,
     SCALE: tl.constexpr,
     POWER: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -174,7 +187,6 @@ def matmul_kernel(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    THREADS: tl.constexpr,
     EARLY: tl.constexpr,
     SPLIT: tl.constexpr,
     EPILOGUE: tl.constexpr,
@@ -184,16 +196,17 @@ def matmul_kernel(
 ):
     """x: [rows, inputs] dense. Grid: tiles of W's rows, splits, tiles of x's rows.
 
-    SCALE: the type of scales. EVEN: the last block is full. EARLY: W is scaled, and
-    rounded to x's type, before it is multiplied; otherwise the sums of each group are, in float32. SPLIT: programs that
-    differ in their second number share the blocks of a tile; partials: [tiles, splits, TILE, COLUMNS] float32;
-    arrivals: [tiles] int32, 0 before and after. ahead: blocks to bring into the L2 cache before x is there.
+    row_stride, block_stride: in words. SCALE: the type of scales of groups. EVEN: the last block is full. EARLY: W is
+    scaled, and rounded to x's type, before it is multiplied; otherwise the sums of each group are, in float32. SPLIT:
+    programs that differ in their second number share the blocks of a tile; partials: [tiles, splits, TILE, COLUMNS]
+    float32; arrivals: [tiles] int32, 0 before and after.
     """
     release(PDL)
     FIELDS: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = FIELDS * SPAN // GROUP
     ENTRIES: tl.constexpr = GROUPS if ZEROS else GROUPS // 2
     DTYPE: tl.constexpr = x.dtype.element_ty
+    SCALED: tl.constexpr = SCALES != OUTPUTS  # in the loop
     output, row = _rows_of(TILE, outputs, EPILOGUE)
     weight_rows = outputs * (2 if EPILOGUE == GATED else 1)
     row = tl.where(output < outputs, row, 0)  # what lies beyond is computed from row 0, and not stored
@@ -202,8 +215,7 @@ def matmul_kernel(
     share = tl.cdiv(blocks, splits)
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, blocks)
-    if PDL:
-        _fetch(words, begin, tl.minimum(ahead, end - begin), outputs, weight_rows, TILE, SPAN, THREADS, EPILOGUE)
+    words_row = words + row.to(tl.int64) * row_stride
     wait(PDL)
     first = tl.program_id(2) * COLUMNS
     m = first + tl.arange(0, COLUMNS)
@@ -213,15 +225,18 @@ def matmul_kernel(
     offset = tl.full([TILE], -(POWER + 2 ** (BITS - 1)), DTYPE)
     total = tl.zeros([TILE, COLUMNS], tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
-        tile = tl.load(words + (block * weight_rows + row)[:, None] * SPAN + k[None, :])
+        tile = tl.load((words_row + tl.cast(block, tl.int64) * block_stride)[:, None] + k[None, :])
         for group in tl.static_range(GROUPS):
-            if ZEROS or group % 2 == 0:
-                entry_row = block * ENTRIES + (group if ZEROS else group // 2)
-                entry = tl.load(scales + entry_row * weight_rows + row)
-            scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
-            if ZEROS:
-                offset = _half(entry, 1, DTYPE)
-            part = total if EARLY else tl.zeros([TILE, COLUMNS], tl.float32)
+            if SCALES == BLOCKS:
+                scale = tl.load(scales + row // scale_rows * blocks + block)
+            elif SCALES == GROUPS_OF_INPUTS:
+                if ZEROS or group % 2 == 0:
+                    entry_row = block * ENTRIES + (group if ZEROS else group // 2)
+                    entry = tl.load(scales + entry_row * weight_rows + row)
+                scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
+                if ZEROS:
+                    offset = _half(entry, 1, DTYPE)
+            part = tl.zeros([TILE, COLUMNS], tl.float32) if SCALED and not EARLY else total
             for span in tl.static_range(GROUP // SPAN):
                 column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
                 mask = present if EVEN else present & (column < inputs)[None, :]
@@ -231,14 +246,17 @@ def matmul_kernel(
                     tl.broadcast_to(offset[:, None], [TILE, SPAN]),
                     group * (GROUP // SPAN) + span,
                     BITS,
+                    CODE,
                     POWER,
                     ASM,
                 )
-                if EARLY:
+                if SCALED and EARLY:
                     factor = tl.broadcast_to(scale.to(DTYPE)[:, None], [TILE, SPAN])
                     numbers = _fma(numbers, factor, tl.full([TILE, SPAN], -0.0, DTYPE)) if ASM else numbers * factor
                 part = tl.dot(numbers, tl.trans(columns), part)
-            total = part if EARLY else total + part * scale.to(tl.float32)[:, None]
+            total = total + part * scale.to(tl.float32)[:, None] if SCALED and not EARLY else part
+    if SCALES == OUTPUTS:
+        total *= tl.load(scales + row)[:, None]
     if SPLIT:
         tile_number = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
         lane = tl.arange(0, TILE)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -263,9 +281,14 @@ def dequantize_kernel(
     scales,
     outputs,
     inputs,
+    row_stride,
+    block_stride,
+    scale_rows,
     BITS: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    SCALES: tl.constexpr,
     SCALE: tl.constexpr,
     POWER: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -283,21 +306,33 @@ def dequantize_kernel(
     block = tl.program_id(1)
     valid = row < outputs
     k = tl.arange(0, SPAN)
-    tile = tl.load(words + (block * outputs + row)[:, None] * SPAN + k[None, :], mask=valid[:, None], other=0)
+    words_row = words + row.to(tl.int64) * row_stride + tl.cast(block, tl.int64) * block_stride
+    tile = tl.load(words_row[:, None] + k[None, :], mask=valid[:, None], other=0)
     offset = tl.full([TILE], -(POWER + 2 ** (BITS - 1)), DTYPE)
     out_row = out + row.to(tl.int64)[:, None] * inputs
     wait(PDL)  # for who reads what is overwritten
     for group in tl.static_range(GROUPS):
-        if ZEROS or group % 2 == 0:
-            entry_row = block * ENTRIES + (group if ZEROS else group // 2)
-            entry = tl.load(scales + entry_row * outputs + row, mask=valid, other=0)
-        scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
-        if ZEROS:
-            offset = _half(entry, 1, DTYPE)
+        if SCALES == OUTPUTS:
+            scale = tl.load(scales + row, mask=valid, other=0.0)
+        elif SCALES == BLOCKS:
+            scale = tl.load(scales + row // scale_rows * tl.num_programs(1) + block, mask=valid, other=0.0)
+        else:
+            if ZEROS or group % 2 == 0:
+                entry_row = block * ENTRIES + (group if ZEROS else group // 2)
+                entry = tl.load(scales + entry_row * outputs + row, mask=valid, other=0)
+            scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
+            if ZEROS:
+                offset = _half(entry, 1, DTYPE)
         for span in tl.static_range(GROUP // SPAN):
             column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
             numbers = _numbers(
-                tile, tl.broadcast_to(offset[:, None], [TILE, SPAN]), group * (GROUP // SPAN) + span, BITS, POWER, ASM
+                tile,
+                tl.broadcast_to(offset[:, None], [TILE, SPAN]),
+                group * (GROUP // SPAN) + span,
+                BITS,
+                CODE,
+                POWER,
+                ASM,
             )
             weight = numbers.to(tl.float32) * scale.to(tl.float32)[:, None]
             tl.store(out_row + column[None, :], weight.to(DTYPE), mask=valid[:, None] & (column < inputs)[None, :])

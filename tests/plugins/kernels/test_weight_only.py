@@ -6,21 +6,22 @@ import torch.nn.functional as F
 from attrs import evolve
 
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
-from engine.plugins.kernels.w4a16_launch import (
+from engine.plugins.kernels.weight_only_launch import (
     COLUMNS,
     MOST_ROWS,
     MOST_SPLITS,
     Multiplier,
     Problem,
     Tile,
-    candidates,
     choose,
     split,
 )
-from engine.plugins.quant.layout import Layout
+from engine.plugins.quant.layout import CodeLayout, Layout
+
+from .eight_bit import Operands as CodeOperands
 
 SMALL = Tile(rows=32, columns=16, warps=2, stages=3)
-SHARED = evolve(SMALL, splits=3, ahead=2)
+SHARED = evolve(SMALL, splits=3)
 EARLY = Tile(rows=64, columns=32, warps=4, stages=2, early=True)
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
@@ -138,17 +139,21 @@ def test_gather(multiplier, device, half):
     assert torch.equal(multiplier.gather(x, order), x[:, order.long()])
 
 
+LAYOUTS = [Layout.choose(4, 64), CodeLayout(dtype="int8"), CodeLayout(dtype="float8_e4m3fn", scale_rows=128)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 200, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (256, 64), (128256, 4096)])
-def test_tiles_fit_the_workspace(rows, outputs, inputs):
-    problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=Layout.choose(4, 64))
-    for tile in candidates(problem, rows, 132):
-        assert tile.columns >= min(rows, COLUMNS[-1])
-        assert tile.splits <= max(1, min(MOST_SPLITS, problem.blocks))
-        if tile.splits > 1:
-            programs = tile.programs(problem, rows)
-            assert programs <= MOST_PROGRAMS
-            assert programs * tile.splits * tile.rows * tile.columns <= MOST_SUMS
+def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
+    problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+    tile = choose(problem, rows, 132)
+    assert tile.columns >= min(rows, COLUMNS[-1])
+    assert tile.splits <= max(1, min(MOST_SPLITS, problem.blocks))
+    if tile.splits > 1:
+        programs = tile.programs(problem, rows)
+        assert programs <= MOST_PROGRAMS
+        assert programs * tile.splits * tile.rows * tile.columns <= MOST_SUMS
     assert choose(problem, MOST_ROWS + 1, 132) is None
 
 
@@ -161,6 +166,53 @@ def test_few_tiles_are_split_and_many_are_not():
     assert split(tile, many, 1, 132).splits == 1
 
 
+def each_code(dtype, device):
+    """[2, 128], those that are numbers."""
+    codes = torch.arange(256, device=device).to(torch.uint8).view(dtype)
+    return torch.where(codes.float().isnan(), torch.zeros_like(codes).float(), codes.float()).to(dtype).view(2, 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_each_code_is_read_as_what_it_is(multiplier, device, half, dtype):
+    codes = each_code(dtype, device)
+    layout = CodeLayout(dtype=str(dtype).removeprefix("torch."))
+    words, scales = layout.words(layout.pack(codes)), torch.ones(2, device=device)
+    x = torch.eye(128, device=device, dtype=half)
+    for tile in (SMALL, evolve(SMALL, columns=64)):
+        assert torch.equal(multiplier.by_tiles(x, words, scales, layout, None, False, tile).float(), codes.float().T)
+    assert torch.equal(multiplier.dequantize(words, scales, layout, x).float(), codes.float())
+
+
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 384), (66, 200), (8, 64)])
+@pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
+def test_codes(multiplier, device, half, kind, scale_rows, outputs, inputs, tile):
+    operands = CodeOperands(kind, 5, outputs, inputs, device, scale_rows=scale_rows, biased=True, half=half)
+    layout, words = coded(operands, scale_rows)
+    exact = operands.exact(codes=False)
+    check(multiplier.by_tiles(operands.x, words, operands.scale, layout, operands.bias, False, tile), exact)
+    both = multiplier.by_tiles(operands.x, words, operands.scale, layout, operands.bias, True, tile)
+    gate, up = exact.chunk(2, -1)
+    check(both, F.silu(gate) * up)
+    check(multiplier.by_library(operands.x, words, operands.scale, layout, operands.bias, False), exact)
+
+
+def coded(operands, scale_rows):
+    layout = CodeLayout(dtype=str(operands.weight.dtype).removeprefix("torch."), scale_rows=scale_rows)
+    return layout, layout.words(layout.pack(operands.weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 9, 32, 64, 200, 256])
+@pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
+@pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 128)])
+def test_real_sizes_of_codes(multiplier, device, dtype, kind, scale_rows, rows, outputs, inputs):
+    operands = CodeOperands(kind, rows, outputs, inputs, device, scale_rows=scale_rows, half=dtype)
+    layout, words = coded(operands, scale_rows)
+    check(multiplier(operands.x, words, operands.scale, layout), operands.exact(codes=False))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 7, 16, 32, 64, 128, 200, 256, 300])
@@ -171,14 +223,20 @@ def test_real_sizes(multiplier, device, dtype, rows, outputs, inputs):
     check(multiplier(operands.x, *operands.packed, gated=True), gated(operands))
 
 
+def tried(problem, rows):
+    """The tile chosen, with other numbers of warps and stages."""
+    tile = choose(problem, rows, 132)
+    return [evolve(tile, warps=warps, stages=stages) for warps in {tile.warps, 4} for stages in (2, tile.stages)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 32, 64, 256])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 32), (8, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
-def test_every_candidate(multiplier, device, dtype, zeros, bits, group_size, rows):
+def test_every_tile(multiplier, device, dtype, zeros, bits, group_size, rows):
     operands = Operands(rows, 4096, 4096, group_size, device, dtype, bits=bits, zeros=zeros)
     problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=operands.layout)
     exact = linear(operands)
-    for tile in candidates(problem, rows, 132):
+    for tile in tried(problem, rows):
         check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), exact)
