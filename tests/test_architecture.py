@@ -37,7 +37,6 @@ NO_PLUGIN_NAMES = {
     ("layers/matmul.py", "none"): "oneDNN's post-operation",
     ("layers/tuning_cache.py", "triton"): "the name of a package in a file's key",
     ("quant.py", "none"): "LinearSpec.parallel",
-    ("tensor_file.py", "int8"): "a type of tensor, as torch names it",
     ("selection.py", "none"): "AttentionBackend.graphs",
     ("selection.py", "triton"): "the package to look for",
 }

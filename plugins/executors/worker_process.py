@@ -31,6 +31,8 @@ class WorkerProcess:
         alone."""
         self.rank = launch.rank
         self.beat = beat
+        self.phase = "start"
+        """Of its start; empty once it is ready."""
         self._stack = launch.stack
         ours, theirs = socket_pair()
         with theirs:
@@ -74,11 +76,14 @@ class WorkerProcess:
     def fate(self) -> str:
         """How it ended, as a sentence."""
         code = self._process.returncode
+        place = f" in {self.phase}" if self.phase else ""
+        if not place and self.beat.begun != self.beat.finished:
+            place = f" in step {self.beat.begun}"
         if code is None or code >= 0:
-            return f"{self} exited with code {code}"
+            return f"{self} exited with code {code}{place}"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = "; if the machine ran out of memory, its kernel's log says so" if name == "SIGKILL" else ""
-        return f"{self} was killed by {name}{hint}"
+        return f"{self} was killed by {name}{place}{hint}"
 
     def error(self, failed: Failed) -> EngineError:
         """What it said, as an error of this process."""

@@ -146,6 +146,7 @@ class Workers:
                         log.error("%s failed in %s\n%s", str(worker), message.phase, message.traceback.rstrip())
                     self._suspect(worker.error(message))
                 case Ready() | Told():
+                    worker.phase = message.progress.phase if isinstance(message, Told) else ""
                     self._news.put((worker.rank, message))
 
     def _suspect(self, error: EngineError) -> None:

@@ -66,11 +66,12 @@ def worker_pids() -> Callable[[], list[int]]:
 def children() -> list[int]:
     """The processes that this one has started with a fake worker in them, dead ones that nobody has reaped too."""
     found = []
-    for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            command = Path(f"/proc/{child}/cmdline").read_text()
-            if "fake_worker" in command or not command:
-                found.append(int(child))
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError):  # a thread or a process may end meanwhile
+            for child in Path(f"/proc/self/task/{task}/children").read_text().split():
+                command = Path(f"/proc/{child}/cmdline").read_text()
+                if "fake_worker" in command or not command:
+                    found.append(int(child))
     return sorted(found)
 
 
