@@ -111,6 +111,9 @@ class ExecutorConfig:
     name: str = setting(AUTO, "Executor.", flag="--executor")
     options: Mapping[str, Any] = setting({}, "Settings of the executor.", flag="--executor-option")
     device: str = setting(AUTO, "auto (a GPU if there is one), cpu, cuda or cuda:N.", flag="--device")
+    tensor_parallel: int = setting(
+        1, "Devices that share the weights and the heads of each layer, from executor.device on.", flag="--tp"
+    )
     threads: int = setting(0, "CPU threads for tensor operations; 0: torch's choice.", flag="--threads")
     kernels: str = setting(
         AUTO,
@@ -180,6 +183,12 @@ class ServerConfig:
     )
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"
+    )
+    health_timeout: float = setting(
+        60.0, "Seconds without a round of the engine's loop, or without the step asked for, until /health says 503."
+    )
+    health_interval: float = setting(
+        60.0, "Seconds of idleness after which the engine computes one token to see that it can; 0: only on demand."
     )
     max_body_bytes: int = setting(8 * 2**20, "Largest request body.")
     max_n: int = setting(64, "Most choices for one prompt.")

@@ -24,6 +24,9 @@ class LinearPart:
     """Qualified name in the checkpoint, as model.layers.0.self_attn.q_proj."""
     out_features: int
     """Over all ranks."""
+    copies: int = 1
+    """Of a column-parallel layer: how many ranks side by side hold the same share, as where key and value heads are
+    fewer than ranks."""
 
 
 @frozen(kw_only=True)
@@ -42,11 +45,22 @@ class LinearSpec:
     """How ranks share it: column (each has some outputs), row (each has some inputs) or none (each has all)."""
     gated: bool = False
     """Whether its two parts are the gate and up projections of a gated MLP, so that `apply_gated` alone is called."""
+    ranks: int = 1
+    """How many share it; outputs or inputs divide evenly, as `parallel` says."""
 
     @property
     def out_features(self) -> int:
         """Outputs of all parts, over all ranks."""
         return sum(part.out_features for part in self.parts)
+
+    def rank_outputs(self, part: LinearPart) -> int:
+        """Outputs of a part that one rank holds."""
+        return part.out_features * part.copies // self.ranks if self.parallel == "column" else part.out_features
+
+    @property
+    def rank_inputs(self) -> int:
+        """Inputs that one rank holds."""
+        return self.in_features // self.ranks if self.parallel == "row" else self.in_features
 
 
 @frozen(kw_only=True)
@@ -60,6 +74,11 @@ class TensorSpec:
     shard_dim: int | None = None
     """The dimension that tensor-parallel ranks share out evenly; None: every rank reads all of it."""
     optional: bool = False
+    copies: int = 1
+    """How many ranks side by side hold the same share. The layer sets it, from its parts."""
+    share: int | None = None
+    """How much of that dimension a rank holds, so that what is left for the last ones may be less; None: all the same.
+    """
 
 
 class LinearKernel(ABC):

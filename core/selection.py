@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.core.executors import Executor
     from engine.core.models import Model, ModelSpec
     from engine.core.quant import QuantMethod
-    from engine.core.registry import Plugins, Registry
+    from engine.core.registry import Manifest, Plugins, Registry
     from engine.core.schedulers import SchedulingPolicy
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,6 +55,8 @@ class Parts:
     options: Mapping[str, Any]
     """By seam (attention, quant, executors, models): an instance of the plugin's options_class, or None."""
     choices: tuple[Choice, ...]
+    manifest: Manifest = ()
+    """What this process has loaded, for others of the same engine to compare; see Plugins.verify."""
 
 
 def resolve(
@@ -111,6 +113,7 @@ def resolve(
         executor=chosen["executor"],
         options=options,
         choices=tuple(choices),
+        manifest=plugins.manifest(),
     )
 
 
@@ -208,12 +211,33 @@ def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:
     return wanted or model_spec.max_len
 
 
-def attention_spec(model_spec: ModelSpec, config: EngineConfig, dtype: str, max_len: int) -> AttentionSpec:
-    """What the model asks of its attention under this configuration."""
+def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
+    """Why so many ranks cannot share the heads of a model, and how many can; None if they can.
+
+    Query heads are shared out evenly; so are key and value heads, or else each is on several ranks.
+    """
+    heads, kv_heads = model_spec.num_heads, model_spec.num_kv_heads
+
+    def fits(number: int) -> bool:
+        return heads % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0)
+
+    if fits(ranks):
+        return None
+    possible = ", ".join(str(number) for number in range(1, heads + 1) if fits(number))
+    return (
+        f"{ranks} ranks cannot share this model's {heads} query heads and {kv_heads} key and value heads evenly;"
+        f" these numbers of ranks can: {possible}"
+    )
+
+
+def attention_spec(
+    model_spec: ModelSpec, config: EngineConfig, dtype: str, max_len: int, ranks: int = 1
+) -> AttentionSpec:
+    """What the model asks of its attention under this configuration, on one of so many ranks."""
     return AttentionSpec(
         num_layers=model_spec.num_layers,
-        num_heads=model_spec.num_heads,
-        num_kv_heads=model_spec.num_kv_heads,
+        num_heads=model_spec.num_heads // ranks,
+        num_kv_heads=max(model_spec.num_kv_heads // ranks, 1),
         head_dim=model_spec.head_dim,
         scale=model_spec.scale,
         dtype=dtype,

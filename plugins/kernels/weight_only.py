@@ -343,12 +343,12 @@ GATHERED = 2048
 
 
 @triton.jit
-def gather_kernel(out, x, order, inputs, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[row, i] = x[row, order[i]]. Grid: rows, blocks of inputs."""
+def gather_kernel(out, x, order, inputs, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out[row, i] = x[row, order[i]]; order: [count]. Grid: rows, blocks of order."""
     release(PDL)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < inputs
+    mask = column < count
     source = tl.load(order + column, mask=mask, other=0)
-    start = tl.program_id(0).to(tl.int64) * inputs
+    row = tl.program_id(0).to(tl.int64)
     wait(PDL)
-    tl.store(out + start + column, tl.load(x + start + source, mask=mask, other=0.0), mask=mask)
+    tl.store(out + row * count + column, tl.load(x + row * inputs + source, mask=mask, other=0.0), mask=mask)

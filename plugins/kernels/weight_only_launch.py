@@ -198,14 +198,15 @@ class Multiplier:
         return out
 
     def gather(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """x: [rows, inputs] -> x[:, order]; order: [inputs] int32."""
+        """x: [rows, inputs] -> x[:, order]; order: [any number] int32."""
         x = x if x.is_contiguous() else x.contiguous()
-        out = torch.empty_like(x)
         rows, inputs = x.shape
+        count = len(order)
+        out = torch.empty((rows, count), dtype=x.dtype, device=x.device)
         if rows:
-            grid = (rows, -(-inputs // weight_only.GATHERED))
+            grid = (rows, -(-count // weight_only.GATHERED))
             weight_only.gather_kernel[grid](
-                out, x, order, inputs, BLOCK=weight_only.GATHERED, num_warps=4, **self._dependent
+                out, x, order, inputs, count, BLOCK=weight_only.GATHERED, num_warps=4, **self._dependent
             )
         return out
 

@@ -15,7 +15,7 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
 from engine.plugins.quant.config import is_listed, modules_left_alone, same_for_all
-from engine.plugins.quant.groups import check_groups, check_scales
+from engine.plugins.quant.groups import check_scales
 from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
 from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
 
@@ -97,7 +97,6 @@ class AwqReader(Reader):
     def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> Quantized:
         """See Reader."""
         words = loaded[f"{part.name}.qweight"]
-        check_groups(part.name, self.scheme, words.shape[0], spec.in_features)
         return Quantized(
             values=unpack_awq(words).T,
             scales=check_scales(f"{part.name}.scales", loaded[f"{part.name}.scales"]),

@@ -68,11 +68,14 @@ class EightBitKernel(LinearKernel):
     """Reads codes and scales, or makes them of plain weights; subclasses multiply."""
 
     def __init__(self, spec: LinearSpec, form: EightBitFormat) -> None:
+        """Raises CheckpointError where ranks that share the layer would cut blocks."""
         self.spec = spec
         self.form = form
         sizes = [part.out_features for part in spec.parts[:-1]]
         self.scale_rows = math.gcd(BLOCK, *sizes) if form.granularity == "block" else 0
         """Outputs that share a block's scale once the parts are merged; 0: no blocks."""
+        for part in spec.parts:
+            self._check_shares(part)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """NAME.weight of each part, and its scales."""
@@ -128,7 +131,6 @@ class EightBitKernel(LinearKernel):
                 scale = self._scale_of(part, loaded, self.form.scale_names)
             else:
                 stored, scale = quantize(stored, codes, self.form.granularity)
-            self._check_shares(part, size)
             scales.append(self._widen(scale, size))
             if len(sizes) > 1:
                 weight[begin : begin + size[0]] = stored
@@ -155,12 +157,16 @@ class EightBitKernel(LinearKernel):
             )
         return scale
 
-    def _check_shares(self, part: LinearPart, size: torch.Size) -> None:
-        whole = (part.out_features, self.spec.in_features)
-        for local, total, what in zip(size, whole, ("outputs", "inputs"), strict=True):
+    def _check_shares(self, part: LinearPart) -> None:
+        spec = self.spec
+        sizes = (
+            (spec.rank_outputs(part), part.out_features, "outputs"),
+            (spec.rank_inputs, spec.in_features, "inputs"),
+        )
+        for local, total, what in sizes:
             if self.scale_rows and local != total and local % BLOCK:
                 raise CheckpointError(
-                    f"{total // local} ranks cannot share {part.name}: each would have {local} of its {total} {what},"
+                    f"{spec.ranks} ranks cannot share {part.name}: each would have {local} of its {total} {what},"
                     f" which are no whole blocks of {BLOCK}; use fewer ranks or a checkpoint quantized per channel"
                 )
 

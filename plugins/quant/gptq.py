@@ -19,7 +19,7 @@ from engine.core.errors import CheckpointError
 from engine.core.layers.linear import BIAS_SHARD_DIM
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
 from engine.plugins.quant.config import is_listed, modules_left_alone, same_for_all
-from engine.plugins.quant.groups import check_groups, check_scales, group_of
+from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.packing import WORD, gptq_zeros, unpack
 from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
 
@@ -38,6 +38,8 @@ class GptqConfig:
     scheme: Scheme
     symmetric: bool
     less_one: bool
+    ordered: bool
+    """Whether inputs are given to groups in an order of their own (desc_act)."""
 
     def __str__(self) -> str:
         return f"gptq of {self.scheme}{'' if self.symmetric else ', asymmetric'}"
@@ -64,7 +66,8 @@ class Gptq(QuantMethod):
                 "the checkpoint's output layer is quantized too (lm_head), which is not supported; quantize with"
                 " lm_head false"
             )
-        self._default = GptqConfig(scheme=Scheme(bits=4, group_size=128), symmetric=True, less_one=LESS_ONE[stored])
+        scheme = Scheme(bits=4, group_size=128)
+        self._default = GptqConfig(scheme=scheme, symmetric=True, less_one=LESS_ONE[stored], ordered=False)
         self._default = self._read(config, "quantization_config")
         self._left_alone = modules_left_alone(config)
         dynamic = config.get("dynamic") or {}
@@ -126,6 +129,7 @@ class Gptq(QuantMethod):
             default,
             scheme=Scheme(bits=bits, group_size=group_size),
             symmetric=bool(table.get("sym", default.symmetric)),
+            ordered=bool(table.get("desc_act", default.ordered)),
         )
 
 
@@ -135,13 +139,14 @@ class GptqReader(Reader):
     def __init__(self, config: GptqConfig) -> None:
         self.config = config
         self.scheme = config.scheme
+        self.ordered = config.ordered
 
     def tensors(self, part: LinearPart, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         """NAME.qweight, qzeros, scales; perhaps g_idx, and a bias that the model does not know."""
         inputs, outputs, bits = spec.in_features, part.out_features, self.scheme.bits
         groups = self.scheme.groups(inputs)
         packed_dim = {"none": None, "column": 1, "row": 0}[spec.parallel]
-        group_dim = packed_dim if groups > 1 or packed_dim == 1 else None
+        group_dim = packed_dim if packed_dim == 1 or (groups > 1 and not self.ordered) else None
         found = {
             f"{part.name}.qweight": TensorSpec(
                 shape=(-(-inputs * bits // WORD), outputs), dtypes=("int32",), shard_dim=packed_dim
@@ -169,8 +174,8 @@ class GptqReader(Reader):
         scales = check_scales(f"{name}.scales", loaded[f"{name}.scales"])
         words = loaded[f"{name}.qweight"]
         inputs = min(words.shape[0] * WORD // bits, spec.in_features)
-        check_groups(name, self.scheme, inputs, spec.in_features)
-        group = group_of(f"{name}.g_idx", loaded.get(f"{name}.g_idx"), self.scheme, inputs, spec.in_features)
+        stored = loaded.get(f"{name}.g_idx")
+        group = group_of(f"{name}.g_idx", stored, self.scheme, inputs, spec.in_features, ordered=self.ordered)
         outputs = words.shape[1]
         return Quantized(
             values=unpack(words, bits, 0, inputs).T,

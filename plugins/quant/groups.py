@@ -8,39 +8,41 @@ from engine.core.errors import CheckpointError
 from engine.plugins.quant.w4a16 import Scheme
 
 
-def check_groups(name: str, scheme: Scheme, inputs: int, total: int) -> None:
-    """Raises CheckpointError where ranks that share `total` inputs evenly, `inputs` each, would cut a group.
-
-    name: of the layer.
-    """
-    if inputs != total and scheme.group_size != -1 and inputs % scheme.group_size:
-        raise CheckpointError(
-            f"{total // inputs} ranks share the {total} inputs of {name}, {inputs} each, which cuts groups of"
-            f" {scheme.group_size}; use fewer ranks"
-        )
-
-
-def group_of(name: str, stored: torch.Tensor | None, scheme: Scheme, inputs: int, total: int) -> torch.Tensor | None:
+def group_of(
+    name: str, stored: torch.Tensor | None, scheme: Scheme, inputs: int, total: int, *, ordered: bool
+) -> torch.Tensor | None:
     """The group of each of this rank's inputs: [inputs] int32; None: they lie side by side.
 
     name: of the tensor; stored: this rank's part of it, of all inputs' groups; None or empty: they lie side by side.
-    inputs: this rank's; total: over all ranks.
-    Raises CheckpointError for a tensor of another size, for groups of unequal size, and for inputs of one group on
-    several ranks.
+    inputs: this rank's; total: over all ranks. ordered: whether the rank has the scales of all groups; else those of
+    its own, and inputs of one group must not be on several ranks.
+    Raises CheckpointError for a tensor of another size, groups that are not there or of unequal size, and for a rank
+    that has the scales of some groups and inputs of others.
     """
+    shared = inputs != total
     if stored is None or stored.numel() == 0:
+        if shared and ordered:
+            raise CheckpointError(
+                f"the checkpoint lacks {name}, but says that groups of inputs have an order of their own (act-order),"
+                f" and {total // inputs} ranks share these inputs; use one rank"
+            )
         return None
     if tuple(stored.shape) != (inputs,):
         raise CheckpointError(f"tensor {name} has shape {list(stored.shape)}; the model expects [{inputs}] or none")
     size = total if scheme.group_size == -1 else scheme.group_size
     side_by_side = torch.arange(inputs, device=stored.device, dtype=torch.int64) // size
     found = stored.to(torch.int64)
-    if inputs != total:
+    if shared and ordered:
+        if int(found.min()) < 0 or int(found.max()) >= scheme.groups(total):
+            raise CheckpointError(
+                f"tensor {name} has groups {int(found.min())} to {int(found.max())}; there are {scheme.groups(total)}"
+            )
+        return found.to(torch.int32)
+    if shared:
         if not torch.equal(found - found[0], side_by_side):
             raise CheckpointError(
-                f"tensor {name} gives inputs to groups in an order of its own (act-order), and {total // inputs}"
-                " ranks share these inputs, so that groups would be on several of them; use one rank, or a checkpoint"
-                " with desc_act false (actorder weight)"
+                f"tensor {name} gives inputs to groups in an order of its own, which quantization_config does not say"
+                f" (desc_act, actorder), so that {total // inputs} ranks cannot share these inputs; use one rank"
             )
         return None
     if torch.equal(found, side_by_side):

@@ -18,7 +18,7 @@ from engine.core.errors import CheckpointError
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
 from engine.plugins.quant import config as quant_config
 from engine.plugins.quant.eight_bit_method import KV_SCALES
-from engine.plugins.quant.groups import check_groups, check_scales, group_of
+from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.packing import WORD, unpack
 from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
 
@@ -75,7 +75,7 @@ class PackedReader(Reader):
 
     def __init__(self, weights: quant_config.QuantArgs) -> None:
         self._symmetric = weights.symmetric
-        self._ordered = weights.actorder == "group"
+        self.ordered = weights.actorder == "group"
         size = weights.group_size if weights.strategy == "group" else None
         self.scheme = Scheme(bits=weights.num_bits, group_size=size or -1)
 
@@ -84,7 +84,7 @@ class PackedReader(Reader):
         inputs, outputs, bits = spec.in_features, part.out_features, self.scheme.bits
         groups = self.scheme.groups(inputs)
         shard_dim = {"none": None, "column": 0, "row": 1}[spec.parallel]
-        group_dim = shard_dim if groups > 1 or shard_dim == 0 else None
+        group_dim = shard_dim if shard_dim == 0 or (groups > 1 and not self.ordered) else None
         found = {
             f"{part.name}.weight_packed": TensorSpec(
                 shape=(outputs, -(-inputs * bits // WORD)), dtypes=("int32",), shard_dim=shard_dim
@@ -95,7 +95,7 @@ class PackedReader(Reader):
                 shape=(-1,),
                 dtypes=("int32", "int64"),
                 shard_dim=0 if shard_dim == 1 else None,
-                optional=not self._ordered,
+                optional=not self.ordered,
             ),
         }
         if not self._symmetric:
@@ -115,10 +115,8 @@ class PackedReader(Reader):
             )
         words = loaded[f"{name}.weight_packed"]
         inputs = min(words.shape[1] * WORD // bits, spec.in_features)
-        check_groups(name, self.scheme, inputs, spec.in_features)
-        group = group_of(
-            f"{name}.weight_g_idx", loaded.get(f"{name}.weight_g_idx"), self.scheme, inputs, spec.in_features
-        )
+        stored = loaded.get(f"{name}.weight_g_idx")
+        group = group_of(f"{name}.weight_g_idx", stored, self.scheme, inputs, spec.in_features, ordered=self.ordered)
         scales = check_scales(f"{name}.weight_scale", loaded[f"{name}.weight_scale"]).T
         zeros = None
         if not self._symmetric:

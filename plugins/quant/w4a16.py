@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve, frozen
 
+from engine.core.errors import CheckpointError
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.matmul import multiply, pack
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.layout import Layout
+from engine.plugins.quant.packing import WORD
 
 if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
@@ -59,12 +61,37 @@ class Quantized:
     group_of: torch.Tensor | None
     """[inputs] int32, the group of each input; None: groups lie side by side."""
 
-    def sorted(self) -> tuple[Quantized, torch.Tensor | None]:
-        """The same with groups side by side, and where its inputs come from: [inputs] int64; None: it was so."""
-        if self.group_of is None:
-            return self, None
-        order = torch.argsort(self.group_of, stable=True)
-        return evolve(self, values=self.values[:, order], group_of=None), order
+    def sorted(self, scheme: Scheme, unit: int) -> Sorted:
+        """The same with groups side by side.
+
+        Where a rank's inputs are of groups of any sizes, each group is filled up to a multiple of `unit` inputs, and
+        becomes several groups of that size.
+        """
+        group_of = self.group_of
+        if group_of is None:
+            return Sorted(weight=self, order=None, group_size=scheme.group_size)
+        order = torch.argsort(group_of, stable=True)
+        inputs = len(order)
+        size = inputs if scheme.group_size == -1 else scheme.group_size
+        if torch.equal(group_of[order].long(), torch.arange(inputs, device=order.device) // size):
+            weight = evolve(self, values=self.values[:, order], group_of=None)
+            return Sorted(weight=weight, order=order, group_size=scheme.group_size)
+        counts = torch.bincount(group_of, minlength=len(self.scales))
+        units = -(-counts // unit)
+        scales = self.scales.repeat_interleave(units, 0)
+        zeros = None if self.zeros is None else self.zeros.repeat_interleave(units, 0)
+        group = group_of[order].long()
+        within = torch.arange(inputs, device=order.device) - (counts.cumsum(0) - counts)[group]
+        places = ((units.cumsum(0) - units) * unit)[group] + within
+        sources = torch.zeros(len(scales) * unit, dtype=torch.int64, device=order.device)
+        sources[places] = order
+        # What is filled up meets some input, times scale * (zero point - zero point).
+        centre = torch.full_like(scales, 2 ** (scheme.bits - 1), dtype=torch.uint8) if zeros is None else zeros
+        values = centre.T.repeat_interleave(unit, 1)
+        values[:, places] = self.values[:, order]
+        return Sorted(
+            weight=Quantized(values=values, scales=scales, zeros=zeros, group_of=None), order=sources, group_size=unit
+        )
 
     def has_zeros(self, scheme: Scheme) -> bool:
         """Whether any zero point is not 2^(bits - 1)."""
@@ -81,6 +108,39 @@ class Quantized:
         return (self.values.float() - centre) * self.scales.float()[group_of].T
 
 
+@frozen(kw_only=True, eq=False)
+class Sorted:
+    """A weight matrix whose groups lie side by side."""
+
+    weight: Quantized
+    order: torch.Tensor | None
+    """Where its inputs come from: [inputs] int64; None: it was so."""
+    group_size: int
+    """As `Scheme.group_size`."""
+
+
+def check_shares(spec: LinearSpec, part: LinearPart, scheme: Scheme, *, whole_groups: bool) -> None:
+    """Raises CheckpointError where ranks that share a layer would cut words, or groups where these must be whole."""
+    outputs, inputs = spec.rank_outputs(part), spec.rank_inputs
+    if outputs != part.out_features and outputs * scheme.bits % WORD:
+        raise CheckpointError(
+            f"{spec.ranks} ranks share the {part.out_features} outputs of {part.name}, {outputs} each, which cuts words"
+            f" of {WORD // scheme.bits} numbers; use fewer ranks"
+        )
+    if inputs == spec.in_features:
+        return
+    if whole_groups and scheme.group_size != -1 and inputs % scheme.group_size:
+        raise CheckpointError(
+            f"{spec.ranks} ranks share the {spec.in_features} inputs of {part.name}, {inputs} each, which cuts groups"
+            f" of {scheme.group_size}; use fewer ranks"
+        )
+    if inputs * scheme.bits % WORD:
+        raise CheckpointError(
+            f"{spec.ranks} ranks share the {spec.in_features} inputs of {part.name}, {inputs} each, which cuts words of"
+            f" {WORD // scheme.bits} numbers; use fewer ranks"
+        )
+
+
 def no_kernel(device: DeviceInfo) -> str | None:
     """Why there is no kernel for a device; None: there is one."""
     if device.type == "cuda" and find_spec("triton") is None:
@@ -92,6 +152,9 @@ class Reader(ABC):
     """How a method stores one part of a linear layer."""
 
     scheme: Scheme
+    ordered: bool = False
+    """Whether inputs are given to groups in an order of their own (act-order). Ranks that share inputs then have the
+    scales and zero points of all groups, and the checkpoint says which group each input is in."""
 
     @abstractmethod
     def tensors(self, part: LinearPart, spec: LinearSpec) -> Mapping[str, TensorSpec]:
@@ -125,7 +188,10 @@ class PackedKernel(LinearKernel):
     """
 
     def __init__(self, spec: LinearSpec, reader: Reader, multipliers: Multipliers) -> None:
-        """Raises CheckpointError for a scheme that no layout holds."""
+        """Raises CheckpointError for a scheme that no layout holds, or where ranks that share the layer would cut what
+        belongs together."""
+        for part in spec.parts:
+            check_shares(spec, part, reader.scheme, whole_groups=not reader.ordered)
         self.spec = spec
         self.reader = reader
         self.layout = Layout.choose(reader.scheme.bits, reader.scheme.group_size)
@@ -156,16 +222,19 @@ class PackedKernel(LinearKernel):
 
         Names end in the matrix's number.
         """
-        parts = [self.reader.read(part, self.spec, loaded).sorted() for part in self.spec.parts]
-        kind = _scale_dtype([part.scales for part, _ in parts], self.spec.dtype)
-        has_zeros = any(part.has_zeros(self.reader.scheme) for part, _ in parts)
+        scheme = self.reader.scheme
+        parts = [
+            self.reader.read(part, self.spec, loaded).sorted(scheme, self.layout.group) for part in self.spec.parts
+        ]
+        kind = _scale_dtype([part.weight.scales for part in parts], self.spec.dtype)
+        has_zeros = any(part.weight.has_zeros(scheme) for part in parts)
         weights: dict[str, torch.Tensor] = {}
         number = 0
         while parts:
-            order = parts[0][1]
+            order = parts[0].order
             packed = []
-            while parts and _is_same(parts[0][1], order):
-                packed.append(self._pack(parts.pop(0)[0], kind, has_zeros))
+            while parts and _is_same(parts[0].order, order):
+                packed.append(self._pack(parts.pop(0), kind, has_zeros))
             weights[f"words{number}"] = torch.cat([words for words, _ in packed], 1)
             weights[f"scales{number}"] = torch.cat([scales for _, scales in packed], 2)
             if order is not None:
@@ -173,13 +242,12 @@ class PackedKernel(LinearKernel):
             number += 1
         return weights
 
-    def _pack(self, part: Quantized, kind: torch.dtype, has_zeros: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        scheme = self.reader.scheme
-        zeros = part.zeros
+    def _pack(self, part: Sorted, kind: torch.dtype, has_zeros: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, zeros = part.weight, part.weight.zeros
         if has_zeros and zeros is None:
-            zeros = torch.full_like(part.scales, 2 ** (scheme.bits - 1), dtype=torch.uint8)
+            zeros = torch.full_like(weight.scales, 2 ** (self.reader.scheme.bits - 1), dtype=torch.uint8)
         return self.layout.pack(
-            part.values, part.scales.to(kind), zeros if has_zeros else None, scheme.group_size, self.spec.dtype
+            weight.values, weight.scales.to(kind), zeros if has_zeros else None, part.group_size, self.spec.dtype
         )
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, WeightSource, load_weights
 from engine.core.quant import TensorSpec
 from engine.core.readers import Piece, Readers
+from engine.testing.ranks import LoneRank
 
 HIDDEN, INNER = 4, 6
 SIZES = {
@@ -46,7 +47,7 @@ class Network:
     """One of each kind of layer."""
 
     def __init__(self, *, dtype="float32", rank=0, ranks=1):
-        self.layers = LayerFactory(dtype=dtype, device="cpu", rank=rank, ranks=ranks, reduce=lambda x: x)
+        self.layers = LayerFactory(dtype=dtype, device="cpu", group=LoneRank(rank, ranks))
         self.embedding = self.layers.embedding("embed", 8, HIDDEN)
         self.norm = self.layers.norm("norm", HIDDEN, 1e-6)
         self.gate_up = self.layers.linear([("gate", INNER), ("up", INNER)], HIDDEN, bias=True, parallel="column")

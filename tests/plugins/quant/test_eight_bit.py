@@ -24,9 +24,9 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 
 
-def linear(method, parts, inputs, parallel="none", bias=False, dtype="float32"):
+def linear(method, parts, inputs, parallel="none", bias=False, dtype="float32", ranks=1):
     named = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
-    spec = LinearSpec(parts=named, in_features=inputs, bias=bias, dtype=dtype, parallel=parallel)
+    spec = LinearSpec(parts=named, in_features=inputs, bias=bias, dtype=dtype, parallel=parallel, ranks=ranks)
     return method.linear(spec)
 
 
@@ -112,14 +112,13 @@ def test_one_scale_goes_to_all_ranks():
 
 
 def test_ranks_that_would_cut_blocks_are_refused():
-    kernel = linear(Fp8.from_checkpoint(BLOCKS, None), [("q", 512)], 128, "column")
-    loaded = {"q.weight": torch.zeros(64, 128).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(1, 1)}
+    """Before anything is loaded."""
+    method = Fp8.from_checkpoint(BLOCKS, None)
     with pytest.raises(CheckpointError, match=r"8 ranks cannot share q: .* 64 of its 512 outputs.* blocks of 128"):
-        kernel.prepare(loaded)
-    kernel = linear(Fp8.from_checkpoint(BLOCKS, None), [("q", 128)], 384, "row")
-    loaded = {"q.weight": torch.zeros(128, 192).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(1, 2)}
+        linear(method, [("q", 512)], 128, "column", ranks=8)
     with pytest.raises(CheckpointError, match=r"2 ranks cannot share q: .* 192 of its 384 inputs"):
-        kernel.prepare(loaded)
+        linear(method, [("q", 128)], 384, "row", ranks=2)
+    assert linear(method, [("q", 64)], 128, "none", ranks=8)
 
 
 def test_ranks_together_compute_the_whole():

@@ -14,6 +14,7 @@ from engine.plugins.quant.awq import Awq
 from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.pack_quantized import PackQuantized
 from engine.plugins.quant.w4a16 import PackedKernel
+from engine.testing.ranks import LoneRank
 
 from .packers import Weight
 
@@ -103,9 +104,7 @@ class Network:
     """A column-parallel layer of two parts and a row-parallel one."""
 
     def __init__(self, quant, *, rank=0, ranks=1):
-        self.layers = LayerFactory(
-            dtype="float32", device="cpu", rank=rank, ranks=ranks, reduce=lambda x: x, quant=quant
-        )
+        self.layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(rank, ranks), quant=quant)
         self.up = self.layers.linear([("a", 64), ("b", 64)], 64, parallel="column")
         self.down = self.layers.linear([("c", 32)], 128, parallel="row")
 
@@ -145,29 +144,79 @@ def test_ranks_together_compute_what_one_does(tmp_path, method, ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_that_would_cut_groups_are_refused(tmp_path, method):
-    _, tensors = network_tensors(method)
+    """Before anything is loaded."""
     cls, config = METHODS[method]
-    network = Network(cls.from_checkpoint(config, None), ranks=8)
-    with pytest.raises(CheckpointError, match=r"8 ranks cannot share tensor c\.\w+ evenly: it has 4"):
-        network.load(source_of(tmp_path, tensors))
+    with pytest.raises(CheckpointError, match="8 ranks share the 128 inputs of c, 16 each, which cuts groups of 32"):
+        Network(cls.from_checkpoint(config, None), ranks=8)
 
 
-def test_groups_cut_by_an_even_share_are_refused(tmp_path):
-    """160 inputs in 4 groups of 48, the last short: two ranks have 80 inputs each."""
-    quant = Gptq.from_checkpoint(GPTQ | {"group_size": 64}, None)
-    layers = LayerFactory(dtype="float32", device="cpu", ranks=2, reduce=lambda x: x, quant=quant)
-    layers.linear([("c", 32)], 224, parallel="row")
-    tensors = tensors_of({"c": Weight(32, 224, group_size=64)}, "gptq")
-    with pytest.raises(CheckpointError, match="2 ranks share the 224 inputs of c, 112 each, which cuts groups of 64"):
-        load_weights(layers, source_of(tmp_path, tensors))
+@pytest.mark.parametrize(
+    ("parallel", "outputs", "inputs", "said"),
+    [
+        ("row", 32, 224, "2 ranks share the 224 inputs of c, 112 each, which cuts groups of 64"),
+        ("column", 40, 64, "2 ranks share the 40 outputs of c, 20 each, which cuts words of 8"),
+        ("row", 32, 72, "2 ranks share the 72 inputs of c, 36 each, which cuts words of 8"),
+    ],
+)
+def test_even_shares_that_cut_something(parallel, outputs, inputs, said):
+    """What the files store would divide: 224 inputs are 4 groups, the last one short."""
+    quant = Gptq.from_checkpoint(GPTQ | {"group_size": -1 if inputs == 72 else 64}, None)
+    layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(0, 2), quant=quant)
+    with pytest.raises(CheckpointError, match=said):
+        layers.linear([("c", outputs)], inputs, parallel=parallel)
 
 
-def test_act_order_shared_by_ranks_is_refused_only_along_inputs(tmp_path):
+ORDERED = {
+    "gptq": (Gptq, GPTQ | {"sym": False, "desc_act": True}),
+    "compressed": (
+        PackQuantized,
+        COMPRESSED | {"config_groups": {"group_0": GROUP | {"weights": WEIGHTS | {"actorder": "group"}}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ORDERED)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_act_order_shared_along_inputs(method, symmetric, ranks):
+    """Each rank has inputs of all groups, more of some than of others."""
+    weight = Weight(48, 256, symmetric=symmetric, ordered=True, seed=3)
+    tensors = weight.gptq() if method == "gptq" else weight.compressed(symmetric=False, ordered=True)
+    cls, config = ORDERED[method]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).half().to(device)
+    total, total_plain = torch.zeros(5, 48, device=device), torch.zeros(5, 48)
+    for rank in range(ranks):
+        spec = one_part("a", 48, 256, parallel="row", ranks=ranks, device=device)
+        kernel = cls.from_checkpoint(config, None).linear(spec)
+        specs = kernel.tensors()
+        loaded = {}
+        for end, tensor in tensors.items():
+            dim = specs[f"a.{end}"].shard_dim
+            loaded[f"a.{end}"] = (tensor if dim is None else tensor.chunk(ranks, dim)[rank].contiguous()).to(device)
+        part = x.chunk(ranks, 1)[rank]
+        packed = kernel.packed(loaded)
+        assert len(packed["order0"]) > 256 // ranks, "some groups are filled up"
+        total += kernel.apply(part, packed, None).float()
+        total_plain += part.float().cpu() @ kernel.unpacked(loaded)["weight"].to_dense().float().cpu().T
+    expected = x.float().cpu() @ weight.plain.T
+    torch.testing.assert_close(total.cpu(), expected, rtol=3e-3, atol=6e-3)
+    torch.testing.assert_close(total_plain, expected, rtol=3e-3, atol=6e-3)
+
+
+def test_act_order_that_ranks_cannot_share(tmp_path):
     _, tensors = network_tensors("gptq", ordered=True)
-    method = Gptq.from_checkpoint(GPTQ | {"sym": False}, None)
-    with pytest.raises(CheckpointError, match=r"c\.g_idx .*act-order.* 2 ranks share .*desc_act false"):
-        Network(method, ranks=2).load(source_of(tmp_path, tensors))
-    assert Network(method).load(source_of(tmp_path, tensors)).layers.nbytes
+    unsaid = Gptq.from_checkpoint(GPTQ | {"sym": False}, None)
+    with pytest.raises(CheckpointError, match=r"c\.g_idx .* order of its own, which .* does not say .* 2 ranks"):
+        Network(unsaid, ranks=2).load(source_of(tmp_path, tensors))
+    assert Network(unsaid).load(source_of(tmp_path, tensors)).layers.nbytes
+    cls, config = ORDERED["gptq"]
+    lacking = {name: tensor for name, tensor in tensors.items() if name != "c.g_idx"}
+    with pytest.raises(CheckpointError, match=r"lacks c\.g_idx.*act-order.* 2 ranks"):
+        Network(cls.from_checkpoint(config, None), ranks=2).load(source_of(tmp_path, lacking))
+    beyond = tensors | {"c.g_idx": tensors["c.g_idx"] + 3}
+    with pytest.raises(CheckpointError, match=r"c\.g_idx has groups \d to \d; there are 4"):
+        Network(cls.from_checkpoint(config, None), ranks=2).load(source_of(tmp_path, beyond))
 
 
 def test_dummy_weights():
