@@ -103,17 +103,18 @@ class PeerMemory:
         return buffer, list(mapping.buffer_ptrs)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether the sum of such a tensor, a dense one, is for these kernels."""
-        size = x.nbytes
-        return 0 < size <= MOST_BYTES and size % ALIGNMENT == 0 and x.dtype in DTYPES and x.data_ptr() % ALIGNMENT == 0
+        """Whether the sum of such a tensor is for these kernels: the same on all ranks, as it asks for nothing but
+        type and size."""
+        return 0 < x.nbytes <= MOST_BYTES and x.nbytes % ALIGNMENT == 0 and x.dtype in DTYPES
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, which `takes` takes, in new memory or in x."""
+        """The sum of all ranks' x, which `takes` takes, in new memory."""
         ours = self._views[x.dtype][: x.numel()].view(x.shape)
         # torch's kernel that copies by itself lets other ranks read before all of its threads have written.
         ours.copy_(x)
         if x.nbytes <= self._one_shot_bytes:
-            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(ours, "sum", self._name)
-            return total
-        torch.ops.symm_mem.two_shot_all_reduce_out(ours, "sum", self._name, x)
-        return x
+            reduced: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(ours, "sum", self._name)
+            return reduced
+        total = torch.empty_like(x)
+        torch.ops.symm_mem.two_shot_all_reduce_out(ours, "sum", self._name, total)
+        return total
