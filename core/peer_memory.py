@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
@@ -51,15 +52,18 @@ class PeerMemory:
         self._row_sums: dict[tuple[int, torch.dtype], tuple[RowSums, torch.Tensor]] = {}
 
     @classmethod
-    def open(cls, group: RankGroup, store: Any, name: str) -> PeerMemory | None:
+    def open(cls, group: RankGroup, store: Any) -> PeerMemory | None:
         """Called by all ranks. None, and a line in the log, where one of them cannot: sums are then NCCL's.
 
-        store: for these ranks alone. name: of the group, in no other use in this process.
+        store: of torch's, for these ranks alone.
         """
         if group.ranks not in ONE_SHOT_BYTES:
             return None
         opened, why = None, "another rank cannot"
         try:
+            if group.rank == 0:
+                store.set("name", uuid4().hex)
+            name = store.get("name").decode()
             memory: Any = torch._C._distributed_c10d._SymmetricMemory
             memory.set_group_info(name, group.rank, group.ranks, store)
             opened = cls(name, group, torch.device("cuda", torch.cuda.current_device()))

@@ -69,13 +69,13 @@ def test_memory_for_rows(shared: type[Shared]) -> None:
 def test_none_where_there_are_no_kernels_or_a_rank_cannot(
     shared: type[Shared], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert PeerMemory.open(LoneRank(0, 3), None, "three") is None
-    assert PeerMemory.open(LoneRank(0, 2), None, "two") is not None
+    assert PeerMemory.open(LoneRank(0, 3), torch._C._distributed_c10d.HashStore()) is None
+    assert PeerMemory.open(LoneRank(0, 2), torch._C._distributed_c10d.HashStore()) is not None
     monkeypatch.setattr(LoneRank, "minimum", lambda self, number: 0)
     with caplog.at_level(logging.WARNING):
-        assert PeerMemory.open(LoneRank(0, 2), None, "another") is None
+        assert PeerMemory.open(LoneRank(0, 2), torch._C._distributed_c10d.HashStore()) is None
     assert "another rank cannot" in caplog.text
     monkeypatch.setattr(shared, "refused", "no access to peers\nat some line")
     with caplog.at_level(logging.WARNING):
-        assert PeerMemory.open(LoneRank(0, 2), None, "this") is None
+        assert PeerMemory.open(LoneRank(0, 2), torch._C._distributed_c10d.HashStore()) is None
     assert caplog.messages[-1].endswith("small sums take longer: no access to peers")
