@@ -96,8 +96,8 @@ class Rendezvous:
     rank: int
     ranks: int
     path: str
-    """A file that does not exist yet, in a directory of the ranks' own, which all of them see; it is theirs to write,
-    and may be deleted once the group is closed."""
+    """A file that all of them see, empty or not there yet; it is theirs to write, and may be deleted once the group is
+    closed."""
     timeout: float = TIMEOUT
     """Seconds an operation waits for the other ranks. On a GPU a rank that waits longer ends its process (NCCL's
     watchdog); operations replayed in CUDA graphs are not watched, so whoever starts the ranks must watch them too."""
@@ -124,7 +124,7 @@ def join(rendezvous: Rendezvous, device: DeviceInfo) -> RankGroup:
         if rendezvous.peer_memory:
             from engine.core.peer_memory import PeerMemory
 
-            group.peers = PeerMemory.open(group, _c10d.PrefixStore("peer_memory", store), rendezvous.path)
+            group.peers = PeerMemory.open(group, _c10d.PrefixStore("peer_memory", store))
         return group
 
 

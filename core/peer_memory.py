@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 
@@ -51,15 +52,18 @@ class PeerMemory:
         self._row_sums: dict[tuple[int, torch.dtype], tuple[RowSums, torch.Tensor]] = {}
 
     @classmethod
-    def open(cls, group: RankGroup, store: Any, name: str) -> PeerMemory | None:
+    def open(cls, group: RankGroup, store: Any) -> PeerMemory | None:
         """Called by all ranks. None, and a line in the log, where one of them cannot: sums are then NCCL's.
 
-        store: for these ranks alone. name: of the group, in no other use in this process.
+        store: of torch's, for these ranks alone.
         """
         if group.ranks not in ONE_SHOT_BYTES:
             return None
         opened, why = None, "another rank cannot"
         try:
+            if group.rank == 0:
+                store.set("name", uuid4().hex)
+            name = store.get("name").decode()
             memory: Any = torch._C._distributed_c10d._SymmetricMemory
             memory.set_group_info(name, group.rank, group.ranks, store)
             opened = cls(name, group, torch.device("cuda", torch.cuda.current_device()))
@@ -103,17 +107,18 @@ class PeerMemory:
         return buffer, list(mapping.buffer_ptrs)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether the sum of such a tensor, a dense one, is for these kernels."""
-        size = x.nbytes
-        return 0 < size <= MOST_BYTES and size % ALIGNMENT == 0 and x.dtype in DTYPES and x.data_ptr() % ALIGNMENT == 0
+        """Whether the sum of such a tensor is for these kernels: the same on all ranks, as it asks for nothing but
+        type and size."""
+        return 0 < x.nbytes <= MOST_BYTES and x.nbytes % ALIGNMENT == 0 and x.dtype in DTYPES
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, which `takes` takes, in new memory or in x."""
+        """The sum of all ranks' x, which `takes` takes, in new memory."""
         ours = self._views[x.dtype][: x.numel()].view(x.shape)
         # torch's kernel that copies by itself lets other ranks read before all of its threads have written.
         ours.copy_(x)
         if x.nbytes <= self._one_shot_bytes:
-            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(ours, "sum", self._name)
-            return total
-        torch.ops.symm_mem.two_shot_all_reduce_out(ours, "sum", self._name, x)
-        return x
+            reduced: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(ours, "sum", self._name)
+            return reduced
+        total = torch.empty_like(x)
+        torch.ops.symm_mem.two_shot_all_reduce_out(ours, "sum", self._name, total)
+        return total

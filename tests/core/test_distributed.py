@@ -240,17 +240,45 @@ def test_a_group_sums_gathers_and_agrees() -> None:
         x = torch.arange(6.0).view(2, 3) + group.rank
         return [
             group.all_reduce(x.clone().t()),
+            group.all_reduce(x.to(torch.bfloat16)).float() + group.all_reduce(x.to(torch.float16)).float(),
             group.all_gather(x.to(torch.bfloat16)),
             group.broadcast(torch.tensor([group.rank + 5])),
             group.minimum(7 - group.rank),
         ]
 
     base = torch.arange(6.0).view(2, 3)
-    for total, gathered, first, least in run_ranks(3, work):
+    for total, halves, gathered, first, least in run_ranks(3, work):
         assert torch.equal(total, (3 * base + 3).t())
+        assert torch.equal(halves, 2 * (3 * base + 3))
         assert torch.equal(gathered.float(), torch.stack([base, base + 1, base + 2]))
         assert first.tolist() == [5]
         assert least == 5
+
+
+def test_a_shared_head_has_all_logits_and_the_first_of_equals() -> None:
+    """Also where a rank has fewer tokens than others, and of a row with a NaN."""
+    generator = torch.Generator().manual_seed(0)
+    weight, hidden = torch.randn(21, 8, generator=generator), torch.randn(5, 8, generator=generator)
+    weight[[3, 9, 20]] = 4 * hidden[1]
+    hidden[2] = torch.nan
+    expected = hidden @ weight.T
+
+    def work(group: RankGroup) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        layers = LayerFactory(dtype="float32", device="cpu", group=group)
+        table = layers.embedding("table", 21, 8)
+        head = layers.lm_head("head", 21, 8, table)
+        table.fill({"table.weight": weight[8 * group.rank :][:8]})
+        layers.layers[-1].fill({})
+        return head(hidden), head.greedy(hidden)
+
+    for logits, (peaks, tokens) in run_ranks(3, work):
+        torch.testing.assert_close(logits, expected, equal_nan=True)
+        assert peaks[2].isnan()
+        assert 0 <= tokens[2] < 21
+        others = [0, 1, 3, 4]
+        torch.testing.assert_close(peaks[others], expected[others].amax(1))
+        assert tokens[others].tolist() == expected[others].argmax(1).tolist()
+        assert tokens[1] == 3
 
 
 def test_one_rank_exchanges_nothing() -> None:
