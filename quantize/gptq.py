@@ -13,7 +13,8 @@ import torch
 
 from engine.core.errors import CheckpointError
 from engine.plugins.quant.w4a16 import Quantized
-from engine.quantize.grid import Grid, assemble, grouped
+from engine.quantize.clipping import clip
+from engine.quantize.grid import Grid, assemble
 
 BLOCK = 128
 """Inputs, at most, whose changes are applied to all behind them in one product (section 3.3, step 2)."""
@@ -24,7 +25,9 @@ def gptq(
 ) -> Quantized:
     """weight: [outputs, inputs] float32; hessian: [inputs, inputs], X^T X times any number.
 
-    act_order and damp: see Settings. Raises CheckpointError for a Hessian that is not positive definite.
+    act_order and damp: see Settings. With "weight" ranges are clipped (clipping.py); else a group's scale is made
+    when its first input comes up, of the weights as they are then.
+    Raises CheckpointError for a Hessian that is not positive definite.
     """
     inputs = weight.shape[1]
     size = inputs if group_size == -1 else group_size
@@ -38,7 +41,10 @@ def gptq(
     factor = inverse_factor(hessian[order][:, order], damp)
 
     fixed = act_order == "weight"  # groups of neighbours, whose scales must be known when the first of them comes up
-    scale, zero = grid.fit(*grouped(weight, group_size).aminmax(dim=2))
+    scale = torch.zeros((weight.shape[0], inputs // size), device=weight.device)
+    zero = torch.zeros_like(scale)
+    if fixed:
+        scale, zero = grid.fit(*clip(weight, hessian.float(), grid, group_size))
     group_at = order // size if fixed else torch.arange(inputs, device=weight.device) // size
     places = group_at.tolist()
     rest = weight[:, order]

@@ -8,7 +8,8 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from engine.quantize.awq import clip, relative_error, search_scales
+from engine.quantize.awq import relative_error, search_scales
+from engine.quantize.clipping import clip
 from engine.quantize.decoder import Decoder, Inputs
 from engine.quantize.folding import check_exact, find_folds
 from engine.quantize.formats import EightBit, Packed, Tensors

@@ -51,18 +51,23 @@ def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, i
             return
 
 
-def measure(engine: Engine, tokens: Sequence[int], *, context: int = 1024, stride: int = 512) -> Perplexity:
-    """Perplexity of `tokens` under the engine's model.
-
-    Raises ConfigError for fewer than two tokens, and windows that the engine's context does not hold.
-    """
+def check_windows(context: int, stride: int, max_len: int) -> None:
+    """Raises ConfigError for windows that cannot be scored, or that a context of `max_len` tokens does not hold."""
     if not 0 < stride < context:
         raise ConfigError(
             f"windows of {context} tokens cannot move on by {stride}: their first token has nothing before it;"
             f" use windows of 2 tokens or more, and 1 to {max(1, context - 1)}"
         )
-    if context >= engine.max_len:
-        raise ConfigError(f"--context {context} does not fit the model's {engine.max_len}; use {engine.max_len - 1}")
+    if context >= max_len:
+        raise ConfigError(f"--context {context} does not fit the model's {max_len}; use {max_len - 1}")
+
+
+def measure(engine: Engine, tokens: Sequence[int], *, context: int = 1024, stride: int = 512) -> Perplexity:
+    """Perplexity of `tokens` under the engine's model.
+
+    Raises ConfigError for fewer than two tokens, and windows that the engine's context does not hold.
+    """
+    check_windows(context, stride, engine.max_len)
     if len(tokens) < 2:
         raise ConfigError("the held-out text has fewer than two tokens, so there is nothing to foresee")
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

@@ -20,7 +20,7 @@ from engine.quantize.decoder import Decoder
 from engine.quantize.formats import make_format
 from engine.quantize.layer import LayerQuantizer
 from engine.quantize.output import Output, nbytes
-from engine.quantize.perplexity import Perplexity, perplexity
+from engine.quantize.perplexity import Perplexity, check_windows, perplexity
 from engine.quantize.progress import Progress
 from engine.quantize.report import LayerReport, Report
 from engine.quantize.settings import Settings
@@ -35,7 +35,12 @@ class HeldOut:
 
     text: str
     context: int = 1024
-    """Tokens of a window; it moves on by half as many."""
+    """Tokens of a window."""
+
+    @property
+    def stride(self) -> int:
+        """How far a window moves on: half of it."""
+        return self.context // 2
 
 
 def quantize(
@@ -64,6 +69,8 @@ def quantize(
     found = find_device(device)
     source = Source(Checkpoint.open(model))
     blueprint = make_blueprint(source, settings, found)
+    if held_out is not None:
+        check_windows(held_out.context, held_out.stride, blueprint.spec.max_len)
     samples = None
     if calibration is not None:
         samples = calibration.draw(Tokenizer.open(source.checkpoint.path), blueprint.spec.max_len)
@@ -138,8 +145,7 @@ def _one(
 
 def _perplexity(path: Path, held_out: HeldOut, device: str, progress: Progress) -> Perplexity:
     progress.phase(f"perplexity of {path}")
-    context = held_out.context
-    return perplexity(path, held_out.text, context=context, stride=max(1, context // 2), executor__device=device)
+    return perplexity(path, held_out.text, context=held_out.context, stride=held_out.stride, executor__device=device)
 
 
 def _identity(source: Source, settings: Settings, calibration: Calibration | None) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def test_a_checkpoint_and_a_report(run, model, tmp_path):
     assert len(list(out.glob("model-*.safetensors"))) > 1
     assert json.loads((out / "quantize_report.json").read_text())["calibration"]["samples"] == 4
 
-    again = run("quantize", str(model), str(out), *options, *texts)
+    again = run("quantize", str(model), str(out), *options, *texts, "--context", "64")
     assert again.exit_code == 2
     assert "holds a finished checkpoint" in again.stderr
 

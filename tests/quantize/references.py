@@ -32,17 +32,16 @@ def nearest(weight, bits, size, symmetric):
     return codes, numbers
 
 
-def optimal_brain_quantization(weight, hessian, bits, size, symmetric, damp, order, grouping):
+def optimal_brain_quantization(weight, hessian, bits, size, symmetric, damp, order, grouping, bounds):
     """GPTQ without blocks or Cholesky: input after input, with the inverse of the Hessian of those that are left.
 
     Equation 2 of arXiv:2210.17323 for each; the inverse is computed anew each time, which is what equation 3 saves.
-    order: the inputs as they are taken. grouping: "neighbours" (scales of the weight as it was) or "order" (groups of
-    inputs that are taken one after the other, scales of the weights as they are then).
+    order: the inputs as they are taken. grouping: "neighbours" (of the ranges in `bounds`, [rows, groups] each) or
+    "order" (groups of inputs that are taken one after the other, ranges of the weights as they are then).
     """
     rows, inputs = weight.shape
     weight = weight.astype(np.float64).copy()
     hessian = hessian.astype(np.float64) + damp * np.mean(np.diag(hessian)) * np.eye(inputs)
-    original = weight.copy()
     codes, numbers = np.zeros(weight.shape), np.zeros(weight.shape)
     grids = {}
     for step, j in enumerate(order):
@@ -51,16 +50,13 @@ def optimal_brain_quantization(weight, hessian, bits, size, symmetric, damp, ord
         group = j // size if grouping == "neighbours" else step // size
         for row in range(rows):
             if (row, group) not in grids:
-                members = range(group * size, (group + 1) * size) if grouping == "neighbours" else left[:size]
-                values = (original if grouping == "neighbours" else weight)[row, list(members)]
-                grids[row, group] = fit(values.min(), values.max(), bits, symmetric)
+                low, high = weight[row, left[:size]].min(), weight[row, left[:size]].max()
+                if grouping == "neighbours":
+                    low, high = bounds[0][row, group], bounds[1][row, group]
+                grids[row, group] = fit(low, high, bits, symmetric)
             scale, zero = grids[row, group]
             codes[row, j] = to_code(weight[row, j], scale, zero, bits)
             numbers[row, j] = (codes[row, j] - zero) * scale
             error = weight[row, j] - numbers[row, j]
             weight[row, left] -= error / inverse[0, 0] * inverse[0]
     return codes, numbers
-
-
-def output_error(change, hessian):
-    return float(np.trace(change @ hessian @ change.T))

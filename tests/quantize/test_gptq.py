@@ -6,6 +6,7 @@ import torch
 
 from engine.core.errors import CheckpointError
 from engine.quantize.awq import plain, relative_error
+from engine.quantize.clipping import clip
 from engine.quantize.gptq import gptq
 from engine.quantize.grid import Grid, round_to_nearest
 
@@ -34,8 +35,9 @@ def test_codes_are_those_of_the_formula(grid, act_order, grouping, size):
     order = list(range(48))
     if act_order != "none":
         order = np.argsort(-np.diag(hessian.numpy()), kind="stable").tolist()
+    bounds = [one.double().numpy() for one in clip(weight, hessian.float(), grid, size)]
     codes, numbers = optimal_brain_quantization(
-        weight.numpy(), hessian.numpy(), grid.bits, size, grid.symmetric, 0.01, order, grouping
+        weight.numpy(), hessian.numpy(), grid.bits, size, grid.symmetric, 0.01, order, grouping, bounds
     )
     # Sums in another order decide otherwise where a number lies in the middle between two codes.
     assert (found.values.numpy() == codes).mean() > 0.99

@@ -252,6 +252,11 @@ def test_refusals_write_nothing(model, calibration, tmp_path):
     refuse(ConfigError, r"longer than the model's context; use at most 512", model, out, GPTQ, calibration=long)
     missing = Calibration(files=(tmp_path / "no.txt",), length=64)
     refuse(ConfigError, r"--calibration .*no\.txt cannot be read", model, out, GPTQ, calibration=missing)
+    for context, sentence in (
+        (512, "does not fit the model's 512; use 511"),
+        (1, "windows of 1 tokens cannot move on"),
+    ):
+        refuse(ConfigError, sentence, model, out, rtn, held_out=HeldOut(text="some text", context=context))
     some = Settings.choose("rtn", group_size=32, ignore=("re:.*q_proj",))
     refuse(ConfigError, r"ignore all of .*q_proj, .*k_proj, .*v_proj, or none", model, out, some)
     everything = Settings.choose("rtn", ignore=("model.layers",))
