@@ -126,8 +126,11 @@ def questions_of_model(
     config: EngineConfig, device: DeviceInfo, checkpoint: Mapping[str, Any], model: type[Model]
 ) -> dict[str, Question]:
     """By section, for the plug points that must suit the model. Raises CheckpointError or ConfigError."""
-    shape = model.spec(checkpoint)
-    spec = attention_spec(shape, config, resolve_dtype(config, checkpoint, device), max_len(config, shape))
+    shape, ranks = model.spec(checkpoint), config.executor.tensor_parallel
+    refusal = refuses_ranks(shape, ranks)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    spec = attention_spec(shape, config, resolve_dtype(config, checkpoint, device), max_len(config, shape), ranks)
     return {
         "attention": lambda cls: cls.refuses(spec, device) or _page_refusal(cls, spec),
         "quant": lambda cls: cls.refuses(checkpoint.get("quantization_config"), device),

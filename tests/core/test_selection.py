@@ -199,6 +199,16 @@ def test_refuses_is_asked_with_what_the_contract_says() -> None:
     }
 
 
+def test_ranks_are_asked_for_their_share_and_refused_where_there_is_none() -> None:
+    asked = []
+    attention = concrete(AttentionBackend, refuses=classmethod(lambda cls, spec, device: asked.append(spec)))
+    plugins = registry(("attention", "a", attention, 1))
+    resolve(EngineConfig(executor=ExecutorConfig(tensor_parallel=4)), plugins, GPU, {})
+    assert (asked[0].num_heads, asked[0].num_kv_heads) == (1, 1)
+    with pytest.raises(ConfigError, match=r"3 ranks cannot share .* these numbers of ranks can: 1, 2, 4"):
+        resolve(EngineConfig(executor=ExecutorConfig(tensor_parallel=3)), plugins, GPU, {})
+
+
 def test_a_page_size_the_backend_cannot_read_is_a_refusal() -> None:
     picky = concrete(AttentionBackend, page_sizes=(64, 128))
     plugins = registry(("attention", "picky", picky, 1))
