@@ -73,6 +73,8 @@ class AttentionBackend(ABC):
     instance sets its own where that depends on the spec, and the runner asks the instance."""
     page_sizes: ClassVar[tuple[int, ...] | None] = None
     """Page sizes it can read, the preferred one first; None: any."""
+    reads_float8: ClassVar[bool] = False
+    """Whether it reads a float8 cache, by pool.scales; one that does not is not asked to."""
     options_class: ClassVar[type | None] = None
     """Frozen attrs class of the plugin's own settings ([attention.options]); None: it has none."""
 

@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from engine.core.attention import AttentionSpec
 from engine.core.config import AUTO, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, PluginError, near_misses
+from engine.core.kv_scales import FLOAT8
 from engine.core.seams import SEAMS, Seam
 from engine.core.structure import structure_options
 
@@ -139,7 +140,7 @@ def attention_question(
     spec = attention_spec(
         shape, config, dtype, max_len(config, shape), resolve_kv_dtype(config, dtype, checkpoint, quant, device)
     )
-    return lambda cls: cls.refuses(spec, device) or _page_refusal(cls, spec)
+    return lambda cls: cls.refuses(spec, device) or _float8_refusal(cls, spec) or _page_refusal(cls, spec)
 
 
 def find_quant(
@@ -332,6 +333,12 @@ def _ask(cls: type, owner: str, refuses: Question) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
         raise PluginError(f"{owner} answers refuses() with {answer!r}; it must be a sentence or None")
     return answer
+
+
+def _float8_refusal(cls: type[AttentionBackend], spec: AttentionSpec) -> str | None:
+    if spec.kv_dtype != FLOAT8 or cls.reads_float8:
+        return None
+    return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
 
 
 def _page_refusal(cls: type[AttentionBackend], spec: AttentionSpec) -> str | None:

@@ -101,6 +101,7 @@ class FlashInferAttention(AttentionBackend):
     """Paged attention in bfloat16 or float16 on NVIDIA GPUs."""
 
     api = "1"
+    reads_float8 = True
     graphs = "decode"
     options_class = FlashInferOptions
 

@@ -40,6 +40,7 @@ class TorchAttention(AttentionBackend):
     """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
 
     api = "1"
+    reads_float8 = True
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:

@@ -39,6 +39,7 @@ class TritonAttention(AttentionBackend):
     """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
 
     api = "1"
+    reads_float8 = True
     graphs = "decode"
 
     @classmethod

@@ -20,6 +20,7 @@ STARTED = Started(
         budget_bytes=3 * 2**30,
         device="a small box",
         dtype="float32",
+        kv_dtype="float32",
         phases=(("import", 0.3), ("device", 0.01), ("weights", 0.75)),
     ),
     choices=(Choice(seam="attention", name="first", provenance="somewhere 1.0", reason="nothing else ran"),),
