@@ -419,8 +419,7 @@ def scales_of(spec: AttentionSpec) -> tuple[KVScales, ...]:
 def stored(pool: KVPool, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values that the codes in `slots` stand for: [slots, kv_heads, head_dim] float64 each."""
     scales = pool.scales[layer]
-    codes = (part[layer].flatten(0, 1).index_select(0, slots).cpu().double() for part in (pool.keys, pool.values))
-    k, v = codes
+    k, v = (part[layer].double().flatten(0, 1)[slots].cpu() for part in (pool.keys, pool.values))
     return k * scales.key, v * scales.value
 
 

@@ -58,8 +58,11 @@ class TorchAttention(AttentionBackend):
         self._scales = pool.scales
         self._dtype = getattr(torch, spec.dtype)
         shape = (-1, spec.num_kv_heads, spec.head_dim)
-        self._keys = [keys.view(shape) for keys in pool.keys]
-        self._values = [values.view(shape) for values in pool.values]
+        # Codes are gathered as bytes: not everywhere does torch know how to gather float8.
+        stored = torch.uint8 if pool.is_float8 else self._dtype
+        self._codes = getattr(torch, spec.kv_dtype)
+        self._keys = [keys.view(stored).view(shape) for keys in pool.keys]
+        self._values = [values.view(stored).view(shape) for values in pool.values]
         # What is gathered goes into memory that is kept: asking the system for fresh pages each time costs more than
         # the copy itself.
         self._gathered_keys = self._keys[0].new_empty(0, *shape[1:])
@@ -147,7 +150,7 @@ class TorchAttention(AttentionBackend):
         keys, values = self._gathered_keys[:count], self._gathered_values[:count]
         torch.index_select(self._keys[layer], 0, slots, out=keys)
         torch.index_select(self._values[layer], 0, slots, out=values)
-        return keys.to(self._dtype), values.to(self._dtype)
+        return keys.view(self._codes).to(self._dtype), values.view(self._codes).to(self._dtype)
 
     def _attend_capped(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, scale: float, softcap: float
