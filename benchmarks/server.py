@@ -63,7 +63,6 @@ class PacedEngine:
             budget_bytes=0,
             device="no device",
             dtype="float32",
-            kv_dtype="float32",
         )
 
     def add(self, request: Request) -> None:

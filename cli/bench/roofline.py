@@ -209,7 +209,7 @@ def measured_roofline(engine: Engine, bandwidth: float | None, matmul: float | N
         work = make_work(
             engine.checkpoint.config,
             dtype=info.dtype,
-            kv_dtype=info.kv_dtype,
+            kv_dtype=info.kv_dtype or info.dtype,
             quantized=quant != "none",
             loaded_bytes=info.weights_bytes,
         )

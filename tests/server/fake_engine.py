@@ -73,7 +73,6 @@ class FakeEngine:
             budget_bytes=6 * 2**20,
             device="no device",
             dtype="float32",
-            kv_dtype="float32",
         )
 
     def add(self, request: Request) -> None:
