@@ -7,7 +7,7 @@ import torch
 
 from engine.core.kernels.skinny_launch import MOST_ROWS
 from engine.core.kv_scales import UNSCALED, KVScales
-from engine.core.layers import LayerFactory, RotarySpec, fused
+from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.skinny import BUCKETS, SkinnyKernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,7 +125,7 @@ def test_attention(rotary_dim, scaling, normed):
 
 def test_codes_are_by_the_scales_of_the_layer(monkeypatch):
     told = []
-    monkeypatch.setattr(fused, "rotate_and_write", lambda *arguments: told.append(arguments))
+    monkeypatch.setattr("engine.core.layers.fused.rotate_and_write", lambda *arguments: told.append(arguments))
     layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
     pool = SimpleNamespace(keys="kK", values="vV", scales=(UNSCALED, KVScales(key=0.5, value=0.25)))
     run = SimpleNamespace(
