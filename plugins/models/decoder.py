@@ -140,7 +140,7 @@ class DecoderBlock:
         if shape.qk_norm:
             parts = [(f"{name}.self_attn.q_norm", heads), (f"{name}.self_attn.k_norm", kv_heads)]
             head_norm = layers.head_norm(parts, head_dim, shape.norm_eps)
-        self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm)
+        self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm, f"{name}.self_attn")
         self._output = layers.linear(
             [(f"{name}.self_attn.o_proj", hidden)], queries, bias=shape.output_bias, parallel="row"
         )
