@@ -12,7 +12,11 @@ from typing import Any
 import attrs
 from attrs import frozen
 
+from engine.core.kv_scales import FLOAT8
+
 AUTO = "auto"
+KV_DTYPES = {"fp8": FLOAT8}
+"""Short names of types of keys and values."""
 
 
 def setting(
@@ -153,9 +157,9 @@ class CacheConfig:
     prefix_caching: bool = setting(True, "Reuse the KV blocks of equal prefixes.", flag="--prefix-caching")
     dtype: str = setting(
         AUTO,
-        "Type of keys and values; auto: that of the activations.",
+        "Type of keys and values; auto: what the checkpoint asks for, else that of the activations.",
         flag="--kv-dtype",
-        choices=(AUTO, "float32", "bfloat16", "float16"),
+        choices=(AUTO, "float32", "bfloat16", "float16", FLOAT8, *KV_DTYPES),
     )
 
 

@@ -81,6 +81,15 @@ class TensorSpec:
     """
 
 
+@frozen(kw_only=True)
+class KVScaleNames:
+    """Tensors of the checkpoint, one number each, that may hold an attention layer's KV scales (kv_scales.KVScales)."""
+
+    keys: tuple[str, ...]
+    """Of these the first that is there is the scale of the keys."""
+    values: tuple[str, ...]
+
+
 class LinearKernel(ABC):
     """One linear layer under one quantization method."""
 
@@ -129,6 +138,21 @@ class QuantMethod(ABC):
     @abstractmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> QuantMethod:
         """An instance for this checkpoint; for None, one that quantizes while loading."""
+
+    @classmethod
+    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
+        """The type of keys and values that the checkpoint asks for; None: it does not.
+
+        checkpoint: as for `refuses`, which has not refused it.
+        """
+        return None
+
+    def kv_scales(self, attention: str) -> KVScaleNames | None:
+        """Where the scales of a quantized KV cache may be; None: the checkpoint has none.
+
+        attention: qualified name of the layer in the checkpoint, as model.layers.0.self_attn.
+        """
+        return None
 
     def ignored(self) -> Sequence[str]:
         """Names (as file names match: `*.name`) of tensors of this method that may be in the checkpoint, unread."""

@@ -16,7 +16,9 @@ from engine.core.distributed import OneRank, RankGroup
 from engine.core.errors import CapacityError, ConfigError, ExecutorError
 from engine.core.graphs import DecodeGraphs, Recorder
 from engine.core.kv_cache import KVPool
+from engine.core.kv_scales import KVScales
 from engine.core.layers import LayerFactory
+from engine.core.layers.kv_scales import find_kv_scales
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
 from engine.core.memory import estimate_activations, format_bytes, free_memory, plan_memory
 from engine.core.pieces import PiecewiseSteps
@@ -30,6 +32,7 @@ from engine.core.selection import (
     max_len,
     refuses_ranks,
     resolve_dtype,
+    resolve_kv_dtype,
     use_graphs,
 )
 from engine.core.startup import Phases
@@ -121,7 +124,15 @@ class Runner:
         refusal = refuses_ranks(self._model_spec, ranks)
         if refusal is not None:
             raise ConfigError(refusal)
-        self._spec = attention_spec(self._model_spec, config, self._dtype, max_len(config, self._model_spec), ranks)
+        self._spec = attention_spec(
+            self._model_spec,
+            config,
+            self._dtype,
+            max_len(config, self._model_spec),
+            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device),
+            ranks,
+        )
+        self._kv_scales: tuple[KVScales, ...] = ()
 
     @torch.inference_mode()
     def start(self, phases: Phases | None = None) -> CacheInfo:
@@ -142,6 +153,7 @@ class Runner:
             dummy = config.model.load_format == "dummy"
             source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
             load_weights(layers, source, phases.progress, threads=config.model.load_threads)
+        self._kv_scales = find_kv_scales(self._spec, layers.kv_scales)
         if self._fused and self.device.type == "cuda":
             from engine.core.layers.tuning import tune
 
@@ -180,6 +192,7 @@ class Runner:
             budget_bytes=plan.budget,
             device=f"{self._name} ({self.device.name})" if self.device.name else self._name,
             dtype=self._dtype,
+            kv_dtype=self._spec.kv_dtype,
             phases=phases.seconds,
         )
 
@@ -227,7 +240,7 @@ class Runner:
     def _make_state(self, num_blocks: int) -> None:
         """The KV pool and all that is kept between steps."""
         max_running, device = self.config.scheduler.max_running, torch.device(self._name)
-        self._pool = KVPool(self._spec, num_blocks, self._name)
+        self._pool = KVPool(self._spec, num_blocks, self._name, self._kv_scales)
         self._attention = self.parts.attention(self._spec, self._pool, self.parts.options["attention"])
         self._residents = Residents(
             max_running=max_running,

@@ -33,6 +33,7 @@ NO_PLUGIN_NAMES = {
     ("attention.py", "none"): "AttentionBackend.graphs",
     ("checkpoint.py", "none"): "model.generation_config",
     ("config.py", "none"): "model.generation_config",
+    ("config.py", "fp8"): "a short name of a type in cache.dtype",
     ("layers/factory.py", "none"): "LinearSpec.parallel",
     ("layers/linear.py", "none"): "LinearSpec.parallel",
     ("layers/matmul.py", "none"): "oneDNN's post-operation",

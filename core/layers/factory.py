@@ -10,6 +10,7 @@ from engine.core.errors import ConfigError
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.embedding import Embedding, SharedEmbedding
+from engine.core.layers.kv_scales import KVScaleReader
 from engine.core.layers.linear import Linear
 from engine.core.layers.lm_head import Head
 from engine.core.layers.norm import HeadNorm, RMSNorm
@@ -46,6 +47,8 @@ class LayerFactory:
         self.ranks = self._group.ranks
         self.layers: list[Layer] = []
         self.ignored: list[str] = [] if quant is None else list(quant.ignored())
+        self.kv_scales: list[KVScaleReader] = []
+        """Of the attention layers whose KV scales the checkpoint may have."""
         self._quant = quant
         kinds: type[PlainLayers] = PlainLayers
         if fused:
@@ -199,9 +202,15 @@ class LayerFactory:
         return self._kinds.rotary(spec)
 
     def attention(
-        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None
+        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None, name: str = ""
     ) -> Attention:
-        """Attention of one layer, with a norm of queries and keys if given. The numbers of heads are this rank's."""
+        """Attention of one layer, with a norm of queries and keys if given. The numbers of heads are this rank's.
+
+        name: of the module in the checkpoint, for scales of a quantized KV cache; without it they are not read.
+        """
+        names = self._quant.kv_scales(name) if self._quant is not None and name else None
+        if names is not None:
+            self.kv_scales.append(self._note(KVScaleReader(layer, names)))
         return self._kinds.attention(layer, num_heads, num_kv_heads, head_dim, norm)
 
     def _note(self, layer: L) -> L:

@@ -98,6 +98,7 @@ def paged_decode(
     scale: float,
     softcap: float | None,
     window: int | None,
+    value_scale: float = 1.0,
     workspace: DecodeWorkspace,
     config: DecodeConfig,
 ) -> None:
@@ -105,7 +106,7 @@ def paged_decode(
 
     q, out: [at least num_sequences, heads, head_dim], last two dimensions dense; keys, values: [blocks, page_size,
     kv_heads, head_dim]; tables: [sequences, most blocks] int32; lengths: [sequences] int32, at least 1: positions that
-    the query sees, its own the last.
+    the query sees, its own the last. What is in `values` counts value_scale times.
     """
     page_size, num_kv_heads, head_dim = keys.shape[1:]
     group = q.shape[1] // num_kv_heads
@@ -128,6 +129,7 @@ def paged_decode(
         scale,
         softcap or 0.0,
         window or 0,
+        value_scale,
         HEADS=num_kv_heads,
         GROUP=group,
         DIM=head_dim,
@@ -180,6 +182,7 @@ def _decode_kernel(
     scale,
     softcap,
     window,
+    value_scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -272,7 +275,7 @@ def _decode_kernel(
 
             result_ptr = out_ptr + sequence * out_stride + head * GROUP * DIM
             if (start == 0) & (stop == count):
-                result = (acc / weight[:, None]).to(out_ptr.dtype.element_ty)
+                result = (acc / weight[:, None] * value_scale).to(out_ptr.dtype.element_ty)
                 tl.store(result_ptr + rows[:, None] * DIM + columns[None, :], result, mask=real)
             else:
                 piece = (program * 2 + (start == 0).to(tl.int32)) * HEADS + head
@@ -288,8 +291,8 @@ def _decode_kernel(
                 if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == pieces - 1:
                     tl.debug_barrier()
                     _merge(
-                        sums_ptr, stats_ptr, result_ptr, first_program, pieces, head, HEADS, GROUP, DIM, BLOCK_GROUP,
-                        BLOCK_DIM, MERGE,
+                        sums_ptr, stats_ptr, result_ptr, first_program, pieces, head, value_scale, HEADS, GROUP, DIM,
+                        BLOCK_GROUP, BLOCK_DIM, MERGE,
                     )  # fmt: skip
                     tl.store(arrivals, 0)
             before += count
@@ -303,6 +306,7 @@ def _merge(
     first_program,
     pieces,
     head,
+    value_scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -337,7 +341,7 @@ def _merge(
         weight = weight * fade + tl.sum(weights * factors, 0)
         acc = acc * fade[:, None] + tl.sum(sums * factors[:, :, None], 0)
         top = new_top
-    result = (acc / weight[:, None]).to(result_ptr.dtype.element_ty)
+    result = (acc / weight[:, None] * value_scale).to(result_ptr.dtype.element_ty)
     tl.store(
         result_ptr + rows[:, None] * DIM + columns[None, :],
         result,

@@ -137,7 +137,7 @@ class DecoderBlock:
         if shape.qk_norm:
             parts = [(f"{attention}.q_norm", heads), (f"{attention}.k_norm", kv_heads)]
             head_norm = layers.head_norm(parts, head_dim, shape.norm_eps)
-        self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm)
+        self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm, f"{name}.self_attn")
         self._output = layers.linear(
             [(f"{attention}.o_proj", hidden)],
             shape.num_heads * head_dim,

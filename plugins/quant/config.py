@@ -145,8 +145,6 @@ class CompressedConfig:
 
     schemes: tuple[Scheme, ...]
     ignore: tuple[str, ...]
-    has_kv_scales: bool
-    """Whether scales of a quantized KV cache are stored (kv_cache_scheme)."""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> CompressedConfig:
@@ -169,7 +167,6 @@ class CompressedConfig:
         return cls(
             schemes=tuple(_scheme(name, group, outer) for name, group in groups.items()),
             ignore=_strings(config, "ignore"),
-            has_kv_scales=bool(config.get("kv_cache_scheme")),
         )
 
     def scheme(self, name: str) -> Scheme | None:

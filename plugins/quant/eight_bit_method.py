@@ -13,7 +13,7 @@ from attrs import evolve, field, frozen, validators
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError
-from engine.core.quant import LinearKernel, LinearSpec, QuantMethod
+from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec, QuantMethod
 from engine.plugins.quant.config import (
     CompressedConfig,
     Scheme,
@@ -23,6 +23,7 @@ from engine.plugins.quant.config import (
 )
 from engine.plugins.quant.eight_bit import NONE, STATIC, TOKEN, EightBitFormat, EightBitKernel
 from engine.plugins.quant.eight_bit_cpu import IntegerKernel, WidenedKernel
+from engine.plugins.quant.kv_cache import KVCacheScheme
 from engine.plugins.quant.rounding import BLOCK
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ log = logging.getLogger(__name__)
 
 ACTIVATIONS = {"dynamic-token": TOKEN, "none": NONE}
 """As the option names them."""
-KV_SCALES = ("*.k_scale", "*.v_scale", "*.q_scale", "*.kv_scale", "*.k_proj.output_scale", "*.v_proj.output_scale")
-"""Scales of a quantized KV cache."""
 STORAGE = {"float": ("float-quantized", "naive-quantized"), "int": ("int-quantized", "naive-quantized")}
 """Formats of compressed-tensors that store codes as they are, by type."""
 CODES = {"float": "float8_e4m3fn", "int": "int8"}
@@ -58,9 +57,9 @@ class EightBitMethod(QuantMethod):
     api: ClassVar[str] = "1"
     name: ClassVar[str]
 
-    def __init__(self, formats: FormatSource, has_kv_scales: bool) -> None:
+    def __init__(self, formats: FormatSource, kv_cache: KVCacheScheme) -> None:
         self._formats = formats
-        self._has_kv_scales = has_kv_scales
+        self._kv_cache = kv_cache
         self._said: set[str] = set()
         self._multipliers: dict[str, Multiplier] = {}
 
@@ -95,7 +94,7 @@ class EightBitMethod(QuantMethod):
             form = cls.online(options)
             if wanted is not None:
                 form = evolve(form, activations=ACTIVATIONS[wanted])
-            return cls(OneFormat(form=form), False)
+            return cls(OneFormat(form=form), KVCacheScheme())
         granularity = getattr(options, "granularity", None)
         if granularity is not None:
             raise ConfigError(
@@ -104,16 +103,22 @@ class EightBitMethod(QuantMethod):
         source = cls.read(checkpoint)
         if wanted is not None:
             source = Overridden(source=source, activations=ACTIVATIONS[wanted])
-        has_kv_scales = bool(checkpoint.get("kv_cache_scheme")) or checkpoint.get("quant_method") == "fp8"
-        if checkpoint.get("kv_cache_scheme"):
-            log.warning(
-                "the checkpoint has scales for a quantized KV cache; they are not used, and the cache keeps its type"
-            )
-        return cls(source, has_kv_scales)
+        kv_cache = KVCacheScheme.parse(checkpoint)
+        kv_cache.say()
+        return cls(source, kv_cache)
+
+    @classmethod
+    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
+        """By kv_cache_scheme."""
+        return KVCacheScheme.parse(checkpoint).dtype
+
+    def kv_scales(self, attention: str) -> KVScaleNames | None:
+        """See QuantMethod."""
+        return self._kv_cache.names(attention)
 
     def ignored(self) -> Sequence[str]:
-        """Scales of a quantized KV cache: the cache here is not."""
-        return KV_SCALES if self._has_kv_scales else ()
+        """Scales of a quantized KV cache under other names, or of a kind that is not supported."""
+        return self._kv_cache.ignored()
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """A kernel for the device; None for modules that the checkpoint leaves alone."""

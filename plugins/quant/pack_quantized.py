@@ -15,10 +15,10 @@ import torch
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
-from engine.core.quant import LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
+from engine.core.quant import KVScaleNames, LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
 from engine.plugins.quant import config as quant_config
-from engine.plugins.quant.eight_bit_method import KV_SCALES
 from engine.plugins.quant.groups import check_scales, group_of
+from engine.plugins.quant.kv_cache import KVCacheScheme
 from engine.plugins.quant.packing import WORD, unpack
 from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
 
@@ -42,6 +42,7 @@ class PackQuantized(QuantMethod):
         self._config = quant_config.CompressedConfig.parse(config)
         for scheme in self._config.schemes:
             _check(scheme)
+        self._kv_cache = KVCacheScheme.parse(config)
         self._multipliers = Multipliers()
 
     @classmethod
@@ -58,11 +59,22 @@ class PackQuantized(QuantMethod):
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> PackQuantized:
         """Raises CheckpointError for a checkpoint that `refuses` refuses."""
-        return cls(checkpoint or {})
+        found = cls(checkpoint or {})
+        found._kv_cache.say()
+        return found
+
+    @classmethod
+    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
+        """By kv_cache_scheme."""
+        return KVCacheScheme.parse(checkpoint).dtype
+
+    def kv_scales(self, attention: str) -> KVScaleNames | None:
+        """See QuantMethod."""
+        return self._kv_cache.names(attention)
 
     def ignored(self) -> Sequence[str]:
-        """Scales of a quantized KV cache: the cache here is not."""
-        return KV_SCALES if self._config.has_kv_scales else ()
+        """Scales of a quantized KV cache under other names, or of a kind that is not supported."""
+        return self._kv_cache.ignored()
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """None for modules that the checkpoint leaves alone."""

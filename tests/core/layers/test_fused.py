@@ -7,6 +7,7 @@ import torch
 
 from engine.core.kernels.peers import RowSums
 from engine.core.kernels.skinny_launch import MOST_ROWS
+from engine.core.kv_scales import UNSCALED, KVScales
 from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.skinny import BUCKETS, SkinnyKernel
 from engine.testing.ranks import LoneRank
@@ -145,7 +146,9 @@ def test_attention(rotary_dim, scaling, normed):
     found = []
     for rotary, attention in both(build):
         pool = SimpleNamespace(
-            keys=torch.zeros(2, 3, 4, 2, 16).to(DEVICE), values=torch.zeros(2, 3, 4, 2, 16).to(DEVICE)
+            keys=torch.zeros(2, 3, 4, 2, 16).to(DEVICE),
+            values=torch.zeros(2, 3, 4, 2, 16).to(DEVICE),
+            scales=(UNSCALED, UNSCALED),
         )
 
         def write(layer, k, v, slots, pool=pool):
@@ -164,6 +167,22 @@ def test_attention(rotary_dim, scaling, normed):
         found.append((out, pool.keys, pool.values))
     for one, other in zip(found[1], found[0], strict=True):
         close(one, other)
+
+
+def test_codes_are_by_the_scales_of_the_layer(monkeypatch):
+    told = []
+    monkeypatch.setattr("engine.core.layers.fused.rotate_and_write", lambda *arguments: told.append(arguments))
+    layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
+    pool = SimpleNamespace(keys="kK", values="vV", scales=(UNSCALED, KVScales(key=0.5, value=0.25)))
+    run = SimpleNamespace(
+        pool=pool,
+        plan=None,
+        batch=SimpleNamespace(slots=None),
+        attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: q),
+    )
+    layers.attention(1, 4, 2, 16)(run, torch.zeros(3, 8 * 16), (None, None))
+    assert told[0][1:3] == ("K", "V")
+    assert told[0][-1] == KVScales(key=0.5, value=0.25)
 
 
 def test_a_choice_is_for_all_layers_of_a_shape_and_all_rows_up_to_it():

@@ -133,12 +133,6 @@ def test_configs_that_cannot_be_served_are_refused_by_name(config, message):
         CompressedConfig.parse(config)
 
 
-def test_kv_scales_are_noticed():
-    config = compressed(group_0={"targets": ["Linear"], "weights": FP8})
-    assert not CompressedConfig.parse(config).has_kv_scales
-    assert CompressedConfig.parse(config | {"kv_cache_scheme": {"num_bits": 8}}).has_kv_scales
-
-
 def test_parts_of_a_merged_layer_must_agree():
     parts = tuple(LinearPart(name=name, out_features=4) for name in ("a.q_proj", "a.k_proj"))
     spec = LinearSpec(parts=parts, in_features=4, bias=False, dtype="float32")
