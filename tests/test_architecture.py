@@ -41,6 +41,7 @@ NO_PLUGIN_NAMES = {
     ("quant.py", "none"): "LinearSpec.parallel",
     ("selection.py", "none"): "AttentionBackend.graphs",
     ("selection.py", "triton"): "the package to look for",
+    ("tensor_file.py", "int8"): "TensorSpec.dtypes",
 }
 """(file in core, string) -> the field it is a value of there; such a word reads like a plugin's name and is none."""
 
