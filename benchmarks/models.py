@@ -80,35 +80,33 @@ TINY: dict[str, Any] = LLAMA_8B | {
 }
 
 
-def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, form: str) -> dict[str, Any]:
-    """quantization_config of compressed-tensors for all linear layers but the LM head."""
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": form,
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {"type": "int", "symmetric": True, "dynamic": False, **weights},
-                "input_activations": activations,
-            }
-        },
-    }
-
-
-INT8 = _compressed(
-    {"num_bits": 8, "strategy": "channel"},
-    {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
-    "int-quantized",
-)
-W4A16 = _compressed({"num_bits": 4, "strategy": "group", "group_size": 128}, None, "pack-quantized")
+W4A16: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "type": "int",
+                "symmetric": True,
+                "dynamic": False,
+                "num_bits": 4,
+                "strategy": "group",
+                "group_size": 128,
+            },
+            "input_activations": None,
+        }
+    },
+}
+"""quantization_config of compressed-tensors for all linear layers but the LM head."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_SMALL,
+    "qwen3-0.6b-w4a16": QWEN3_SMALL | {"quantization_config": W4A16},
     "llama-3.1-8b": LLAMA_8B,
-    "llama-3.1-8b-int8": LLAMA_8B | {"quantization_config": INT8},
     "llama-3.1-8b-w4a16": LLAMA_8B | {"quantization_config": W4A16},
     "tiny": TINY,
 }

@@ -20,15 +20,21 @@ from typing import Any
 
 from models import write_model
 
-CASES = {
+REFERENCED = {
     "qwen3-0.6b:none": "qwen3-0.6b",
     "llama-3.1-8b:none": "llama-3.1-8b",
     "llama-3.1-8b:fp8": "llama-3.1-8b",
-    "llama-3.1-8b:int8": "llama-3.1-8b-int8",
+    "llama-3.1-8b:int8": "llama-3.1-8b",
     "llama-3.1-8b:w4a16": "llama-3.1-8b-w4a16",
 }
-"""MODEL:QUANT, as in the result's name -> of models.py. Of the last two config.json says how they are quantized."""
-ONLINE = ("fp8",)
+"""MODEL:QUANT, as in the result's name -> of models.py. Of a w4a16 one config.json says how it is quantized."""
+CASES = REFERENCED | {
+    "qwen3-0.6b:fp8": "qwen3-0.6b",
+    "qwen3-0.6b:int8": "qwen3-0.6b",
+    "qwen3-0.6b:w4a16": "qwen3-0.6b-w4a16",
+}
+"""The same with those that the others were not measured by."""
+ONLINE = ("fp8", "int8")
 """Quantized while loading, by the plugin of this name."""
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from engine.cli import bench, chat, config, generate, plugins, serve
+from engine.cli import bench, chat, config, generate, plugins, quantize, serve
 from engine.core.errors import EngineError, ExecutorError
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(quantize.quantize)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(plugins.app, name="plugins")

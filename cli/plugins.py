@@ -86,7 +86,7 @@ def check_all(config: EngineConfig, plugins: Plugins) -> list[Verdict]:
                 classes[seam, one.name] = one.load()
             except PluginError as error:
                 broken[seam, one.name] = str(error)
-    questions = _questions(config, [cls for (seam, _), cls in classes.items() if seam == "models"])
+    questions = _questions(config, plugins, [cls for (seam, _), cls in classes.items() if seam == "models"])
     verdicts = []
     for seam, registry in plugins.seams.items():
         for name in registry.names():
@@ -129,7 +129,9 @@ def _ask(seam: str, name: str, cls: type[Any], question: Callable[[type[Any]], s
     return Verdict(seam=seam, name=name, status="refused" if reason else "usable", reason=reason or "")
 
 
-def _questions(config: EngineConfig, models: list[type[Any]]) -> dict[str, Callable[[type[Any]], str | None] | str]:
+def _questions(
+    config: EngineConfig, plugins: Plugins, models: list[type[Any]]
+) -> dict[str, Callable[[type[Any]], str | None] | str]:
     """How to ask a class of each seam whether it refuses; a sentence where it cannot be asked."""
     from engine.core import selection
     from engine.core.checkpoint import Checkpoint
@@ -144,7 +146,9 @@ def _questions(config: EngineConfig, models: list[type[Any]]) -> dict[str, Calla
         model = next((cls for cls in models if _ask("models", "", cls, ask_model).status == "usable"), None)
         if model is None:
             raise PluginError(f"no model plugin takes {config.model.path}")
-        questions.update(selection.questions_of_model(config, device, checkpoint, model))
+        questions["quant"] = selection.quant_question(checkpoint, device)
+        quant = selection.find_quant(config, plugins, device, checkpoint)
+        questions["attention"] = selection.attention_question(config, device, checkpoint, model, quant)
     except Exception as error:  # of a checkpoint that cannot be read, or of a plugin's own code
         for section in ("model", "quant", "attention"):
             questions.setdefault(section, f"not asked whether it would serve this model: {error}")

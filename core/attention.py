@@ -33,6 +33,7 @@ class AttentionSpec:
     dtype: str
     """Of queries and outputs: float32, bfloat16 or float16."""
     kv_dtype: str
+    """Of keys and values in the cache: as dtype, or float8_e4m3fn for codes (kv_scales)."""
     page_size: int
     """Tokens a KV block."""
     max_len: int
@@ -60,6 +61,9 @@ class AttentionBackend(ABC):
     The pool's tensors have the layout `kv_layout` names ("NHD": [blocks, page_size, kv_heads, head_dim] for each layer
     and each of keys and values). Core has rotated q and k and written k and v into the pool before `forward`. A backend
     never writes to the pool and never reads a slot beyond a sequence's context length: what is there may be NaN.
+
+    In a pool of float8 a key is its code times pool.scales[layer].key, a value its code times pool.scales[layer].value
+    (elsewhere both are 1): the first may be a factor of `scale`, the second of the result.
     """
 
     api: ClassVar[str]
@@ -69,6 +73,8 @@ class AttentionBackend(ABC):
     instance sets its own where that depends on the spec, and the runner asks the instance."""
     page_sizes: ClassVar[tuple[int, ...] | None] = None
     """Page sizes it can read, the preferred one first; None: any."""
+    reads_float8: ClassVar[bool] = False
+    """Whether it reads a float8 cache, by pool.scales; one that does not is not asked to."""
     options_class: ClassVar[type | None] = None
     """Frozen attrs class of the plugin's own settings ([attention.options]); None: it has none."""
 

@@ -127,6 +127,7 @@ def pair_of(
         "names": names,
         "parts": parts,
         "kv_layout": parts[0].kv_layout,
+        "reads_float8": all(part.reads_float8 for part in parts),
         "page_sizes": _common(parts[0].page_sizes, parts[1].page_sizes),
         "options_class": _options_class(names, parts),
     }

@@ -12,7 +12,11 @@ from typing import Any
 import attrs
 from attrs import frozen
 
+from engine.core.kv_scales import FLOAT8
+
 AUTO = "auto"
+KV_DTYPES = {"fp8": FLOAT8}
+"""Short names of types of keys and values."""
 
 
 def setting(
@@ -111,6 +115,9 @@ class ExecutorConfig:
     name: str = setting(AUTO, "Executor.", flag="--executor")
     options: Mapping[str, Any] = setting({}, "Settings of the executor.", flag="--executor-option")
     device: str = setting(AUTO, "auto (a GPU if there is one), cpu, cuda or cuda:N.", flag="--device")
+    tensor_parallel: int = setting(
+        1, "Devices that share the weights and the heads of each layer, from executor.device on.", flag="--tp"
+    )
     threads: int = setting(0, "CPU threads for tensor operations; 0: torch's choice.", flag="--threads")
     kernels: str = setting(
         AUTO,
@@ -150,9 +157,9 @@ class CacheConfig:
     prefix_caching: bool = setting(True, "Reuse the KV blocks of equal prefixes.", flag="--prefix-caching")
     dtype: str = setting(
         AUTO,
-        "Type of keys and values; auto: that of the activations.",
+        "Type of keys and values; auto: what the checkpoint asks for, else that of the activations.",
         flag="--kv-dtype",
-        choices=(AUTO, "float32", "bfloat16", "float16"),
+        choices=(AUTO, "float32", "bfloat16", "float16", FLOAT8, *KV_DTYPES),
     )
 
 
@@ -180,6 +187,12 @@ class ServerConfig:
     )
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"
+    )
+    health_timeout: float = setting(
+        60.0, "Seconds without a round of the engine's loop, or without the step asked for, until /health says 503."
+    )
+    health_interval: float = setting(
+        60.0, "Seconds of idleness after which the engine computes one token to see that it can; 0: only on demand."
     )
     max_body_bytes: int = setting(8 * 2**20, "Largest request body.")
     max_n: int = setting(64, "Most choices for one prompt.")

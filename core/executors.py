@@ -34,6 +34,10 @@ class Health:
     ok: bool
     detail: str = ""
     """What is wrong, in a sentence."""
+    beat: float | None = None
+    """When the slowest of its own loops went round last, time.monotonic(); None: it has none, or all are at work."""
+    rank: int = 0
+    """Whose loop that is."""
 
 
 class Executor(ABC):

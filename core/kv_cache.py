@@ -8,6 +8,8 @@ from hashlib import blake2b
 from struct import Struct
 from typing import TYPE_CHECKING
 
+from engine.core.kv_scales import FLOAT8, UNSCALED, KVScales, encode
+
 if TYPE_CHECKING:
     import torch
 
@@ -209,13 +211,21 @@ class KVPool:
     The last block is scratch: padding is written there, and nobody reads it.
     """
 
-    def __init__(self, spec: AttentionSpec, num_blocks: int, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: AttentionSpec, num_blocks: int, device: torch.device | str, scales: Sequence[KVScales] = ()
+    ) -> None:
+        """scales: of each layer of a float8 cache; none: all are 1."""
         import torch
 
         from engine.core.host_memory import host_tensor
 
         self.num_blocks = num_blocks
         self.page_size = spec.page_size
+        self.is_float8 = spec.kv_dtype == FLOAT8
+        """Whether it holds codes (kv_scales)."""
+        if scales and (not self.is_float8 or len(scales) != spec.num_layers):
+            raise ValueError(f"{len(scales)} scales for {spec.num_layers} layers in {spec.kv_dtype}")
+        self.scales = tuple(scales) or (UNSCALED,) * spec.num_layers
         shape = (num_blocks + 1, spec.page_size, spec.num_kv_heads, spec.head_dim)
 
         def tensor() -> torch.Tensor:
@@ -229,8 +239,8 @@ class KVPool:
 
         self.keys = tensors()
         self.values = tensors()
-        self._flat_keys = [tensor.flatten(0, 1) for tensor in self.keys]
-        self._flat_values = [tensor.flatten(0, 1) for tensor in self.values]
+        self._flat_keys = [self._flat(tensor) for tensor in self.keys]
+        self._flat_values = [self._flat(tensor) for tensor in self.values]
 
     @property
     def scratch_block(self) -> int:
@@ -247,6 +257,16 @@ class KVPool:
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store k and v: [tokens, kv_heads, head_dim] at `slots`: [tokens] int64, block * page_size + offset."""
-        keys = self._flat_keys[layer]
+        keys, values = self._flat_keys[layer], self._flat_values[layer]
+        if self.is_float8:
+            scales = self.scales[layer]
+            k, v = encode(k, scales.key).view(keys.dtype), encode(v, scales.value).view(keys.dtype)
         keys.index_copy_(0, slots, k.to(keys.dtype))
-        self._flat_values[layer].index_copy_(0, slots, v.to(keys.dtype))
+        values.index_copy_(0, slots, v.to(keys.dtype))
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Slot by slot; codes as bytes, since torch copies no float8 by index on a CPU."""
+        import torch
+
+        flat = tensor.flatten(0, 1)
+        return flat.view(torch.uint8) if self.is_float8 else flat

@@ -57,7 +57,7 @@ def load_weights(
     """
     wanted = {name: spec for layer in layers.layers for name, spec in layer.tensors().items()}
     sizes = {
-        name: size if wanted[name].shard_dim is None else size // layers.ranks
+        name: _rank_bytes(name, wanted[name], size, layers.rank, layers.ranks)
         for name, size in source.expect(wanted, layers.ignored).items()
     }
     done, total = 0, sum(sizes.values())
@@ -145,11 +145,11 @@ class SafetensorsSource(WeightSource):
         not aligned, and change when somebody writes to the file."""
         file = self._files[self._file_of[name]]
         stored = file.tensors[name]
-        shape, dim, index = list(stored.shape), 0, 0
+        shape, dim, index = list(stored.shape or spec.shape), 0, 0
         if spec.shard_dim is not None:
             dim = spec.shard_dim
-            shape[dim] = _share(name, shape[dim], ranks)
-            index = rank * shape[dim]
+            part = _part(name, spec, shape[dim], rank, ranks)
+            shape[dim], index = len(part), part.start
         dtype = _torch_type(stored.dtype)
         on_cpu = torch.device(device).type == "cpu"
         tensor = host_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
@@ -192,8 +192,9 @@ class SafetensorsSource(WeightSource):
         stored = self._files[self._file_of[name]].tensors[name]
         shape, dtype = stored.shape, stored.dtype
         where = f"tensor {name} in {self._directory / self._file_of[name]}"
-        fits = len(shape) == len(spec.shape) and all(
-            want in (-1, size) for want, size in zip(spec.shape, shape, strict=True)
+        fits = (not shape and spec.shape == (1,)) or (
+            len(shape) == len(spec.shape)
+            and all(want in (-1, size) for want, size in zip(spec.shape, shape, strict=True))
         )
         if not fits:
             raise CheckpointError(f"{where} has shape {list(shape)}; the model expects {list(spec.shape)}")
@@ -222,8 +223,8 @@ class DummySource(WeightSource):
         shape = list(spec.shape)
         shard = 0
         if spec.shard_dim is not None:
-            shape[spec.shard_dim] = _share(name, shape[spec.shard_dim], ranks)
-            shard = rank  # what all ranks hold must be equal on all
+            shape[spec.shard_dim] = len(_part(name, spec, shape[spec.shard_dim], rank, ranks))
+            shard = rank // spec.copies  # what several ranks hold must be equal on all of them
         dtype = _torch_type(spec.dtypes[0])
         generator = torch.Generator(device).manual_seed(_number_of(f"{self._seed} {shard} {name}"))
         return _made_up(name, shape, dtype, generator, device), ()
@@ -242,12 +243,25 @@ def _made_up(name: str, shape: list[int], dtype: torch.dtype, generator: torch.G
     return values.normal_(0.0, fan_in**-0.5, generator=generator).to(dtype)
 
 
-def _share(name: str, size: int, ranks: int) -> int:
-    if size % ranks:
+def _part(name: str, spec: TensorSpec, size: int, rank: int, ranks: int) -> range:
+    """Which of `size` rows of the dimension that ranks share this rank holds. Raises CheckpointError if they cannot."""
+    if spec.share is not None:
+        return range(min(rank * spec.share, size), min((rank + 1) * spec.share, size))
+    shares = ranks // spec.copies
+    if size % shares:
         raise CheckpointError(
             f"{ranks} ranks cannot share tensor {name} evenly: it has {size} in the dimension to split"
         )
-    return size // ranks
+    count = size // shares
+    return range(rank // spec.copies * count, (rank // spec.copies + 1) * count)
+
+
+def _rank_bytes(name: str, spec: TensorSpec, nbytes: int, rank: int, ranks: int) -> int:
+    """Of a tensor of so many bytes, on one rank. Raises CheckpointError if the ranks cannot share it."""
+    if spec.shard_dim is None:
+        return nbytes
+    size = spec.shape[spec.shard_dim]
+    return nbytes // ranks if size < 1 else nbytes // size * len(_part(name, spec, size, rank, ranks))
 
 
 def _torch_type(name: str) -> torch.dtype:

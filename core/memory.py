@@ -8,10 +8,11 @@ from engine.core.attention import AttentionSpec
 from engine.core.config import AUTO, EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError
+from engine.core.kv_scales import FLOAT8
 from engine.core.limits import parse_bytes
 from engine.core.models import ModelSpec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FLOAT8: 1}
 
 
 def format_bytes(count: int) -> str:

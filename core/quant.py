@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
@@ -24,6 +24,9 @@ class LinearPart:
     """Qualified name in the checkpoint, as model.layers.0.self_attn.q_proj."""
     out_features: int
     """Over all ranks."""
+    copies: int = 1
+    """Of a column-parallel layer: how many ranks side by side hold the same share, as where key and value heads are
+    fewer than ranks."""
 
 
 @frozen(kw_only=True)
@@ -36,15 +39,28 @@ class LinearSpec:
     bias: bool
     dtype: str
     """Of activations: float32, bfloat16 or float16."""
+    device: str = "cpu"
+    """Where it is multiplied, as torch.device takes it."""
     parallel: str = "none"
     """How ranks share it: column (each has some outputs), row (each has some inputs) or none (each has all)."""
     gated: bool = False
     """Whether its two parts are the gate and up projections of a gated MLP, so that `apply_gated` alone is called."""
+    ranks: int = 1
+    """How many share it; outputs or inputs divide evenly, as `parallel` says."""
 
     @property
     def out_features(self) -> int:
         """Outputs of all parts, over all ranks."""
         return sum(part.out_features for part in self.parts)
+
+    def rank_outputs(self, part: LinearPart) -> int:
+        """Outputs of a part that one rank holds."""
+        return part.out_features * part.copies // self.ranks if self.parallel == "column" else part.out_features
+
+    @property
+    def rank_inputs(self) -> int:
+        """Inputs that one rank holds."""
+        return self.in_features // self.ranks if self.parallel == "row" else self.in_features
 
 
 @frozen(kw_only=True)
@@ -52,12 +68,26 @@ class TensorSpec:
     """A tensor expected in the checkpoint."""
 
     shape: tuple[int, ...]
-    """Over all ranks; -1: any size."""
+    """Over all ranks; -1: any size. (1,): a scalar too, which is read as this."""
     dtypes: tuple[str, ...]
     """Types accepted, as safetensors files name them in torch ("bfloat16", "float8_e4m3fn", "int32")."""
     shard_dim: int | None = None
     """The dimension that tensor-parallel ranks share out evenly; None: every rank reads all of it."""
     optional: bool = False
+    copies: int = 1
+    """How many ranks side by side hold the same share. The layer sets it, from its parts."""
+    share: int | None = None
+    """How much of that dimension a rank holds, so that what is left for the last ones may be less; None: all the same.
+    """
+
+
+@frozen(kw_only=True)
+class KVScaleNames:
+    """Tensors of the checkpoint, one number each, that may hold an attention layer's KV scales (kv_scales.KVScales)."""
+
+    keys: tuple[str, ...]
+    """Of these the first that is there is the scale of the keys."""
+    values: tuple[str, ...]
 
 
 class LinearKernel(ABC):
@@ -108,6 +138,25 @@ class QuantMethod(ABC):
     @abstractmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> QuantMethod:
         """An instance for this checkpoint; for None, one that quantizes while loading."""
+
+    @classmethod
+    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
+        """The type of keys and values that the checkpoint asks for; None: it does not.
+
+        checkpoint: as for `refuses`, which has not refused it.
+        """
+        return None
+
+    def kv_scales(self, attention: str) -> KVScaleNames | None:
+        """Where the scales of a quantized KV cache may be; None: the checkpoint has none.
+
+        attention: qualified name of the layer in the checkpoint, as model.layers.0.self_attn.
+        """
+        return None
+
+    def ignored(self) -> Sequence[str]:
+        """Names (as file names match: `*.name`) of tensors of this method that may be in the checkpoint, unread."""
+        return ()
 
     @abstractmethod
     def linear(self, spec: LinearSpec) -> LinearKernel | None:

@@ -12,17 +12,29 @@ from engine.core.batch import ForwardPass, build_batch
 from engine.core.checkpoint import Checkpoint
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
-from engine.core.errors import CapacityError, ExecutorError
+from engine.core.distributed import OneRank, RankGroup
+from engine.core.errors import CapacityError, ConfigError, ExecutorError
 from engine.core.graphs import DecodeGraphs, Recorder
 from engine.core.kv_cache import KVPool
+from engine.core.kv_scales import KVScales
 from engine.core.layers import LayerFactory
+from engine.core.layers.kv_scales import find_kv_scales
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
 from engine.core.memory import estimate_activations, format_bytes, free_memory, plan_memory
 from engine.core.pieces import PiecewiseSteps
 from engine.core.residents import Residents
 from engine.core.sampled import Sampled
 from engine.core.sampler import Sampler, prompt_logprobs
-from engine.core.selection import Parts, attention_spec, fused_kernels, max_len, resolve_dtype, use_graphs
+from engine.core.selection import (
+    Parts,
+    attention_spec,
+    fused_kernels,
+    max_len,
+    refuses_ranks,
+    resolve_dtype,
+    resolve_kv_dtype,
+    use_graphs,
+)
 from engine.core.startup import Phases
 from engine.core.transfer import to_device
 from engine.core.types import CacheInfo, NewSequence, SamplingParams, Slice, Step, StepResult, TokenLogprobs
@@ -80,10 +92,24 @@ class Laps:
 
 
 class Runner:
-    """Runs steps on one device. `start` comes first."""
+    """Runs steps on one device. `start` comes first.
 
-    def __init__(self, config: EngineConfig, parts: Parts, checkpoint: Checkpoint, device: DeviceInfo) -> None:
+    With several ranks each has a runner, and all are given the same steps in the same order; the results are the same
+    on all.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        parts: Parts,
+        checkpoint: Checkpoint,
+        device: DeviceInfo,
+        group: RankGroup | None = None,
+    ) -> None:
+        """group: the ranks that share the model; None: this one has all of it. Raises ConfigError for a number of ranks
+        that cannot share it."""
         self.config = config
+        self._group = group or OneRank()
         self.parts = parts
         self.checkpoint = checkpoint
         self.device = device
@@ -94,7 +120,19 @@ class Runner:
         self._model_spec = parts.model.spec(checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
-        self._spec = attention_spec(self._model_spec, config, self._dtype, max_len(config, self._model_spec))
+        ranks = self._group.ranks
+        refusal = refuses_ranks(self._model_spec, ranks)
+        if refusal is not None:
+            raise ConfigError(refusal)
+        self._spec = attention_spec(
+            self._model_spec,
+            config,
+            self._dtype,
+            max_len(config, self._model_spec),
+            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device),
+            ranks,
+        )
+        self._kv_scales: tuple[KVScales, ...] = ()
 
     @torch.inference_mode()
     def start(self, phases: Phases | None = None) -> CacheInfo:
@@ -103,14 +141,19 @@ class Runner:
         self._enter_device()
         with phases.phase("model"):
             free = free_memory(self.device)
+            if self.device.type == "cpu":
+                free //= self._group.ranks  # which all take theirs from the same
             config = self.config
             quant = self.parts.quant.from_checkpoint(self.checkpoint.quantization, self.parts.options["quant"])
-            layers = LayerFactory(dtype=self._dtype, device=self._name, quant=quant, fused=self._fused)
+            layers = LayerFactory(
+                dtype=self._dtype, device=self._name, quant=quant, group=self._group, fused=self._fused
+            )
             self._model = self.parts.model(self.checkpoint.config, layers, self.parts.options["models"])
         with phases.phase("weights"):
             dummy = config.model.load_format == "dummy"
             source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
             load_weights(layers, source, phases.progress, threads=config.model.load_threads)
+        self._kv_scales = find_kv_scales(self._spec, layers.kv_scales)
         if self._fused and self.device.type == "cuda":
             from engine.core.layers.tuning import tune
 
@@ -129,9 +172,10 @@ class Runner:
             activations=activations,
             bytes_per_block=KVPool.bytes_per_block(self._spec),
         )
+        num_blocks = self._group.minimum(plan.num_blocks)  # a step's blocks are on all ranks
         try:
             with phases.phase("kv_cache"):
-                self._make_state(plan.num_blocks)
+                self._make_state(num_blocks)
             with phases.phase("graphs"):
                 self._capture(phases)
         except torch.OutOfMemoryError as error:
@@ -140,14 +184,15 @@ class Runner:
                 " use a lower --memory-fraction, --kv-memory or --max-running"
             ) from error
         return CacheInfo(
-            num_blocks=plan.num_blocks,
+            num_blocks=num_blocks,
             page_size=self._spec.page_size,
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
-            kv_bytes=plan.kv,
+            kv_bytes=num_blocks * KVPool.bytes_per_block(self._spec),
             budget_bytes=plan.budget,
             device=f"{self._name} ({self.device.name})" if self.device.name else self._name,
             dtype=self._dtype,
+            kv_dtype=self._spec.kv_dtype,
             phases=phases.seconds,
         )
 
@@ -195,7 +240,7 @@ class Runner:
     def _make_state(self, num_blocks: int) -> None:
         """The KV pool and all that is kept between steps."""
         max_running, device = self.config.scheduler.max_running, torch.device(self._name)
-        self._pool = KVPool(self._spec, num_blocks, self._name)
+        self._pool = KVPool(self._spec, num_blocks, self._name, self._kv_scales)
         self._attention = self.parts.attention(self._spec, self._pool, self.parts.options["attention"])
         self._residents = Residents(
             max_running=max_running,
@@ -210,6 +255,7 @@ class Runner:
             self.checkpoint.eos_tokens(),
             max_running=max_running,
             fused=self._fused,
+            agree=self._group.broadcast,
         )
         self._graphs: DecodeGraphs | None = None
         self._pieces: PiecewiseSteps | None = None

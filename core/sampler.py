@@ -87,6 +87,8 @@ class Sampler:
     """Samples for the sequences it was told of; everything a sequence needs is kept here until it is removed.
 
     max_running: as many rows, numbered from 0, sequences can be given. fused: draw by a Triton kernel, not by PyTorch.
+    agree: given drawn tokens, returns those that all ranks of a model go on with; what is merely the likeliest is the
+    same on all ranks, since they have the same logits.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class Sampler:
         *,
         max_running: int,
         fused: bool,
+        agree: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
     ) -> None:
         self._vocab_size = vocab_size
+        self._agree = agree
         device = torch.device(device)
         self._eos_tokens = eos_tokens
         self.table = SamplingTable(max_running, device)
@@ -190,7 +194,7 @@ class Sampler:
         assert self._draw_rows is not None
         tokens, peaks = self._draw_rows(logits, rows, self.table)
         self.table.advance(rows)
-        return tokens, peaks
+        return self._agree(tokens), peaks
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[int], rows: torch.Tensor) -> Sampled:
         """Sample the next token of each of these sequences, which then counts as put out.
@@ -203,6 +207,8 @@ class Sampler:
         edit = plan.edit
         scores = None if edit is None else self._edit(logits[edit.places].float(), edit, rows[edit.places])
         tokens, peaks = self._choose(logits, scores, plan, rows)
+        if plan.drawn:
+            tokens = self._agree(tokens)
         if edit is not None and edit.penalties is not None:
             slots, taken = edit.penalties.slots, tokens[edit.places][edit.penalties.rows]
             self._occurrences.counts[slots, taken] += 1

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from engine.core.attention import AttentionSpec
-from engine.core.config import AUTO, EngineConfig
+from engine.core.config import AUTO, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, PluginError, near_misses
+from engine.core.kv_scales import FLOAT8
 from engine.core.seams import SEAMS, Seam
 from engine.core.structure import structure_options
 
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from engine.core.executors import Executor
     from engine.core.models import Model, ModelSpec
     from engine.core.quant import QuantMethod
-    from engine.core.registry import Plugins, Registry
+    from engine.core.registry import Manifest, Plugins, Registry
     from engine.core.schedulers import SchedulingPolicy
 
 DTYPES = ("float32", "bfloat16", "float16")
+FLOAT8_CAPABILITY = (8, 9)
+"""From this CUDA compute capability on, GPUs convert float8."""
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens that keep matrix products efficient; more make sequences that decode wait longer."""
 
@@ -55,6 +58,8 @@ class Parts:
     options: Mapping[str, Any]
     """By seam (attention, quant, executors, models): an instance of the plugin's options_class, or None."""
     choices: tuple[Choice, ...]
+    manifest: Manifest = ()
+    """What this process has loaded, for others of the same engine to compare; see Plugins.verify."""
 
 
 def resolve(
@@ -98,19 +103,20 @@ def resolve(
         choices.append(choice)
 
     choose("model", model_question(checkpoint))
-    model: type[Model] = chosen["model"]
-    questions = questions_of_model(config, device, checkpoint, model) | questions_of_machine(config, device)
-    for section, question in questions.items():
+    choose("quant", quant_question(checkpoint, device))
+    questions = {"attention": attention_question(config, device, checkpoint, chosen["model"], chosen["quant"])}
+    for section, question in (questions | questions_of_machine(config, device)).items():
         choose(section, question)
     policy = chosen["scheduler"]
     return Parts(
-        model=model,
+        model=chosen["model"],
         attention=chosen["attention"],
         quant=chosen["quant"],
         policy=policy(options.pop("schedulers")) if isinstance(policy, type) else policy,
         executor=chosen["executor"],
         options=options,
         choices=tuple(choices),
+        manifest=plugins.manifest(),
     )
 
 
@@ -119,16 +125,37 @@ def model_question(checkpoint: Mapping[str, Any]) -> Question:
     return lambda cls: cls.refuses(checkpoint)
 
 
-def questions_of_model(
-    config: EngineConfig, device: DeviceInfo, checkpoint: Mapping[str, Any], model: type[Model]
-) -> dict[str, Question]:
-    """By section, for the plug points that must suit the model. Raises CheckpointError or ConfigError."""
-    shape = model.spec(checkpoint)
-    spec = attention_spec(shape, config, resolve_dtype(config, checkpoint, device), max_len(config, shape))
-    return {
-        "attention": lambda cls: cls.refuses(spec, device) or _page_refusal(cls, spec),
-        "quant": lambda cls: cls.refuses(checkpoint.get("quantization_config"), device),
-    }
+def quant_question(checkpoint: Mapping[str, Any], device: DeviceInfo) -> Question:
+    """Whether a quantization method refuses this config.json."""
+    return lambda cls: cls.refuses(checkpoint.get("quantization_config"), device)
+
+
+def attention_question(
+    config: EngineConfig,
+    device: DeviceInfo,
+    checkpoint: Mapping[str, Any],
+    model: type[Model],
+    quant: type[QuantMethod],
+) -> Question:
+    """Whether an attention backend refuses this model, quantized so. Raises CheckpointError or ConfigError."""
+    shape, ranks = model.spec(checkpoint), config.executor.tensor_parallel
+    refusal = refuses_ranks(shape, ranks)
+    if refusal is not None:
+        raise ConfigError(refusal)
+    dtype = resolve_dtype(config, checkpoint, device)
+    kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device)
+    spec = attention_spec(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
+    return lambda cls: cls.refuses(spec, device) or _float8_refusal(cls, spec) or _page_refusal(cls, spec)
+
+
+def find_quant(
+    config: EngineConfig, plugins: Plugins, device: DeviceInfo, checkpoint: Mapping[str, Any]
+) -> type[QuantMethod]:
+    """The quantization method of this configuration, where nothing else need be resolved. Raises as `resolve`."""
+    [seam] = [seam for seam in SEAMS if seam.section == "quant"]
+    question = quant_question(checkpoint, device)
+    found: type[QuantMethod] = _choose(seam, plugins.seams[seam.name], config.quant.name, None, question)[0]
+    return found
 
 
 def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, Question]:
@@ -173,6 +200,18 @@ def resolve_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], device: D
     return "float32"
 
 
+def resolve_kv_dtype(
+    config: EngineConfig, dtype: str, checkpoint: Mapping[str, Any], quant: type[QuantMethod], device: DeviceInfo
+) -> str:
+    """Type of keys and values; auto: what the checkpoint asks for on a device that can, else the activations' dtype."""
+    wanted = config.cache.dtype
+    if wanted != AUTO:
+        return KV_DTYPES.get(wanted, wanted)
+    if device.capability is not None and device.capability < FLOAT8_CAPABILITY:
+        return dtype
+    return quant.kv_dtype(checkpoint.get("quantization_config")) or dtype
+
+
 def fused_kernels(config: EngineConfig, device: DeviceInfo) -> bool:
     """Whether layers use Triton kernels. Raises ConfigError where they were asked for and cannot run."""
     wanted = config.executor.kernels
@@ -208,16 +247,37 @@ def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:
     return wanted or model_spec.max_len
 
 
-def attention_spec(model_spec: ModelSpec, config: EngineConfig, dtype: str, max_len: int) -> AttentionSpec:
-    """What the model asks of its attention under this configuration."""
+def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
+    """Why so many ranks cannot share the heads of a model, and how many can; None if they can.
+
+    Query heads are shared out evenly; so are key and value heads, or else each is on several ranks.
+    """
+    heads, kv_heads = model_spec.num_heads, model_spec.num_kv_heads
+
+    def fits(number: int) -> bool:
+        return heads % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0)
+
+    if fits(ranks):
+        return None
+    possible = ", ".join(str(number) for number in range(1, heads + 1) if fits(number))
+    return (
+        f"{ranks} ranks cannot share this model's {heads} query heads and {kv_heads} key and value heads evenly;"
+        f" these numbers of ranks can: {possible}"
+    )
+
+
+def attention_spec(
+    model_spec: ModelSpec, config: EngineConfig, dtype: str, max_len: int, kv_dtype: str, ranks: int = 1
+) -> AttentionSpec:
+    """What the model asks of its attention under this configuration, on one of so many ranks."""
     return AttentionSpec(
         num_layers=model_spec.num_layers,
-        num_heads=model_spec.num_heads,
-        num_kv_heads=model_spec.num_kv_heads,
+        num_heads=model_spec.num_heads // ranks,
+        num_kv_heads=max(model_spec.num_kv_heads // ranks, 1),
         head_dim=model_spec.head_dim,
         scale=model_spec.scale,
         dtype=dtype,
-        kv_dtype=dtype if config.cache.dtype == AUTO else config.cache.dtype,
+        kv_dtype=kv_dtype,
         page_size=config.cache.page_size,
         max_len=max_len,
         sliding_windows=model_spec.sliding_windows,
@@ -297,6 +357,12 @@ def _ask(cls: type, owner: str, refuses: Question) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
         raise PluginError(f"{owner} answers refuses() with {answer!r}; it must be a sentence or None")
     return answer
+
+
+def _float8_refusal(cls: type[AttentionBackend], spec: AttentionSpec) -> str | None:
+    if spec.kv_dtype != FLOAT8 or cls.reads_float8:
+        return None
+    return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
 
 
 def _page_refusal(cls: type[AttentionBackend], spec: AttentionSpec) -> str | None:

@@ -23,6 +23,8 @@ class Progress:
     """Of `done` and `total`; any other is a word for what is counted."""
     seconds: float = 0.0
     """Since the phase began."""
+    rank: int | None = None
+    """Whose phase, where several processes start at once."""
 
 
 Listener = Callable[[Progress], None]
@@ -82,11 +84,12 @@ class Phases:
 
 
 def sentence(progress: Progress) -> str:
-    """A phase in words: weights: 12.3 of 16.1 GB, 3.1 GB/s."""
+    """A phase in words: rank 1: weights: 12.3 of 16.1 GB, 3.1 GB/s."""
+    phase = progress.phase if progress.rank is None else f"rank {progress.rank}: {progress.phase}"
     if not progress.total:
-        return progress.phase
+        return phase
     if progress.unit != BYTES:
-        return f"{progress.phase}: {progress.done} of {progress.total} {progress.unit}"
+        return f"{phase}: {progress.done} of {progress.total} {progress.unit}"
     done, total = (f"{count / 1e9:.1f}" for count in (progress.done, progress.total))
     speed = f", {progress.done / progress.seconds / 1e9:.1f} GB/s" if progress.seconds else ""
-    return f"{progress.phase}: {done} of {total} GB{speed}"
+    return f"{phase}: {done} of {total} GB{speed}"

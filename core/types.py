@@ -231,6 +231,8 @@ class CacheInfo:
     device: str
     """In words."""
     dtype: str
+    kv_dtype: str = ""
+    """Of keys and values; empty: as dtype."""
     phases: tuple[tuple[str, float], ...] = ()
     """(phase, seconds) of starting; an executor gives those of its own `start`, an engine all."""
 

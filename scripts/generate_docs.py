@@ -50,9 +50,11 @@ def settings_tables() -> str:
 
 def command_reference() -> str:
     """Every command with its own arguments and options; those made from the configuration are named once."""
-    configuration = {setting.flag for setting in describe() if setting.flag}
+    flags = {setting.flag for setting in describe() if setting.flag}
     parts = []
     for path, command in commands(typer.main.get_command(app), "engine"):
+        # A command with --set has its options from the configuration; one without may have one of the same name.
+        configuration = flags if any("--set" in param.opts for param in command.params) else set()
         own = [param for param in command.params if not configuration & set(param.opts)]
         rows = [
             (", ".join(map(code, names(param))), getattr(param, "help", "") or "")
@@ -219,6 +221,32 @@ def startup_table() -> str:
     return section("Start-up", text, [table(("", *(name for name, _ in reports)), rows)])
 
 
+def perplexity_table() -> str:
+    """Of each way to quantize the demo model: perplexity, and what becomes of its size."""
+    parts = []
+    for name in ("cpu-quant-perplexity", "h200-quant-perplexity"):
+        report = load_result(name)
+        if report is None:
+            continue
+        values = {(row["case"], row["metric"]): row["value"] for row in report["rows"]}
+        cases = list(dict.fromkeys(row["case"] for row in report["rows"]))
+        first = values[cases[0], "perplexity"]
+        rows: list[tuple[str, ...]] = [
+            (
+                case,
+                f"{values[case, 'perplexity']:.3f}",
+                f"{values[case, 'perplexity'] / first - 1:+.2%}",
+                f"{values[case, 'size']:.1f}",
+            )
+            for case in cases
+        ]
+        rows += [(case, "not measured", "", "") for case in report["settings"].get("refused", {})]
+        settings = report["settings"]
+        lead = f"Calibrated by {settings['calibration']}; arithmetic in {settings['arithmetic']}. {where(report)}"
+        parts.append(f"{lead}\n\n{table(('', 'perplexity', 'against bf16', 'MB'), rows)}")
+    return "\n\n".join(parts)
+
+
 def timeline_figure() -> str:
     """The picture of a step, once it is drawn."""
     if not (ROOT / "docs" / "img" / "timeline.svg").is_file():
@@ -263,6 +291,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "served": ("docs/performance.md", served_tables),
     "startup": ("docs/performance.md", startup_table),
     "ablation": ("docs/performance.md", ablation_table),
+    "perplexity": ("docs/quantization.md", perplexity_table),
     "timeline": ("docs/performance.md", timeline_figure),
 }
 

@@ -16,7 +16,7 @@ from engine.core.config import ServerConfig
 from engine.core.types import EngineStats, Output, Request
 from engine.core.wire import Decoder, encode
 from engine.server.errors import ApiError
-from engine.server.messages import SOCKET, Abort, Add, EngineGone, FromClient, Hello, Outputs
+from engine.server.messages import SOCKET, Abort, Add, EngineGone, FromClient, Hello, Outputs, Probe
 from engine.server.metrics import Board
 
 RECONNECT_MS = 20
@@ -186,6 +186,10 @@ class EngineClient:
         self.failure = failure
         self.stats = EngineStats()
         self.fail(_engine_failed(failure))
+
+    def probe(self) -> None:
+        """Ask the engine for proof that it computes; it comes in the pulse."""
+        self._send(Probe())
 
     def write_later(self, write: Callable[[bytes], None], data: bytes) -> None:
         """Call `write(data)` soon, in this order: when all groups have been woken that have news.

@@ -29,14 +29,18 @@ from engine.server.messages import (
     Hello,
     Launch,
     Outputs,
+    Probe,
     Shutdown,
     Started,
     ToEngine,
 )
+from engine.server.prober import Prober
+from engine.server.pulse import Pulse
 from engine.server.routes import Routes
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
+    from engine.core.executors import Health
 
 STATS_INTERVAL = 0.25
 """Seconds between two reports of statistics while the engine works."""
@@ -64,24 +68,26 @@ def run(make_engine: Callable[[EngineConfig], Engine]) -> int:
     channel = Channel(context, Path(launch.directory) / SOCKET)
     control.listen(channel.told, launch.directory)
     try:
-        return _run(make_engine, launch.config, channel, control)
+        return _run(make_engine, launch, channel, control)
     finally:
         channel.close()
         context.term()
 
 
 def _run(
-    make_engine: Callable[[EngineConfig], Engine], config: EngineConfig, channel: Channel, control: Control[ToEngine]
+    make_engine: Callable[[EngineConfig], Engine], launch: Launch, channel: Channel, control: Control[ToEngine]
 ) -> int:
     begun = time.monotonic()
+    pulse = Pulse.map(launch.directory, create=True)
     try:
-        engine = make_engine(config)
+        engine = make_engine(launch.config)
     except Exception as error:
         if not isinstance(error, EngineError):
             log.exception("the engine could not start")
         control.send(Failed(_sentence(error)))
         return 1
     try:
+        pulse.beat(None)
         gc.collect()
         gc.freeze()  # what start-up made lives on; later collections need not look at it
         control.send(
@@ -94,7 +100,7 @@ def _run(
                 seconds=time.monotonic() - begun,
             )
         )
-        loop(engine, channel)
+        loop(engine, channel, pulse, launch.config.server.health_interval)
         return 0
     except Exception as error:
         log.exception("the engine stopped")
@@ -154,17 +160,20 @@ class Channel:
         self._wakened.close(linger=0)
 
 
-def loop(engine: Engine, channel: Channel) -> None:
+def loop(engine: Engine, channel: Channel, pulse: Pulse, probe_interval: float) -> None:
     """Serve until a Shutdown message. Raises what `Engine.step` raises."""
     routes = Routes()
+    prober = Prober(engine, pulse, probe_interval)
     sent = EngineStats()
     due = 0.0
     while True:
+        idle: Health | None = None
         if not engine.has_work:
             channel.wait(CHECK_INTERVAL_MS)
-            health = engine.check()
-            if not health.ok:
-                raise EngineError(health.detail)
+            idle = engine.check()
+            if not idle.ok:
+                raise EngineError(idle.detail)
+        pulse.beat(idle)
         outputs: list[Output] = []
         for peer, message in channel.pending():
             match message:
@@ -176,13 +185,17 @@ def loop(engine: Engine, channel: Channel) -> None:
                 case Abort(numbers):
                     for request in routes.remove(peer, numbers):
                         engine.abort(request)
+                case Probe():
+                    prober.ask()
                 case Gone(name):
                     for request in routes.close(name.encode()):
                         engine.abort(request)
                 case Shutdown():
                     return
+        prober.before_step()
         if engine.has_work:
             outputs += engine.step()
+        prober.after_step()
         stats = None
         now = time.monotonic()
         if now >= due or not engine.has_work:

@@ -35,6 +35,7 @@ from engine.server.messages import (
     ToFrontEnd,
 )
 from engine.server.metrics import Board
+from engine.server.pulse import Pulse
 from engine.server.service import Service
 
 LAST_WORDS = 2.0
@@ -93,7 +94,8 @@ class _FrontEnd:
                 if isinstance(message, Shutdown):
                     return 0
                 message = await self._told.get()
-            await self._serve(Service(self._config, self._client, tokenizer, message, self._launch.created))
+            pulse = Pulse.map(self._launch.directory)
+            await self._serve(Service(self._config, self._client, tokenizer, message, pulse, self._launch.created))
         finally:
             self._client.close()
         return 0

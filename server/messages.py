@@ -122,6 +122,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     numbers: tuple[int, ...]
 
 
+class Probe(msgspec.Struct, frozen=True, tag="probe"):
+    """Somebody wants proof that steps are computed; it comes in the pulse (server/pulse.py)."""
+
+
 # --- engine process to front end ---
 
 
@@ -148,4 +152,4 @@ ToEngine = Gone | Shutdown
 FromEngine = Started | Failed
 ToFrontEnd = Started | EngineGone | Drain | Shutdown
 FromFrontEnd = Ready | Drained | Failed
-FromClient = Hello | Add | Abort
+FromClient = Hello | Add | Abort | Probe

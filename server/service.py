@@ -18,9 +18,12 @@ from engine.server.engine_client import EngineClient
 from engine.server.errors import ApiError, invalid
 from engine.server.messages import Started
 from engine.server.protocol import Message
+from engine.server.pulse import Fault, Pulse
 
 TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """What Tokenizer.chat is given by itself, and chat_template_kwargs must not change."""
+LOOK_AGAIN = 0.01
+"""Seconds between two looks for the proof that a step was computed."""
 THREAD_CHARS = 8192
 """A longer text is tokenized in a thread, so that it does not hold up running streams."""
 
@@ -29,12 +32,19 @@ class Service:
     """The server behind the routes."""
 
     def __init__(
-        self, config: EngineConfig, client: EngineClient, tokenizer: Tokenizer, started: Started, created: int
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        started: Started,
+        pulse: Pulse,
+        created: int,
     ) -> None:
         """created: when the server was started, time.time()."""
         self.limits: ServerConfig = config.server
         self.client = client
         self.tokenizer = tokenizer
+        self.pulse = pulse
         self.name = served_name(config)
         self.created = created
         self.max_len = started.max_len
@@ -44,6 +54,25 @@ class Service:
         self.draining = False
         self.active = 0
         """Requests with a body that are being answered."""
+
+    def fault(self) -> Fault | None:
+        """What is wrong with the engine, as far as that is known without asking it for anything."""
+        gone = self.client.failure
+        if gone is not None:
+            return Fault(level="process", reason=gone.reason, since=gone.since)
+        return self.pulse.fault(self.limits.health_timeout)
+
+    async def probe(self) -> float | Fault:
+        """Have a step computed: the seconds until one was, or what is wrong."""
+        begun = time.monotonic()
+        self.client.probe()
+        while self.pulse.proved <= begun:
+            if (fault := self.fault()) is not None:
+                return fault
+            if time.monotonic() - begun > self.limits.health_timeout:
+                return self.pulse.no_step(begun)
+            await asyncio.sleep(LOOK_AGAIN)
+        return time.monotonic() - begun
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError unless `model` is the one served (None: not named)."""

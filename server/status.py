@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from engine.server.errors import json_response
+from engine.server.errors import invalid, json_response
 from engine.server.metrics import Exporter
+from engine.server.pulse import Fault
 from engine.server.service import Service
 
 
@@ -30,14 +30,20 @@ def routes(service: Service) -> APIRouter:
         return json_response(_model(service))
 
     @router.get("/health", response_model=None)
-    async def health() -> Response:
-        if client.failure is not None:
-            since = datetime.fromtimestamp(client.failure.since, UTC).isoformat(timespec="milliseconds")
-            body = {"status": "failed", "reason": client.failure.reason, "since": since}
-            return json_response(body, status=503)
+    async def health(deep: str = "0") -> Response:
+        if deep not in ("0", "1"):
+            raise invalid(f"deep is {deep!r}; it must be 0 or 1", "deep")
+        fault = service.fault()
+        if fault is not None:
+            return json_response(fault.body(), status=503)
         if service.draining:
             return json_response({"status": "draining", "reason": "the server is shutting down"}, status=503)
-        return json_response({"status": "ok"})
+        if deep == "0":
+            return json_response({"status": "ok"})
+        answer = await service.probe()
+        if isinstance(answer, Fault):
+            return json_response(answer.body(), status=503)
+        return json_response({"status": "ok", "step_seconds": round(answer, 4)})
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:

@@ -21,13 +21,14 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     cache = started.cache
     contexts = cache.num_blocks * cache.page_size / started.max_len
     plugins = [(choice.seam, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices]
+    stored = "" if cache.kv_dtype in ("", cache.dtype) else f", in {cache.kv_dtype}"
     memory = [
         ("weights", format_bytes(cache.weights_bytes), ""),
         ("activations", format_bytes(cache.activation_bytes), ""),
         (
             "KV cache",
             format_bytes(cache.kv_bytes),
-            f"{cache.num_blocks} blocks of {cache.page_size} tokens, {contexts:.1f} contexts of full length",
+            f"{cache.num_blocks} blocks of {cache.page_size} tokens, {contexts:.1f} contexts of full length{stored}",
         ),
         ("budget", format_bytes(cache.budget_bytes), ""),
     ]

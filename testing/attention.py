@@ -16,9 +16,13 @@ from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
 from engine.core.batch import ForwardBatch
 from engine.core.device import DeviceInfo
 from engine.core.kv_cache import KVPool
+from engine.core.kv_scales import FLOAT8, KVScales
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
-"""Largest relative norm of the error, by the type of queries, keys and values."""
+"""Largest relative norm of the error, by the type of queries."""
+
+FLOAT8_NAN = 0x7F
+"""Byte of a float8_e4m3fn that is not a number."""
 
 Lengths = tuple[tuple[int, int], ...]
 """For each sequence: tokens in the cache from earlier steps, new tokens."""
@@ -138,6 +142,28 @@ class AttentionConformance:
         for found, expected in zip(self.run(spec, attrs.evolve(work, inputs=views)), work.expected, strict=True):
             self._close(found, expected, "strided")
 
+    @pytest.mark.parametrize("name", BATCHES)
+    def test_float8_cache(self, name: str) -> None:
+        """Codes, with scales of keys and of values that are not those of the next layer."""
+        self.check(self.spec(kv_dtype=FLOAT8), BATCHES[name])
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"sliding_windows": (8, None)},
+            {"softcap": 2.0},
+            {"head_dim": 128, "scale": 0.08, "num_heads": 14},
+            {"head_dim": 256, "num_layers": 1, "sliding_windows": (None,)},
+            {"page_size": 64, "num_kv_heads": 4},
+        ],
+        ids=str,
+    )
+    def test_float8_cache_of_other_shapes(self, changes: dict[str, Any]) -> None:
+        """The same with what else the suite asks for."""
+        if self.backend.page_sizes is not None and changes.get("page_size", 0) not in (0, *self.backend.page_sizes):
+            pytest.skip(f"reads pages of {self.backend.page_sizes}")
+        self.check(self.spec(kv_dtype=FLOAT8, **changes), BATCHES["mixed"])
+
     @pytest.mark.parametrize("window", [None, 20])
     def test_one_plan_for_changing_buffers(self, window: int | None) -> None:
         """A plan made for a graph: lengths, tables and queries change in place, and a replay follows them.
@@ -145,9 +171,16 @@ class AttentionConformance:
         On a GPU the passes are replays of one captured graph; elsewhere they are calls. Rows beyond the sequences of a
         pass stand for one token in the scratch block, and their outputs for nothing.
         """
+        self._check_changing_buffers(self.spec(sliding_windows=(window, window)))
+
+    def test_one_plan_for_changing_buffers_over_float8(self) -> None:
+        """The same over codes."""
+        self._check_changing_buffers(self.spec(kv_dtype=FLOAT8))
+
+    def _check_changing_buffers(self, spec: AttentionSpec) -> None:
         if self.backend.graphs not in ("decode", "any"):
             pytest.skip("captures no graphs")
-        spec = self.spec(sliding_windows=(window, window))
+        self._skip_if_refused(spec)
         lengths = tuple((context - 1, 1) for context in (2, 15, 16, 17, 90, 130, 200, 255, 33, 64))
         work = self.make(spec, lengths)
         rows = 6
@@ -203,11 +236,7 @@ class AttentionConformance:
 
     def check(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> None:
         """Run one batch through every layer and compare; skip what the backend refuses."""
-        refusal = self.backend.refuses(spec, self._device())
-        if refusal is not None:
-            assert isinstance(refusal, str), f"refuses() answered {refusal!r}, not a sentence"
-            assert refusal, "refuses() answered an empty string"
-            pytest.skip(refusal)
+        self._skip_if_refused(spec)
         work = self.make(spec, lengths, seed)
         for layer, out in enumerate(self.run(spec, work)):
             assert out.dtype == getattr(torch, spec.dtype), f"layer {layer} returned {out.dtype}"
@@ -219,6 +248,15 @@ class AttentionConformance:
         with torch.inference_mode():
             plan = backend.plan(work.batch)
             return [backend.forward(layer, *inputs, plan) for layer, inputs in enumerate(work.inputs)]
+
+    def _skip_if_refused(self, spec: AttentionSpec) -> None:
+        refusal = self.backend.refuses(spec, self._device())
+        if refusal is not None:
+            assert isinstance(refusal, str), f"refuses() answered {refusal!r}, not a sentence"
+            assert refusal, "refuses() answered an empty string"
+            pytest.skip(refusal)
+        if spec.kv_dtype == FLOAT8 and not self.backend.reads_float8:
+            pytest.skip(f"reads no {FLOAT8}")
 
     def _backend(self, spec: AttentionSpec, work: Work) -> AttentionBackend:
         options = self.options
@@ -265,7 +303,10 @@ class AttentionConformance:
         return replay
 
     def make(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> Work:
-        """Random keys, values and queries; the pool in a random order of blocks, NaN wherever nothing was stored."""
+        """Random keys, values and queries; the pool in a random order of blocks, NaN wherever nothing was stored.
+
+        What is expected of a float8 cache is computed from the codes that are in it.
+        """
         pick = random.Random(seed)
         draw = torch.Generator().manual_seed(seed)
         name = self._device().torch_name
@@ -280,20 +321,27 @@ class AttentionConformance:
             tables[row, :count] = [blocks.pop() for _ in range(count)]
             at = np.arange(context)
             slots.append(tables[row, at // spec.page_size].astype(np.int64) * spec.page_size + at % spec.page_size)
-        pool = KVPool(spec, sum(counts) + 2, name)
+        pool = KVPool(spec, sum(counts) + 2, name, scales_of(spec))
         for tensor in (*pool.keys, *pool.values):
-            tensor.fill_(torch.nan)
+            if pool.is_float8:
+                tensor.view(torch.uint8).fill_(FLOAT8_NAN)
+            else:
+                tensor.fill_(torch.nan)
+        given = getattr(torch, spec.dtype if pool.is_float8 else spec.kv_dtype)
         inputs, expected = [], []
         for layer in range(spec.num_layers):
             queries, keys, values, outs = [], [], [], []
             for row, (cached, new) in enumerate(lengths):
                 shape = (contexts[row], spec.num_kv_heads, spec.head_dim)
-                k, v = (torch.randn(shape, generator=draw).to(getattr(torch, spec.kv_dtype)) for _ in range(2))
+                k, v = (torch.randn(shape, generator=draw).to(given) for _ in range(2))
                 q = torch.randn((new, spec.num_heads, spec.head_dim), generator=draw).to(getattr(torch, spec.dtype))
-                pool.write(layer, k.to(name), v.to(name), torch.tensor(slots[row], device=name))
+                places = torch.tensor(slots[row], device=name)
+                pool.write(layer, k.to(name), v.to(name), places)
                 queries.append(q)
                 keys.append(k[cached:])
                 values.append(v[cached:])
+                if pool.is_float8:
+                    k, v = stored(pool, layer, places)
                 outs.append(dense_attention(q, k, v, spec, spec.sliding_windows[layer]))
             dtype = getattr(torch, spec.dtype)
             inputs.append(tuple(torch.cat(parts).to(name, dtype) for parts in (queries, keys, values)))
@@ -359,6 +407,20 @@ class AttentionConformance:
             return self.device
         kind, _, index = self.device.partition(":")
         return DeviceInfo(type=kind, index=int(index or 0))
+
+
+def scales_of(spec: AttentionSpec) -> tuple[KVScales, ...]:
+    """Of a float8 cache, for numbers of about 1, some of which are cut off; none for others."""
+    if spec.kv_dtype != FLOAT8:
+        return ()
+    return tuple(KVScales(key=0.006 + 0.02 * layer, value=0.05 - 0.013 * layer) for layer in range(spec.num_layers))
+
+
+def stored(pool: KVPool, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that the codes in `slots` stand for: [slots, kv_heads, head_dim] float64 each."""
+    scales = pool.scales[layer]
+    k, v = (part[layer].double().flatten(0, 1)[slots].cpu() for part in (pool.keys, pool.values))
+    return k * scales.key, v * scales.value
 
 
 def unpack(spec: AttentionSpec, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

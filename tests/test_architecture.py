@@ -17,11 +17,12 @@ from engine.core.registry import load_plugins
 from engine.plugins import BUILTINS
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("cli", "core", "demo", "plugins", "server", "testing")
+PACKAGES = ("cli", "core", "demo", "plugins", "quantize", "server", "testing")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "core": ("core",),
     "demo": ("demo",),
     "plugins": ("core", "plugins"),
+    "quantize": ("core", "plugins", "quantize"),
     "server": ("core", "server"),
     "testing": ("core", "testing"),
     "cli": PACKAGES,
@@ -32,6 +33,7 @@ NO_PLUGIN_NAMES = {
     ("attention.py", "none"): "AttentionBackend.graphs",
     ("checkpoint.py", "none"): "model.generation_config",
     ("config.py", "none"): "model.generation_config",
+    ("config.py", "fp8"): "a short name of a type in cache.dtype",
     ("layers/factory.py", "none"): "LinearSpec.parallel",
     ("layers/linear.py", "none"): "LinearSpec.parallel",
     ("layers/matmul.py", "none"): "oneDNN's post-operation",
@@ -39,6 +41,7 @@ NO_PLUGIN_NAMES = {
     ("quant.py", "none"): "LinearSpec.parallel",
     ("selection.py", "none"): "AttentionBackend.graphs",
     ("selection.py", "triton"): "the package to look for",
+    ("tensor_file.py", "int8"): "TensorSpec.dtypes",
 }
 """(file in core, string) -> the field it is a value of there; such a word reads like a plugin's name and is none."""
 

@@ -53,12 +53,12 @@ def test_the_references_name_the_workloads_as_they_are_measured(references: Any)
 def test_floors_and_goals_follow_from_the_models(references: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from models import MODELS  # type: ignore[import-not-found]
-    from vllm_table import CASES, ONLINE  # type: ignore[import-not-found]
+    from vllm_table import ONLINE, REFERENCED  # type: ignore[import-not-found]
 
-    assert list(references["models"]) == list(CASES)
+    assert list(references["models"]) == list(REFERENCED)
     bandwidth = references["ceilings"]["copy_tbps"] * 1e12
     for case, model in references["models"].items():
-        config = MODELS[CASES[case]]
+        config = MODELS[REFERENCED[case]]
         if case.partition(":")[2] in ONLINE:
             config = config | {"quantization_config": {"quant_method": "fp8"}}
         quantized = "quantization_config" in config
@@ -91,3 +91,14 @@ def test_model_directories_are_what_a_server_needs(tmp_path: Path) -> None:
 
     tokenizer = Tokenizer.of_model(ModelConfig(path=str(tmp_path / "tiny")))
     assert tokenizer.decode([300, 510]) == "token300 token510 "
+
+
+def test_perplexities_of_a_few_methods(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    small = ["--characters", "400", "--samples", "4", "--sample-length", "32", "--device", "cpu"]
+    done = run_script("quant_perplexity.py", *small, "--cases", "int8,GPTQ-4", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    written = json.loads(file.read_text())
+    assert [row["case"] for row in written["rows"] if row["metric"] == "perplexity"] == ["bf16", "int8", "GPTQ-4"]
+    sizes = [row["value"] for row in written["rows"] if row["metric"] == "size"]
+    assert sizes == sorted(sizes, reverse=True)

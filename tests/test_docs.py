@@ -42,14 +42,14 @@ def test_every_setting_and_option_is_documented(generator):
 def test_every_command_is_documented(generator):
     headings = set(re.findall(r"^## (engine.*)$", generator.command_reference(), re.MULTILINE))
     assert headings >= {
-        *("engine serve", "engine generate", "engine chat"),
+        *("engine serve", "engine generate", "engine chat", "engine quantize"),
         *(f"engine bench {name}" for name in ("throughput", "latency", "serve", "startup")),
         *("engine config show", "engine plugins list", "engine plugins check"),
     }
 
 
 def test_a_part_that_is_not_up_to_date_is_found(generator, tmp_path):
-    for name in ("README.md", "docs/configuration.md", "docs/cli.md", "docs/performance.md"):
+    for name in ("README.md", "docs/configuration.md", "docs/cli.md", "docs/quantization.md", "docs/performance.md"):
         copy = tmp_path / name
         copy.parent.mkdir(exist_ok=True)
         copy.write_text((ROOT / name).read_text().replace("`--max-running`", "`--max-walking`"))
@@ -93,6 +93,7 @@ def test_performance_pages_have_only_tables_with_results(generator, tmp_path, mo
         generator.served_tables,
         generator.startup_table,
         generator.ablation_table,
+        generator.perplexity_table,
     )
     assert [part() for part in parts] == [""] * len(parts)
     text = "<!-- generated: x -->\nold\n<!-- end: x -->"
@@ -132,6 +133,19 @@ def test_ablation_and_start_up_are_tables(generator, tmp_path, monkeypatch):
     write_report(tmp_path / "h200-startup-a.json", [{"metric": "imports", "value": 1.0}])
     write_report(tmp_path / "h200-startup-b.json", [{"metric": "imports", "value": 2.0}])
     assert generator.startup_table().splitlines()[-3:] == ["|  | a | b |", "| --- | --- | --- |", "| imports | 1 | 2 |"]
+
+
+def test_perplexities_are_a_table(generator, tmp_path, monkeypatch):
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    values = {("bf16", "perplexity"): 10.0, ("bf16", "size"): 8.0, ("RTN", "perplexity"): 10.5, ("RTN", "size"): 2.5}
+    rows = [{"case": case, "metric": name, "value": value} for (case, name), value in values.items()]
+    settings = {"calibration": "some text", "arithmetic": "float32", "refused": {"fp8 KV cache": "no"}}
+    write_report(tmp_path / "cpu-quant-perplexity.json", rows, **settings)
+    assert generator.perplexity_table().splitlines()[-3:] == [
+        "| bf16 | 10.000 | +0.00% | 8.0 |",
+        "| RTN | 10.500 | +5.00% | 2.5 |",
+        "| fp8 KV cache | not measured |  |  |",
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -203,13 +203,13 @@ def measured_roofline(engine: Engine, bandwidth: float | None, matmul: float | N
     None, and why on stderr, for a model that is no dense decoder. The engine should be closed, so that its memory is
     free for the measurement.
     """
-    info, config = engine.cache_info, engine.config
+    info = engine.cache_info
     [quant] = [choice.name for choice in engine.parts.choices if choice.seam == "quant"]
     try:
         work = make_work(
             engine.checkpoint.config,
             dtype=info.dtype,
-            kv_dtype=info.dtype if config.cache.dtype == AUTO else config.cache.dtype,
+            kv_dtype=info.kv_dtype or info.dtype,
             quantized=quant != "none",
             loaded_bytes=info.weights_bytes,
         )
@@ -223,16 +223,18 @@ def configured_roofline(config: EngineConfig, bandwidth: float | None, matmul: f
     """As `measured_roofline`, for an engine in another process that has ended."""
     from engine.core.checkpoint import Checkpoint
     from engine.core.device import find_device
-    from engine.core.selection import resolve_dtype
+    from engine.core.registry import load_plugins
+    from engine.core.selection import find_quant, resolve_dtype, resolve_kv_dtype
 
     stored = Checkpoint.open(config.model.path).config
     device = find_device(config.executor.device)
     dtype = resolve_dtype(config, stored, device)
+    quant = find_quant(config, load_plugins(config.plugins), device, stored)
     try:
         work = make_work(
             stored,
             dtype=dtype,
-            kv_dtype=dtype if config.cache.dtype == AUTO else config.cache.dtype,
+            kv_dtype=resolve_kv_dtype(config, dtype, stored, quant, device),
             quantized=bool(stored.get("quantization_config")) or config.quant.name not in (AUTO, "none"),
         )
     except CheckpointError as error:

@@ -44,6 +44,14 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; more than enough on a CPU, where nothing is shared."""
+    if device.type != "cuda":
+        return 2**30
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
+
+
 @triton.jit
 def prefetch(pointers, size):
     """Ask for the `size` bytes (int32) at each pointer to be brought into the L2 cache; multiples of 16 both.

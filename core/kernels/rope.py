@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from engine.core.kernels.launch import dependent_launch, release, wait
+from engine.core.kv_scales import LARGEST, UNSCALED, KVScales
 
 HEADS_AT_ONCE = 8
 """Heads of one token that a program takes."""
@@ -85,6 +86,8 @@ def _rotate_and_write_kernel(
     sin,
     weight,
     eps,
+    key_scale,
+    value_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -93,6 +96,7 @@ def _rotate_and_write_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     release(PDL)
@@ -141,18 +145,31 @@ def _rotate_and_write_kernel(
 
     tl.store(row + pair, new_first.to(qkv.dtype.element_ty), mask=in_pair & turned)
     tl.store(row + HALF + pair, new_second.to(qkv.dtype.element_ty), mask=in_pair & turned)
+    scale_of = tl.where(is_value, value_scale, key_scale)
+    new_first = _code(new_first, scale_of, LARGEST).to(keys.dtype.element_ty)
+    new_second = _code(new_second, scale_of, LARGEST).to(keys.dtype.element_ty)
     key_row = keys + slot * (KV_HEADS * DIM) + (start - HEADS * DIM)
     value_row = values + slot * (KV_HEADS * DIM) + (start - (HEADS + KV_HEADS) * DIM)
-    tl.store(key_row + pair, new_first.to(keys.dtype.element_ty), mask=in_pair & is_key)
-    tl.store(key_row + HALF + pair, new_second.to(keys.dtype.element_ty), mask=in_pair & is_key)
-    tl.store(value_row + pair, new_first.to(values.dtype.element_ty), mask=in_pair & is_value)
-    tl.store(value_row + HALF + pair, new_second.to(values.dtype.element_ty), mask=in_pair & is_value)
+    tl.store(key_row + pair, new_first, mask=in_pair & is_key)
+    tl.store(key_row + HALF + pair, new_second, mask=in_pair & is_key)
+    tl.store(value_row + pair, new_first, mask=in_pair & is_value)
+    tl.store(value_row + HALF + pair, new_second, mask=in_pair & is_value)
     if DIM > 2 * HALF:
         third = tl.where(turned, third, rest_as_is.to(tl.float32))
         if HAS_NORM:
             tl.store(row + 2 * HALF + rest, third.to(qkv.dtype.element_ty), mask=in_rest & turned)
-        tl.store(key_row + 2 * HALF + rest, third.to(keys.dtype.element_ty), mask=in_rest & is_key)
-        tl.store(value_row + 2 * HALF + rest, third.to(values.dtype.element_ty), mask=in_rest & is_value)
+        third = _code(third, scale_of, LARGEST).to(keys.dtype.element_ty)
+        tl.store(key_row + 2 * HALF + rest, third, mask=in_rest & is_key)
+        tl.store(value_row + 2 * HALF + rest, third, mask=in_rest & is_value)
+
+
+@triton.jit
+def _code(x, scale, LARGEST: tl.constexpr):
+    """x / scale, at most LARGEST in size, NaN if x is; x itself where LARGEST is 0. Scale: [heads, 1]."""
+    if LARGEST > 0.0:
+        x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x
 
 
 def rotate_and_write(
@@ -165,13 +182,14 @@ def rotate_and_write(
     num_heads: int,
     weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """Turn queries and keys where they lie in `qkv`, after their norm if `weight` is given; store keys and values.
 
     qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], dense; keys, values: [blocks, page_size, kv_heads, head_dim];
     slots: [tokens] int64, block * page_size + offset; cos, sin: [tokens, rotary_dim / 2] float32, dense;
     weight: [num_heads + kv_heads, head_dim]. Dimension i turns with i + rotary_dim / 2. The pool may be of another
-    type; float8 saturates. All arithmetic is float32, and each number is rounded once.
+    type; in float8 it gets codes by `scales` (kv_scales). All arithmetic is float32, and each number is rounded once.
     """
     tokens = qkv.shape[0]
     if tokens == 0:
@@ -188,6 +206,8 @@ def rotate_and_write(
         sin,
         qkv if weight is None else weight,
         eps,
+        scales.key,
+        scales.value,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -196,6 +216,7 @@ def rotate_and_write(
         BLOCK_HALF=block_half,
         BLOCK_REST=block_rest,
         HAS_NORM=weight is not None,
+        LARGEST=LARGEST if keys.dtype == torch.float8_e4m3fn else 0.0,
         num_warps=2,
         **dependent_launch(qkv.device),
     )

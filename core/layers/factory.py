@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from engine.core.distributed import OneRank, RankGroup
 from engine.core.errors import ConfigError
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
-from engine.core.layers.embedding import Embedding
-from engine.core.layers.linear import Linear, Reduce
-from engine.core.layers.lm_head import LMHead
+from engine.core.layers.embedding import Embedding, SharedEmbedding
+from engine.core.layers.kv_scales import KVScaleReader
+from engine.core.layers.linear import Linear
+from engine.core.layers.lm_head import Head
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.plain import PlainLayers
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
@@ -32,32 +34,28 @@ class LayerFactory:
         dtype: str,
         device: str,
         quant: QuantMethod | None = None,
-        rank: int = 0,
-        ranks: int = 1,
-        reduce: Reduce | None = None,
+        group: RankGroup | None = None,
         fused: bool = False,
     ) -> None:
-        """`reduce` sums a tensor over all ranks. `fused`: layers by Triton kernels (fused.py), where there are such.
-
-        Raises ConfigError if `reduce` is missing with several ranks.
-        """
-        if ranks > 1 and reduce is None:
-            raise ConfigError(f"{ranks} ranks share this model, but nothing was given to sum their results with")
+        """`group`: the ranks that share the model; None: there is one. `fused`: layers by Triton kernels (fused.py),
+        where there are such."""
         torch_dtype(dtype)
         self.dtype = dtype
         self.device = device
-        self.rank = rank
-        self.ranks = ranks
+        self._group = group or OneRank()
+        self.rank = self._group.rank
+        self.ranks = self._group.ranks
         self.layers: list[Layer] = []
-        self.ignored: list[str] = []
+        self.ignored: list[str] = [] if quant is None else list(quant.ignored())
+        self.kv_scales: list[KVScaleReader] = []
+        """Of the attention layers whose KV scales the checkpoint may have."""
         self._quant = quant
-        self._reduce = reduce
         kinds: type[PlainLayers] = PlainLayers
         if fused:
             from engine.core.layers.fused import FusedLayers
 
             kinds = FusedLayers
-        self._kinds = kinds(dtype, device, ranks)
+        self._kinds = kinds(dtype, device)
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +72,42 @@ class LayerFactory:
             raise ConfigError(f"{self.ranks} ranks cannot share {total} {what} evenly; use a number that divides it")
         return total // self.ranks
 
+    def share_kv(self, total: int) -> int:
+        """This rank's part of `total` key and value heads: at least one, which several ranks then have.
+
+        Raises ConfigError if they can neither share them evenly nor have one each.
+        """
+        return self.share(total * self._copies(total), "key and value heads")
+
+    def qkv(
+        self,
+        names: tuple[str, str, str],
+        in_features: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+    ) -> Linear:
+        """The projections to queries, keys and values as one layer, whose heads the ranks share.
+
+        names: of the three in the checkpoint. Numbers of heads are over all ranks.
+        """
+        self.share(num_heads, "query heads")
+        self.share_kv(num_kv_heads)
+        queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+        return self._linear(
+            tuple(
+                LinearPart(name=name, out_features=outputs, copies=copies)
+                for name, outputs, copies in zip(
+                    names, (queries, keys, keys), (1, *[self._copies(num_kv_heads)] * 2), strict=True
+                )
+            ),
+            in_features,
+            bias=bias,
+            parallel="column",
+        )
+
     def linear(
         self,
         parts: Sequence[tuple[str, int]],
@@ -82,43 +116,79 @@ class LayerFactory:
         bias: bool = False,
         parallel: str = "none",
         gated: bool = False,
+        summed: bool = True,
     ) -> Linear:
         """A linear layer.
 
         parts: (name, outputs) of each of the checkpoint's layers to merge: their outputs come side by side.
         parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed) or none.
+        summed: False leaves it to the norm that comes next to sum the results of a row-parallel layer (`norm`).
         gated: the two parts are gate and up projections of one size, and the layer is called by `gated` alone.
         Sizes are over all ranks.
         """
-        spec = LinearSpec(
-            parts=tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts),
-            in_features=in_features,
-            bias=bias,
-            dtype=self.dtype,
-            parallel=parallel,
-            gated=gated,
-        )
         if parallel == "column":
             for name, outputs in parts:
                 self.share(outputs, f"outputs of {name}")
         if parallel == "row":
             self.share(in_features, f"inputs of {parts[0][0]}")
+        made = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
+        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated, summed=summed)
+
+    def _linear(
+        self,
+        parts: tuple[LinearPart, ...],
+        in_features: int,
+        *,
+        bias: bool,
+        parallel: str,
+        gated: bool = False,
+        summed: bool = True,
+    ) -> Linear:
+        spec = LinearSpec(
+            parts=parts,
+            in_features=in_features,
+            bias=bias,
+            dtype=self.dtype,
+            device=self.device,
+            parallel=parallel,
+            gated=gated,
+            ranks=self.ranks,
+        )
         kernel = self._quant.linear(spec) if self._quant is not None else None
-        reduce = self._reduce if parallel == "row" else None
-        return self._note(Linear(spec, kernel or self._kinds.kernel(spec), reduce, self._kinds.activate))
+        is_sum = parallel == "row" and self.ranks > 1
+        return self._note(
+            Linear(
+                spec,
+                kernel or self._kinds.kernel(spec),
+                self._group.all_reduce if is_sum and summed else None,
+                self._kinds.activate,
+                adds_bias=summed or not is_sum or self.rank == 0,
+            )
+        )
+
+    def _copies(self, num_kv_heads: int) -> int:
+        """How many ranks have the same key and value heads."""
+        return self.ranks // num_kv_heads if self.ranks > num_kv_heads and self.ranks % num_kv_heads == 0 else 1
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """A table of vectors."""
-        return self._note(Embedding(f"{name}.weight", (vocab_size, hidden_size), self.dtype))
+        """A table of vectors, of which each rank has some."""
+        weight = f"{name}.weight"
+        if self.ranks == 1:
+            return self._note(Embedding(weight, vocab_size, hidden_size, self.dtype))
+        return self._note(self._kinds.shared_embedding(weight, vocab_size, hidden_size, self._group))
 
-    def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> LMHead:
+    def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> Head:
         """The output layer. With `tied` it multiplies by that table, and a copy in the checkpoint is not read."""
         if tied is not None:
             self.ignore(f"{name}.weight")
-        return self._note(self._kinds.lm_head(tied or self.embedding(name, vocab_size, hidden_size)))
+        table = tied or self.embedding(name, vocab_size, hidden_size)
+        head = self._note(self._kinds.lm_head(table))
+        return self._kinds.shared_head(head, table) if isinstance(table, SharedEmbedding) else head
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """A norm over the hidden size."""
+    def norm(self, name: str, size: int, eps: float, *, sums: bool = False) -> RMSNorm:
+        """A norm over the hidden size. sums: its input is what a layer made with summed=False returns."""
+        if sums and self.ranks > 1:
+            return self._note(self._kinds.summing_norm(f"{name}.weight", size, eps, self._group))
         return self._note(self._kinds.norm(f"{name}.weight", size, eps))
 
     def head_norm(self, parts: Sequence[tuple[str, int]], head_dim: int, eps: float) -> HeadNorm:
@@ -132,9 +202,15 @@ class LayerFactory:
         return self._kinds.rotary(spec)
 
     def attention(
-        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None
+        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None, name: str = ""
     ) -> Attention:
-        """Attention of one layer, with a norm of queries and keys if given. The numbers of heads are this rank's."""
+        """Attention of one layer, with a norm of queries and keys if given. The numbers of heads are this rank's.
+
+        name: of the module in the checkpoint, for scales of a quantized KV cache; without it they are not read.
+        """
+        names = self._quant.kv_scales(name) if self._quant is not None and name else None
+        if names is not None:
+            self.kv_scales.append(self._note(KVScaleReader(layer, names)))
         return self._kinds.attention(layer, num_heads, num_kv_heads, head_dim, norm)
 
     def _note(self, layer: L) -> L:

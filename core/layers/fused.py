@@ -14,10 +14,14 @@ import torch.nn.functional as F
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.argmax import argmax_rows
 from engine.core.kernels.norm import add_rms_norm
+from engine.core.kernels.peers import sum_rms_norm
+from engine.core.kernels.ranks import choose_peaks, look_up, place_peaks
 from engine.core.kernels.rope import angles, rotate_and_write
 from engine.core.kernels.skinny_launch import MOST_ROWS, Problem
 from engine.core.layers.attention import Attention
-from engine.core.layers.lm_head import LMHead
+from engine.core.layers.base import torch_dtype
+from engine.core.layers.embedding import SharedEmbedding
+from engine.core.layers.lm_head import Head, LMHead, SharedHead
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.plain import PlainLayers
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine.core.batch import ForwardPass
+    from engine.core.distributed import RankGroup
     from engine.core.layers.embedding import Embedding
     from engine.core.quant import LinearKernel, LinearSpec
 
@@ -37,6 +42,23 @@ class FusedRMSNorm(RMSNorm):
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See RMSNorm; `residual` is overwritten with the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class FusedSummingNorm(FusedRMSNorm):
+    """Few rows are summed over the ranks, added and normalised in one kernel, where these reach each other's memory."""
+
+    def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
+        super().__init__(name, size, eps, dtype)
+        self._size = size
+        self._group = group
+        self._sums = group.row_sums(size, torch_dtype(dtype))
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See SummingNorm; `residual` is overwritten with the sum."""
+        sums = self._sums
+        if sums is not None and x.numel() <= sums.most_rows * self._size:
+            return sum_rms_norm(x, residual, self.weight, self.eps, sums)
+        return add_rms_norm(self._group.all_reduce(x), residual, self.weight, self.eps)
 
 
 class FusedRotary(RotaryEmbedding):
@@ -67,6 +89,7 @@ class FusedAttention(Attention):
             self.num_heads,
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
+            pool.scales[self.layer],
         )
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
@@ -78,7 +101,7 @@ class FusedLMHead(LMHead):
 
     def __init__(self, table: Embedding, tables: FewRowsTables, dtype: str) -> None:
         super().__init__(table)
-        outputs, inputs = table.shape
+        outputs, inputs = table.rows, table.shape[1]
         self.few_rows, self.few_rows_greedy = (
             tables.table(Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype))
             for epilogue in ("plain", "argmax")
@@ -86,11 +109,11 @@ class FusedLMHead(LMHead):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[vocab_size, hidden_size]."""
+        """[this rank's tokens, hidden_size]."""
         return self._weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [rows, hidden_size] -> [rows, vocab_size]."""
+        """See LMHead."""
         launch = self.few_rows.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
         return F.linear(hidden, self._weight) if launch is None else launch(hidden, self._weight)
 
@@ -105,28 +128,58 @@ class FusedLMHead(LMHead):
         self._weight = self._table.weight
 
 
+class FusedSharedEmbedding(SharedEmbedding):
+    """Looks up in one kernel."""
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See SharedEmbedding."""
+        return look_up(tokens, self.weight, self.first)
+
+
+class FusedSharedHead(SharedHead):
+    """Exchanges the likeliest tokens by two kernels, and the sum between them."""
+
+    def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return place_peaks(peaks, tokens, self._table.first, self._group.rank, self._group.ranks)
+
+    def _choose(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose_peaks(candidates)
+
+
 class FusedLayers(PlainLayers):
     """Layers by Triton kernels."""
 
-    def __init__(self, dtype: str, device: str, ranks: int) -> None:
-        super().__init__(dtype, device, ranks)
+    def __init__(self, dtype: str, device: str) -> None:
+        super().__init__(dtype, device)
         self.tables = FewRowsTables(device)
 
     def kernel(self, spec: LinearSpec) -> LinearKernel:
         """See SkinnyKernel."""
-        return SkinnyKernel(spec, self.tables, self.ranks)
+        return SkinnyKernel(spec, self.tables)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
         """See kernels.activation.silu_and_mul."""
         return silu_and_mul(x)
 
+    def shared_embedding(self, name: str, vocab_size: int, hidden_size: int, group: RankGroup) -> SharedEmbedding:
+        """See FusedSharedEmbedding."""
+        return FusedSharedEmbedding(name, vocab_size, hidden_size, self.dtype, group)
+
     def lm_head(self, table: Embedding) -> LMHead:
         """See FusedLMHead."""
         return FusedLMHead(table, self.tables, self.dtype)
 
+    def shared_head(self, local: LMHead, table: SharedEmbedding) -> Head:
+        """See FusedSharedHead."""
+        return FusedSharedHead(local, table)
+
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """See FusedRMSNorm."""
         return FusedRMSNorm(name, size, eps, self.dtype)
+
+    def summing_norm(self, name: str, size: int, eps: float, group: RankGroup) -> RMSNorm:
+        """See FusedSummingNorm."""
+        return FusedSummingNorm(name, size, eps, self.dtype, group)
 
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
         """See FusedRotary."""

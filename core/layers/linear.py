@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from attrs import evolve
 
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
@@ -51,9 +52,11 @@ class Linear(Layer):
         kernel: LinearKernel,
         reduce: Reduce | None = None,
         activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+        *,
+        adds_bias: bool = True,
     ) -> None:
         """`reduce`: given when each rank has only some of the inputs, so that y is a sum over ranks. `activate`: for
-        `gated`, where the kernel does not activate by itself."""
+        `gated`, where the kernel does not activate by itself. `adds_bias`: False where another rank does."""
         self.spec = spec
         self.kernel = kernel
         self.weights: Mapping[str, torch.Tensor] = {}
@@ -61,6 +64,7 @@ class Linear(Layer):
         self._apply = kernel.apply
         self._reduce = reduce
         self._activate = activate
+        self._adds_bias = adds_bias
         in_one_pass = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         self._apply_gated = kernel.apply_gated if in_one_pass else None
 
@@ -81,16 +85,19 @@ class Linear(Layer):
         """The kernel's tensors, and NAME.bias of each part."""
         spec = self.spec
         shard_dim = BIAS_SHARD_DIM[spec.parallel]
-        biases = spec.parts if spec.bias else ()
-        return {
-            **self.kernel.tensors(),
-            **{_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in biases},
-        }
+        found = dict(self.kernel.tensors())
+        if spec.bias:
+            found |= {_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in spec.parts}
+        for part in spec.parts:
+            if part.copies > 1:
+                mine = {name for name in found if name.startswith(f"{part.name}.")}
+                found |= {name: evolve(found[name], copies=part.copies) for name in mine}
+        return found
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Let the kernel prepare its tensors; merge the biases."""
         biases = {_bias(part): loaded[_bias(part)] for part in self.spec.parts} if self.spec.bias else {}
-        if biases:
+        if biases and self._adds_bias:
             self.bias = merge(list(biases.values()), self.spec.dtype)
         self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
 

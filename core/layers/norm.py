@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from engine.core.distributed import RankGroup
 from engine.core.layers.base import Layer, TensorLayer, plain_tensor, torch_dtype
 from engine.core.quant import TensorSpec
 
@@ -22,6 +23,18 @@ class RMSNorm(TensorLayer):
         """The norm of x + residual, and x + residual itself, the next residual; both [..., size]."""
         total = x if residual is None else x + residual
         return F.rms_norm(total, self.shape, self.weight, self.eps), total
+
+
+class SummingNorm(RMSNorm):
+    """The norm of what row-parallel layers leave for it to add up."""
+
+    def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
+        super().__init__(name, size, eps, dtype)
+        self._group = group
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See RMSNorm; x: this rank's part of the sum."""
+        return super().__call__(self._group.all_reduce(x), residual)
 
 
 class HeadNorm(Layer):

@@ -63,14 +63,14 @@ class FewRowsTables:
 class SkinnyKernel(PlainKernel):
     """Weights in the model's own type; up to 16 rows by the kernels chosen, more by torch."""
 
-    def __init__(self, spec: LinearSpec, tables: FewRowsTables, ranks: int) -> None:
+    def __init__(self, spec: LinearSpec, tables: FewRowsTables) -> None:
         super().__init__(spec)
-        outputs = spec.out_features // (ranks if spec.parallel == "column" else 1)
+        outputs = sum(spec.rank_outputs(part) for part in spec.parts)
         self.few_rows = tables.table(
             Problem(
                 epilogue="gated" if spec.gated else "plain",
                 outputs=outputs // 2 if spec.gated else outputs,
-                inputs=spec.in_features // (ranks if spec.parallel == "row" else 1),
+                inputs=spec.rank_inputs,
                 dtype=spec.dtype,
             )
         )

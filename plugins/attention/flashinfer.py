@@ -1,15 +1,16 @@
 """Attention by FlashInfer's kernels, compiled for the model's shape when the engine starts.
 
-Prompts: FlashAttention 3 on Hopper, FlashAttention 2 elsewhere, planned once a step. Decodes: XQA, which plans nothing
-and reads lengths on the device, so that CUDA graphs can replay it; where it does not fit the model, the planned decode.
-Written for FlashInfer 0.6.14.
+Prompts: FlashAttention 3 on Hopper, FlashAttention 2 elsewhere and over a float8 cache, planned once a step. Decodes:
+XQA, which plans nothing and reads lengths on the device, so that CUDA graphs can replay it; where it does not fit the
+model, the planned decode. Written for FlashInfer 0.6.14.
+
+Over a float8 cache all of them compute in the type of the queries, to which they convert the codes.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from engine.core.batch import ForwardBatch
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError, PluginError
 from engine.core.kv_cache import KVPool
+from engine.core.kv_scales import FLOAT8
 from engine.plugins.attention.flashinfer_rules import (
     HEAD_DIMS,
     TENSOR_CORE_GROUP,
@@ -31,13 +33,8 @@ from engine.plugins.attention.flashinfer_rules import (
     workspace_size,
     xqa_refusal,
 )
+from engine.plugins.attention.flashinfer_xqa import XqaDecode
 from engine.plugins.attention.page_lists import PageLists, page_lists
-
-XQA_SCRATCH = 8 * 2**20
-"""Bytes for partial results: at most one a multiprocessor, 8 KiB each at 16 heads of 256."""
-XQA_SEMAPHORES = 2**16
-"""Bytes; one 32-bit counter for each sequence and KV head whose context is split, of which there are fewer than
-multiprocessors. Zero at first; each kernel leaves them zero."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +101,7 @@ class FlashInferAttention(AttentionBackend):
     """Paged attention in bfloat16 or float16 on NVIDIA GPUs."""
 
     api = "1"
+    reads_float8 = True
     graphs = "decode"
     options_class = FlashInferOptions
 
@@ -119,11 +117,14 @@ class FlashInferAttention(AttentionBackend):
             return f"FlashInfer needs compute capability 8.0, and this GPU has {version}; use another backend"
         if spec.dtype not in ("bfloat16", "float16"):
             return f"FlashInfer computes in bfloat16 or float16, not in {spec.dtype}; use --dtype bfloat16"
-        if spec.kv_dtype != spec.dtype:
+        if spec.kv_dtype not in (spec.dtype, FLOAT8):
             return (
-                f"keys and values must have the type of the activations ({spec.dtype}), not {spec.kv_dtype}; "
-                "use --kv-dtype auto"
+                f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
+                f"not {spec.kv_dtype}; use --kv-dtype auto or {FLOAT8}"
             )
+        if spec.kv_dtype == FLOAT8 and device.capability is not None and device.capability < (8, 9):
+            version = ".".join(map(str, device.capability))
+            return f"{FLOAT8} needs compute capability 8.9, and this GPU has {version}; use --kv-dtype auto"
         if spec.head_dim not in HEAD_DIMS:
             dims = " or ".join(map(str, HEAD_DIMS))
             return f"FlashInfer's kernels are for heads of {dims}, not {spec.head_dim}; use another backend"
@@ -133,13 +134,15 @@ class FlashInferAttention(AttentionBackend):
         self._spec = spec
         self._dtype = getattr(torch, spec.dtype)
         self._caches = list(zip(pool.keys, pool.values, strict=True))
+        self._scales = pool.scales
+        self._wrapper_scales = [{"k_scale": one.key, "v_scale": one.value} for one in pool.scales]
         self._device = pool.keys[0].device
         # A window as long as the longest context hides nothing.
         self._windows = [None if w is None or w >= spec.max_len else w for w in spec.sliding_windows]
         capability = torch.cuda.get_device_capability(self._device)
         self._prefill_kernels = self._choose_prefill(options.prefill, capability)
-        self._xqa = self._choose_xqa(options.decode, capability)
-        self.graphs = "decode" if self._xqa else "none"
+        self._by_xqa = self._choose_xqa(options.decode, capability)
+        self.graphs = "decode" if self._by_xqa else "none"
         begin = time.perf_counter()
         try:
             self._make(options)
@@ -156,7 +159,7 @@ class FlashInferAttention(AttentionBackend):
         _log.info(
             "FlashInfer's kernels (prompts: %s; decodes: %s) were ready after %.1f s",
             kernels,
-            "xqa" if self._xqa else "wrapper",
+            "xqa" if self._by_xqa else "wrapper",
             time.perf_counter() - begin,
         )
 
@@ -166,7 +169,7 @@ class FlashInferAttention(AttentionBackend):
         tables = lengths = None
         decodes: Mapping[int | None, Any] = {}
         prompts: Mapping[int | None, Any] = {}
-        if count and self._xqa:
+        if count and self._by_xqa:
             tables = dense_rows(batch.block_tables[:count])
             lengths = batch.context_lens[:count].view(torch.uint32).unsqueeze(1)
         elif count:
@@ -187,12 +190,13 @@ class FlashInferAttention(AttentionBackend):
         """See AttentionBackend."""
         count = plan.num_decodes
         window = self._windows[layer]
-        if plan.tables is not None:
-            self._decode_by_xqa(layer, q[:count], plan, out[:count])
+        if self._xqa is not None and plan.tables is not None and plan.lengths is not None:
+            keys, values = self._caches[layer]
+            self._xqa(q[:count], keys, values, plan.tables, plan.lengths, out[:count], window, self._scales[layer])
         elif count:
-            plan.decodes[window].run(q[:count], self._caches[layer], out=out[:count])
+            plan.decodes[window].run(q[:count], self._caches[layer], out=out[:count], **self._wrapper_scales[layer])
         if plan.prompts:
-            plan.prompts[window].run(q[count:], self._caches[layer], out=out[count:])
+            plan.prompts[window].run(q[count:], self._caches[layer], out=out[count:], **self._wrapper_scales[layer])
 
     def _choose_prefill(self, wanted: str, capability: tuple[int, int]) -> dict[int | None, str]:
         """The kernel of each sliding window."""
@@ -216,7 +220,7 @@ class FlashInferAttention(AttentionBackend):
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
         spec, device = self._spec, self._device
-        needs_workspace = not self._xqa or "fa2" in self._prefill_kernels.values()
+        needs_workspace = not self._by_xqa or "fa2" in self._prefill_kernels.values()
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         size = options.workspace_bytes or (workspace_size(spec, multiprocessors) if needs_workspace else 2**20)
         # All planners share it: what a layer leaves there, no later kernel reads.
@@ -230,13 +234,8 @@ class FlashInferAttention(AttentionBackend):
             return _Planner(lambda: BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=wide), device)
 
         self._prefill_planners = {window: prefill(kernel) for window, kernel in self._prefill_kernels.items()}
-        self._decode_planners = {} if self._xqa else {window: decode() for window in self._prefill_kernels}
-        if self._xqa:
-            from flashinfer.xqa import xqa
-
-            self._xqa_kernel = xqa
-            self._scratch = torch.empty(XQA_SCRATCH, dtype=torch.uint8, device=device)
-            self._semaphores = torch.zeros(XQA_SEMAPHORES, dtype=torch.uint8, device=device)
+        self._decode_planners = {} if self._by_xqa else {window: decode() for window in self._prefill_kernels}
+        self._xqa = XqaDecode(spec, device) if self._by_xqa else None
 
     def _run_once(self) -> None:
         """Run every kernel, which compiles or loads it, so that start-up waits for that and no request does."""
@@ -308,25 +307,6 @@ class FlashInferAttention(AttentionBackend):
             "q_data_type": self._dtype,
             "kv_data_type": self._caches[0][0].dtype,
         }
-
-    def _decode_by_xqa(self, layer: int, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
-        """q, out: [decodes, heads, head_dim]."""
-        spec = self._spec
-        keys, values = self._caches[layer]
-        self._xqa_kernel(
-            q.contiguous().unsqueeze(1),  # the kernel ignores strides
-            keys,
-            values,
-            plan.tables,
-            plan.lengths,
-            out.unsqueeze(1),
-            self._scratch,
-            self._semaphores,
-            spec.num_kv_heads,
-            spec.page_size,
-            q_scale=spec.scale * math.sqrt(spec.head_dim),  # the kernel divides by that root
-            sliding_win_size=self._windows[layer] or 0,  # the token itself is counted; 0 is none
-        )
 
 
 def dense_rows(tables: torch.Tensor) -> torch.Tensor:

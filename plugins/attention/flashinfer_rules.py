@@ -9,6 +9,7 @@ from attrs import Attribute, field, frozen
 
 from engine.core.attention import AttentionSpec
 from engine.core.errors import near_misses
+from engine.core.kv_scales import FLOAT8
 
 HEAD_DIMS = (64, 128, 256)
 """What all of the kernels below are compiled for."""
@@ -38,7 +39,7 @@ class FlashInferOptions:
     """[attention.options] of this backend."""
 
     prefill: str = field(default="auto", validator=_one_of("auto", "fa2", "fa3"))
-    """FlashAttention 2 or 3 for prompts; auto: 3 where it works."""
+    """FlashAttention 2 or 3 for prompts; auto: 3 where it works, which is not with a float8 cache."""
     decode: str = field(default="auto", validator=_one_of("auto", "xqa", "wrapper"))
     """XQA or the planned decode (BatchDecodeWithPagedKVCacheWrapper); auto: XQA where it works."""
     workspace_bytes: int = field(default=0, validator=_not_negative)
@@ -49,6 +50,8 @@ def fa3_refusal(spec: AttentionSpec, capability: tuple[int, int], window: int | 
     """Why FlashAttention 3 cannot serve layers of this window; None if it can."""
     if capability[0] != 9:
         return f"it is made for compute capability 9.x (Hopper), not {capability[0]}.{capability[1]}"
+    if spec.kv_dtype == FLOAT8:
+        return f"it reads {FLOAT8} only with queries in {FLOAT8} too"
     if window is not None:
         # hopper/sparse_mainloop.cuh loads the values of tile 0 last, whichever tile the window begins in.
         return "its paged kernel is wrong with a sliding window"

@@ -68,8 +68,13 @@ class NativeAttention(AttentionBackend):
         """All but float32 on a CPU, and an installation without its native part."""
         if device.type != "cpu":
             return f"it runs on a CPU, not on {device.torch_name}; use another backend or --device cpu"
-        if spec.dtype != "float32" or spec.kv_dtype != "float32":
+        if spec.dtype != "float32":
             return f"its kernel computes in float32, not in {spec.dtype}; use --dtype float32 or another backend"
+        if spec.kv_dtype != "float32":
+            return (
+                f"its kernel reads keys and values in float32, not {spec.kv_dtype}; use --kv-dtype float32 or"
+                " --attention torch"
+            )
         if native_kernel() is None:
             return "its native part was not built; install again with a C compiler at hand, or use another backend"
         return None

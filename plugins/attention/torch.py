@@ -18,6 +18,7 @@ from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot, wi
 from engine.core.batch import ForwardBatch
 from engine.core.device import DeviceInfo
 from engine.core.kv_cache import KVPool
+from engine.core.kv_scales import FLOAT8
 
 
 @frozen
@@ -39,23 +40,29 @@ class TorchAttention(AttentionBackend):
     """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
 
     api = "1"
+    reads_float8 = True
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        """Any model on any device, with keys and values in a type that torch multiplies by itself."""
-        if spec.kv_dtype != spec.dtype:
+        """Any model on any device, with keys and values in the type of the activations or float8."""
+        if spec.kv_dtype not in (spec.dtype, FLOAT8):
             return (
-                f"keys and values must have the type of the activations ({spec.dtype}), not {spec.kv_dtype}; "
-                "use --kv-dtype auto"
+                f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
+                f"not {spec.kv_dtype}; use --kv-dtype auto or {FLOAT8}"
             )
         return None
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         self._spec = spec
         self._windows = window_of(spec)
+        self._scales = pool.scales
+        self._dtype = getattr(torch, spec.dtype)
         shape = (-1, spec.num_kv_heads, spec.head_dim)
-        self._keys = [keys.view(shape) for keys in pool.keys]
-        self._values = [values.view(shape) for values in pool.values]
+        # Codes are gathered as bytes: not everywhere does torch know how to gather float8.
+        stored = torch.uint8 if pool.is_float8 else self._dtype
+        self._codes = getattr(torch, spec.kv_dtype)
+        self._keys = [keys.view(stored).view(shape) for keys in pool.keys]
+        self._values = [values.view(stored).view(shape) for values in pool.values]
         # What is gathered goes into memory that is kept: asking the system for fresh pages each time costs more than
         # the copy itself.
         self._gathered_keys = self._keys[0].new_empty(0, *shape[1:])
@@ -114,6 +121,7 @@ class TorchAttention(AttentionBackend):
             for part in self._gather(layer, group.slots)
         )
         queries = q.view(count, -1, heads, dim).transpose(1, 2)
+        scale = self._spec.scale * self._scales[layer].key
         if self._spec.softcap is None:
             out = F.scaled_dot_product_attention(
                 queries,
@@ -121,15 +129,20 @@ class TorchAttention(AttentionBackend):
                 values,
                 attn_mask=group.mask,
                 is_causal=group.causal,
-                scale=self._spec.scale,
+                scale=scale,
                 enable_gqa=heads != self._spec.num_kv_heads,
             )
         else:
-            out = self._attend_capped(queries, keys, values, group, self._spec.softcap)
+            out = self._attend_capped(queries, keys, values, group, scale, self._spec.softcap)
+        if self._scales[layer].value != 1:
+            out = out * self._scales[layer].value
         return out.transpose(1, 2).reshape(q.shape)
 
     def _gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `slots`: [len(slots), kv_heads, head_dim] each, valid until the next call."""
+        """Keys and values of `slots`, or their codes: [len(slots), kv_heads, head_dim] each, in the activations' type.
+
+        Valid until the next call.
+        """
         count = len(slots)
         if count > len(self._gathered_keys):
             self._gathered_keys = self._gathered_keys.new_empty(count, *self._gathered_keys.shape[1:])
@@ -137,15 +150,15 @@ class TorchAttention(AttentionBackend):
         keys, values = self._gathered_keys[:count], self._gathered_values[:count]
         torch.index_select(self._keys[layer], 0, slots, out=keys)
         torch.index_select(self._values[layer], 0, slots, out=values)
-        return keys, values
+        return keys.view(self._codes).to(self._dtype), values.view(self._codes).to(self._dtype)
 
     def _attend_capped(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, softcap: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, scale: float, softcap: float
     ) -> torch.Tensor:
         """As scaled_dot_product_attention, with scores capped. All [sequences, heads, length, head_dim]."""
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        scores = (q @ k.transpose(2, 3)).float() * self._spec.scale
+        scores = (q @ k.transpose(2, 3)).float() * scale
         scores = softcap * torch.tanh(scores / softcap)
         if group.causal:
             scores = scores + torch.full(scores.shape[2:], -torch.inf, device=q.device).triu(1)
@@ -209,7 +222,3 @@ class TorchAttention(AttentionBackend):
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._keys[0].device)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self._keys[0].dtype

@@ -13,8 +13,7 @@ from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
 from engine.core.batch import ForwardBatch
 from engine.core.device import DeviceInfo
 from engine.core.kv_cache import KVPool
-
-FLOAT8 = "float8_e4m3fn"
+from engine.core.kv_scales import FLOAT8
 
 
 @frozen
@@ -40,6 +39,7 @@ class TritonAttention(AttentionBackend):
     """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
 
     api = "1"
+    reads_float8 = True
     graphs = "decode"
 
     @classmethod
@@ -107,7 +107,7 @@ class TritonAttention(AttentionBackend):
         from engine.plugins.kernels.paged_prefill import paged_prefill
 
         spec = self._spec
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
         if plan.decodes:
             config, workspace = self._launches[plan.decodes >= self._many]
             paged_decode(
@@ -118,9 +118,10 @@ class TritonAttention(AttentionBackend):
                 plan.lengths,
                 out,
                 num_sequences=plan.decodes,
-                scale=spec.scale,
+                scale=spec.scale * scales.key,
                 softcap=spec.softcap,
                 window=spec.sliding_windows[layer],
+                value_scale=scales.value,
                 workspace=workspace,
                 config=config,
             )
@@ -134,9 +135,10 @@ class TritonAttention(AttentionBackend):
                 plan.lengths,
                 plan.prompts.tiles,
                 out,
-                scale=spec.scale,
+                scale=spec.scale * scales.key,
                 softcap=spec.softcap,
                 window=spec.sliding_windows[layer],
+                value_scale=scales.value,
                 config=plan.prompts.config,
             )
 

@@ -13,3 +13,16 @@ def register_executors(register: Register) -> None:
         summary="one device, in the process of the engine",
         preference=10,
     )
+    register(
+        "multiproc",
+        lazy("engine.plugins.executors.multiproc:MultiprocExecutor"),
+        api="1",
+        summary="one device, in a process of its own",
+    )
+    register(
+        "tp",
+        lazy("engine.plugins.executors.tp:TensorParallelExecutor"),
+        api="1",
+        summary="several devices, each with its share of every layer, in a process each",
+        preference=5,
+    )

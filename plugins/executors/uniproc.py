@@ -25,7 +25,9 @@ class UniprocExecutor(Executor):
 
     @classmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
-        """Never: one device is always there."""
+        """More than one device."""
+        if config.executor.tensor_parallel > 1:
+            return f"it runs one device, not {config.executor.tensor_parallel}; use --executor tp, or --tp 1"
         return None
 
     def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:

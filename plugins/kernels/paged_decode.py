@@ -98,6 +98,7 @@ def paged_decode(
     scale: float,
     softcap: float | None,
     window: int | None,
+    value_scale: float = 1.0,
     workspace: DecodeWorkspace,
     config: DecodeConfig,
 ) -> None:
@@ -105,7 +106,7 @@ def paged_decode(
 
     q, out: [at least num_sequences, heads, head_dim], last two dimensions dense; keys, values: [blocks, page_size,
     kv_heads, head_dim]; tables: [sequences, most blocks] int32; lengths: [sequences] int32, at least 1: positions that
-    the query sees, its own the last.
+    the query sees, its own the last. What is in `values` counts value_scale times.
     """
     page_size, num_kv_heads, head_dim = keys.shape[1:]
     group = q.shape[1] // num_kv_heads
@@ -128,6 +129,7 @@ def paged_decode(
         scale,
         softcap or 0.0,
         window or 0,
+        value_scale,
         HEADS=num_kv_heads,
         GROUP=group,
         DIM=head_dim,
@@ -180,19 +182,20 @@ def _decode_kernel(
     scale,
     softcap,
     window,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr,  # noqa: N803
-    WINDOWED: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-    BLOCK_SEQUENCES: tl.constexpr,  # noqa: N803
-    BLOCK_ROWS: tl.constexpr,  # noqa: N803
-    BLOCK_GROUP: tl.constexpr,  # noqa: N803
-    BLOCK_DIM: tl.constexpr,  # noqa: N803
-    MERGE: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    value_scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SEQUENCES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Heads change fastest: programs that run together read the same tokens, which are neighbours in memory.
     head = tl.program_id(0) % HEADS
@@ -272,7 +275,7 @@ def _decode_kernel(
 
             result_ptr = out_ptr + sequence * out_stride + head * GROUP * DIM
             if (start == 0) & (stop == count):
-                result = (acc / weight[:, None]).to(out_ptr.dtype.element_ty)
+                result = (acc / weight[:, None] * value_scale).to(out_ptr.dtype.element_ty)
                 tl.store(result_ptr + rows[:, None] * DIM + columns[None, :], result, mask=real)
             else:
                 piece = (program * 2 + (start == 0).to(tl.int32)) * HEADS + head
@@ -288,8 +291,8 @@ def _decode_kernel(
                 if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == pieces - 1:
                     tl.debug_barrier()
                     _merge(
-                        sums_ptr, stats_ptr, result_ptr, first_program, pieces, head, HEADS, GROUP, DIM, BLOCK_GROUP,
-                        BLOCK_DIM, MERGE,
+                        sums_ptr, stats_ptr, result_ptr, first_program, pieces, head, value_scale, HEADS, GROUP, DIM,
+                        BLOCK_GROUP, BLOCK_DIM, MERGE,
                     )  # fmt: skip
                     tl.store(arrivals, 0)
             before += count
@@ -303,12 +306,13 @@ def _merge(
     first_program,
     pieces,
     head,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    BLOCK_GROUP: tl.constexpr,  # noqa: N803
-    BLOCK_DIM: tl.constexpr,  # noqa: N803
-    MERGE: tl.constexpr,  # noqa: N803
+    value_scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
     """One sequence and KV head from its pieces: the first program's second, and the first of each that follows."""
     rows = tl.arange(0, BLOCK_GROUP)
@@ -337,7 +341,7 @@ def _merge(
         weight = weight * fade + tl.sum(weights * factors, 0)
         acc = acc * fade[:, None] + tl.sum(sums * factors[:, :, None], 0)
         top = new_top
-    result = (acc / weight[:, None]).to(result_ptr.dtype.element_ty)
+    result = (acc / weight[:, None] * value_scale).to(result_ptr.dtype.element_ty)
     tl.store(
         result_ptr + rows[:, None] * DIM + columns[None, :],
         result,
@@ -346,7 +350,7 @@ def _merge(
 
 
 @triton.jit
-def _first_tile(lengths, window, WINDOWED: tl.constexpr, TILE: tl.constexpr):  # noqa: N803
+def _first_tile(lengths, window, WINDOWED: tl.constexpr, TILE: tl.constexpr):
     """The tile of the first position that is seen."""
     first = lengths * 0
     if WINDOWED:
@@ -355,7 +359,7 @@ def _first_tile(lengths, window, WINDOWED: tl.constexpr, TILE: tl.constexpr):  #
 
 
 @triton.jit
-def score_factor(scale, SOFTCAP: tl.constexpr):  # noqa: N803
+def score_factor(scale, SOFTCAP: tl.constexpr):
     """What makes a score an exponent of 2; capped scores are scaled already."""
     factor = 1.4426950408889634
     if not SOFTCAP:

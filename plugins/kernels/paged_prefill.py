@@ -84,13 +84,15 @@ def paged_prefill(
     scale: float,
     softcap: float | None,
     window: int | None,
+    value_scale: float = 1.0,
     config: PrefillConfig,
 ) -> None:
     """Causal attention of the rows of q that the tiles cover into the same rows of out.
 
     q, out: [tokens, heads, head_dim], last two dimensions dense; keys, values: [blocks, page_size, kv_heads, head_dim];
     tables: [sequences, most blocks] int32; query_starts: [sequences + 1] int32; lengths: [sequences] int32, the new
-    tokens included; tiles: [tiles, 2] int32, of `prefill_tiles` with config.tokens(group).
+    tokens included; tiles: [tiles, 2] int32, of `prefill_tiles` with config.tokens(group). What is in `values` counts
+    value_scale times.
     """
     page_size, num_kv_heads, head_dim = keys.shape[1:]
     _prefill_kernel[(len(tiles) * num_kv_heads,)](
@@ -108,6 +110,7 @@ def paged_prefill(
         scale,
         softcap or 0.0,
         window or 0,
+        value_scale,
         HEADS=num_kv_heads,
         GROUP=q.shape[1] // num_kv_heads,
         DIM=head_dim,
@@ -139,16 +142,17 @@ def _prefill_kernel(
     scale,
     softcap,
     window,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr,  # noqa: N803
-    WINDOWED: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    BLOCK_ROWS: tl.constexpr,  # noqa: N803
-    BLOCK_KEYS: tl.constexpr,  # noqa: N803
-    BLOCK_DIM: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
+    value_scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS
@@ -204,7 +208,7 @@ def _prefill_kernel(
         newest + 1, scale, softcap, window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, True,
     )  # fmt: skip
 
-    result = acc / tl.where(real, weight, 1.0)[:, None]
+    result = acc / tl.where(real, weight, 1.0)[:, None] * value_scale
     tl.store(out_ptr + token_rows * out_stride + heads, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -224,14 +228,14 @@ def _attend(
     scale,
     softcap,
     window,
-    HEADS: tl.constexpr,  # noqa: N803
-    DIM: tl.constexpr,  # noqa: N803
-    PAGE: tl.constexpr,  # noqa: N803
-    WINDOWED: tl.constexpr,  # noqa: N803
-    SOFTCAP: tl.constexpr,  # noqa: N803
-    BLOCK_KEYS: tl.constexpr,  # noqa: N803
-    BLOCK_DIM: tl.constexpr,  # noqa: N803
-    MASKED: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """The tile over the keys from `begin`, a multiple of BLOCK_KEYS, to `end`; without MASKED all rows see them all.
 

@@ -95,7 +95,7 @@ class Decoder(Model):
         self._embedding = layers.embedding("model.embed_tokens", shape.vocab_size, shape.hidden_size)
         self._rotary = layers.rotary(shape.rope)
         self._blocks = [DecoderBlock(index, shape, layers) for index in range(shape.num_layers)]
-        self._norm = layers.norm("model.norm", shape.hidden_size, shape.norm_eps)
+        self._norm = layers.norm("model.norm", shape.hidden_size, shape.norm_eps, sums=True)
         tied = self._embedding if shape.tied else None
         self._lm_head = layers.lm_head("lm_head", shape.vocab_size, shape.hidden_size, tied)
 
@@ -122,29 +122,30 @@ class DecoderBlock:
 
     def __init__(self, index: int, shape: DecoderConfig, layers: LayerFactory) -> None:
         name, hidden, head_dim = f"model.layers.{index}", shape.hidden_size, shape.head_dim
-        self._attention_norm = layers.norm(f"{name}.input_layernorm", hidden, shape.norm_eps)
-        queries, keys = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
-        self._qkv = layers.linear(
-            [
-                (f"{name}.self_attn.q_proj", queries),
-                (f"{name}.self_attn.k_proj", keys),
-                (f"{name}.self_attn.v_proj", keys),
-            ],
+        self._attention_norm = layers.norm(f"{name}.input_layernorm", hidden, shape.norm_eps, sums=index > 0)
+        attention = f"{name}.self_attn"
+        self._qkv = layers.qkv(
+            (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
             hidden,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=head_dim,
             bias=shape.qkv_bias,
-            parallel="column",
         )
-        heads = layers.share(shape.num_heads, "query heads")
-        kv_heads = layers.share(shape.num_kv_heads, "key and value heads")
+        heads, kv_heads = layers.share(shape.num_heads, "query heads"), layers.share_kv(shape.num_kv_heads)
         head_norm = None
         if shape.qk_norm:
-            parts = [(f"{name}.self_attn.q_norm", heads), (f"{name}.self_attn.k_norm", kv_heads)]
+            parts = [(f"{attention}.q_norm", heads), (f"{attention}.k_norm", kv_heads)]
             head_norm = layers.head_norm(parts, head_dim, shape.norm_eps)
-        self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm)
+        self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm, f"{name}.self_attn")
         self._output = layers.linear(
-            [(f"{name}.self_attn.o_proj", hidden)], queries, bias=shape.output_bias, parallel="row"
+            [(f"{attention}.o_proj", hidden)],
+            shape.num_heads * head_dim,
+            bias=shape.output_bias,
+            parallel="row",
+            summed=False,
         )
-        self._mlp_norm = layers.norm(f"{name}.post_attention_layernorm", hidden, shape.norm_eps)
+        self._mlp_norm = layers.norm(f"{name}.post_attention_layernorm", hidden, shape.norm_eps, sums=True)
         self._gate_up = layers.linear(
             [(f"{name}.mlp.gate_proj", shape.intermediate_size), (f"{name}.mlp.up_proj", shape.intermediate_size)],
             hidden,
@@ -153,13 +154,18 @@ class DecoderBlock:
             gated=True,
         )
         self._down = layers.linear(
-            [(f"{name}.mlp.down_proj", hidden)], shape.intermediate_size, bias=shape.mlp_bias, parallel="row"
+            [(f"{name}.mlp.down_proj", hidden)],
+            shape.intermediate_size,
+            bias=shape.mlp_bias,
+            parallel="row",
+            summed=False,
         )
 
     def __call__(
         self, run: ForwardPass, hidden: torch.Tensor, residual: torch.Tensor | None, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden: [tokens, hidden_size], what the block before adds to `residual`; returns the same two."""
+        """hidden: [tokens, hidden_size], what the block before adds to `residual`, on several ranks (but for the first
+        block) this rank's part of it; returns the same two."""
         hidden, residual = self._attention_norm(hidden, residual)
         hidden = self._output(self._attention(run, self._qkv(hidden), angles))
         hidden, residual = self._mlp_norm(hidden, residual)

@@ -16,7 +16,15 @@ HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "numpy", "safeten
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["plugins", "list"], ["config", "show"], ["serve", "--help"], ["bench", "--help"], ["--version"]],
+    [
+        ["--help"],
+        ["plugins", "list"],
+        ["config", "show"],
+        ["serve", "--help"],
+        ["bench", "--help"],
+        ["quantize", "--help"],
+        ["--version"],
+    ],
     ids=" ".join,
 )
 def test_nothing_heavy_is_imported(arguments):
@@ -39,7 +47,7 @@ def test_the_script_runs():
 def test_help_lists_every_command(run):
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("serve", "generate", "chat", "bench", "config", "plugins"):
+    for command in ("serve", "generate", "chat", "quantize", "bench", "config", "plugins"):
         assert f" {command} " in result.stdout
 
 

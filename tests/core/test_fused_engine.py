@@ -88,6 +88,6 @@ def test_bfloat16_hidden_states_agree(tmp_path: Path, architecture: str) -> None
     for kernels, dtype in (("plain", "float32"), ("plain", "bfloat16"), ("fused", "bfloat16")):
         settings: dict[str, Any] = {"executor__kernels": kernels, "model__dtype": dtype, "attention": "torch"}
         with Engine(model=str(path), cache__memory="4MiB", **settings) as engine:
-            [completion] = engine.generate([PROMPTS[2]], params)
+            [completion] = engine.generate(PROMPTS[1:], params)
         found.append(torch.tensor([logprob for _, logprob in completion.logprobs[0].top]))
     assert float((found[2] - found[0]).abs().max()) < 2 * float((found[1] - found[0]).abs().max()) + 0.02

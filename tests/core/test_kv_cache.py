@@ -7,6 +7,7 @@ import pytest
 
 from engine.core.attention import AttentionSpec
 from engine.core.kv_cache import BlockManager, HashChain, KVPool
+from engine.core.kv_scales import UNSCALED, KVScales
 
 PAGE = 4
 
@@ -263,7 +264,40 @@ def test_the_pool_stores_keys_and_values_where_told(kv_dtype: str) -> None:
     assert pool.keys[0].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_a_float8_pool_stores_codes() -> None:
+    import torch
+
+    scales = (KVScales(key=0.5, value=2.0), KVScales(key=0.01, value=0.02))
+    pool = KVPool(make_spec("float8_e4m3fn"), 3, "cpu", scales)
+    assert pool.scales == scales
+    k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8).bfloat16()
+    k[0, 0, 0], v[1, 0, 0] = 1e30, -torch.inf
+    slots = torch.tensor([2 * PAGE + 1, 0, 3 * PAGE + 3])
+    for layer, scale in enumerate(scales):
+        pool.write(layer, k, v, slots)
+        keys, values = (part[layer].float().flatten(0, 1)[slots] for part in (pool.keys, pool.values))
+        assert keys[0, 0, 0] == 448
+        assert values[1, 0, 0] == -448
+        # Half of the last of three digits behind the first; among the smallest, half of 2^-9.
+        for codes, numbers, step in ((keys, k, scale.key), (values, v.float(), scale.value)):
+            wanted = (numbers / step).clamp(-448, 448)
+            assert ((codes - wanted).abs() <= torch.maximum(wanted.abs() * 2**-4, torch.tensor(2**-10))).all()
+    assert pool.keys[1].dtype == torch.float8_e4m3fn
+    assert pool.keys[1].float().count_nonzero() <= 3 * 2 * 8
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float8_e4m3fn"])
+def test_a_pool_without_scales_has_those_of_1(kv_dtype: str) -> None:
+    assert KVPool(make_spec(kv_dtype), 1, "cpu").scales == (UNSCALED,) * 2
+
+
+@pytest.mark.parametrize(("kv_dtype", "count"), [("float32", 2), ("float8_e4m3fn", 1)])
+def test_scales_that_cannot_be_meant_are_an_error(kv_dtype: str, count: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} scales for 2 layers in {kv_dtype}"):
+        KVPool(make_spec(kv_dtype), 1, "cpu", (KVScales(key=2.0),) * count)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_bytes_per_block_is_what_the_tensors_take(kv_dtype: str) -> None:
     spec = make_spec(kv_dtype)
     pool = KVPool(spec, 6, "cpu")

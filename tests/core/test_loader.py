@@ -12,6 +12,7 @@ from engine.core.layers import LayerFactory
 from engine.core.loader import DummySource, SafetensorsSource, WeightSource, load_weights
 from engine.core.quant import TensorSpec
 from engine.core.readers import Piece, Readers
+from engine.testing.ranks import LoneRank
 
 HIDDEN, INNER = 4, 6
 SIZES = {
@@ -46,7 +47,7 @@ class Network:
     """One of each kind of layer."""
 
     def __init__(self, *, dtype="float32", rank=0, ranks=1):
-        self.layers = LayerFactory(dtype=dtype, device="cpu", rank=rank, ranks=ranks, reduce=lambda x: x)
+        self.layers = LayerFactory(dtype=dtype, device="cpu", group=LoneRank(rank, ranks))
         self.embedding = self.layers.embedding("embed", 8, HIDDEN)
         self.norm = self.layers.norm("norm", HIDDEN, 1e-6)
         self.gate_up = self.layers.linear([("gate", INNER), ("up", INNER)], HIDDEN, bias=True, parallel="column")
@@ -439,3 +440,17 @@ def test_dummy_weights_on_a_gpu_depend_on_name_and_seed():
     assert not torch.equal(make("a.weight", 1), make("b.weight", 1))
     assert not torch.equal(make("a.weight", 1), make("a.weight", 2))
     assert float(make("a.weight", 1).float().std()) == pytest.approx(1 / 16, rel=0.05)
+
+
+def test_a_scalar_is_read_as_one_number(tmp_path):
+    source = SafetensorsSource(Checkpoint.open(write(tmp_path, {"scale": torch.tensor(0.5), "many": torch.ones(2)})))
+    spec = TensorSpec(shape=(1,), dtypes=("float32",))
+    assert source.expect({"scale": spec}, ["many"]) == {"scale": 4}
+    with Readers("cpu", 1) as readers:
+        scale, pieces = source.begin("scale", spec, rank=1, ranks=2, device="cpu")
+        readers.start(pieces).wait()
+    assert scale.tolist() == [0.5]
+    with pytest.raises(CheckpointError, match=r"many .* has shape \[2\]; the model expects \[1\]"):
+        source.expect({"many": spec}, ["scale"])
+    with pytest.raises(CheckpointError, match=r"scale .* has shape \[\]; the model expects \[2\]"):
+        source.expect({"scale": TensorSpec(shape=(2,), dtypes=("float32",))}, ["many"])

@@ -5,7 +5,8 @@ from engine.core.attention import AttentionSpec
 from engine.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError
-from engine.core.memory import estimate_activations, format_bytes, free_memory, plan_memory
+from engine.core.kv_cache import KVPool
+from engine.core.memory import DTYPE_BYTES, estimate_activations, format_bytes, free_memory, plan_memory
 from engine.core.models import ModelSpec
 
 SPEC = AttentionSpec(
@@ -26,6 +27,19 @@ CONFIG = EngineConfig(scheduler=SchedulerConfig(max_running=4))
 def test_the_cache_gets_what_weights_and_activations_leave() -> None:
     plan = plan_memory(CONFIG, SPEC, budget=1000, weights=300, activations=200, bytes_per_block=50)
     assert (plan.num_blocks, plan.kv) == (10, 500)
+
+
+def test_a_float8_cache_has_twice_the_blocks_of_a_16_bit_one() -> None:
+    counts = []
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        spec = attrs.evolve(SPEC, dtype="bfloat16", kv_dtype=dtype)
+        size = KVPool.bytes_per_block(spec)
+        assert size == 2 * 16 * 8 * DTYPE_BYTES[dtype]
+        budget = 1000 + 9 * 2 * 16 * 8 * 2
+        counts.append(
+            plan_memory(CONFIG, spec, budget=budget, weights=600, activations=400, bytes_per_block=size).num_blocks
+        )
+    assert counts == [9, 18]
 
 
 def test_no_more_blocks_than_running_sequences_can_fill() -> None:

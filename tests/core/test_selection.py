@@ -26,7 +26,15 @@ from engine.core.models import Model, ModelSpec
 from engine.core.quant import QuantMethod
 from engine.core.registry import Plugins, load_plugins
 from engine.core.schedulers import SchedulingPolicy
-from engine.core.selection import Parts, attention_spec, max_len, resolve, resolve_dtype
+from engine.core.selection import (
+    Parts,
+    attention_spec,
+    find_quant,
+    max_len,
+    resolve,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
 
 CPU = DeviceInfo(type="cpu")
 GPU = DeviceInfo(type="cuda", capability=(9, 0))
@@ -192,11 +200,21 @@ def test_refuses_is_asked_with_what_the_contract_says() -> None:
     resolve(config, plugins, GPU, checkpoint)
     assert asked == {
         "models": (checkpoint,),
-        "attention": (attention_spec(SHAPE, config, "float32", 512), GPU),
+        "attention": (attention_spec(SHAPE, config, "float32", 512, "float32"), GPU),
         "quant": ({"bits": 4}, GPU),
         "schedulers": (),
         "executors": (config, GPU),
     }
+
+
+def test_ranks_are_asked_for_their_share_and_refused_where_there_is_none() -> None:
+    asked = []
+    attention = concrete(AttentionBackend, refuses=classmethod(lambda cls, spec, device: asked.append(spec)))
+    plugins = registry(("attention", "a", attention, 1))
+    resolve(EngineConfig(executor=ExecutorConfig(tensor_parallel=4)), plugins, GPU, {})
+    assert (asked[0].num_heads, asked[0].num_kv_heads) == (1, 1)
+    with pytest.raises(ConfigError, match=r"3 ranks cannot share .* these numbers of ranks can: 1, 2, 4"):
+        resolve(EngineConfig(executor=ExecutorConfig(tensor_parallel=3)), plugins, GPU, {})
 
 
 def test_a_page_size_the_backend_cannot_read_is_a_refusal() -> None:
@@ -354,8 +372,54 @@ def test_max_len() -> None:
 
 
 def test_the_attention_spec_says_what_the_model_asks() -> None:
-    config = evolve(EngineConfig(), cache=CacheConfig(dtype="bfloat16", page_size=32))
-    spec = attention_spec(SHAPE, config, "float16", 128)
+    config = evolve(EngineConfig(), cache=CacheConfig(page_size=32))
+    spec = attention_spec(SHAPE, config, "float16", 128, "bfloat16")
     assert (spec.dtype, spec.kv_dtype, spec.page_size, spec.max_len) == ("float16", "bfloat16", 32, 128)
     assert (spec.sliding_windows, spec.softcap, spec.scale) == ((None, 16), 30.0, 0.5)
-    assert attention_spec(SHAPE, EngineConfig(), "float16", 128).kv_dtype == "float16"
+
+
+FLOAT8 = "float8_e4m3fn"
+OLD_GPU = DeviceInfo(type="cuda", capability=(8, 6))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "asked", "device", "found"),
+    [
+        ("auto", None, GPU, "float16"),
+        ("auto", FLOAT8, GPU, FLOAT8),
+        ("auto", FLOAT8, CPU, FLOAT8),
+        ("auto", FLOAT8, OLD_GPU, "float16"),
+        ("float16", FLOAT8, GPU, "float16"),
+        ("bfloat16", None, GPU, "bfloat16"),
+        ("fp8", None, GPU, FLOAT8),
+        (FLOAT8, None, OLD_GPU, FLOAT8),
+    ],
+)
+def test_kv_dtype(wanted: str, asked: str | None, device: DeviceInfo, found: str) -> None:
+    stored: list[Any] = []
+    quant = concrete(QuantMethod, kv_dtype=classmethod(lambda cls, config: stored.append(config) or asked))
+    config = evolve(EngineConfig(), cache=CacheConfig(dtype=wanted))
+    assert resolve_kv_dtype(config, "float16", {"quantization_config": {"bits": 8}}, quant, device) == found
+    assert stored in ([], [{"bits": 8}])
+
+
+def test_the_checkpoint_s_kv_dtype_is_what_attention_is_asked_for() -> None:
+    asked: list[Any] = []
+    quant = concrete(QuantMethod, kv_dtype=classmethod(lambda cls, config: FLOAT8))
+    backend = concrete(AttentionBackend, refuses=classmethod(lambda cls, spec, device: asked.append(spec.kv_dtype)))
+    reading = type("Reading", (backend,), {"reads_float8": True})
+    plugins = registry(("attention", "old", backend, 2), ("attention", "new", reading, 1), ("quant", "q", quant, 1))
+    parts = resolve(EngineConfig(), plugins, GPU, {})
+    assert parts.attention is reading
+    assert asked == [FLOAT8, FLOAT8]
+    [choice] = [choice for choice in parts.choices if choice.seam == "attention"]
+    assert "old refuses: it reads no KV cache in float8_e4m3fn; use --kv-dtype float32" in choice.reason
+
+
+def test_the_quantization_method_alone() -> None:
+    picky = concrete(QuantMethod, refuses=refusing("no"))
+    other = concrete(QuantMethod)
+    plugins = registry(("quant", "picky", picky, 2), ("quant", "other", other, 1))
+    assert find_quant(EngineConfig(), plugins, GPU, {}) is other
+    with pytest.raises(PluginError, match="'picky' of object refuses: no"):
+        find_quant(evolve(EngineConfig(), quant=QuantConfig(name="picky")), plugins, GPU, {})

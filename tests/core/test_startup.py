@@ -63,6 +63,7 @@ def test_sentences() -> None:
     half = Progress(phase="weights", done=12_300_000_000, total=16_100_000_000, seconds=4.0)
     assert sentence(half) == "weights: 12.3 of 16.1 GB, 3.1 GB/s"
     assert sentence(Progress(phase="weights", done=0, total=10**9)) == "weights: 0.0 of 1.0 GB"
+    assert sentence(Progress(phase="graphs", rank=1)) == "rank 1: graphs"
 
 
 class Terminal(io.StringIO):

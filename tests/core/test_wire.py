@@ -65,6 +65,7 @@ MESSAGES = [
         budget_bytes=2**41,
         device="a device",
         dtype="float32",
+        kv_dtype="float32",
     ),
     types.EngineStats(running=3, prefix_hits=2**40, seconds=(("schedule", 0.5), ("wait", 1.5))),
     EngineConfig(

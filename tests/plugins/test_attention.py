@@ -116,7 +116,8 @@ class TestFlashInferWithoutXqaOnGpu(AttentionConformance):
 @pytest.mark.parametrize(
     ("backend", "changes", "device", "said"),
     [
-        (TorchAttention, {"kv_dtype": "bfloat16"}, CPU, "--kv-dtype auto"),
+        (TorchAttention, {"kv_dtype": "bfloat16"}, CPU, "--kv-dtype auto or float8_e4m3fn"),
+        (NativeAttention, {"kv_dtype": "float8_e4m3fn"}, CPU, "--kv-dtype float32 or --attention torch"),
         (NativeAttention, {}, GPU, "--device cpu"),
         (TritonAttention, {}, CPU, "--device cuda"),
         (TritonAttention, {"head_dim": 72}, GPU, "multiple of 16"),
@@ -130,6 +131,16 @@ class TestFlashInferWithoutXqaOnGpu(AttentionConformance):
 def test_refusals_say_what_would_work(backend, changes, device, said):
     assert backend.refuses(SPEC, GPU if backend is TritonAttention else CPU) is None
     assert said in backend.refuses(attrs.evolve(SPEC, **changes), device)
+
+
+def test_backends_that_read_a_float8_cache():
+    reading = {
+        cls for cls in (TorchAttention, NativeAttention, TritonAttention, FlashInferAttention) if cls.reads_float8
+    }
+    assert reading == {TorchAttention, TritonAttention, FlashInferAttention}
+    spec = attrs.evolve(SPEC, dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    assert TorchAttention.refuses(spec, CPU) is None
+    assert TritonAttention.refuses(spec, attrs.evolve(GPU, capability=(8, 9))) is None
 
 
 def test_an_engine_with_two_backends_gives_the_tokens_of_one(make_engine):

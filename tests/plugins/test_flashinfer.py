@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import attrs
@@ -13,11 +15,14 @@ import torch
 from engine.core.attention import AttentionSpec
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
+from engine.core.kv_scales import UNSCALED, KVScales
 from engine.core.structure import structure_options
 from engine.plugins.attention.flashinfer import FlashInferAttention, dense_rows, trial_batch
 from engine.plugins.attention.flashinfer_rules import FlashInferOptions, fa3_refusal, workspace_size, xqa_refusal
+from engine.plugins.attention.flashinfer_xqa import XqaDecode, score_scale
 from engine.plugins.attention.page_lists import page_lists
 
+FLOAT8 = "float8_e4m3fn"
 HOPPER = DeviceInfo(type="cuda", capability=(9, 0))
 SPEC = AttentionSpec(
     num_layers=2,
@@ -45,12 +50,14 @@ def installed(monkeypatch):
         ({}, DeviceInfo(type="cpu"), "--device cuda"),
         ({}, DeviceInfo(type="cuda", capability=(7, 5)), "compute capability 8.0, and this GPU has 7.5"),
         ({"dtype": "float32", "kv_dtype": "float32"}, HOPPER, "--dtype bfloat16"),
-        ({"kv_dtype": "float16"}, HOPPER, "--kv-dtype auto"),
+        ({"kv_dtype": "float16"}, HOPPER, "--kv-dtype auto or float8_e4m3fn"),
+        ({"kv_dtype": FLOAT8}, DeviceInfo(type="cuda", capability=(8, 0)), "8.9, and this GPU has 8.0; use --kv-dtype"),
         ({"head_dim": 96}, HOPPER, "heads of 64 or 128 or 256, not 96"),
     ],
 )
 def test_refusals_say_what_would_work(changes: dict[str, Any], device: DeviceInfo, said: str) -> None:
     assert FlashInferAttention.refuses(SPEC, HOPPER) is None
+    assert FlashInferAttention.refuses(attrs.evolve(SPEC, kv_dtype=FLOAT8), HOPPER) is None
     assert FlashInferAttention.refuses(SPEC, DeviceInfo(type="cuda", capability=(8, 0))) is None
     assert said in (FlashInferAttention.refuses(attrs.evolve(SPEC, **changes), device) or "")
 
@@ -68,6 +75,7 @@ def test_flash_attention_3_is_for_hopper_and_full_attention() -> None:
     assert "Hopper" in (fa3_refusal(SPEC, (8, 9), None) or "")
     assert "Hopper" in (fa3_refusal(SPEC, (10, 0), None) or "")
     assert "sliding window" in (fa3_refusal(SPEC, (9, 0), 128) or "")
+    assert "queries in float8_e4m3fn too" in (fa3_refusal(attrs.evolve(SPEC, kv_dtype=FLOAT8), (9, 0), None) or "")
 
 
 @pytest.mark.parametrize(
@@ -83,6 +91,52 @@ def test_where_xqa_does_not_decode(changes: dict[str, Any], capability: tuple[in
     assert xqa_refusal(SPEC, (9, 0)) is None
     assert xqa_refusal(attrs.evolve(SPEC, num_heads=128, page_size=128), (12, 0)) is None
     assert said in (xqa_refusal(attrs.evolve(SPEC, **changes), capability) or "")
+
+
+class FakeFlashInfer:
+    """What XqaDecode calls, noted."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.modules: list[tuple[Any, ...]] = []
+        utils, xqa = ModuleType("flashinfer.utils"), ModuleType("flashinfer.xqa")
+        utils.device_support_pdl = lambda device: True  # type: ignore[attr-defined]
+        utils.get_device_sm_count = lambda device: 132  # type: ignore[attr-defined]
+        xqa.xqa = lambda *arguments, **options: self.calls.append(options)  # type: ignore[attr-defined]
+        xqa.get_xqa_module = self.module  # type: ignore[attr-defined]
+        for module in (ModuleType("flashinfer"), utils, xqa):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def module(self, *key: Any) -> SimpleNamespace:
+        self.modules.append(key)
+        return SimpleNamespace(xqa=lambda **options: self.calls.append(options))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", FLOAT8])
+def test_what_xqa_is_told(kv_dtype: str, window: int | None, monkeypatch) -> None:
+    flashinfer = FakeFlashInfer(monkeypatch)
+    spec = attrs.evolve(SPEC, kv_dtype=kv_dtype)
+    q = torch.zeros(3, 32, 128, dtype=torch.bfloat16)
+    pool = torch.zeros(5, 16, 8, 128).to(getattr(torch, kv_dtype))
+    tables, lengths = torch.zeros(3, 7, dtype=torch.int32), torch.ones(3, 1, dtype=torch.int32)
+    scales = KVScales(key=0.5, value=0.25) if kv_dtype == FLOAT8 else UNSCALED
+    XqaDecode(spec, torch.device("cpu"))(q, pool, pool, tables, lengths, torch.empty_like(q), window, scales)
+    [call] = flashinfer.calls
+    assert call["sliding_win_size"] == (window or 0)
+    if kv_dtype == FLOAT8:
+        # Not the kernel that computes in float8.
+        assert call["run_sm90_fp8_mha"] is False
+        # The kernel multiplies scores by q_scale * kv_scale / sqrt(head_dim), and results by kv_scale.
+        assert call["kv_scale"] == 0.25
+        assert call["q_scale"] * 0.25 == pytest.approx(0.1 * 0.5 * 128**0.5)
+        assert (call["max_seq_len"], call["batch_size"]) == (7 * 16, 3)
+        assert flashinfer.modules == [
+            (torch.bfloat16, torch.float8_e4m3fn, 16, 128, 4, window is not None, torch.bfloat16, 1)
+        ]
+    else:
+        assert call["q_scale"] == score_scale(spec, UNSCALED) == pytest.approx(0.1 * 128**0.5)
+        assert flashinfer.modules == []
 
 
 def test_the_workspace_holds_all_partial_results() -> None:

@@ -89,6 +89,12 @@ class RunningServer:
         (found,) = [pid for pid, command in self.children().items() if "front_end" not in command]
         return found
 
+    def worker_pids(self) -> list[int]:
+        """The executor's processes."""
+        engine = self.engine_pid()
+        lists = (task / "children" for task in Path(f"/proc/{engine}/task").iterdir())
+        return [int(child) for one in lists for child in one.read_text().split()]
+
     def front_end_pids(self) -> list[int]:
         """The front end processes."""
         return [pid for pid, command in self.children().items() if "front_end" in command]
@@ -168,12 +174,12 @@ def serve_fake(
 
 
 @pytest.fixture(scope="session")
-def start_server() -> Iterator[Callable[[Sequence[str]], RunningServer]]:
-    """Starts a server by its command line, and waits until it listens or has exited."""
+def start_server() -> Iterator[Callable[..., RunningServer]]:
+    """Starts a server by its command line, and waits until it listens or has exited; see RunningServer."""
     started: list[RunningServer] = []
 
-    def start(command: Sequence[str]) -> RunningServer:
-        started.append(RunningServer(command))
+    def start(command: Sequence[str], directory: Path | None = None) -> RunningServer:
+        started.append(RunningServer(command, directory))
         return started[-1]
 
     yield start

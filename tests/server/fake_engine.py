@@ -2,7 +2,8 @@
 
 How it behaves is in executor.options of its configuration:
     delay: seconds a step takes; die_after: steps until the process kills itself; raise_after: steps until one fails;
-    start_error: fail at start with this sentence; exit: leave at start with this code.
+    start_error: fail at start with this sentence; exit: leave at start with this code; stuck: steps come to nothing;
+    silent_rank: of a worker whose loop went round at the engine's start and never again.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ class FakeEngine:
             raise CapacityError(options["start_error"])
         if "exit" in options:
             sys.exit(options["exit"])
+        self._stuck = options.get("stuck", False)
+        self._silent_rank = options.get("silent_rank")
+        self._started = time.monotonic()
         self._delay = options.get("delay", 0.0)
         self._die_after = options.get("die_after")
         self._raise_after = options.get("raise_after")
@@ -89,6 +93,8 @@ class FakeEngine:
 
     def step(self) -> list[Output]:
         time.sleep(self._delay)
+        if self._stuck:
+            return []
         self._stats = evolve(self._stats, steps=self._stats.steps + 1)
         if self._stats.steps == self._die_after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -129,6 +135,8 @@ class FakeEngine:
         return evolve(self._stats, running=used, blocks_used=used, seconds=(("schedule", 0.5),))
 
     def check(self) -> Health:
+        if self._silent_rank is not None:
+            return Health(ok=True, beat=self._started, rank=self._silent_rank)
         return Health(ok=True)
 
     def close(self) -> None:

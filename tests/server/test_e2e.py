@@ -20,6 +20,7 @@ pytestmark = pytest.mark.e2e
 
 Start = Callable[..., Any]
 MAX_LEN = 256
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "engine-demo"
 ENGINE = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()")
 
 
@@ -233,6 +234,24 @@ def test_sigterm_drains_and_sigkill_leaves_nothing(start: Start, alive: Callable
     engine = killed.engine_pid()
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.until(lambda: not alive(engine))
+
+
+def test_the_demo_model_quantized_while_loading(start_server: Callable[[Sequence[str]], Any]) -> None:
+    """int8 weights and activations: nearly the logprobs of the weights as they are, for the same tokens."""
+    asked: Any = {"model": "engine-demo", "prompt": "def read_lines(path):\n", "max_tokens": 12, "temperature": 0}
+    found = {}
+    for quant in ("none", "int8"):
+        flags = ["--model", str(DEMO), "--quant", quant, "--port", "0", "--kv-memory", "16MiB", "--threads", "1"]
+        server = start_server([*ENGINE, "serve", *flags])
+        assert server.url, server.errors
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            pieces = list(client.completions.create(**asked, logprobs=1, stream=True))
+        logprobs = [value for piece in pieces if (of := piece.choices[0].logprobs) for value in of.token_logprobs or ()]
+        found[quant] = ["".join(piece.choices[0].text for piece in pieces), logprobs]
+        assert server.stop() == 0
+    assert found["int8"][0] == found["none"][0]
+    assert found["int8"][1] == pytest.approx(found["none"][1], abs=0.25)
+    assert found["int8"][1] != found["none"][1]
 
 
 def test_a_checkpoint_that_is_not_there(start_server: Callable[[Sequence[str]], Any], tmp_path: Path) -> None:

@@ -317,7 +317,8 @@ def test_a_dead_engine(serve_fake: Serve, cause: str, alive: Callable[[int], boo
         assert http.get("/metrics").text.count("engine_up 0.0") == 1
         health = http.get("/health")
         assert health.status_code == 503
-        assert set(health.json()) == {"status", "reason", "since"}
+        assert set(health.json()) == {"status", "level", "reason", "since"}
+        assert health.json()["level"] == "process"
         assert ("SIGKILL" if cause == "die_after" else "the fake step failed") in health.json()["reason"]
         assert not alive(engine)
         assert server.stop() == 1

@@ -4,6 +4,9 @@ import json
 import shlex
 from collections.abc import Callable
 
+from attrs import evolve
+from msgspec.structs import replace
+
 from engine.core.config import EngineConfig
 from engine.core.selection import Choice
 from engine.core.types import CacheInfo, SamplingParams
@@ -43,6 +46,12 @@ def test_all_that_was_decided_is_told(fake_config: Callable[..., EngineConfig]) 
         "Listening on http://127.0.0.1:8123",
     ):
         assert words in text
+
+
+def test_a_cache_of_another_type_is_told(fake_config: Callable[..., EngineConfig]) -> None:
+    for kv_dtype, said in (("float32", "full length\n"), ("float8_e4m3fn", "full length, in float8_e4m3fn\n")):
+        started = replace(STARTED, cache=evolve(STARTED.cache, kv_dtype=kv_dtype))
+        assert said in summary(started, fake_config(), "http://h:1")
 
 
 def test_the_curl_line_can_be_pasted(fake_config: Callable[..., EngineConfig]) -> None:

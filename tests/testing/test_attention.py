@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.core.attention import AttentionBackend, AttentionSpec
+from engine.core.kv_scales import UNSCALED, KVScales
 from engine.testing.attention import BATCHES, AttentionConformance, dense_attention
 
 
@@ -16,6 +17,7 @@ class Plain(AttentionBackend):
     """By the definition, in the type of the inputs; faulty classes below change one thing."""
 
     api = "1"
+    reads_float8 = True
 
     @classmethod
     def refuses(cls, spec, device):
@@ -37,14 +39,19 @@ class Plain(AttentionBackend):
     def spec_of(self, layer: int) -> tuple[AttentionSpec, int | None]:
         return self.spec, self.spec.sliding_windows[layer]
 
+    def scales_of(self, layer: int) -> KVScales:
+        return self.pool.scales[layer]
+
     def forward(self, layer, q, k, v, plan):
+        scales = self.scales_of(layer)
         keys, values = self.pool.keys[layer].flatten(0, 1), self.pool.values[layer].flatten(0, 1)
         outs = []
         spec, window = self.spec_of(layer)
         for row, context in enumerate(plan.context_lens.tolist()):
             start, end = plan.query_starts[row : row + 2].tolist()
             slots = self.slots(plan, row, context)
-            outs.append(dense_attention(q[start:end], keys[slots], values[slots], spec, window))
+            k, v = keys[slots].double() * scales.key, values[slots].double() * scales.value
+            outs.append(dense_attention(q[start:end], k, v, spec, window))
         return torch.cat(outs).to(q.dtype)
 
 
@@ -55,6 +62,21 @@ class TestPlain(AttentionConformance):
 class TestPlainHalf(AttentionConformance):
     backend = Plain
     dtype = "bfloat16"
+
+
+class Unscaled(Plain):
+    def scales_of(self, layer):
+        return UNSCALED
+
+
+class OneScale(Plain):
+    def scales_of(self, layer):
+        return self.pool.scales[0]
+
+
+class KeyScaleAlone(Plain):
+    def scales_of(self, layer):
+        return KVScales(key=self.pool.scales[layer].key, value=self.pool.scales[layer].key)
 
 
 class Windowless(Plain):
@@ -170,6 +192,9 @@ class Vague(Plain):
         (Dense, lambda suite: suite.test_strided_inputs()),
         (Remembering, lambda suite: suite.test_one_plan_for_changing_buffers(None)),
         (Worst, lambda suite: suite.test_one_plan_for_changing_buffers(None)),
+        (Unscaled, lambda suite: suite.test_float8_cache("mixed")),
+        (OneScale, lambda suite: suite.test_float8_cache("decode")),
+        (KeyScaleAlone, lambda suite: suite.test_float8_cache("prefill")),
         (Widened, lambda suite: suite.test_batch("decode", (4, 2))),
         (Refusing, lambda suite: suite.test_the_plain_case_is_not_refused()),
         (Vague, lambda suite: suite.test_batch("decode", (4, 2))),
@@ -184,6 +209,12 @@ def test_a_fault_is_found(backend: type[AttentionBackend], test: Any) -> None:
 
 def test_a_plan_that_holds_only_the_buffers_serves_a_graph() -> None:
     type("Suite", (AttentionConformance,), {"backend": Replayed})().test_one_plan_for_changing_buffers(20)
+
+
+def test_a_backend_that_does_not_say_it_reads_float8_is_not_asked_to() -> None:
+    suite = type("Suite", (AttentionConformance,), {"backend": type("Old", (Plain,), {"reads_float8": False})})()
+    with pytest.raises(pytest.skip.Exception, match="reads no float8"):
+        suite.test_float8_cache("mixed")
 
 
 def test_a_refused_feature_is_skipped_with_its_sentence() -> None:

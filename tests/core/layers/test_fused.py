@@ -5,11 +5,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.core.kernels.peers import RowSums
 from engine.core.kernels.skinny_launch import MOST_ROWS
+from engine.core.kv_scales import UNSCALED, KVScales
 from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.skinny import BUCKETS, SkinnyKernel
+from engine.testing.ranks import LoneRank
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Doubling(LoneRank):
+    """A rank of two, whose other one computes the same."""
+
+    def all_reduce(self, x):
+        return 2 * x
 
 
 def both(build, **shares):
@@ -46,13 +56,50 @@ def test_norm():
     close(fused(x)[0], plain(x)[0])
 
 
+class Reaching(Doubling):
+    """A rank that reaches the memory of another, which has been there before it, and left its rows in both places."""
+
+    def __init__(self, theirs, most_rows):
+        super().__init__(0, 2)
+        size = theirs.shape[1]
+        self.memory = [torch.zeros(2, most_rows, size, device=DEVICE), torch.zeros(2, most_rows, size, device=DEVICE)]
+        self.memory[1][:, : len(theirs)] = theirs
+        self.told = [torch.full((most_rows, 2), 100, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        self.sums = RowSums(
+            rank=0,
+            ranks=2,
+            size=size,
+            most_rows=most_rows,
+            places=torch.tensor([each.data_ptr() for each in self.memory], device=DEVICE),
+            flags=torch.tensor([each.data_ptr() for each in self.told], device=DEVICE),
+            epochs=torch.zeros(most_rows, dtype=torch.int32, device=DEVICE),
+        )
+
+    def row_sums(self, size, dtype):
+        assert (size, dtype) == (self.sums.size, torch.float32)
+        return self.sums
+
+
+def test_norm_of_sums():
+    x, theirs, residual = randn(3, 48), randn(2, 48) + 2, randn(3, 48) + 1
+    plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5, sums=True), group=Reaching(theirs, 2))
+    alone = both(lambda layers: layers.norm("norm", 48, 1e-5, sums=True))[0]
+    for _ in range(3):
+        for one, other in zip(fused(x[:2], residual[:2].clone()), alone(x[:2] + theirs, residual[:2]), strict=True):
+            close(one, other)
+    for one, other in zip(fused(x, residual.clone()), alone(2 * x, residual), strict=True):  # too many rows for that
+        close(one, other)
+    for one, other in zip(plain(x, residual), alone(2 * x, residual), strict=True):
+        close(one, other)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 16, 17, 40])
 @pytest.mark.parametrize(("bias", "parallel", "ranks"), [(False, "none", 1), (True, "column", 2), (True, "row", 2)])
 def test_linear(rows, bias, parallel, ranks):
     def build(layers):
         return layers.linear([("a", 40), ("b", 24)], 64, bias=bias, parallel=parallel)
 
-    shares = {"ranks": ranks, "reduce": lambda y: 2 * y} if ranks > 1 else {}
+    shares = {"group": Doubling(0, ranks)} if ranks > 1 else {}
     plain, fused = both(build, **shares)
     assert isinstance(fused.kernel, SkinnyKernel)
     x = randn(rows, 32 if parallel == "row" else 64)
@@ -99,7 +146,9 @@ def test_attention(rotary_dim, scaling, normed):
     found = []
     for rotary, attention in both(build):
         pool = SimpleNamespace(
-            keys=torch.zeros(2, 3, 4, 2, 16).to(DEVICE), values=torch.zeros(2, 3, 4, 2, 16).to(DEVICE)
+            keys=torch.zeros(2, 3, 4, 2, 16).to(DEVICE),
+            values=torch.zeros(2, 3, 4, 2, 16).to(DEVICE),
+            scales=(UNSCALED, UNSCALED),
         )
 
         def write(layer, k, v, slots, pool=pool):
@@ -118,6 +167,22 @@ def test_attention(rotary_dim, scaling, normed):
         found.append((out, pool.keys, pool.values))
     for one, other in zip(found[1], found[0], strict=True):
         close(one, other)
+
+
+def test_codes_are_by_the_scales_of_the_layer(monkeypatch):
+    told = []
+    monkeypatch.setattr("engine.core.layers.fused.rotate_and_write", lambda *arguments: told.append(arguments))
+    layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
+    pool = SimpleNamespace(keys="kK", values="vV", scales=(UNSCALED, KVScales(key=0.5, value=0.25)))
+    run = SimpleNamespace(
+        pool=pool,
+        plan=None,
+        batch=SimpleNamespace(slots=None),
+        attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: q),
+    )
+    layers.attention(1, 4, 2, 16)(run, torch.zeros(3, 8 * 16), (None, None))
+    assert told[0][1:3] == ("K", "V")
+    assert told[0][-1] == KVScales(key=0.5, value=0.25)
 
 
 def test_a_choice_is_for_all_layers_of_a_shape_and_all_rows_up_to_it():

@@ -6,6 +6,7 @@ import torch
 from engine.core.errors import ConfigError
 from engine.core.layers import LayerFactory, Linear, PlainKernel, silu_and_mul
 from engine.core.quant import LinearKernel, QuantMethod, TensorSpec
+from engine.testing.ranks import LoneRank
 
 
 class Doubled(LinearKernel):
@@ -100,19 +101,15 @@ def test_a_gated_linear_activates_unless_its_kernel_does():
     torch.testing.assert_close(summed.gated(x), silu_and_mul(x))
 
 
-def test_several_ranks_need_something_to_sum_with():
-    with pytest.raises(ConfigError, match="nothing was given to sum"):
-        make(ranks=2)
-
-
 def test_only_row_layers_sum_and_the_bias_is_added_once():
     calls = []
 
-    def reduce(x):
-        calls.append(x)
-        return 2 * x  # as if the other rank had computed the same
+    class Group(LoneRank):
+        def all_reduce(self, x):
+            calls.append(x)
+            return 2 * x  # as if the other rank had computed the same
 
-    layers = make(ranks=2, reduce=reduce)
+    layers = make(group=Group(0, 2))
     row = layers.linear([("a", 3)], 4, bias=True, parallel="row")
     column = layers.linear([("b", 4)], 3, parallel="column")
     row.fill({"a.weight": torch.ones(3, 2), "a.bias": torch.full((3,), 10.0)})
@@ -123,9 +120,17 @@ def test_only_row_layers_sum_and_the_bias_is_added_once():
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layer_whose_results_a_norm_sums(rank):
+    layers = make(group=LoneRank(rank, 2))
+    layer = layers.linear([("a", 3)], 4, bias=True, parallel="row", summed=False)
+    layer.fill({"a.weight": torch.ones(3, 2), "a.bias": torch.full((3,), 10.0)})
+    assert torch.equal(layer(torch.ones(1, 2)), torch.full((1, 3), 12.0 if rank == 0 else 2.0))
+
+
 @pytest.mark.parametrize(("parallel", "said"), [("column", "3 outputs of b"), ("row", "5 inputs of a")])
 def test_sizes_that_ranks_cannot_share(parallel, said):
-    layers = make(ranks=2, reduce=lambda x: x)
+    layers = make(group=LoneRank(0, 2))
     with pytest.raises(ConfigError, match=f"2 ranks cannot share {said} evenly"):
         layers.linear([("a", 4), ("b", 3)], 5, parallel=parallel)
 

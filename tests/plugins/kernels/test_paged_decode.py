@@ -41,6 +41,7 @@ class Case:
     softcap: float | None = None
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
+    value_scale: float = 1.0
 
     def __attrs_post_init__(self) -> None:
         torch.manual_seed(0)
@@ -61,6 +62,7 @@ class Case:
             blocks, offsets = self.tables[row][at // self.page].long(), at % self.page
             k, v = (torch.randn(length, kv_heads, self.dim).to(kv_dtype).float() for _ in range(2))
             pool[0][blocks, offsets], pool[1][blocks, offsets] = k, v
+            v = v.double() * self.value_scale
             expected.append(dense_attention(self.q[row : row + 1].cpu(), k, v, self.spec(), self.window))
         self.expected = torch.cat(expected)
         self.keys, self.values = (part.to(kv_dtype).to(DEVICE) for part in pool)
@@ -100,6 +102,7 @@ class Case:
             scale=self.dim**-0.5,
             softcap=self.softcap,
             window=self.window,
+            value_scale=self.value_scale,
             workspace=workspace,
             config=config,
         )
@@ -182,6 +185,12 @@ def test_half_precision(dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_cache_of_8_bits(dtype):
     Case([50, 130], dtype=dtype, kv_dtype=torch.float8_e4m3fn).check(3)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_values_that_count_more_than_once(programs):
+    """Whole sequences, and those put together from pieces."""
+    Case([50, 130, 7], kv_dtype=torch.float8_e4m3fn, value_scale=0.37).check(programs)
 
 
 @pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])

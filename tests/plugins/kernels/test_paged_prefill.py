@@ -19,7 +19,16 @@ pytestmark = [] if triton.knobs.runtime.interpret else [pytest.mark.gpu]
 
 
 def check(
-    lengths, *, heads=(2, 1), dim=32, window=None, softcap=None, config=SMALL, dtype=torch.float32, kv_dtype=None
+    lengths,
+    *,
+    heads=(2, 1),
+    dim=32,
+    window=None,
+    softcap=None,
+    config=SMALL,
+    dtype=torch.float32,
+    kv_dtype=None,
+    value_scale=1.0,
 ):
     """lengths: (cached, new) of each sequence; the first row of q is a decode's, which is to be left alone."""
     torch.manual_seed(0)
@@ -51,6 +60,7 @@ def check(
         blocks = tables[row][at // PAGE].long()
         k, v = (torch.randn(context, heads[1], dim).to(kv_dtype).float() for _ in range(2))
         pool[0][blocks, at % PAGE], pool[1][blocks, at % PAGE] = k, v
+        v = v.double() * value_scale
         expected.append(dense_attention(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window))
     tiles = prefill_tiles(
         np.diff(starts).astype(np.int32), np.array([1, *contexts], np.int32), 1, config.tokens(heads[0] // heads[1])
@@ -67,6 +77,7 @@ def check(
         scale=spec.scale,
         softcap=softcap,
         window=window,
+        value_scale=value_scale,
         config=config,
     )
     assert (out[0] == -7).all(), "a decode's row was written"
@@ -118,6 +129,10 @@ def test_the_launches_that_are_chosen(dim, longest, window):
 
 def test_a_cache_of_8_bits():
     check(((20, 30),), dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
+
+
+def test_values_that_count_more_than_once():
+    check(((20, 30), (0, 5)), kv_dtype=torch.float8_e4m3fn, value_scale=0.37)
 
 
 def test_tiles_cover_each_new_token_once_the_most_work_first():

@@ -1,0 +1,325 @@
+"""Linear layers with quantized weights by themselves: microseconds replayed from a CUDA graph, beside bfloat16.
+
+    python benchmarks/quant_kernels.py [--tune] [--kinds fp8 int8 4bit ...] [--rows 1 16 ...] [--json FILE]
+
+Shapes are those of Llama-3.1-8B. Weights rotate over more memory than the L2 cache keeps. What is timed is what a layer
+does, behind the norm that makes its input: activations quantized where they are, SiLU * up for gate and up. Floor:
+bytes of weights and scales over 4.2 TB/s. `bf16` is cuBLAS by plain weights, `engine` what the engine launches.
+--tune: all tiles and libraries worth a try, the best printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+from attrs import evolve, frozen
+from triton.runtime.errors import OutOfResources
+
+from engine.cli.bench.report import Row, report, write
+from engine.core.kernels.activation import silu_and_mul
+from engine.core.kernels.norm import add_rms_norm
+from engine.core.layers.timing import GraphTimer
+from engine.core.quant import LinearPart, LinearSpec
+from engine.plugins.kernels.quantize_rows import quantize_rows
+from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
+from engine.plugins.kernels.weight_only_launch import COLUMNS, MOST_ROWS, Multiplier, Problem, Tile, fits, split
+from engine.plugins.quant.eight_bit import EightBitFormat
+from engine.plugins.quant.eight_bit_gpu import GpuKernel
+from engine.plugins.quant.layout import CodeLayout, Layout
+
+BANDWIDTH = 4.2e12
+DEVICE = torch.device("cuda", 0)
+COLD_BYTES = 150e6
+"""Weights of one replay together, three L2 caches of an H200."""
+MOST_COPIES = 16
+ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 2048)
+LINEARS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""Rows of W, inputs; of Llama-3.1-8B."""
+CODES = {"fp8": ("float8_e4m3fn", "channel"), "block": ("float8_e4m3fn", "block"), "int8": ("int8", "channel")}
+GROUPED = {"4bit": (4, 128, False), "4bit-zeros": (4, 128, True), "8bit": (8, 128, False)}
+"""Bits, inputs a group, zero points."""
+FEW_SHAPES = ((32, 2), (64, 4), (64, 2), (128, 4))
+MANY_SHAPES = ((64, 4), (128, 4), (128, 8))
+"""Rows of W and warps of the tiles that --tune tries, for up to 32 rows of x and for more."""
+MATMULS = [
+    MatmulTile(rows=rows, outputs=outputs, warps=warps, stages=stages, block_k=block_k)
+    for rows, outputs, block_k, warps, stages in (
+        (64, 32, 128, 4, 6), (64, 64, 128, 4, 5), (128, 32, 128, 4, 5), (128, 64, 128, 4, 4), (128, 64, 128, 4, 6),
+        (128, 128, 128, 8, 4), (128, 256, 128, 8, 3), (128, 256, 128, 8, 4), (256, 128, 128, 8, 3))
+]  # fmt: skip
+MOST_ERROR = 0.1
+"""Rounding activations to codes makes some of it, more where a few are large; the rest is bfloat16."""
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+@frozen(kw_only=True)
+class Copy:
+    """One layer's weights."""
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    codes: torch.Tensor | None
+    """The same as a matrix, where they are."""
+
+
+class Layers:
+    """Copies of one layer, enough to be cold, and the ways to multiply by them."""
+
+    def __init__(self, shape: str, kind: str, multiplier: Multiplier) -> None:
+        self.shape, self.kind = shape, kind
+        self.gated = shape == "gate_up"
+        self.multiplier = multiplier
+        rows, inputs = LINEARS[shape]
+        self.layout, copy = coded(kind, rows, inputs, multiplier) if kind in CODES else grouped(kind, rows, inputs)
+        self.problem = Problem(gated=self.gated, weight_rows=rows, inputs=inputs, layout=self.layout)
+        self.nbytes = copy.words.nbytes + copy.scales.nbytes
+        count = min(max(int(COLD_BYTES / self.nbytes), 2), MOST_COPIES)
+        self.copies = [copy, *(duplicate(copy, self.layout) for _ in range(count - 1))]
+        plain = multiplier.dequantize(
+            copy.words, copy.scales, self.layout, torch.empty(1, inputs, device=DEVICE).bfloat16()
+        )
+        self.plain = [plain.clone() for _ in range(max(count // 2, 2))]
+
+    def error(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        """Of a result, relative to float32 with the weights as they are read."""
+        exact = self.activate(F.linear(x.float(), self.plain[0].float()))
+        return float((y.float() - exact).norm() / exact.norm())
+
+    def activate(self, y: torch.Tensor) -> torch.Tensor:
+        """Of a product, where the layer activates."""
+        return silu_and_mul(y) if self.gated else y
+
+    def by_plain(self) -> list[Call]:
+        """By bfloat16 weights."""
+        return [lambda x, weight=weight: self.activate(F.linear(x, weight)) for weight in self.plain]
+
+    def own(self, rows: int) -> list[Call]:
+        """As the engine multiplies."""
+        if self.kind in CODES:
+            kernel = eight_bit(self.kind, self.problem, self.multiplier)
+            apply = kernel.apply_gated if self.gated else kernel.apply
+            return [
+                lambda x, one=one: apply(x, {"weight": one.codes, "scale": one.scales}, None) for one in self.copies
+            ]
+        return [
+            lambda x, one=one: self.multiplier(x, one.words, one.scales, self.layout, gated=self.gated)
+            for one in self.copies
+        ]
+
+    def by_tile(self, tile: Tile) -> list[Call]:
+        """By the weight-only kernel."""
+        return [
+            lambda x, one=one: self.multiplier.by_tiles(x, one.words, one.scales, self.layout, None, self.gated, tile)
+            for one in self.copies
+        ]
+
+    def by_library(self) -> list[Call]:
+        """By cuBLAS and unpacked weights."""
+        return [
+            lambda x, one=one: self.multiplier.by_library(x, one.words, one.scales, self.layout, None, self.gated)
+            for one in self.copies
+        ]
+
+    def by_codes(self, tile: MatmulTile | None, fast: bool = True) -> list[Call]:
+        """Activations quantized; tile None: by torch's kernel for float8."""
+
+        def call(x: torch.Tensor, one: Copy) -> torch.Tensor:
+            codes, x_scale = quantize_rows(x, one.codes.dtype)
+            if tile is not None:
+                return self.activate(matmul(codes, x_scale, one.codes, one.scales, None, x.dtype, tile))
+            y = torch._scaled_mm(
+                codes, one.codes.t(), scale_a=x_scale[:, None], scale_b=one.scales[None, :], out_dtype=x.dtype,
+                use_fast_accum=fast,
+            )  # fmt: skip
+            return self.activate(y)
+
+        return [lambda x, one=one: call(x, one) for one in self.copies]
+
+    def ways(self, rows: int, sms: int) -> Iterator[tuple[str, list[Call]]]:
+        """All worth a try, by name."""
+        if rows <= MOST_ROWS:
+            for tile in self.tiles(rows, sms):
+                yield f"tile {tile}", self.by_tile(tile)
+        if rows >= 64 and self.kind in CODES and not self.layout.scale_rows:
+            for tile in MATMULS:
+                yield f"codes {tile}", self.by_codes(tile)
+            if self.kind == "fp8":
+                yield "codes _scaled_mm fast", self.by_codes(None)
+                yield "codes _scaled_mm exact", self.by_codes(None, fast=False)
+        if rows >= 64 and self.layout.scaled != "outputs":
+            yield "library", self.by_library()
+
+    def tiles(self, rows: int, sms: int) -> list[Tile]:
+        """With several splits."""
+        columns = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
+        few = columns <= 32
+        scaled_early = (False,) if few or self.layout.scaled == "outputs" else (False, True)
+        found = []
+        for (tile_rows, warps), stages, early in itertools.product(
+            FEW_SHAPES if few else MANY_SHAPES, (4, 6) if few else (3, 4), scaled_early
+        ):
+            tile = Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=early)
+            usual = split(tile, self.problem, rows, sms).splits
+            for splits in sorted({max(usual // 2, 1), usual, usual * 2}):
+                one = evolve(tile, splits=splits)
+                if splits == 1 or (
+                    splits * 2 <= self.problem.blocks and fits(one, one.programs(self.problem, rows), splits)
+                ):
+                    found.append(one)
+        return found
+
+    def compile(self, rows: Sequence[int], sms: int) -> None:
+        """What `ways` will launch, in threads."""
+        one = self.copies[0]
+        with (
+            ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads,
+            triton.AsyncCompileMode(threads, ignore_errors=True),
+        ):
+            for count in rows:
+                x = torch.empty(count, self.problem.inputs, device=DEVICE, dtype=torch.bfloat16)
+                tiles = self.tiles(count, sms) if count <= MOST_ROWS else []
+                for tile in {evolve(tile, splits=min(tile.splits, 2)) for tile in tiles}:
+                    self.multiplier.compile(x, one.words, one.scales, self.layout, self.gated, tile)
+
+
+def coded(kind: str, rows: int, inputs: int, multiplier: Multiplier) -> tuple[CodeLayout, Copy]:
+    """Random float8 or int8 weights."""
+    dtype, granularity = CODES[kind]
+    layout = CodeLayout(dtype=dtype, scale_rows=128 if granularity == "block" else 0)
+    problem = Problem(gated=False, weight_rows=rows, inputs=inputs, layout=layout)
+    weight = torch.randn(rows, inputs, device=DEVICE).bfloat16() / inputs**0.5
+    prepared = eight_bit(kind, problem, multiplier).prepare({"w.weight": weight})
+    return layout, Copy(words=layout.words(prepared["weight"]), scales=prepared["scale"], codes=prepared["weight"])
+
+
+def eight_bit(kind: str, problem: Problem, multiplier: Multiplier) -> GpuKernel:
+    """The layer of the quantization plugin."""
+    dtype, granularity = CODES[kind]
+    form = EightBitFormat(dtype=dtype, granularity=granularity, activations="token")
+    part = LinearPart(name="w", out_features=problem.weight_rows)
+    spec = LinearSpec(
+        parts=(part,), in_features=problem.inputs, bias=False, dtype="bfloat16", device=str(DEVICE), gated=problem.gated
+    )
+    return GpuKernel(spec, form, multiplier)
+
+
+def grouped(kind: str, rows: int, inputs: int) -> tuple[Layout, Copy]:
+    """Random whole numbers with scales of groups."""
+    bits, group_size, has_zeros = GROUPED[kind]
+    layout = Layout.choose(bits, group_size)
+    values = torch.randint(0, 2**bits, (rows, inputs), dtype=torch.uint8, device=DEVICE)
+    scales = (torch.rand(-(-inputs // group_size), rows, device=DEVICE) / 100).half()
+    zeros = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8, device=DEVICE) if has_zeros else None
+    words, entries = layout.pack(values, scales, zeros, group_size, "bfloat16")
+    return layout, Copy(words=words, scales=entries, codes=None)
+
+
+def duplicate(copy: Copy, layout: Layout | CodeLayout) -> Copy:
+    """In memory of its own."""
+    if copy.codes is None:
+        return Copy(words=copy.words.clone(), scales=copy.scales.clone(), codes=None)
+    codes = copy.codes.clone()
+    return Copy(words=layout.words(codes), scales=copy.scales.clone(), codes=codes)
+
+
+def seconds(timer: GraphTimer, x: torch.Tensor, calls: Sequence[Call]) -> float:
+    """Of one call behind a norm, cold; inf for one that needs more than the GPU has."""
+    scale = torch.ones_like(x[0])
+
+    def all_calls() -> None:
+        for call in calls:
+            call(add_rms_norm(x, None, scale, 1e-5)[0])
+
+    try:
+        return timer.replayed(all_calls) / len(calls)
+    except OutOfResources:
+        return float("inf")
+
+
+def inputs_of(rows: int, size: int) -> torch.Tensor:
+    """Activations with a few large ones, as models have."""
+    x = torch.randn(rows, size, device=DEVICE)
+    x[:, :: max(size // 8, 1)] *= 20
+    return x.bfloat16()
+
+
+def measure(timer: GraphTimer, layers: Layers, rows: Sequence[int], sms: int, *, tune: bool) -> list[Row]:
+    """One shape of one kind; ends the run where a result is wrong."""
+    if tune:
+        layers.compile(rows, sms)
+    floor = layers.nbytes / BANDWIDTH
+    found = []
+    for count in rows:
+        x = inputs_of(count, layers.problem.inputs)
+        own = layers.own(count)
+        spent, baseline = seconds(timer, x, own), seconds(timer, x, layers.by_plain())
+        error = layers.error(x, own[0](x))
+        print(
+            f"{layers.shape:<8}{layers.kind:<6}{count:>5} rows  floor {floor * 1e6:5.1f}  engine {spent * 1e6:7.1f} us"
+            f"  bf16 {baseline * 1e6:7.1f}  x{baseline / spent:4.2f}  {layers.nbytes / spent / 1e12:4.2f} TB/s"
+            f"  error {error:.4f}",
+            flush=True,
+        )
+        if not error < MOST_ERROR:
+            sys.exit(f"{layers.shape} {layers.kind} at {count} rows is wrong")
+        name = f"{layers.shape} {layers.kind} {count} rows"
+        found.append(Row(metric=name, value=spent * 1e6, unit="us", baseline=baseline * 1e6, baseline_name="bf16"))
+        if tune:
+            show_best(timer, layers, x, sms)
+    return found
+
+
+def show_best(timer: GraphTimer, layers: Layers, x: torch.Tensor, sms: int) -> None:
+    """Print the best three of each kind of way, and any that is wrong."""
+    timed: dict[str, list[tuple[float, str]]] = {}
+    for name, calls in layers.ways(x.shape[0], sms):
+        spent = seconds(timer, x, calls)
+        if spent == float("inf"):
+            continue
+        if not layers.error(x, calls[0](x)) < MOST_ERROR:
+            print(f"        WRONG  {name}")
+            continue
+        timed.setdefault(name.split()[0], []).append((spent, name))
+    for ranked in timed.values():
+        for spent, name in sorted(ranked)[:3]:
+            print(f"        {spent * 1e6:8.1f} us  {name}", flush=True)
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--kinds", nargs="*", choices=[*CODES, *GROUPED], default=["fp8", "int8", "4bit"])
+    parser.add_argument("--shapes", nargs="*", choices=list(LINEARS), default=list(LINEARS))
+    parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    found: list[Row] = []
+    with torch.inference_mode():
+        timer, multiplier = GraphTimer(DEVICE), Multiplier(DEVICE)
+        sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        for kind in arguments.kinds:
+            for shape in arguments.shapes:
+                layers = Layers(shape, kind, multiplier)
+                found += measure(timer, layers, arguments.rows, sms, tune=arguments.tune)
+                del layers
+                torch.cuda.empty_cache()
+    if arguments.json is not None:
+        machine = f"{torch.cuda.get_device_name(DEVICE)}, triton {triton.__version__}"
+        settings = {"dtype": "bfloat16", "model": "Llama-3.1-8B", "bandwidth": BANDWIDTH}
+        write(arguments.json, report("quant_kernels", machine, found, settings))
+
+
+if __name__ == "__main__":
+    main()

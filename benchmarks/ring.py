@@ -1,0 +1,262 @@
+"""A hop from one writer to four readers: how long it takes and what it burns, beside ZeroMQ and a ring that spins.
+
+    python benchmarks/ring.py --json benchmarks/results/ring.json
+
+Five processes. The writer sends a message every so many microseconds, as an engine sends steps, and sleeps in between;
+a reader blocks in its receive. The hop is the time from before the send to after the receive, for each message and
+reader, and the cores burnt are processor time over wall time of a reader, while messages come and while none does. All
+transports take turns in one run. It needs a core for each process; with fewer, the figures are those of the scheduler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+from attrs import Factory, define
+
+from engine.core.shm import Ring
+
+READERS = 4
+WARM_UP = 200
+SLOTS = 16
+
+Send = Callable[[bytes], object]
+Receive = Callable[[], bytes]
+
+
+class Transport(ABC):
+    """One way to bring a message to all readers. The constructor runs before the processes part."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    @abstractmethod
+    def writer(self) -> Send:
+        """In the writer's process."""
+
+    @abstractmethod
+    def reader(self, index: int) -> Receive:
+        """In a reader's."""
+
+
+class RingTransport(Transport):
+    """Ours."""
+
+    def __init__(self, size: int, implementation: str, spin_us: int) -> None:
+        super().__init__(size)
+        self.ring = Ring.create(
+            readers=READERS, slots=SLOTS, slot_bytes=max(size, 1), spin_us=spin_us, implementation=implementation
+        )
+
+    def writer(self) -> Send:
+        return self.ring.writer().send
+
+    def reader(self, index: int) -> Receive:
+        return self.ring.reader(index).receive
+
+
+class SpinTransport(Transport):
+    """A ring in Python whose readers look at the counter again and again, and yield in between."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.memory = memoryview(mmap.mmap(-1, 4096 + SLOTS * size))
+        self.counters = self.memory[: 8 * (1 + READERS)].cast("Q")
+
+    def writer(self) -> Send:
+        counters, memory, size = self.counters, self.memory, self.size
+
+        def send(message: bytes) -> None:
+            number = counters[0]
+            while number - min(counters[1:]) >= SLOTS:
+                os.sched_yield()
+            begin = 4096 + number % SLOTS * size
+            memory[begin : begin + size] = message
+            counters[0] = number + 1
+
+        return send
+
+    def reader(self, index: int) -> Receive:
+        counters, memory, size = self.counters, self.memory, self.size
+
+        def receive() -> bytes:
+            number = counters[1 + index]
+            while counters[0] == number:
+                os.sched_yield()
+            begin = 4096 + number % SLOTS * size
+            message = bytes(memory[begin : begin + size])
+            counters[1 + index] = number + 1
+            return message
+
+        return receive
+
+
+class ZmqTransport(Transport):
+    """A ZeroMQ ipc pair for each reader."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.directory = tempfile.TemporaryDirectory()
+
+    def _address(self, index: int) -> str:
+        return f"ipc://{self.directory.name}/{index}"
+
+    def writer(self) -> Send:
+        import zmq
+
+        context = zmq.Context.instance()
+        sockets = [context.socket(zmq.PAIR) for _ in range(READERS)]
+        for index, socket in enumerate(sockets):
+            socket.bind(self._address(index))
+
+        def send(message: bytes) -> None:
+            for socket in sockets:
+                socket.send(message)
+
+        return send
+
+    def reader(self, index: int) -> Receive:
+        import zmq
+
+        socket = zmq.Context.instance().socket(zmq.PAIR)
+        socket.connect(self._address(index))
+        return socket.recv
+
+
+TRANSPORTS: dict[str, Callable[[int], Transport]] = {
+    "ring, spins up to 20 us": lambda size: RingTransport(size, "futex", 20),
+    "ring, never spins": lambda size: RingTransport(size, "futex", 0),
+    "ring of pipes": lambda size: RingTransport(size, "pipe", 0),
+    "ZeroMQ ipc pairs": ZmqTransport,
+    "spinning Python ring": SpinTransport,
+}
+
+
+@define
+class Figures:
+    """Of one transport and interval."""
+
+    hops: list[int] = Factory(list)
+    """ns, one for each message and reader."""
+    sends: list[int] = Factory(list)
+    """ns in the writer's call."""
+    burnt: list[float] = Factory(list)
+    """Cores, one entry for each reader."""
+    idle: list[float] = Factory(list)
+
+
+def read(receive: Receive, messages: int, out: memoryview) -> None:
+    """A reader. out: hops in ns; behind them wall and processor time, in ns, of the messages and of the idle time."""
+    clocks = []
+    for number in range(-WARM_UP, messages):
+        if number == 0:
+            clocks.append((time.monotonic_ns(), time.process_time_ns()))
+        stamp = int.from_bytes(receive()[:8], "little")
+        if number >= 0:
+            out[number] = time.monotonic_ns() - stamp
+    clocks.append((time.monotonic_ns(), time.process_time_ns()))
+    receive()
+    clocks.append((time.monotonic_ns(), time.process_time_ns()))
+    for place, (before, after) in enumerate(itertools.pairwise(clocks)):
+        out[messages + 2 * place] = after[0] - before[0]
+        out[messages + 2 * place + 1] = after[1] - before[1]
+
+
+def play(transport: Transport, interval_us: int, messages: int, idle: float, figures: Figures) -> None:
+    """One turn of a transport."""
+    outs = [memoryview(mmap.mmap(-1, 8 * (messages + 4))).cast("Q") for _ in range(READERS)]
+    pids = []
+    for index, out in enumerate(outs):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                read(transport.reader(index), messages, out)
+                code = 0
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    send = transport.writer()
+    rest = bytes(transport.size - 8)
+    for number in range(-WARM_UP, messages):
+        time.sleep(interval_us / 1e6)
+        begin = time.monotonic_ns()
+        send(begin.to_bytes(8, "little") + rest)
+        if number >= 0:
+            figures.sends.append(time.monotonic_ns() - begin)
+    time.sleep(idle)
+    send(bytes(transport.size))
+    for pid, out in zip(pids, outs, strict=True):
+        if os.waitpid(pid, 0)[1]:
+            raise SystemExit("a reader failed")
+        figures.hops += out[:messages].tolist()
+        wall, burnt, idle_wall, idle_burnt = out[messages:].tolist()
+        figures.burnt.append(burnt / wall)
+        figures.idle.append(idle_burnt / idle_wall)
+
+
+def main() -> None:
+    """Measure, print, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=1000, help="of each transport, interval and turn")
+    parser.add_argument("--bytes", type=int, default=1024, help="of a message")
+    parser.add_argument("--intervals", type=int, nargs="+", default=[300, 4000], help="microseconds between messages")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--idle", type=float, default=2.0, help="seconds without a message, in each turn")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    table: dict[tuple[str, int], Figures] = {}
+    for _ in range(arguments.turns):
+        for interval in arguments.intervals:
+            for name, make in TRANSPORTS.items():
+                figures = table.setdefault((name, interval), Figures())
+                play(make(max(arguments.bytes, 8)), interval, arguments.messages, arguments.idle, figures)
+
+    from engine.cli.bench.report import Row, report, write  # after the forks, which need not copy all that
+    from engine.core.device import find_device
+
+    rows = []
+    columns = ("hop p50", "hop p99", "hop p99.9", "send p50", "reader, cores", "reader idle, cores")
+    print(f"{'':<42}" + "".join(f"{column:>19}" for column in columns))
+    for (name, interval), figures in table.items():
+        hops = statistics.quantiles(figures.hops, n=1000, method="inclusive")
+        values = (
+            *(hops[place] / 1e3 for place in (499, 989, 998)),
+            statistics.median(figures.sends) / 1e3,
+            statistics.mean(figures.burnt),
+            statistics.mean(figures.idle),
+        )
+        case = f"{name}, every {interval} us"
+        print(f"{case:<42}" + "".join(f"{value:>19.4f}" for value in values))
+        rows += [
+            Row(
+                metric=column.removesuffix(", cores"),
+                value=value,
+                unit="cores" if "cores" in column else "us",
+                case=case,
+            )
+            for column, value in zip(columns, values, strict=True)
+        ]
+    if arguments.json is not None:
+        settings = {
+            "readers": READERS,
+            "bytes": arguments.bytes,
+            "messages": arguments.messages * arguments.turns,
+            "idle_seconds": arguments.idle * arguments.turns,
+            "cpus": os.cpu_count(),
+        }
+        write(arguments.json, report("ring", find_device("cpu").name, rows, settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Messages between processes of one machine: a ring in shared memory for one writer and many readers."""
+
+from engine.core.shm.errors import RingClosedError, RingError, RingSpaceError, RingTimeoutError
+from engine.core.shm.ring import Ring, RingHandle, RingReader, RingWriter
+
+__all__ = [
+    "Ring",
+    "RingClosedError",
+    "RingError",
+    "RingHandle",
+    "RingReader",
+    "RingSpaceError",
+    "RingTimeoutError",
+    "RingWriter",
+]

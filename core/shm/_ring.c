@@ -1,0 +1,221 @@
+/* Who may read and write which slot of a ring in shared memory, and how a process sleeps until it may. Linux.
+ *
+ * One writer, many readers, a fixed number of slots. What the slots hold, and where they are, is the caller's:
+ *
+ *     writer: ring_await_room, fill slot `end.sequence % slots`, ring_publish
+ *     reader: ring_await_message, copy slot `end.sequence % slots`, ring_advance
+ *
+ * Data. `published` and each reader's `received` count messages, in 64 bits, and only grow; each has one process that
+ * writes it. The writer stores `published` after it has filled the slot, and a reader loads it before it copies; a reader
+ * stores `received` after it has copied, and the writer loads it before it fills again. Each store releases and each load
+ * acquires, so nobody sees half a message, and one whose writer died in the middle is never seen.
+ *
+ * Sleep. A side that finds nothing to do spins for a bounded time, then
+ *     1. reads the bell, 2. sets the flag, 3. looks once more, 4. sleeps if the bell is still what it was in 1.
+ * The other side makes its change, and if the flag is set, clears it, rings the bell (adds one) and wakes all sleepers
+ * with one system call. Setting the flag, looking, changing and testing the flag are sequentially consistent: either the
+ * sleeper sees the change in 3, or the other side sees the flag. In that case it rings after 1, and 4 does not sleep. A
+ * flag that a dead process left behind costs one system call. A process that dies before it rings leaves sleepers, whom
+ * the end of their time limit wakes, or ring_end.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "atomics would take locks of one process");
+
+/* Two cache lines: processors fetch them in pairs. */
+#define APART _Alignas(128)
+
+/* What a wait ends with; the same numbers as in signals.py. */
+enum { READY = 0, PENDING = 1, ENDED = 2, ALONE = 3 };
+
+typedef struct {
+    APART _Atomic uint32_t flag; /* somebody sleeps, or is about to */
+    _Atomic uint32_t bell;       /* what they sleep on */
+} doze_t;
+
+typedef struct {
+    APART _Atomic uint64_t received;
+    _Atomic uint32_t gone;
+} reader_t;
+
+typedef struct {
+    APART _Atomic uint64_t published;
+    _Atomic int64_t stamp;        /* when the last message was published, ns */
+    doze_t readers_doze;          /* until there is a message */
+    doze_t writer_dozes;          /* until there is room */
+    APART _Atomic uint32_t ended; /* this line changes once or twice in a ring's life */
+    _Atomic uint32_t live;        /* readers that are not gone */
+    uint32_t readers, slots;
+    reader_t reader[];
+} ring_t;
+
+/* One end, in the memory of its process. */
+typedef struct {
+    uint64_t sequence; /* messages sent or received through it */
+    uint64_t room;     /* the writer's: number of the first message that must wait for a reader, as last looked up */
+    int64_t spin;      /* ns to spin for in the next wait */
+    int64_t spin_most;
+    uint32_t index; /* the reader's */
+} end_t;
+
+static int64_t now_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Sleep while the bell is `value`, until CLOCK_MONOTONIC is `until`, or a signal comes. Shared between processes. */
+static void sleep_on(_Atomic uint32_t *bell, uint32_t value, int64_t until) {
+    const struct timespec time = {.tv_sec = until / 1000000000, .tv_nsec = until % 1000000000};
+    const int saved = errno;
+    syscall(SYS_futex, bell, FUTEX_WAIT_BITSET, value, &time, NULL, FUTEX_BITSET_MATCH_ANY);
+    errno = saved;
+}
+
+static void ring_the_bell(_Atomic uint32_t *bell) {
+    const int saved = errno;
+    atomic_fetch_add(bell, 1);
+    syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    errno = saved;
+}
+
+static void wake(doze_t *doze) {
+    if (atomic_load(&doze->flag) && atomic_exchange(&doze->flag, 0))
+        ring_the_bell(&doze->bell);
+}
+
+uint64_t ring_slowest(ring_t *ring) {
+    uint64_t slowest = atomic_load(&ring->published);
+    for (uint32_t i = 0; i < ring->readers; i++) {
+        const uint64_t received = atomic_load(&ring->reader[i].received);
+        if (!atomic_load(&ring->reader[i].gone) && received < slowest)
+            slowest = received;
+    }
+    return slowest;
+}
+
+static int room(ring_t *ring, end_t *end) {
+    if (atomic_load(&ring->ended))
+        return ENDED;
+    if (!atomic_load(&ring->live))
+        return ALONE;
+    if (end->sequence < end->room)
+        return READY;
+    end->room = ring_slowest(ring) + ring->slots;
+    return end->sequence < end->room ? READY : PENDING;
+}
+
+/* `ended` before `published`: what was sent before the end is received. */
+static int message(ring_t *ring, end_t *end) {
+    const uint32_t ended = atomic_load(&ring->ended);
+    if (atomic_load(&ring->reader[end->index].gone))
+        return ALONE;
+    if (atomic_load(&ring->published) != end->sequence)
+        return READY;
+    return ended ? ENDED : PENDING;
+}
+
+typedef int (*look_t)(ring_t *, end_t *);
+
+/* The next wait spins as long as it may if this one would have been over within that time, half as long as this one if
+ * not: after long waits nobody spins, and one short wait is enough to spin again. */
+static void adapt(end_t *end, int found, int64_t waited) {
+    end->spin = found == READY && waited <= end->spin_most ? end->spin_most : end->spin / 2;
+}
+
+/* Wait until `look` finds something, at most until `until`, CLOCK_MONOTONIC in ns; also ends, with PENDING, on a signal.
+ * stamp: when what is waited for happened; NULL: not known, the end of the wait counts. */
+static inline int await(ring_t *ring, end_t *end, look_t look, doze_t *doze, _Atomic int64_t *stamp, int64_t until) {
+    int found = look(ring, end);
+    if (found != PENDING)
+        return found;
+    const int64_t begin = now_ns();
+    if (begin >= until)
+        return PENDING;
+    const int64_t spin_end = begin + end->spin < until ? begin + end->spin : until;
+    while (found == PENDING && now_ns() < spin_end) {
+        for (int i = 0; i < 16 && found == PENDING; i++) {
+            relax();
+            found = look(ring, end);
+        }
+    }
+    if (found == PENDING) {
+        const uint32_t bell = atomic_load(&doze->bell);
+        atomic_store(&doze->flag, 1);
+        found = look(ring, end);
+        if (found == PENDING) {
+            sleep_on(&doze->bell, bell, until);
+            found = look(ring, end);
+        }
+    }
+    const int64_t finish = found == READY && stamp ? atomic_load_explicit(stamp, memory_order_relaxed) : now_ns();
+    adapt(end, found, finish - begin);
+    return found;
+}
+
+/* Bytes of ring_t for so many readers. */
+int64_t ring_bytes(uint32_t readers) { return (int64_t)(sizeof(ring_t) + readers * sizeof(reader_t)); }
+
+/* The memory is zero, and nobody else has it yet. */
+void ring_init(ring_t *ring, uint32_t readers, uint32_t slots) {
+    ring->readers = readers;
+    ring->slots = slots;
+    atomic_store(&ring->live, readers);
+}
+
+int ring_await_room(ring_t *ring, end_t *end, int64_t until) {
+    return await(ring, end, room, &ring->writer_dozes, NULL, until);
+}
+
+void ring_publish(ring_t *ring, end_t *end) {
+    atomic_store_explicit(&ring->stamp, now_ns(), memory_order_relaxed);
+    atomic_store(&ring->published, ++end->sequence);
+    wake(&ring->readers_doze);
+}
+
+int ring_await_message(ring_t *ring, end_t *end, int64_t until) {
+    return await(ring, end, message, &ring->readers_doze, &ring->stamp, until);
+}
+
+/* After a copy. ALONE: the reader was dropped meanwhile, and the slot may have been filled anew: the copy is no message.
+ * `gone` is read by a write that changes nothing, since a processor may load the slot later than what it loads next, but
+ * not later than what it writes next. */
+int ring_advance(ring_t *ring, end_t *end) {
+    reader_t *reader = &ring->reader[end->index];
+    if (atomic_fetch_or(&reader->gone, 0))
+        return ALONE;
+    atomic_store(&reader->received, ++end->sequence);
+    wake(&ring->writer_dozes);
+    return READY;
+}
+
+void ring_drop(ring_t *ring, uint32_t index) {
+    if (!atomic_exchange(&ring->reader[index].gone, 1))
+        atomic_fetch_sub(&ring->live, 1);
+    ring_the_bell(&ring->writer_dozes.bell);
+    ring_the_bell(&ring->readers_doze.bell); /* the reader itself, should it live */
+}
+
+int ring_ended(ring_t *ring) { return (int)atomic_load(&ring->ended); }
+
+void ring_end(ring_t *ring) {
+    atomic_store(&ring->ended, 1);
+    ring_the_bell(&ring->readers_doze.bell);
+    ring_the_bell(&ring->writer_dozes.bell);
+}

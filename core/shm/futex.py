@@ -1,0 +1,150 @@
+"""Signals by atomic counters in the shared memory and, to sleep, the kernel's futex: _ring.c. Linux only."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import sys
+from typing import Any
+
+from engine.core.shm.segment import PAGE, Segment
+from engine.core.shm.signals import ReaderSignals, Signals, WriterSignals
+
+_POINTER, _NUMBER, _TIME = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int64
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "ring_bytes": (_TIME, _NUMBER),
+    "ring_init": (None, _POINTER, _NUMBER, _NUMBER),
+    "ring_await_room": (ctypes.c_int, _POINTER, _POINTER, _TIME),
+    "ring_publish": (None, _POINTER, _POINTER),
+    "ring_slowest": (ctypes.c_uint64, _POINTER),
+    "ring_await_message": (ctypes.c_int, _POINTER, _POINTER, _TIME),
+    "ring_advance": (ctypes.c_int, _POINTER, _POINTER),
+    "ring_drop": (None, _POINTER, _NUMBER),
+    "ring_ended": (ctypes.c_int, _POINTER),
+    "ring_end": (None, _POINTER),
+}
+"""Name -> types of what it returns and takes. A call releases the interpreter's lock."""
+
+
+class _End(ctypes.Structure):
+    """end_t of _ring.c."""
+
+    _fields_ = (
+        ("sequence", ctypes.c_uint64),
+        ("room", ctypes.c_uint64),
+        ("spin", ctypes.c_int64),
+        ("spin_most", ctypes.c_int64),
+        ("index", ctypes.c_uint32),
+    )
+
+
+@functools.cache
+def native_part() -> Any:
+    """The functions of _ring.c; None where it was not built."""
+    spec = importlib.util.find_spec("engine.core.shm._ring")
+    if spec is None or spec.origin is None:
+        return None
+    library = ctypes.CDLL(spec.origin)
+    for name, (returns, *takes) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = returns, takes
+    return library
+
+
+class FutexSignals(Signals):
+    """Of rings on Linux where the native part was built."""
+
+    implementation = "futex"
+
+    @classmethod
+    def refuses(cls) -> str | None:
+        """Another system, and an installation without its native part."""
+        if not sys.platform.startswith("linux"):
+            return f"futexes are Linux's, and this is {sys.platform}; rings of pipes work here"
+        if native_part() is None:
+            return "its native part was not built; install again with a C compiler at hand, or use rings of pipes"
+        return None
+
+    @classmethod
+    def control_bytes(cls, readers: int) -> int:
+        """See Signals."""
+        return int(native_part().ring_bytes(readers))
+
+    @classmethod
+    def descriptors(cls, readers: int) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def __init__(self, segment: Segment, readers: int, slots: int, spin_us: int, *, new: bool) -> None:
+        self._library = native_part()
+        self._segment = segment
+        self._anchor = ctypes.c_char.from_buffer(segment.map, PAGE)  # keeps the memory mapped
+        self._ring = ctypes.addressof(self._anchor)
+        self._spin = 1000 * spin_us
+        if new:
+            self._library.ring_init(self._ring, readers, slots)
+
+    def writer(self) -> WriterSignals:
+        """See Signals."""
+        return _Writer(self, self._library, self._ring, _End(spin=self._spin, spin_most=self._spin))
+
+    def reader(self, index: int) -> ReaderSignals:
+        """See Signals."""
+        return _Reader(self, self._library, self._ring, _End(spin=self._spin, spin_most=self._spin, index=index))
+
+    def drop(self, index: int) -> None:
+        """See Signals."""
+        self._library.ring_drop(self._ring, index)
+
+    def ended(self) -> bool:
+        """See Signals."""
+        return bool(self._library.ring_ended(self._ring))
+
+    def end(self) -> None:
+        """See Signals."""
+        self._library.ring_end(self._ring)
+
+
+class _Side:
+    """What both sides have: the addresses, and what must live as long as these are used."""
+
+    def __init__(self, signals: FutexSignals, library: Any, ring: int, end: _End) -> None:
+        self._signals = signals
+        self._library = library
+        self._ring = ring
+        self._state = end
+        self._end = ctypes.addressof(end)
+
+    @property
+    def sequence(self) -> int:
+        """See WriterSignals and ReaderSignals."""
+        return int(self._state.sequence)
+
+
+class _Writer(_Side, WriterSignals):
+    """See WriterSignals."""
+
+    def wait(self, until: int) -> int:
+        """See WriterSignals."""
+        return int(self._library.ring_await_room(self._ring, self._end, until))
+
+    def publish(self) -> None:
+        """See WriterSignals."""
+        self._library.ring_publish(self._ring, self._end)
+
+    def slowest(self) -> int:
+        """See WriterSignals."""
+        return int(self._library.ring_slowest(self._ring))
+
+
+class _Reader(_Side, ReaderSignals):
+    """See ReaderSignals."""
+
+    def wait(self, until: int) -> int:
+        """See ReaderSignals."""
+        return int(self._library.ring_await_message(self._ring, self._end, until))
+
+    def advance(self) -> int:
+        """See ReaderSignals."""
+        return int(self._library.ring_advance(self._ring, self._end))

@@ -1,0 +1,110 @@
+"""FlashInfer's XQA kernel: decodes without a plan, by lengths and block tables on the device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.core.attention import AttentionSpec
+from engine.core.kv_scales import FLOAT8, KVScales
+
+SCRATCH = 8 * 2**20
+"""Bytes for partial results: at most one a multiprocessor, 8 KiB each at 16 heads of 256."""
+SEMAPHORES = 2**16
+"""Bytes; one 32-bit counter for each sequence and KV head whose context is split, of which there are fewer than
+multiprocessors. Zero at first; each kernel leaves them zero."""
+
+
+class XqaDecode:
+    """Launches the kernel; one for all layers, one launch at a time."""
+
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        from flashinfer.utils import device_support_pdl, get_device_sm_count
+        from flashinfer.xqa import get_xqa_module, xqa
+
+        self._spec = spec
+        self._xqa = xqa
+        self._module_of = get_xqa_module
+        self._multiprocessors = get_device_sm_count(device)
+        self._pdl = device_support_pdl(device)
+        self._scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+        self._semaphores = torch.zeros(SEMAPHORES, dtype=torch.uint8, device=device)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        out: torch.Tensor,
+        window: int | None,
+        scales: KVScales,
+    ) -> None:
+        """q, out: [decodes, heads, head_dim]; keys, values: [blocks, page_size, kv_heads, head_dim];
+        tables: [decodes, most blocks] int32, dense; lengths: [decodes, 1] uint32."""
+        spec = self._spec
+        q, out = q.contiguous().unsqueeze(1), out.unsqueeze(1)  # the kernel ignores strides
+        scale = score_scale(spec, scales)
+        if spec.kv_dtype != FLOAT8:
+            self._xqa(
+                q,
+                keys,
+                values,
+                tables,
+                lengths,
+                out,
+                self._scratch,
+                self._semaphores,
+                spec.num_kv_heads,
+                spec.page_size,
+                q_scale=scale,
+                sliding_win_size=window or 0,  # the token itself is counted; 0 is none
+            )
+            return
+        # What `xqa` does of a float8 cache on Hopper is another kernel (mha_sm90.cu), which rounds the queries and the
+        # softmax to float8 as well: 3 bits of mantissa. This is the one that converts keys and values to q's type.
+        module = self._module_of(
+            q.dtype,
+            keys.dtype,
+            spec.page_size,
+            spec.head_dim,
+            spec.num_heads // spec.num_kv_heads,
+            window is not None,
+            out.dtype,
+            1,
+        )
+        module.xqa(
+            run_sm90_fp8_mha=False,
+            sm_count=self._multiprocessors,
+            num_kv_heads=spec.num_kv_heads,
+            sliding_win_size=window or 0,
+            q_scale=scale,
+            output=out,
+            rcp_out_scale=1.0,
+            q=q,
+            sinks=None,
+            k_cache=keys,
+            v_cache=values,
+            k_sf_cache=None,
+            v_sf_cache=None,
+            page_table=tables,
+            max_seq_len=tables.shape[1] * spec.page_size,
+            seq_lens=lengths,
+            batch_size=len(q),
+            kv_scale=scales.value,
+            semaphores=self._semaphores,
+            workspace_buffer=self._scratch,
+            enable_pdl=self._pdl,
+            q_seq_len=1,
+            mask=None,
+        )
+
+
+def score_scale(spec: AttentionSpec, scales: KVScales) -> float:
+    """The kernel's q_scale, which it divides by sqrt(head_dim).
+
+    Of a float8 cache it knows one scale, here that of the values, and multiplies scores and results by it.
+    """
+    return spec.scale * math.sqrt(spec.head_dim) * scales.key / scales.value

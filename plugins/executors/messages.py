@@ -1,0 +1,110 @@
+"""What passes between an executor and its workers beside steps and results: a socket of messages, as msgpack."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from engine.core.config import EngineConfig
+from engine.core.errors import CapacityError, CheckpointError, ConfigError, EngineError, ExecutorError, PluginError
+from engine.core.shm import RingHandle
+from engine.core.startup import Progress
+from engine.core.types import CacheInfo
+from engine.core.wire import Decoder, encode
+
+T = TypeVar("T")
+
+LONGEST = 2**17
+"""Bytes of a message, at most; what a socket takes at once by default is more."""
+
+ERRORS: tuple[type[EngineError], ...] = (CheckpointError, CapacityError, ConfigError, PluginError, ExecutorError)
+"""Those of a worker that are raised as what they are in the executor's process too."""
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message to a worker."""
+
+    config: EngineConfig
+    executor: str
+    """Its class, as module:name."""
+    manifest: tuple[tuple[str, str, str], ...]
+    """The plugins that the executor's process has loaded."""
+    rank: int
+    ranks: int
+    device: str
+    """cpu or cuda:N."""
+    store: str
+    """A file that all ranks see, empty at first: where they meet, as for torch.distributed.FileStore."""
+    steps: RingHandle
+    results: RingHandle | None
+    """Rank 0's; the others answer nothing."""
+    beats: int
+    """File descriptor of the beats."""
+    stack: int
+    """File descriptor that SIGUSR1 writes the stack to."""
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """How far a phase of the start is."""
+
+    progress: Progress
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Steps can be sent."""
+
+    cache: CacheInfo
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The worker cannot start, or cannot go on; it exits."""
+
+    phase: str
+    """weights; or step 12."""
+    kind: str
+    """The error's class."""
+    known: str
+    """The class of core/errors.py that it derives from; empty if there is none."""
+    message: str
+    hint: str
+    """What may help; empty if the message says it, or nobody knows."""
+    traceback: str
+
+
+FromWorker = Told | Ready | Failed
+
+
+class Connection(Generic[T]):
+    """One end of a socket that keeps messages apart; T: what the other end says."""
+
+    def __init__(self, end: socket.socket, kind: Any) -> None:
+        self._socket = end
+        self._decoder: Decoder[T] = Decoder(kind)
+
+    def send(self, message: Any) -> None:
+        """Raises OSError when the other end is gone."""
+        self._socket.sendall(encode(message))
+
+    def receive(self) -> T | None:
+        """The next message; None when the other end is gone. Raises BlockingIOError if there is none, on an end that
+        does not wait, and EngineError for what is no message."""
+        try:
+            data = self._socket.recv(LONGEST)
+        except ConnectionError:
+            return None
+        return self._decoder.decode(data) if data else None
+
+    def fileno(self) -> int:
+        """For poll()."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

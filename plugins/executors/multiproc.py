@@ -1,0 +1,223 @@
+"""The runner in a process of its own: steps go there, and what they sampled comes back, over rings in shared memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+from attrs import evolve, field, frozen, validators
+
+from engine.core.config import EngineConfig
+from engine.core.device import DeviceInfo, find_device
+from engine.core.errors import ExecutorError, PluginError
+from engine.core.executors import Executor, Health, PendingResult
+from engine.core.selection import Parts
+from engine.core.shm import Ring, RingClosedError
+from engine.core.startup import Listener
+from engine.core.types import CacheInfo, Step, StepResult
+from engine.core.wire import Decoder, encode
+from engine.plugins.executors.beats import Beats
+from engine.plugins.executors.messages import Launch
+from engine.plugins.executors.worker_process import WorkerProcess
+from engine.plugins.executors.workers import Workers
+
+MOST_STEPS = 2
+"""Steps under way at once; see core/executors.py."""
+
+
+@frozen
+class Options:
+    """[executor.options]."""
+
+    step_timeout: float = field(default=300.0, validator=validators.gt(0))
+    """Seconds after which a step counts as hung: the workers are then ended."""
+
+
+class MultiprocExecutor(Executor):
+    """Starts workers (`plugins/executors/worker.py`), one a device, which all receive every step; rank 0 answers."""
+
+    api = "1"
+    options_class = Options
+    worker: ClassVar[str] = "engine.plugins.executors.worker"
+    """The module that a worker runs."""
+
+    @classmethod
+    def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
+        """More than one device, and systems without what it watches processes with."""
+        if config.executor.tensor_parallel > 1:
+            return f"it runs one device, not {config.executor.tensor_parallel}; use --executor tp, or --tp 1"
+        return refuses_system()
+
+    def __init__(self, config: EngineConfig, parts: Parts, options: Options) -> None:
+        for choice in parts.choices:
+            if choice.seam in ("attention", "quant", "models") and choice.provenance == "object":
+                raise PluginError(
+                    f"{choice.seam} {choice.name!r} was passed in as an object, which other processes cannot have; "
+                    "offer it as an installed plugin, or use --executor uniproc"
+                )
+        self._config = config
+        self._manifest = parts.manifest
+        self._options = options
+        self._listener: Listener | None = None
+        self._workers: Workers | None = None
+        self._decoder: Decoder[StepResult] = Decoder(StepResult)
+        self._under_way: deque[_Pending] = deque()
+
+    @property
+    def asynchronous(self) -> bool:
+        """Always."""
+        return True
+
+    def watch(self, listener: Listener) -> None:
+        """See Executor."""
+        self._listener = listener
+
+    def start(self) -> CacheInfo:
+        """Start the workers, and wait until each is ready.
+
+        Raises what stopped the first of them that failed, with its rank and the phase it was in.
+        """
+        device = find_device(self._config.executor.device)
+        ranks = self._config.executor.tensor_parallel
+        self._steps, self._results = Ring.create(readers=ranks), Ring.create(readers=1)
+        self._writer, self._reader = self._steps.writer(), self._results.reader(0)
+        self._memory = (Beats.make(ranks), os.memfd_create("engine-store"))
+        self._beats = Beats(self._memory[0], ranks).rows()
+        makers = [partial(self._make_worker, rank, device) for rank in range(ranks)]
+        self._workers = Workers(makers, self._interrupt, self._options.step_timeout)
+        try:
+            caches = self._workers.start(self._listener)
+        except BaseException:
+            self.shutdown()
+            raise
+        return evolve(caches[0], num_blocks=min(cache.num_blocks for cache in caches))
+
+    def submit(self, step: Step) -> PendingResult:
+        """See Executor."""
+        workers = self._running()
+        if len(self._under_way) == MOST_STEPS:
+            raise ExecutorError(f"step {step.id} was submitted while {MOST_STEPS} others are under way")
+        try:
+            self._writer.send(encode(step))
+        except RingClosedError as closed:
+            raise self._failure(closed) from None
+        pending = _Pending(step.id, self._collect, self._reader.ready)
+        self._under_way.append(pending)
+        if len(self._under_way) == 1:
+            workers.oldest = (step.id, time.monotonic())
+        return pending
+
+    def check(self) -> Health:
+        """Whether all workers live, and the beat of the slowest that has nothing to do."""
+        if self._workers is None:
+            return Health(ok=False, detail="the executor is shut down")
+        if self._workers.failure is not None:
+            return Health(ok=False, detail=str(self._workers.failure))
+        idle = [(beat.at, rank) for rank, beat in enumerate(self._beats) if beat.begun == beat.finished]
+        if not idle:
+            return Health(ok=True)
+        at, rank = min(idle)
+        return Health(ok=True, beat=at, rank=rank)
+
+    def shutdown(self) -> None:
+        """See Executor."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            self._writer.close()
+            workers.stop()
+            self._steps.close()
+            self._results.close()
+            del self._steps, self._results, self._writer, self._reader  # and with them their memory
+            for descriptor in self._memory:
+                os.close(descriptor)
+
+    def _make_worker(self, rank: int, device: DeviceInfo) -> WorkerProcess:
+        """Start the worker of a rank; its device is so many after the first."""
+        beats, store = self._memory
+        ranks = self._config.executor.tensor_parallel
+        results = self._results.handle if rank == 0 else None
+        config = self._config
+        if device.type == "cpu" and ranks > 1 and not config.executor.threads:
+            share = max(1, len(os.sched_getaffinity(0)) // ranks)
+            config = evolve(config, executor=evolve(config.executor, threads=share))
+        launch = Launch(
+            config=config,
+            executor=f"{type(self).__module__}:{type(self).__qualname__}",
+            manifest=self._manifest,
+            rank=rank,
+            ranks=ranks,
+            device=evolve(device, index=device.index + rank).torch_name,
+            store=f"/proc/self/fd/{store}",
+            steps=self._steps.handle,
+            results=results,
+            beats=beats,
+            stack=os.memfd_create(f"engine-stack-{rank}"),
+        )
+        inherit = [beats, store, *launch.steps.descriptors, *(results.descriptors if results is not None else ())]
+        return WorkerProcess(self.worker, launch, self._beats[rank], inherit)
+
+    def _collect(self) -> None:
+        """Wait for the result of the oldest step, and give it to who holds that."""
+        workers = self._running()
+        try:
+            result = self._decoder.decode(self._reader.receive())
+        except RingClosedError as closed:
+            raise self._failure(closed) from None
+        pending = self._under_way.popleft()
+        workers.oldest = (self._under_way[0].step, time.monotonic()) if self._under_way else None
+        pending.complete(result)
+
+    def _interrupt(self, reason: str) -> None:
+        """Wake who waits for a ring. Called in the workers' thread."""
+        self._steps.interrupt(reason)
+        self._results.interrupt(reason)
+
+    def _running(self) -> Workers:
+        if self._workers is None:
+            raise ExecutorError("the executor is shut down; make a new engine")
+        return self._workers
+
+    def _failure(self, closed: RingClosedError) -> Exception:
+        """Why there is no ring any more."""
+        failure = self._running().failure
+        return ExecutorError(str(failure)) if failure is not None else closed
+
+
+class _Pending:
+    """A step under way; see executors.PendingResult."""
+
+    def __init__(self, step: int, collect: Callable[[], None], ready: Callable[[], bool]) -> None:
+        self.step = step
+        self._collect = collect
+        self._ready = ready
+        self._result: StepResult | None = None
+
+    def complete(self, result: StepResult) -> None:
+        """Its result has come, which is the next in order. Raises ExecutorError if it is another step's."""
+        if result.step != self.step:
+            raise ExecutorError(f"the workers answered step {result.step}, but step {self.step} is due")
+        self._result = result
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        while self._result is None and self._ready():
+            self._collect()
+        return self._result is not None
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises ExecutorError."""
+        while self._result is None:
+            self._collect()
+        return self._result
+
+
+def refuses_system() -> str | None:
+    """Why workers cannot be watched here; None if they can."""
+    if sys.platform != "linux":
+        return "it watches its processes by pidfd, which Linux alone has; use --executor uniproc"
+    return None

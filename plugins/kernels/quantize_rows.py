@@ -1,0 +1,106 @@
+"""Activations to eight-bit codes with scales, in one pass over the rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.core.kernels.launch import dependent_launch, release, wait
+
+BLOCK = 128
+"""Of a CodeLayout."""
+LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2^23: adding and subtracting it rounds a small float32 to an integer, ties to even."""
+
+
+HALF = tl.constexpr(BLOCK // 2)
+
+
+@triton.jit
+def _clean(values):
+    """Values without those that have no code in int8, and which those were."""
+    broken = (values != values) | (tl.abs(values) == float("inf"))
+    return tl.where(broken, 0.0, values), broken
+
+
+@triton.jit
+def _codes(values, inverse, LIMIT: tl.constexpr, INT8: tl.constexpr):
+    code = values * inverse
+    code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
+    return (code + ROUND) - ROUND if INT8 else code
+
+
+@triton.jit
+def _quantize_kernel(
+    codes,
+    scales,
+    x,
+    given,
+    inputs,
+    LIMIT: tl.constexpr,
+    INT8: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has a row, seen as [BLOCKS, 128]. GIVEN: all rows have the scale at `given`.
+
+    The scale of a row with a NaN or infinity is NaN: int8 has no code that would say so.
+    """
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    left_column = block[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    right_column = left_column + HALF
+    scale = 1.0
+    if GIVEN:
+        scale = tl.load(given)
+    wait(PDL)
+    here = x + row * inputs
+    left = tl.load(here + left_column, mask=left_column < inputs, other=0.0).to(tl.float32)
+    right = tl.load(here + right_column, mask=right_column < inputs, other=0.0).to(tl.float32)
+    left, left_broken = _clean(left)
+    right, right_broken = _clean(right)
+    if not GIVEN:
+        peak = tl.max(tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1)), axis=0)
+        scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LIMIT, tl.float32)), 1.0)
+    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), scale)
+    pairs = tl.join(_codes(left, inverse, LIMIT, INT8), _codes(right, inverse, LIMIT, INT8))
+    count = tl.cdiv(inputs, 2 * HALF)
+    place = block[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
+    stored = tl.reshape(pairs, [BLOCKS, 2 * HALF]).to(codes.dtype.element_ty)
+    tl.store(codes + row * count * (2 * HALF) + place, stored, mask=(block < count)[:, None])
+    broken = tl.max(tl.max((left_broken | right_broken).to(tl.int32), axis=1), axis=0)
+    tl.store(scales + row, tl.where(broken > 0, float("nan"), scale))
+
+
+def quantize_rows(
+    x: torch.Tensor, dtype: torch.dtype, *, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [rows, inputs], dense -> codes of `dtype`, and scales: [rows] float32.
+
+    Codes are in the order of a CodeLayout, padded with zeros to a multiple of 128.
+    scale: [1] float32, the scale of all rows, known beforehand; codes beyond the type's range are clamped. Without it a
+    row's largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale.
+    """
+    rows, inputs = x.shape
+    blocks = -(-inputs // BLOCK)
+    codes = torch.empty((rows, blocks * BLOCK), dtype=dtype, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    if rows:
+        _quantize_kernel[(rows,)](
+            codes,
+            scales,
+            x,
+            scales if scale is None else scale,
+            inputs,
+            LIMIT=LIMITS[dtype],
+            INT8=dtype == torch.int8,
+            BLOCKS=triton.next_power_of_2(blocks),
+            GIVEN=scale is not None,
+            num_warps=min(max(triton.next_power_of_2(inputs) // 1024, 1), 16),
+            **dependent_launch(x.device),
+        )
+    return codes, scales

@@ -1,0 +1,105 @@
+"""AWQ checkpoints (version gemm): weights of 4 bits in groups of inputs, packed along outputs in an order of their own.
+
+A module has qweight [inputs, outputs / 8] and qzeros [groups, outputs / 8], int32; scales [groups, outputs].
+W = scales * (q - zero point). Source: AutoAWQ (modules/linear/gemm.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from engine.core.device import DeviceInfo
+from engine.core.errors import CheckpointError
+from engine.core.quant import LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
+from engine.plugins.quant.config import is_listed, modules_left_alone, same_for_all
+from engine.plugins.quant.groups import check_scales
+from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
+from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
+
+SCALE_DTYPES = ("float16", "bfloat16", "float32")
+BITS = 4
+PACK = len(AWQ_ORDER)
+
+
+class Awq(QuantMethod):
+    """Reads AWQ checkpoints."""
+
+    api: ClassVar[str] = "1"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for a quantization_config that is not AWQ's or not supported."""
+        if config.get("quant_method") != "awq":
+            raise CheckpointError(
+                f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads awq only"
+            )
+        version = str(config.get("version") or config.get("format") or "gemm").lower()
+        if version != "gemm":
+            raise CheckpointError(
+                f"the checkpoint's awq version is {version!r}; use one of version gemm, which AutoAWQ writes by default"
+            )
+        bits = config.get("bits", config.get("w_bit", BITS))
+        if bits != BITS:
+            raise CheckpointError(f"the checkpoint's weights have {bits!r} bits; awq has {BITS}")
+        group_size = config.get("group_size", config.get("q_group_size", 128))
+        if type(group_size) is not int or (group_size < 1 and group_size != -1):
+            raise CheckpointError(
+                f"quantization_config: group_size is {group_size!r}; it must be a whole number, or -1 for all inputs"
+            )
+        self._scheme = Scheme(bits=BITS, group_size=group_size)
+        self._left_alone = modules_left_alone(config)
+        self._multipliers = Multipliers()
+
+    @classmethod
+    def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
+        """An unquantized checkpoint, or one of another method or version; a GPU without Triton."""
+        if checkpoint is None:
+            return "the checkpoint is not quantized; it needs one with quant_method awq in config.json"
+        try:
+            cls(checkpoint)
+        except CheckpointError as error:
+            return str(error)
+        return no_kernel(device)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Awq:
+        """Raises CheckpointError for a checkpoint that `refuses` refuses."""
+        return cls(checkpoint or {})
+
+    def linear(self, spec: LinearSpec) -> LinearKernel | None:
+        """None for modules that the checkpoint leaves alone."""
+        scheme = same_for_all(spec, lambda name: None if is_listed(name, self._left_alone) else self._scheme)
+        return None if scheme is None else PackedKernel(spec, AwqReader(scheme), self._multipliers)
+
+
+class AwqReader(Reader):
+    """Tensors of AWQ modules."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+
+    def tensors(self, part: LinearPart, spec: LinearSpec) -> Mapping[str, TensorSpec]:
+        """NAME.qweight, qzeros, scales. Raises CheckpointError for outputs that fill no words."""
+        inputs, outputs = spec.in_features, part.out_features
+        if outputs % PACK:
+            raise CheckpointError(f"{part.name} has {outputs} outputs; awq packs {PACK} in a word")
+        groups = self.scheme.groups(inputs)
+        shard_dim = {"none": None, "column": 1, "row": 0}[spec.parallel]
+        group_dim = shard_dim if groups > 1 or shard_dim == 1 else None
+        return {
+            f"{part.name}.qweight": TensorSpec(shape=(inputs, outputs // PACK), dtypes=("int32",), shard_dim=shard_dim),
+            f"{part.name}.qzeros": TensorSpec(shape=(groups, outputs // PACK), dtypes=("int32",), shard_dim=group_dim),
+            f"{part.name}.scales": TensorSpec(shape=(groups, outputs), dtypes=SCALE_DTYPES, shard_dim=group_dim),
+        }
+
+    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> Quantized:
+        """See Reader."""
+        words = loaded[f"{part.name}.qweight"]
+        return Quantized(
+            values=unpack_awq(words).T,
+            scales=check_scales(f"{part.name}.scales", loaded[f"{part.name}.scales"]),
+            zeros=unpack_awq(loaded[f"{part.name}.qzeros"]),
+            group_of=None,
+        )

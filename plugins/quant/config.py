@@ -1,0 +1,211 @@
+"""Reads quantization_config of a checkpoint's config.json: which module is quantized, and how.
+
+Modules bear their names in the checkpoint, without ".weight". Sources: compressed-tensors (quantization/quant_args.py,
+quantization/quant_scheme.py, utils/match.py) and, for lists of modules left alone, transformers' quantizers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from attrs import frozen
+
+from engine.core.errors import CheckpointError
+from engine.core.quant import LinearSpec
+
+T = TypeVar("T")
+
+REGEX = "re:"
+"""Marks a target that is a regular expression, matched from the beginning of the name."""
+CLASS = "Linear"
+"""The class of every module that is quantized here, as targets name it."""
+_ACTORDERS = {"static": "weight", "dynamic": "group"}
+"""Other names."""
+
+
+def match_rank(name: str, targets: Sequence[str]) -> int | None:
+    """How closely compressed-tensors targets name a module: 0 by its name, 1 by a pattern, 2 by its class; None: not.
+
+    Raises CheckpointError for a pattern that is no regular expression.
+    """
+    if name in targets:
+        return 0
+    for target in targets:
+        if target.startswith(REGEX) and _pattern(target.removeprefix(REGEX)).match(name):
+            return 1
+    return 2 if CLASS in targets else None
+
+
+def is_listed(name: str, modules: Sequence[str]) -> bool:
+    """Whether a list of modules left alone (modules_to_not_convert, ignored_layers) has this one.
+
+    An entry stands for each module whose dotted name contains it whole: "lm_head", "model.layers.0", "mlp.gate" (which
+    is not gate_proj). Patterns with "re:" count too.
+    """
+    return any(
+        _pattern(entry.removeprefix(REGEX)).match(name) is not None
+        if entry.startswith(REGEX)
+        else f".{entry}." in f".{name}."
+        for entry in modules
+    )
+
+
+def modules_left_alone(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The list that is_listed takes, under any of its names in a quantization_config."""
+    keys = ("modules_to_not_convert", "ignored_layers", "ignore")
+    return tuple(entry for key in keys for entry in _strings(config, key))
+
+
+def same_for_all(spec: LinearSpec, lookup: Callable[[str], T]) -> T:
+    """What `lookup` says of every part of a merged layer.
+
+    Raises CheckpointError where it differs: the parts are multiplied as one matrix.
+    """
+    found = [lookup(part.name) for part in spec.parts]
+    for part, other in zip(spec.parts, found, strict=True):
+        if other != found[0]:
+            raise CheckpointError(
+                f"quantization_config treats {spec.parts[0].name} as {_say(found[0])} but {part.name} as {_say(other)};"
+                " they are multiplied as one matrix here, so both must be quantized alike or both left alone"
+            )
+    return found[0]
+
+
+@frozen(kw_only=True)
+class QuantArgs:
+    """How the numbers of a weight or of activations are quantized ("QuantizationArgs" of compressed-tensors)."""
+
+    num_bits: int = 8
+    type: str = "int"
+    """int or float."""
+    symmetric: bool = True
+    strategy: str = "tensor"
+    """What shares a scale: tensor, channel, token, group, block or tensor_group."""
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    """Rows and columns (outputs and inputs) that share a scale, for strategy block."""
+    dynamic: bool = False
+    """Whether scales are computed from the numbers when they come, not stored."""
+    actorder: str | None = None
+    """weight (group indices need not be known), group (they are stored in weight_g_idx) or None."""
+
+    @classmethod
+    def parse(cls, stored: Mapping[str, Any]) -> QuantArgs:
+        """Read one table. Raises CheckpointError for values of a wrong type."""
+        block = stored.get("block_structure")
+        if isinstance(block, str):
+            block = block.split("x")  # "128x128" in older files
+        group = stored.get("group_size")
+        actorder = stored.get("actorder") or None
+        try:
+            rows, columns = (int(side) for side in block) if block else (0, 0)
+            strategy = stored.get("strategy") or ("tensor" if group is None else "group" if group > 0 else "channel")
+            return cls(
+                num_bits=int(stored.get("num_bits", 8)),
+                type=str(stored.get("type", "int")),
+                symmetric=bool(stored.get("symmetric", True)),
+                strategy=str(strategy),
+                group_size=None if group is None or int(group) < 0 else int(group),
+                block=(rows, columns) if block else None,
+                dynamic=bool(stored.get("dynamic", False)),
+                actorder="group" if actorder is True else actorder and _ACTORDERS.get(actorder, str(actorder)),
+            )
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"quantization_config has {dict(stored)!r}, which cannot be read: {error}") from error
+
+    def __str__(self) -> str:
+        kind = "fp" if self.type == "float" else self.type
+        shared = {"group": f"group of {self.group_size}", "block": f"block of {self.block}"}
+        what = shared.get(self.strategy, self.strategy)
+        return f"{kind}{self.num_bits} per {what}{'' if self.symmetric else ', asymmetric'}"
+
+
+@frozen(kw_only=True)
+class Scheme:
+    """One config group of compressed-tensors: what it applies to, and how."""
+
+    name: str
+    targets: tuple[str, ...]
+    weights: QuantArgs
+    inputs: QuantArgs | None
+    """Of activations; None: they are not quantized."""
+    format: str
+    """How weights are stored, as "float-quantized"."""
+
+    def __str__(self) -> str:
+        inputs = "activations as they are" if self.inputs is None else f"activations {self.inputs}"
+        return f"{self.name} ({self.format}: weights {self.weights}, {inputs})"
+
+
+@frozen(kw_only=True)
+class CompressedConfig:
+    """quantization_config of quant_method compressed-tensors."""
+
+    schemes: tuple[Scheme, ...]
+    ignore: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> CompressedConfig:
+        """Raises CheckpointError for one that cannot be read, or in which nothing is quantized."""
+        groups = config.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise CheckpointError(f"quantization_config has no config_groups, but {groups!r}")
+        sparsity = config.get("sparsity_config") or {}
+        if sparsity and sparsity.get("format", "dense") != "dense":
+            raise CheckpointError(
+                f"the checkpoint's weights are sparse ({sparsity.get('format')} in sparsity_config), which is not"
+                " supported; use a checkpoint saved without sparse compression"
+            )
+        if config.get("transform_config"):
+            raise CheckpointError(
+                "the checkpoint's activations are transformed before they are quantized (transform_config), which is"
+                " not supported; use a checkpoint quantized without transforms"
+            )
+        outer = config.get("format")
+        return cls(
+            schemes=tuple(_scheme(name, group, outer) for name, group in groups.items()),
+            ignore=_strings(config, "ignore"),
+        )
+
+    def scheme(self, name: str) -> Scheme | None:
+        """How a module is quantized: by the scheme that names it most closely; None: not at all."""
+        if match_rank(name, self.ignore) is not None:
+            return None
+        ranked = [(rank, one) for one in self.schemes if (rank := match_rank(name, one.targets)) is not None]
+        return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+
+def _scheme(name: str, group: Any, outer: Any) -> Scheme:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"quantization_config: config group {name} says nothing of weights, but {group!r}")
+    if group.get("output_activations"):
+        raise CheckpointError(f"quantization_config: config group {name} quantizes outputs, which is not supported")
+    inputs = group.get("input_activations")
+    return Scheme(
+        name=name,
+        targets=_strings(group, "targets"),
+        weights=QuantArgs.parse(weights),
+        inputs=None if not inputs else QuantArgs.parse(inputs),
+        format=str(group.get("format") or outer),
+    )
+
+
+def _strings(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = config.get(key) or ()
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(one, str) for one in value):
+        raise CheckpointError(f"quantization_config: {key} is {value!r}, not a list of names")
+    return tuple(value)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise CheckpointError(f"quantization_config: {text!r} is no regular expression: {error}") from error
+
+
+def _say(found: object) -> str:
+    return "unquantized" if found is None else str(found)

@@ -1,0 +1,85 @@
+"""float8 weights (e4m3): checkpoints of quant_method fp8 and of compressed-tensors, and plain ones while they load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import frozen
+
+from engine.core.errors import CheckpointError
+from engine.plugins.quant.eight_bit import STATIC, TOKEN, EightBitFormat
+from engine.plugins.quant.eight_bit_method import (
+    ActivationOptions,
+    CompressedFormats,
+    EightBitMethod,
+    FormatSource,
+    OneFormat,
+    one_of,
+)
+from engine.plugins.quant.rounding import BLOCK
+
+CODES = "float8_e4m3fn"
+
+
+@frozen(kw_only=True)
+class Fp8Options(ActivationOptions):
+    """Settings of the method."""
+
+    granularity: str | None = one_of("tensor", "channel", "block")
+    """What shares a scale when an unquantized checkpoint is quantized; not given: channel."""
+
+
+class Fp8(EightBitMethod):
+    """Weights of one byte, half the time of 16-bit ones to read and, from capability 8.9 on, to multiply."""
+
+    name: ClassVar[str] = "fp8"
+    options_class: ClassVar[type | None] = Fp8Options
+
+    @classmethod
+    def online(cls, options: Fp8Options | None) -> EightBitFormat:
+        """A scale an output, activations quantized per token, unless options say otherwise."""
+        granularity = None if options is None else options.granularity
+        return EightBitFormat(dtype=CODES, granularity=granularity or "channel", activations=TOKEN)
+
+    @classmethod
+    def read(cls, checkpoint: Mapping[str, Any]) -> FormatSource:
+        """quant_method fp8 (per tensor, or in blocks of 128 x 128) or compressed-tensors (float-quantized)."""
+        method = checkpoint.get("quant_method")
+        if method == "fp8":
+            return OneFormat.parse(fp8_format(checkpoint), checkpoint)
+        if method == "compressed-tensors":
+            found = CompressedFormats.parse(checkpoint)
+            if CODES in found.dtypes:
+                return found
+            raise CheckpointError("the checkpoint has int8 weights and no float8 ones; choose --quant int8 or auto")
+        raise CheckpointError(
+            f"the checkpoint's weights are quantized by {method!r} already, and quantizing them again would only lose"
+            " digits; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
+        )
+
+
+def fp8_format(config: Mapping[str, Any]) -> EightBitFormat:
+    """The format of quant_method fp8. Raises CheckpointError, naming the key, for one that is not supported."""
+    number = config.get("fmt", "e4m3")
+    if number not in ("e4m3", "float8_e4m3fn"):
+        raise CheckpointError(f"quantization_config: fmt is {number!r}; only e4m3 is supported")
+    scheme = config.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise CheckpointError(f"quantization_config: activation_scheme is {scheme!r}; use dynamic or static")
+    block = config.get("weight_block_size")
+    if block is None:
+        static = scheme == "static"
+        return EightBitFormat(
+            dtype=CODES,
+            granularity="tensor",
+            activations=STATIC if static else TOKEN,
+            scale_names=("weight_scale", "weight_scale_inv"),
+            input_scale_names=("input_scale", "activation_scale") if static else (),
+        )
+    if list(block) != [BLOCK, BLOCK]:
+        raise CheckpointError(f"quantization_config: weight_block_size is {block}; only {[BLOCK, BLOCK]} is supported")
+    if scheme != "dynamic":
+        raise CheckpointError("quantization_config: weight_block_size needs activation_scheme dynamic, not static")
+    # In spite of its name a code is multiplied by weight_scale_inv.
+    return EightBitFormat(dtype=CODES, granularity="block", activations=TOKEN, scale_names=("weight_scale_inv",))

@@ -1,0 +1,194 @@
+"""GPTQ checkpoints: weights of 4 or 8 bits in groups of inputs, in their order or in one of their own (act-order).
+
+A module has qweight [inputs * bits / 32, outputs] and qzeros [groups, outputs * bits / 32], int32, first number lowest;
+scales [groups, outputs]; g_idx [inputs], the group of each input. W = scales * (q - zero point). Format "gptq" stores
+zero points less one, "gptq_v2" as they are. Source: AutoGPTQ and GPTQModel (nn_modules/qlinear/__init__.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from attrs import evolve, frozen
+
+from engine.core.device import DeviceInfo
+from engine.core.errors import CheckpointError
+from engine.core.layers.linear import BIAS_SHARD_DIM
+from engine.core.quant import LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
+from engine.plugins.quant.config import is_listed, modules_left_alone, same_for_all
+from engine.plugins.quant.groups import check_scales, group_of
+from engine.plugins.quant.packing import WORD, gptq_zeros, unpack
+from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
+
+SCALE_DTYPES = ("float16", "bfloat16", "float32")
+BITS = (4, 8)
+LESS_ONE = {"gptq": True, "gptq_v2": False}
+"""checkpoint_format -> whether zero points are stored less one."""
+LEFT_ALONE, OVERRIDDEN = "-:", "+:"
+"""What a pattern in `dynamic` begins with; without either it overrides."""
+
+
+@frozen(kw_only=True)
+class GptqConfig:
+    """What quantization_config says of one module, or of all for which `dynamic` says nothing else."""
+
+    scheme: Scheme
+    symmetric: bool
+    less_one: bool
+    ordered: bool
+    """Whether inputs are given to groups in an order of their own (desc_act)."""
+
+    def __str__(self) -> str:
+        return f"gptq of {self.scheme}{'' if self.symmetric else ', asymmetric'}"
+
+
+class Gptq(QuantMethod):
+    """Reads GPTQ checkpoints."""
+
+    api: ClassVar[str] = "1"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for a quantization_config that is not GPTQ's or not supported."""
+        if config.get("quant_method") != "gptq":
+            raise CheckpointError(
+                f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads gptq only"
+            )
+        stored = config.get("checkpoint_format") or config.get("format") or "gptq"
+        if stored not in LESS_ONE:
+            raise CheckpointError(
+                f"the checkpoint's checkpoint_format is {stored!r}; this reads {' and '.join(LESS_ONE)}"
+            )
+        if config.get("lm_head"):
+            raise CheckpointError(
+                "the checkpoint's output layer is quantized too (lm_head), which is not supported; quantize with"
+                " lm_head false"
+            )
+        scheme = Scheme(bits=4, group_size=128)
+        self._default = GptqConfig(scheme=scheme, symmetric=True, less_one=LESS_ONE[stored], ordered=False)
+        self._default = self._read(config, "quantization_config")
+        self._left_alone = modules_left_alone(config)
+        dynamic = config.get("dynamic") or {}
+        if not isinstance(dynamic, Mapping):
+            raise CheckpointError(f"quantization_config: dynamic is {dynamic!r}, not a table")
+        self._dynamic = {
+            pattern: None if pattern.startswith(LEFT_ALONE) else self._read(table, f"dynamic {pattern}")
+            for pattern, table in dynamic.items()
+        }
+        self._patterns = {pattern: _compile(pattern) for pattern in dynamic}
+        self._multipliers = Multipliers()
+
+    @classmethod
+    def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
+        """An unquantized checkpoint, or one of another method or width; a GPU without Triton."""
+        if checkpoint is None:
+            return "the checkpoint is not quantized; it needs one with quant_method gptq in config.json"
+        try:
+            cls(checkpoint)
+        except CheckpointError as error:
+            return str(error)
+        return no_kernel(device)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Gptq:
+        """Raises CheckpointError for a checkpoint that `refuses` refuses."""
+        return cls(checkpoint or {})
+
+    def linear(self, spec: LinearSpec) -> LinearKernel | None:
+        """None for modules that the checkpoint leaves alone."""
+        config = same_for_all(spec, self.config_of)
+        return None if config is None else PackedKernel(spec, GptqReader(config), self._multipliers)
+
+    def config_of(self, name: str) -> GptqConfig | None:
+        """How a module is quantized; None: it is not."""
+        if is_listed(name, self._left_alone):
+            return None
+        for pattern, config in self._dynamic.items():
+            if self._patterns[pattern].match(name):
+                return config
+        return self._default
+
+    def _read(self, table: Any, where: str) -> GptqConfig:
+        """The settings in a table, the defaults for those it lacks."""
+        if not isinstance(table, Mapping):
+            raise CheckpointError(f"quantization_config: {where} is {table!r}, not a table")
+        default = self._default
+        bits = table.get("bits", table.get("w_bit", table.get("wbits", default.scheme.bits)))
+        group_size = table.get("group_size", table.get("q_group_size", default.scheme.group_size))
+        if bits not in BITS:
+            raise CheckpointError(
+                f"{where}: the weights have {bits!r} bits; use a checkpoint with {' or '.join(map(str, BITS))}"
+            )
+        if type(group_size) is not int or (group_size < 1 and group_size != -1):
+            raise CheckpointError(
+                f"{where}: group_size is {group_size!r}; it must be a whole number, or -1 for all inputs"
+            )
+        return evolve(
+            default,
+            scheme=Scheme(bits=bits, group_size=group_size),
+            symmetric=bool(table.get("sym", default.symmetric)),
+            ordered=bool(table.get("desc_act", default.ordered)),
+        )
+
+
+class GptqReader(Reader):
+    """Tensors of GPTQ modules."""
+
+    def __init__(self, config: GptqConfig) -> None:
+        self.config = config
+        self.scheme = config.scheme
+        self.ordered = config.ordered
+
+    def tensors(self, part: LinearPart, spec: LinearSpec) -> Mapping[str, TensorSpec]:
+        """NAME.qweight, qzeros, scales; perhaps g_idx, and a bias that the model does not know."""
+        inputs, outputs, bits = spec.in_features, part.out_features, self.scheme.bits
+        groups = self.scheme.groups(inputs)
+        packed_dim = {"none": None, "column": 1, "row": 0}[spec.parallel]
+        group_dim = packed_dim if packed_dim == 1 or (groups > 1 and not self.ordered) else None
+        found = {
+            f"{part.name}.qweight": TensorSpec(
+                shape=(-(-inputs * bits // WORD), outputs), dtypes=("int32",), shard_dim=packed_dim
+            ),
+            f"{part.name}.qzeros": TensorSpec(
+                shape=(groups, -(-outputs * bits // WORD)), dtypes=("int32",), shard_dim=group_dim
+            ),
+            f"{part.name}.scales": TensorSpec(shape=(groups, outputs), dtypes=SCALE_DTYPES, shard_dim=group_dim),
+            f"{part.name}.g_idx": TensorSpec(
+                shape=(-1,), dtypes=("int32", "int64"), shard_dim=0 if packed_dim == 0 else None, optional=True
+            ),
+        }
+        if not spec.bias:
+            found[f"{part.name}.bias"] = TensorSpec(
+                shape=(outputs,), dtypes=SCALE_DTYPES, shard_dim=BIAS_SHARD_DIM[spec.parallel], optional=True
+            )
+        return found
+
+    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> Quantized:
+        """See Reader. Raises CheckpointError also for a bias that the model does not know, unless it is 0."""
+        name, bits = part.name, self.scheme.bits
+        bias = None if spec.bias else loaded.get(f"{name}.bias")
+        if bias is not None and bool(bias.any()):
+            raise CheckpointError(f"tensor {name}.bias is not 0, but the model has no bias there")
+        scales = check_scales(f"{name}.scales", loaded[f"{name}.scales"])
+        words = loaded[f"{name}.qweight"]
+        inputs = min(words.shape[0] * WORD // bits, spec.in_features)
+        stored = loaded.get(f"{name}.g_idx")
+        group = group_of(f"{name}.g_idx", stored, self.scheme, inputs, spec.in_features, ordered=self.ordered)
+        outputs = words.shape[1]
+        return Quantized(
+            values=unpack(words, bits, 0, inputs).T,
+            scales=scales,
+            zeros=gptq_zeros(
+                loaded[f"{name}.qzeros"], bits, outputs, less_one=self.config.less_one, symmetric=self.config.symmetric
+            ),
+            group_of=group,
+        )
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern.removeprefix(LEFT_ALONE).removeprefix(OVERRIDDEN))
+    except re.error as error:
+        raise CheckpointError(f"quantization_config: {pattern!r} is no regular expression: {error}") from error

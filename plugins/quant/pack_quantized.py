@@ -1,0 +1,154 @@
+"""Checkpoints of compressed-tensors, format pack-quantized: weights of 4 or 8 bits, activations as they are.
+
+A module has weight_packed [outputs, inputs * bits / 32] int32, first number lowest, of q + 2^(bits - 1);
+weight_scale [outputs, groups]; if asymmetric weight_zero_point [outputs * bits / 32, groups], packed along outputs like
+the weights; for actorder group weight_g_idx [inputs]; weight_shape, [outputs, inputs]. W = scale * (q - zero point).
+Source: compressed-tensors (compressors/pack_quantized, quantization/quant_args.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from engine.core.device import DeviceInfo
+from engine.core.errors import CheckpointError
+from engine.core.quant import KVScaleNames, LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
+from engine.plugins.quant import config as quant_config
+from engine.plugins.quant.groups import check_scales, group_of
+from engine.plugins.quant.kv_cache import KVCacheScheme
+from engine.plugins.quant.packing import WORD, unpack
+from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
+
+SCALE_DTYPES = ("float16", "bfloat16", "float32")
+BITS = (4, 8)
+FORMAT = "pack-quantized"
+STRATEGIES = ("group", "channel")
+
+
+class PackQuantized(QuantMethod):
+    """Reads such checkpoints."""
+
+    api: ClassVar[str] = "1"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for a quantization_config that is of another format or not supported."""
+        if config.get("quant_method") != "compressed-tensors":
+            raise CheckpointError(
+                f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads compressed-tensors only"
+            )
+        self._config = quant_config.CompressedConfig.parse(config)
+        for scheme in self._config.schemes:
+            _check(scheme)
+        self._kv_cache = KVCacheScheme.parse(config)
+        self._multipliers = Multipliers()
+
+    @classmethod
+    def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
+        """An unquantized checkpoint, or one of another method, format or width; a GPU without Triton."""
+        if checkpoint is None:
+            return "the checkpoint is not quantized; it needs one that llm-compressor has packed (W4A16, W8A16)"
+        try:
+            cls(checkpoint)
+        except CheckpointError as error:
+            return str(error)
+        return no_kernel(device)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> PackQuantized:
+        """Raises CheckpointError for a checkpoint that `refuses` refuses."""
+        found = cls(checkpoint or {})
+        found._kv_cache.say()
+        return found
+
+    @classmethod
+    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
+        """By kv_cache_scheme."""
+        return KVCacheScheme.parse(checkpoint).dtype
+
+    def kv_scales(self, attention: str) -> KVScaleNames | None:
+        """See QuantMethod."""
+        return self._kv_cache.names(attention)
+
+    def ignored(self) -> Sequence[str]:
+        """Scales of a quantized KV cache under other names, or of a kind that is not supported."""
+        return self._kv_cache.ignored()
+
+    def linear(self, spec: LinearSpec) -> LinearKernel | None:
+        """None for modules that the checkpoint leaves alone."""
+        scheme = quant_config.same_for_all(spec, self._config.scheme)
+        return None if scheme is None else PackedKernel(spec, PackedReader(scheme.weights), self._multipliers)
+
+
+class PackedReader(Reader):
+    """Tensors of packed modules."""
+
+    def __init__(self, weights: quant_config.QuantArgs) -> None:
+        self._symmetric = weights.symmetric
+        self.ordered = weights.actorder == "group"
+        size = weights.group_size if weights.strategy == "group" else None
+        self.scheme = Scheme(bits=weights.num_bits, group_size=size or -1)
+
+    def tensors(self, part: LinearPart, spec: LinearSpec) -> Mapping[str, TensorSpec]:
+        """NAME.weight_packed, weight_scale, weight_shape; perhaps weight_zero_point and weight_g_idx."""
+        inputs, outputs, bits = spec.in_features, part.out_features, self.scheme.bits
+        groups = self.scheme.groups(inputs)
+        shard_dim = {"none": None, "column": 0, "row": 1}[spec.parallel]
+        group_dim = shard_dim if shard_dim == 0 or (groups > 1 and not self.ordered) else None
+        found = {
+            f"{part.name}.weight_packed": TensorSpec(
+                shape=(outputs, -(-inputs * bits // WORD)), dtypes=("int32",), shard_dim=shard_dim
+            ),
+            f"{part.name}.weight_scale": TensorSpec(shape=(outputs, groups), dtypes=SCALE_DTYPES, shard_dim=group_dim),
+            f"{part.name}.weight_shape": TensorSpec(shape=(2,), dtypes=("int64", "int32"), optional=True),
+            f"{part.name}.weight_g_idx": TensorSpec(
+                shape=(-1,),
+                dtypes=("int32", "int64"),
+                shard_dim=0 if shard_dim == 1 else None,
+                optional=not self.ordered,
+            ),
+        }
+        if not self._symmetric:
+            found[f"{part.name}.weight_zero_point"] = TensorSpec(
+                shape=(-(-outputs * bits // WORD), groups), dtypes=("int32",), shard_dim=group_dim
+            )
+        return found
+
+    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> Quantized:
+        """See Reader."""
+        name, bits = part.name, self.scheme.bits
+        shape = loaded.get(f"{name}.weight_shape")
+        expected = [part.out_features, spec.in_features]
+        if shape is not None and shape.tolist() != expected:
+            raise CheckpointError(
+                f"tensor {name}.weight_shape says that the weight is {shape.tolist()}; the model expects {expected}"
+            )
+        words = loaded[f"{name}.weight_packed"]
+        inputs = min(words.shape[1] * WORD // bits, spec.in_features)
+        stored = loaded.get(f"{name}.weight_g_idx")
+        group = group_of(f"{name}.weight_g_idx", stored, self.scheme, inputs, spec.in_features, ordered=self.ordered)
+        scales = check_scales(f"{name}.weight_scale", loaded[f"{name}.weight_scale"]).T
+        zeros = None
+        if not self._symmetric:
+            zeros = unpack(loaded[f"{name}.weight_zero_point"], bits, 0, words.shape[0]).T
+        return Quantized(values=unpack(words, bits, 1, inputs), scales=scales, zeros=zeros, group_of=group)
+
+
+def _check(scheme: quant_config.Scheme) -> None:
+    """Raises CheckpointError for a scheme that is not packed weights alone."""
+    weights = scheme.weights
+    if scheme.format != FORMAT:
+        raise CheckpointError(
+            f"the checkpoint's format is {scheme.format!r} ({scheme}); this reads {FORMAT} only; leave --quant out, and"
+            " a method that reads it is chosen if there is one"
+        )
+    if scheme.inputs is not None:
+        raise CheckpointError(
+            f"the checkpoint's {scheme} quantizes activations too; use one with weights only (W4A16, W8A16)"
+        )
+    if weights.type != "int" or weights.num_bits not in BITS or weights.strategy not in STRATEGIES:
+        raise CheckpointError(
+            f"the checkpoint's {scheme} is not supported: use weights of 4 or 8 bits, per channel or in groups"
+        )

@@ -1,0 +1,172 @@
+"""Running a model one decoder layer at a time, so that no more than a layer and its activations are in memory.
+
+The layers are transformers': each of its linear layers is a module of its own with a plain weight that can be replaced,
+and a layer runs by itself. The engine's merge several, repack them and write to a paged cache, and its models run as a
+whole. Arithmetic is float32, so that errors are those of the codes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.core.errors import CheckpointError
+from engine.quantize.source import DecoderLayer, Source
+
+
+class Inputs:
+    """What a linear layer's inputs are like, over all tokens of the calibration text."""
+
+    def __init__(self) -> None:
+        self.hessian: torch.Tensor | None = None
+        """[inputs, inputs] float32: the mean of x x^T."""
+        self.peak = 0.0
+        """The largest |x|."""
+        self._sum: torch.Tensor | None = None
+        self._tokens = 0
+
+    @property
+    def magnitudes(self) -> torch.Tensor:
+        """[inputs] float32: the mean |x|."""
+        assert self._sum is not None
+        return self._sum / self._tokens
+
+    def add(self, x: torch.Tensor) -> None:
+        """x: [..., inputs]."""
+        x = x.flatten(0, -2).float()
+        if self.hessian is None or self._sum is None:
+            self.hessian = torch.zeros((x.shape[1], x.shape[1]), device=x.device)
+            self._sum = torch.zeros(x.shape[1], device=x.device)
+        before, self._tokens = self._tokens, self._tokens + len(x)
+        self.hessian *= before / self._tokens
+        self.hessian.addmm_(x.T, x, alpha=1 / self._tokens)
+        self._sum += x.abs().sum(0)
+        self.peak = max(self.peak, float(x.abs().max()))
+
+
+class _Enough(Exception):  # noqa: N818  (ends a pass early; no error)
+    pass
+
+
+class Decoder:
+    """A checkpoint's decoder layers, run over samples of text."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        """Raises CheckpointError for an architecture that transformers does not build of `model.layers`."""
+        import transformers
+
+        library: Any = transformers  # without types
+        self._source = source
+        self.device = device
+        try:
+            config = library.AutoConfig.from_pretrained(str(source.checkpoint.path), local_files_only=True)
+            with torch.device("meta"):
+                model = library.AutoModelForCausalLM.from_config(
+                    config, attn_implementation="sdpa", dtype=torch.float32
+                )
+            self._body: Any = model.model.eval()
+            self._layers: Sequence[nn.Module] = self._body.layers
+            self._body.rotary_emb = type(self._body.rotary_emb)(config=config).to(device)
+        except Exception as error:  # transformers raises of every kind for what it does not know
+            raise CheckpointError(
+                f"text cannot be run through {source.checkpoint.path} layer by layer: {type(error).__name__}: {error};"
+                " methods that need no calibration text (fp8, int8, rtn) may work"
+            ) from error
+        self._arguments: list[dict[str, Any]] = []
+
+    @torch.no_grad()
+    def embed(self, samples: torch.Tensor) -> list[torch.Tensor]:
+        """samples: [samples, tokens] -> what goes into the first decoder layer, [1, tokens, hidden_size] each."""
+        embedding = self._body.embed_tokens
+        weight = self._source.read("model.embed_tokens.weight").float().to(self.device)
+        embedding.load_state_dict({"weight": weight}, assign=True)
+        self._body.norm.to_empty(device=self.device)  # its result is thrown away
+        self._arguments = [{} for _ in self._layers]
+        hidden: list[torch.Tensor] = []
+
+        def record(number: int, states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+            self._arguments[number] = arguments
+            if number == 0:
+                hidden.append(states)
+            return states
+
+        # The model itself knows what masks and angles each layer wants; they are the same for all samples.
+        for number, layer in enumerate(self._layers):
+            layer.forward = partial(record, number)
+        for sample in samples.to(self.device):
+            self._body(input_ids=sample[None], use_cache=False)
+        for layer in self._layers:
+            del layer.forward
+        embedding.to("meta")
+        self._body.norm.to("meta")
+        return hidden
+
+    def load(self, layer: DecoderLayer, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+        """The module of a decoder layer with these tensors (by names within the layer), in float32 on the device.
+
+        Raises CheckpointError where the checkpoint's names are not transformers'.
+        """
+        module = self.module(layer)
+        try:
+            module.load_state_dict(
+                {
+                    name: tensor.to(self.device, torch.float32, copy=True)
+                    for name, tensor in tensors.items()
+                    if not name.endswith("rotary_emb.inv_freq")  # in older checkpoints; nobody reads it
+                },
+                assign=True,
+            )
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"the tensors of {layer.prefix} are not those that transformers expects: {error}; methods that need no"
+                " calibration text (fp8, int8, rtn) may work"
+            ) from error
+        return module
+
+    def module(self, layer: DecoderLayer) -> nn.Module:
+        """The module of a decoder layer; its weights are there between `load` and `drop`."""
+        return self._layers[layer.number]
+
+    def drop(self, layer: DecoderLayer) -> None:
+        """Free the weights of a decoder layer."""
+        self._layers[layer.number].to("meta")
+
+    @torch.no_grad()
+    def run(self, layer: DecoderLayer, hidden: torch.Tensor, module: nn.Module | None = None) -> torch.Tensor:
+        """One sample through a decoder layer (or another module in its place)."""
+        chosen: Callable[..., torch.Tensor] = module or self._layers[layer.number]
+        return chosen(hidden, **self._arguments[layer.number])
+
+    def advance(self, layer: DecoderLayer, hidden: list[torch.Tensor]) -> None:
+        """All samples through a decoder layer, in place."""
+        for number, states in enumerate(hidden):
+            hidden[number] = self.run(layer, states)
+
+    def watch(self, layer: DecoderLayer, names: Sequence[str], hidden: Sequence[torch.Tensor]) -> dict[str, Inputs]:
+        """The inputs of linear layers of a decoder layer. The layer is run as far as the last of them."""
+        module = self.module(layer)
+        found = {name: Inputs() for name in names}
+        waiting: set[str] = set()
+
+        def look(name: str, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            found[name].add(inputs[0])
+            waiting.discard(name)
+            if not waiting:
+                raise _Enough
+
+        handles = [module.get_submodule(name).register_forward_pre_hook(partial(look, name)) for name in names]
+        try:
+            for states in hidden:
+                waiting.update(names)
+                try:
+                    self.run(layer, states)
+                except _Enough:
+                    continue
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found

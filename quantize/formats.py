@@ -1,0 +1,259 @@
+"""Formats of quantized checkpoints: which tensors a linear layer becomes, and what config.json says of them.
+
+The tables of tensors are in plugins/quant (gptq.py, awq.py, pack_quantized.py, fp8.py), which read what is written
+here; packed weights are read back by them, so that text runs through the next layers as it will when it is served.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from engine.core.quant import LinearPart, LinearSpec, QuantMethod
+from engine.plugins.quant.awq import Awq
+from engine.plugins.quant.gptq import Gptq
+from engine.plugins.quant.pack_quantized import PackQuantized
+from engine.plugins.quant.packing import AWQ_ORDER, WORD
+from engine.plugins.quant.rounding import BLOCK, FP8, LIMITS, dequantize, quantize
+from engine.plugins.quant.w4a16 import PackedKernel, Quantized
+from engine.quantize.grid import Grid
+from engine.quantize.settings import AWQ, GPTQ, STATIC, Settings
+
+HEAD = "lm_head"
+Tensors = dict[str, torch.Tensor]
+"""Tensors of one linear layer, by the end of their names."""
+
+
+def pack(numbers: torch.Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """numbers: below 2^bits -> int32 words along `dim`, first number lowest; the last word is filled up with 0.
+
+    order: the number of its word that each place has, from the low end; None: its own.
+    """
+    per_word = WORD // bits
+    wide = numbers.movedim(dim, -1).to(torch.int64)
+    missing = -wide.shape[-1] % per_word
+    wide = torch.nn.functional.pad(wide, (0, missing))
+    wide = wide.view(*wide.shape[:-1], -1, per_word)
+    if order is not None:
+        wide = wide[..., list(order)]
+    shifts = torch.arange(0, WORD, bits, device=wide.device)
+    words = (wide << shifts).sum(-1)
+    words = torch.where(words >= 2 ** (WORD - 1), words - 2**WORD, words)  # the same bits as a signed number
+    return words.to(torch.int32).movedim(-1, dim).contiguous()
+
+
+class Format(ABC):
+    """How a checkpoint's linear layers are stored."""
+
+    def __init__(self, settings: Settings, dtype: torch.dtype) -> None:
+        """dtype: of the checkpoint."""
+        self.settings = settings
+        self.dtype = dtype
+
+    @abstractmethod
+    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+        """quantization_config. left_alone: names of linear layers in decoder layers that are not quantized."""
+
+
+class EightBit(Format):
+    """compressed-tensors, float-quantized and int-quantized: codes of a byte, scales in float32."""
+
+    @property
+    def codes(self) -> torch.dtype:
+        """Type of codes."""
+        return FP8 if self.settings.method == "fp8" else torch.int8
+
+    def encode(self, weight: torch.Tensor, peak: float | None) -> Tensors:
+        """weight: [outputs, inputs]. peak: the largest |x| of its inputs, where activations are static."""
+        codes, scale = quantize(weight, self.codes, self.settings.granularity)
+        tensors = {"weight": codes, "weight_scale": scale}
+        if peak is not None:
+            tensors["input_scale"] = torch.tensor([max(peak, 1e-12) / LIMITS[self.codes]])
+        return tensors
+
+    def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The weight that the tensors stand for, float32."""
+        return dequantize(tensors["weight"], tensors["weight_scale"], torch.float32)
+
+    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+        """See Format."""
+        settings = self.settings
+        kind = "float" if settings.method == "fp8" else "int"
+        weights = _number(8, kind, settings.granularity)
+        if settings.activations == STATIC:
+            inputs = _number(8, kind, "tensor")
+        elif settings.granularity == "block":
+            weights["block_structure"] = [BLOCK, BLOCK]
+            inputs = _number(8, kind, "group", group_size=BLOCK, dynamic=True)
+        else:
+            inputs = _number(8, kind, "token", dynamic=True)
+        return _compressed(f"{kind}-quantized", weights, inputs, left_alone)
+
+
+class Packed(Format):
+    """Weights of 4 or 8 bits, packed into words; subclasses differ in how."""
+
+    method: type[QuantMethod]
+    """What reads it."""
+    least_zero = 0
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of scales."""
+        return torch.float16
+
+    @property
+    def grid(self) -> Grid:
+        """What codes this format can store."""
+        settings = self.settings
+        return Grid(
+            bits=settings.bits,
+            symmetric=settings.symmetric,
+            scale_dtype=self.scale_dtype,
+            least_zero=self.least_zero,
+        )
+
+    @abstractmethod
+    def encode(self, weight: Quantized) -> Tensors:
+        """Pack a weight."""
+
+    def decode(self, tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> torch.Tensor:
+        """The weight that the tensors stand for, [outputs, inputs] float32, as the engine's plugin reads them."""
+        name = "layer"
+        part = LinearPart(name=name, out_features=outputs)
+        spec = LinearSpec(parts=(part,), in_features=inputs, bias=False, dtype="float32")
+        kernel = self.method.from_checkpoint(self.config(()), None).linear(spec)
+        assert isinstance(kernel, PackedKernel)
+        loaded = {f"{name}.{end}": tensor for end, tensor in tensors.items()}
+        return kernel.reader.read(part, spec, loaded).dequantize(kernel.reader.scheme)
+
+
+class GptqFormat(Packed):
+    """GPTQ's, version 1."""
+
+    method = Gptq
+    least_zero = 1
+
+    def encode(self, weight: Quantized) -> Tensors:
+        """See Packed."""
+        bits, zeros = self.settings.bits, _zeros(weight)
+        inputs = weight.values.shape[1]
+        side_by_side = torch.arange(inputs) // (inputs if self.settings.group_size == -1 else self.settings.group_size)
+        return {
+            "qweight": pack(weight.values.T, bits, 0),
+            "qzeros": pack(zeros - 1, bits, 1),
+            "scales": weight.scales,
+            "g_idx": side_by_side.to(torch.int32) if weight.group_of is None else weight.group_of,
+        }
+
+    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+        """See Format. Layers left alone are patterns of `dynamic`, as GPTQModel writes them."""
+        settings = self.settings
+        left: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in left_alone}
+        return {
+            "quant_method": "gptq",
+            "bits": settings.bits,
+            "group_size": settings.group_size,
+            "desc_act": settings.act_order == "group" and settings.group_size > 0,
+            "sym": settings.symmetric,
+            "lm_head": False,
+            "checkpoint_format": "gptq",
+            "pack_dtype": "int32",
+            **({"damp_percent": settings.damp} if settings.method == "gptq" else {}),
+            **({"dynamic": left} if left else {}),
+        }
+
+
+class AwqFormat(Packed):
+    """AWQ's, version gemm."""
+
+    method = Awq
+
+    def encode(self, weight: Quantized) -> Tensors:
+        """See Packed."""
+        return {
+            "qweight": pack(weight.values.T, 4, 1, AWQ_ORDER),
+            "qzeros": pack(_zeros(weight), 4, 1, AWQ_ORDER),
+            "scales": weight.scales,
+        }
+
+    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+        """See Format."""
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": self.settings.group_size,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": [HEAD, *left_alone],
+        }
+
+
+class PackedTensors(Packed):
+    """compressed-tensors, pack-quantized. Scales have the checkpoint's own type."""
+
+    method = PackQuantized
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """See Packed."""
+        return self.dtype
+
+    def encode(self, weight: Quantized) -> Tensors:
+        """See Packed."""
+        bits = self.settings.bits
+        tensors = {
+            "weight_packed": pack(weight.values, bits, 1),
+            "weight_scale": weight.scales.T.contiguous(),
+            "weight_shape": torch.tensor(weight.values.shape, dtype=torch.int64),
+        }
+        if not self.settings.symmetric:
+            tensors["weight_zero_point"] = pack(_zeros(weight).T, bits, 0)
+        return tensors
+
+    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+        """See Format."""
+        settings = self.settings
+        weights = _number(settings.bits, "int", "group" if settings.group_size > 0 else "channel")
+        weights["symmetric"] = settings.symmetric
+        if settings.group_size > 0:
+            weights["group_size"] = settings.group_size
+            if settings.act_order != "none":
+                weights["actorder"] = settings.act_order
+        return _compressed("pack-quantized", weights, None, left_alone)
+
+
+def make_format(settings: Settings, dtype: torch.dtype) -> EightBit | Packed:
+    """The format that settings name, for a checkpoint of this type."""
+    if settings.is_eight_bit:
+        return EightBit(settings, dtype)
+    kinds: dict[str, Callable[[Settings, torch.dtype], Packed]] = {GPTQ: GptqFormat, AWQ: AwqFormat}
+    return kinds.get(settings.format, PackedTensors)(settings, dtype)
+
+
+def _zeros(weight: Quantized) -> torch.Tensor:
+    assert weight.zeros is not None
+    return weight.zeros
+
+
+def _number(bits: int, kind: str, strategy: str, *, dynamic: bool = False, **more: Any) -> dict[str, Any]:
+    """compressed-tensors' QuantizationArgs."""
+    return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic, **more}
+
+
+def _compressed(
+    stored: str, weights: dict[str, Any], inputs: dict[str, Any] | None, left_alone: Sequence[str]
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "format": stored}},
+        "ignore": [HEAD, *left_alone],
+        "kv_cache_scheme": None,
+    }

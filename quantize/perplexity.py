@@ -1,0 +1,95 @@
+"""Perplexity of a text under a checkpoint, through the engine, so that the kernels measured are those that serve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from attrs import frozen
+
+from engine.core.engine import Engine
+from engine.core.errors import ConfigError
+from engine.core.types import SamplingParams
+
+AT_ONCE = 8
+"""Windows given to the engine together."""
+
+
+@frozen(kw_only=True)
+class Perplexity:
+    """How well a model foresees a text."""
+
+    loss: float
+    """Mean of -ln p over the tokens scored."""
+    tokens: int
+    """Scored: all but the first."""
+    context: int
+    """Tokens of a window."""
+    stride: int
+    """How far a window moves on."""
+
+    @property
+    def value(self) -> float:
+        """e to the loss."""
+        return math.exp(self.loss)
+
+
+def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, first scored) of windows over `count` tokens; each token but the first is scored once.
+
+    It is scored in the first window that holds it, so that all but the first window's have at least context - stride
+    tokens before them. stride: less than context.
+    """
+    scored = 1
+    for begin in range(0, count, stride):
+        end = min(begin + context, count)
+        if scored < end:
+            yield begin, end, scored
+        scored = end
+        if end == count:
+            return
+
+
+def check_windows(context: int, stride: int, max_len: int) -> None:
+    """Raises ConfigError for windows that cannot be scored, or that a context of `max_len` tokens does not hold."""
+    if not 0 < stride < context:
+        raise ConfigError(
+            f"windows of {context} tokens cannot move on by {stride}: their first token has nothing before it;"
+            f" use windows of 2 tokens or more, and 1 to {max(1, context - 1)}"
+        )
+    if context >= max_len:
+        raise ConfigError(f"--context {context} does not fit the model's {max_len}; use {max_len - 1}")
+
+
+def measure(engine: Engine, tokens: Sequence[int], *, context: int = 1024, stride: int = 512) -> Perplexity:
+    """Perplexity of `tokens` under the engine's model.
+
+    Raises ConfigError for fewer than two tokens, and windows that the engine's context does not hold.
+    """
+    check_windows(context, stride, engine.max_len)
+    if len(tokens) < 2:
+        raise ConfigError("the held-out text has fewer than two tokens, so there is nothing to foresee")
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    every = list(windows(len(tokens), context, stride))
+    total = 0.0
+    for first in range(0, len(every), AT_ONCE):
+        some = every[first : first + AT_ONCE]
+        done = engine.generate([list(tokens[begin:end]) for begin, end, _ in some], params)
+        for (begin, _, scored), completion in zip(some, done, strict=True):
+            assert completion.prompt_logprobs is not None
+            # The first entry is of the window's second token.
+            total -= sum(one.logprob for one in completion.prompt_logprobs[scored - begin - 1 :])
+    return Perplexity(loss=total / (len(tokens) - 1), tokens=len(tokens) - 1, context=context, stride=stride)
+
+
+def perplexity(
+    model: str | Path, text: str, *, context: int = 1024, stride: int = 512, **settings: object
+) -> Perplexity:
+    """Of a checkpoint, in an engine of its own. settings: the engine's, as Engine takes them (executor__device="cpu").
+
+    Raises what Engine and `measure` raise.
+    """
+    chosen = {"scheduler__max_running": AT_ONCE, "executor__graphs": "off", **settings}
+    with Engine(str(model), **chosen) as engine:  # type: ignore[arg-type]
+        return measure(engine, engine.tokenizer.encode(text, add_special_tokens=False), context=context, stride=stride)

@@ -1,0 +1,158 @@
+"""A whole run: a checkpoint in, a quantized one out, decoder layer by decoder layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import asdict, frozen
+
+from engine.core.checkpoint import Checkpoint
+from engine.core.device import find_device
+from engine.core.errors import ConfigError
+from engine.core.text import Tokenizer
+from engine.quantize.calibration import Calibration, no_calibration
+from engine.quantize.decoder import Decoder
+from engine.quantize.formats import make_format
+from engine.quantize.layer import LayerQuantizer
+from engine.quantize.output import Output, nbytes
+from engine.quantize.perplexity import Perplexity, check_windows, perplexity
+from engine.quantize.progress import Progress
+from engine.quantize.report import LayerReport, Report
+from engine.quantize.settings import Settings
+from engine.quantize.source import DecoderLayer, Source, make_blueprint
+
+SHARD_BYTES = 5 * 10**9
+
+
+@frozen(kw_only=True)
+class HeldOut:
+    """Text on which perplexity is measured before and after."""
+
+    text: str
+    context: int = 1024
+    """Tokens of a window."""
+
+    @property
+    def stride(self) -> int:
+        """How far a window moves on: half of it."""
+        return self.context // 2
+
+
+def quantize(
+    model: str | Path,
+    output: str | Path,
+    settings: Settings,
+    *,
+    calibration: Calibration | None = None,
+    held_out: HeldOut | None = None,
+    device: str = "auto",
+    shard_bytes: int = SHARD_BYTES,
+    restart: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Write the quantized checkpoint of `model` to the directory `output`, and a report beside it.
+
+    A run that was killed goes on behind its last finished layer when it is called again with the same settings.
+    Raises ConfigError, CheckpointError or PluginError, as a rule before anything is written.
+    """
+    if settings.needs_calibration and calibration is None:
+        raise no_calibration(f"{settings.method}{' with static activations' if settings.activations else ''}")
+    if shard_bytes < 1:
+        raise ConfigError("--max-shard-size must be more than 0")
+    began = time.perf_counter()
+    progress = progress or Progress()
+    found = find_device(device)
+    source = Source(Checkpoint.open(model))
+    blueprint = make_blueprint(source, settings, found)
+    if held_out is not None:
+        check_windows(held_out.context, held_out.stride, blueprint.spec.max_len)
+    samples = None
+    if calibration is not None:
+        samples = calibration.draw(Tokenizer.open(source.checkpoint.path), blueprint.spec.max_len)
+    target = Output(Path(output))
+    done = target.open(_identity(source, settings, calibration), restart=restart)
+    try:
+        total = len(blueprint.layers)
+        if done:
+            progress.resumed(done, total)
+        torch_device = torch.device(found.torch_name)
+        head_dim = blueprint.spec.head_dim
+        decoder, hidden = None, []
+        if samples is not None and done < total:
+            decoder = Decoder(source, torch_device)
+            hidden = decoder.embed(samples)
+        quantizer = LayerQuantizer(settings, make_format(settings, source.dtype), decoder, torch_device, head_dim)
+        spent = 0.0
+        reports: list[LayerReport] = []
+        for layer in blueprint.layers:
+            if layer.number < done:
+                tensors, report = target.read_layer(layer.number)
+                quantizer.skip(layer, tensors, hidden)
+            else:
+                report = _one(quantizer, source, layer, hidden, target)
+                progress.layer(report, total)
+            spent += report.seconds if layer.number < done else 0.0
+            reports.append(report)
+        del decoder, quantizer, hidden
+        if torch_device.type == "cuda":
+            torch.cuda.empty_cache()  # perplexity is measured by engines, which ask the device what is free
+
+        progress.phase("writing the checkpoint")
+        config = {
+            **source.checkpoint.config,
+            "quantization_config": make_format(settings, source.dtype).config(blueprint.left_alone),
+        }
+        others = {name: (nbytes(source.stored(name)), partial(source.read, name)) for name in blueprint.others}
+        size = target.finish(others, total, config, source.checkpoint.path, shard_bytes)
+        before = after = None
+        if held_out is not None:
+            before = _perplexity(source.checkpoint.path, held_out, found.torch_name, progress)
+            after = _perplexity(target.path, held_out, found.torch_name, progress)
+        report_of_all = Report(
+            model=str(source.checkpoint.path),
+            settings=settings.as_dict(),
+            calibration=None if calibration is None else _describe(calibration),
+            layers=tuple(reports),
+            bytes_before=sum(source.file_sizes.values()),
+            bytes_after=size,
+            seconds=time.perf_counter() - began + spent,
+            perplexity_before=before,
+            perplexity_after=after,
+        )
+        report_of_all.write(target.path)
+        target.done()
+        return report_of_all
+    finally:
+        target.close()
+
+
+def _one(
+    quantizer: LayerQuantizer, source: Source, layer: DecoderLayer, hidden: list[torch.Tensor], target: Output
+) -> LayerReport:
+    """Quantize one layer and keep it."""
+    begin = time.perf_counter()
+    stored = {name: source.read(f"{layer.prefix}.{name}") for name in layer.names}
+    tensors, linears = quantizer.quantize(layer, stored, hidden)
+    report = LayerReport(number=layer.number, seconds=time.perf_counter() - begin, linears=tuple(linears))
+    target.write_layer({f"{layer.prefix}.{name}": tensor for name, tensor in tensors.items()}, report)
+    return report
+
+
+def _perplexity(path: Path, held_out: HeldOut, device: str, progress: Progress) -> Perplexity:
+    progress.phase(f"perplexity of {path}")
+    return perplexity(path, held_out.text, context=held_out.context, stride=held_out.stride, executor__device=device)
+
+
+def _identity(source: Source, settings: Settings, calibration: Calibration | None) -> dict[str, Any]:
+    """What two runs must have in common for their layers to fit together."""
+    text = {} if calibration is None else {"calibration": calibration.fingerprint()}
+    return {"model": source.fingerprint(), **settings.as_dict(), **text}
+
+
+def _describe(calibration: Calibration) -> Mapping[str, Any]:
+    return {**asdict(calibration), "files": [str(file) for file in calibration.files]}

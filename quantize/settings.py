@@ -1,0 +1,136 @@
+"""What a quantized checkpoint shall be: method, format and their numbers, checked before anything is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import asdict, frozen
+
+from engine.core.errors import ConfigError, near_misses
+
+COMPRESSED, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"
+"""Formats."""
+STATIC = "static"
+"""Of activations: one scale a linear layer, stored."""
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {"format": COMPRESSED, "bits": 8, "granularity": "channel", "activations": "dynamic"},
+    "int8": {"format": COMPRESSED, "bits": 8, "granularity": "channel", "activations": "dynamic"},
+    "rtn": {"format": COMPRESSED, "bits": 4, "group_size": 128, "symmetric": True},
+    "gptq": {"format": GPTQ, "bits": 4, "group_size": 128, "symmetric": True, "act_order": "weight", "damp": 0.01},
+    "awq": {"format": AWQ, "bits": 4, "group_size": 128, "symmetric": False},
+}
+"""Method -> the settings that mean something there, and what they are unless given."""
+
+CHOICES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "fp8": {
+        "format": (COMPRESSED,),
+        "bits": (8,),
+        "granularity": ("tensor", "channel", "block"),
+        "activations": ("dynamic", STATIC),
+    },
+    "int8": {"format": (COMPRESSED,), "bits": (8,), "granularity": ("channel",), "activations": ("dynamic", STATIC)},
+    "rtn": {"format": (COMPRESSED, GPTQ, AWQ), "bits": (4, 8)},
+    "gptq": {"format": (GPTQ, COMPRESSED, AWQ), "bits": (4, 8), "act_order": ("none", "weight", "group")},
+    "awq": {"format": (AWQ, COMPRESSED), "bits": (4,)},
+}
+
+
+@frozen(kw_only=True)
+class Settings:
+    """How every linear layer of a model is quantized; `choose` fills in what a method leaves open."""
+
+    method: str
+    """fp8, int8, rtn (round to nearest), gptq or awq."""
+    format: str
+    """How the checkpoint is stored: compressed-tensors, gptq or awq."""
+    bits: int
+    granularity: str = ""
+    """Eight bits: what shares a scale: tensor, channel (an output) or block (of 128 x 128)."""
+    activations: str = ""
+    """Eight bits: dynamic (a scale a token, computed when it comes) or static (one scale, from calibration)."""
+    group_size: int = -1
+    """Weights only: inputs that share a scale; -1: all."""
+    symmetric: bool = True
+    """Weights only: whether zero points are fixed at the middle."""
+    act_order: str = "none"
+    """gptq: the order of inputs: none (as they are), weight (largest activations first, groups of neighbours) or group
+    (so too, and groups are made in that order; the checkpoint then stores each input's group)."""
+    damp: float = 0.01
+    """gptq: what is added to the Hessian's diagonal, as a share of its mean."""
+    ignore: tuple[str, ...] = ()
+    """Modules left alone: names, or patterns that begin with "re:". The LM head always is."""
+
+    @classmethod
+    def choose(cls, method: str, *, ignore: tuple[str, ...] = (), **given: object) -> Settings:
+        """Settings of a method. given: those named on the command line; None: not.
+
+        Raises ConfigError for one that means nothing to the method, and for values that it does not have.
+        """
+        if method not in DEFAULTS:
+            raise ConfigError(f"--method {method!r} is unknown; {near_misses(method, DEFAULTS)}")
+        wanted = {name: value for name, value in given.items() if value is not None}
+        values = {**DEFAULTS[method], **wanted}
+        for name, value in wanted.items():
+            if name not in DEFAULTS[method]:
+                others = [other for other, known in DEFAULTS.items() if name in known]
+                raise ConfigError(f"{flag(name)} means nothing to {method}; it is for {' and '.join(others)}")
+            allowed = CHOICES[method].get(name, (value,))
+            if value not in allowed:
+                raise ConfigError(f"{flag(name)} {value} is not for {method}; use {' or '.join(map(str, allowed))}")
+        found = cls(method=method, ignore=ignore, **values)
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """Raises ConfigError for settings that contradict each other."""
+        size = self.group_size
+        if size != -1 and (size < 16 or size & (size - 1)):
+            raise ConfigError(
+                f"--group-size {size} has no kernels; use a power of two from 16 on, or -1 for all inputs"
+            )
+        if not 0 < self.damp < 1:
+            raise ConfigError(f"--damp is a share of the Hessian's mean diagonal, between 0 and 1, not {self.damp}")
+        if self.format == AWQ and self.bits != 4:
+            raise ConfigError(f"the format awq has 4 bits; use --format {COMPRESSED} for {self.bits}")
+        if self.act_order == "group" and self.format != GPTQ:
+            # compressed-tensors had weight_g_idx for it once, and has given it up.
+            raise ConfigError(
+                f"the format {self.format} has no groups in an order of their own; use --act-order weight, or"
+                " --format gptq"
+            )
+        if self.activations == STATIC and self.granularity == "block":
+            raise ConfigError(
+                "--granularity block computes activation scales as tokens come; use --activations dynamic"
+            )
+        for entry in self.ignore:
+            try:
+                re.compile(entry.removeprefix("re:"))
+            except re.error as error:
+                raise ConfigError(f"--ignore {entry!r} is no regular expression: {error}") from error
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether text must run through the model."""
+        return self.method in ("gptq", "awq") or self.activations == STATIC
+
+    @property
+    def is_eight_bit(self) -> bool:
+        """Whether numbers are stored a byte each (fp8, int8), not packed into words."""
+        return bool(self.granularity)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings that mean something to the method, for files."""
+        named = asdict(self)
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in named.items()
+            if name in ("method", "ignore", *DEFAULTS[self.method])
+        }
+
+
+def flag(name: str) -> str:
+    """A setting as one types it."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,196 @@
+"""The checkpoint that is quantized: its tensors, and which linear layers it has, as the engine's own model says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from attrs import frozen
+from safetensors import safe_open
+
+from engine.core.checkpoint import Checkpoint, read_json
+from engine.core.device import DeviceInfo
+from engine.core.errors import CheckpointError, ConfigError
+from engine.core.layers import LayerFactory
+from engine.core.layers.base import torch_dtype
+from engine.core.layers.linear import Linear
+from engine.core.loader import INDEX, SINGLE
+from engine.core.models import ModelSpec
+from engine.core.registry import load_plugins
+from engine.core.selection import DTYPES, resolve
+from engine.core.settings import load_config
+from engine.core.tensor_file import StoredTensor, TensorFile
+from engine.plugins.quant.config import is_listed
+from engine.plugins.quant.packing import WORD
+from engine.quantize.settings import Settings
+
+LAYER = re.compile(r"^(.*\.layers\.(\d+))\.(.+)$")
+"""A tensor of a decoder layer: its layer, the layer's number, the name within it."""
+
+
+class Source:
+    """Tensors of a checkpoint, read when they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Reads the headers. Raises CheckpointError without safetensors files, or with one missing or damaged."""
+        self.checkpoint = checkpoint
+        directory = checkpoint.path
+        if (directory / INDEX).is_file():
+            files = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+        elif (directory / SINGLE).is_file():
+            files = [SINGLE]
+        else:
+            raise CheckpointError(f"{directory} has no {SINGLE} and no {INDEX}; give a checkpoint in safetensors files")
+        self._files = {name: TensorFile(directory / name) for name in files}
+        self._open = {name: safe_open(directory / name, framework="pt", device="cpu") for name in files}
+        self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.tensors}
+        self.file_sizes = {name: (directory / name).stat().st_size for name in files}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._file_of)
+
+    def stored(self, name: str) -> StoredTensor:
+        """What the file's header says of a tensor."""
+        return self._files[self._file_of[name]].tensors[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, on the CPU."""
+        file: Any = self._open[self._file_of[name]]
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What config.json calls the type of the weights, float32 if it says nothing."""
+        config = self.checkpoint.config
+        stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        if stored not in DTYPES:
+            raise CheckpointError(f"the checkpoint's dtype is {stored}; quantize one of {', '.join(DTYPES)}")
+        return torch_dtype(stored)
+
+    def fingerprint(self) -> str:
+        """Tells this checkpoint from others: of config.json, and the names and sizes of the files."""
+        text = repr((sorted(self.checkpoint.config.items(), key=str), sorted(self.file_sizes.items())))
+        return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@frozen(kw_only=True)
+class DecoderLayer:
+    """One decoder layer of a checkpoint."""
+
+    number: int
+    prefix: str
+    """What its tensors' names begin with, as model.layers.0."""
+    names: tuple[str, ...]
+    """Of its tensors, without the prefix."""
+    merged: tuple[tuple[str, ...], ...]
+    """Its linear layers that are quantized, within the layer; those with one input, which are served as one matrix,
+    together."""
+
+
+@frozen(kw_only=True)
+class Blueprint:
+    """What there is to quantize."""
+
+    layers: tuple[DecoderLayer, ...]
+    left_alone: tuple[str, ...]
+    """Full names of linear layers in decoder layers that are not quantized."""
+    others: tuple[str, ...]
+    """Names of tensors outside the decoder layers."""
+    spec: ModelSpec
+
+
+def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Blueprint:
+    """Find the linear layers, by building the engine's model of the checkpoint without weights.
+
+    Raises CheckpointError for a checkpoint that is quantized already, or does not have the tensors of its model;
+    PluginError where no plugin builds the model; ConfigError for settings that do not fit its sizes.
+    """
+    checkpoint = source.checkpoint
+    if checkpoint.quantization is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} is quantized already ({checkpoint.quantization.get('quant_method', 'method unnamed')}),"
+            " and quantizing it again would only lose digits; give the checkpoint that it was made from"
+        )
+    config = load_config(overrides={"model.path": (str(checkpoint.path), "argument")}).config
+    parts = resolve(config, load_plugins(config.plugins), device, checkpoint.config)
+    factory = LayerFactory(dtype="float32", device="cpu")
+    parts.model(checkpoint.config, factory, parts.options["models"])
+    linears = [layer for layer in factory.layers if isinstance(layer, Linear)]
+    merged: dict[str, list[tuple[str, ...]]] = {}
+    left_alone: list[str] = []
+    for layer in linears:
+        names = [part.name for part in layer.spec.parts]
+        ignored = [name for name in names if is_listed(name, settings.ignore)]
+        if ignored and len(ignored) < len(names):
+            raise ConfigError(
+                f"--ignore leaves {ignored[0]} alone but not {next(iter(set(names) - set(ignored)))}; they are"
+                f" multiplied as one matrix, so ignore all of {', '.join(names)}, or none"
+            )
+        left_alone += ignored
+        for part in layer.spec.parts:
+            _check_tensor(source, part.name, (part.out_features, layer.spec.in_features))
+            if not ignored:
+                _check_sizes(settings, part.name, part.out_features, layer.spec.in_features)
+        if not ignored:
+            found = [LAYER.match(name) for name in names]
+            if any(match is None for match in found):
+                raise CheckpointError(f"{names[0]} is in no decoder layer (NAME.layers.N); give --ignore for it")
+            merged.setdefault(found[0][1], []).append(tuple(match[3] for match in found))  # type: ignore[index]
+    if not merged:
+        raise ConfigError("--ignore leaves every linear layer alone, so that nothing would be quantized")
+    return Blueprint(
+        layers=tuple(_layers(source.names, merged)),
+        left_alone=tuple(left_alone),
+        others=tuple(name for name in source.names if LAYER.match(name) is None),
+        spec=parts.model.spec(checkpoint.config),
+    )
+
+
+def _layers(names: Sequence[str], merged: Mapping[str, list[tuple[str, ...]]]) -> Iterator[DecoderLayer]:
+    """The decoder layers that have tensors, in order."""
+    members: dict[tuple[int, str], list[str]] = {}
+    for name in names:
+        if match := LAYER.match(name):
+            members.setdefault((int(match[2]), match[1]), []).append(match[3])
+    for number, prefix in sorted(members):
+        yield DecoderLayer(
+            number=number,
+            prefix=prefix,
+            names=tuple(members[number, prefix]),
+            merged=tuple(merged.get(prefix, ())),
+        )
+
+
+def _check_tensor(source: Source, module: str, shape: tuple[int, int]) -> None:
+    name = f"{module}.weight"
+    if name not in source.names:
+        raise CheckpointError(f"{source.checkpoint.path} lacks the tensor {name}, which its model needs")
+    if source.stored(name).shape != shape:
+        raise CheckpointError(
+            f"tensor {name} has shape {list(source.stored(name).shape)}; the model expects {list(shape)}"
+        )
+
+
+def _check_sizes(settings: Settings, module: str, outputs: int, inputs: int) -> None:
+    """Raises ConfigError for a linear layer that cannot be cut into groups or words."""
+    if settings.is_eight_bit:
+        return
+    size, per_word = settings.group_size, WORD // settings.bits
+    advice = f'give --ignore "re:.*{re.escape(module.rpartition(".")[2])}" (and what is merged with it)'
+    if size != -1 and inputs % size:
+        fitting = [str(one) for one in (128, 64, 32, 16) if inputs % one == 0]
+        use = f"use --group-size {' or '.join([*fitting, '-1'])}"
+        raise ConfigError(
+            f"{module} has {inputs} inputs, which --group-size {size} does not divide; {use}, or {advice}"
+        )
+    if inputs % per_word or outputs % per_word:
+        raise ConfigError(
+            f"{module} has {outputs} outputs and {inputs} inputs; {settings.bits} bits are packed {per_word} in a word,"
+            f" along either; {advice}"
+        )

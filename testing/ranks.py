@@ -1,0 +1,142 @@
+"""Ranks that share a model, in tests: one without the others, and several as threads of one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import attrs
+
+from engine.core.checkpoint import Checkpoint
+from engine.core.device import DeviceInfo
+from engine.core.distributed import OneRank, RankGroup, Rendezvous, join
+from engine.core.executors import Executor, Health, PendingResult
+from engine.core.runner import Runner
+
+if TYPE_CHECKING:
+    from engine.core.config import EngineConfig
+    from engine.core.selection import Parts
+    from engine.core.types import CacheInfo, Step, StepResult
+
+S = TypeVar("S")
+T = TypeVar("T")
+CPU = DeviceInfo(type="cpu")
+
+
+class LoneRank(OneRank):
+    """One of several ranks, whose sums are its own part of them: for tests of what a rank holds and computes."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank = rank
+        self.ranks = ranks
+
+
+def run_ranks(ranks: int, work: Callable[[RankGroup], T], *, timeout: float = 60.0) -> list[T]:
+    """What `work` returns on each of several ranks, by rank: threads on the CPU, joined by gloo as processes would be.
+
+    The first rank's error is raised. timeout: seconds that a rank waits for one that does not come.
+    """
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(ranks) as threads:
+        path = str(Path(directory) / "ranks")
+
+        def run(rank: int) -> T:
+            group = join(Rendezvous(rank=rank, ranks=ranks, path=path, timeout=timeout), CPU)
+            try:
+                return work(group)
+            finally:
+                group.close()
+
+        futures = [threads.submit(run, rank) for rank in range(ranks)]
+        return [future.result() for future in futures]
+
+
+def threaded_ranks(number: int) -> type[ThreadedRanks]:
+    """An executor of so many ranks, to be given to an Engine as `executor`."""
+
+    class Made(ThreadedRanks):
+        ranks = number
+
+    return Made
+
+
+class ThreadedRanks(Executor):
+    """Runners on the CPU that share the model, each in a thread. It asserts that all have the same results."""
+
+    api = "1"
+    ranks: ClassVar[int]
+
+    @classmethod
+    def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
+        """Any device but a CPU."""
+        return None if device.type == "cpu" else "it is for tests on a CPU; use --device cpu"
+
+    def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
+        checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
+        self._arguments = config, parts, checkpoint, CPU
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._threads: list[ThreadPoolExecutor] = []
+        self._groups: list[RankGroup] = []
+        self.runners: list[Runner] = []
+
+    @property
+    def asynchronous(self) -> bool:
+        """False."""
+        return False
+
+    def start(self) -> CacheInfo:
+        """See Executor."""
+        self._directory = tempfile.TemporaryDirectory()
+        self._threads = [ThreadPoolExecutor(1) for _ in range(self.ranks)]
+        path = str(Path(self._directory.name) / "ranks")
+        try:
+            self._groups = self._on_each(
+                lambda rank: join(Rendezvous(rank=rank, ranks=self.ranks, path=path, timeout=60.0), CPU),
+                range(self.ranks),
+            )
+            self.runners = [Runner(*self._arguments, group) for group in self._groups]
+            infos = self._on_each(lambda runner: runner.start(), self.runners)
+        except BaseException:
+            self.shutdown()
+            raise
+        assert len({info.num_blocks for info in infos}) == 1
+        return infos[0]
+
+    def submit(self, step: Step) -> PendingResult:
+        """See Executor."""
+        return _Done(self._on_each(lambda runner: runner.launch(step).result(), self.runners))
+
+    def check(self) -> Health:
+        """It can."""
+        return Health(ok=True)
+
+    def shutdown(self) -> None:
+        """See Executor."""
+        for group in self._groups:
+            group.close()
+        for thread in self._threads:
+            thread.shutdown()
+        if self._directory is not None:
+            self._directory.cleanup()
+        self._groups, self._threads = [], []
+
+    def _on_each(self, work: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        futures = [thread.submit(work, item) for thread, item in zip(self._threads, items, strict=True)]
+        return [future.result() for future in futures]
+
+
+class _Done:
+    """The results of a step on all ranks."""
+
+    def __init__(self, results: list[StepResult]) -> None:
+        self._results = results
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        bare = [attrs.evolve(result, seconds=()) for result in self._results]
+        assert all(other == bare[0] for other in bare), "the ranks have different results"
+        return self._results[0]

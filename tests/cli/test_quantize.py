@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.cli.quantize import parse_size
+from engine.core.errors import ConfigError
+from engine.testing.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", tokenizer=True)
+
+
+def test_a_checkpoint_and_a_report(run, model, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the rat sat on the hat. " * 60)
+    out = tmp_path / "out"
+    options = ["--method", "gptq", "--group-size", "32", "--act-order", "none", "--no-symmetric", "--device", "cpu"]
+    texts = ["--calibration", str(text), "--samples", "4", "--sample-length", "64", "--held-out", str(text)]
+    result = run("quantize", str(model), str(out), *options, *texts, "--context", "64", "--max-shard-size", "100KB")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("layer 1 of 2: weights off by ")
+    assert [line.split()[0] for line in lines] == ["layer", "layer", "writing", "perplexity", "perplexity"]
+    assert "perplexity  " in result.stdout
+    assert f"written to  {out}" in result.stdout
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["group_size"], config["sym"]) == ("gptq", 32, False)
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert json.loads((out / "quantize_report.json").read_text())["calibration"]["samples"] == 4
+
+    again = run("quantize", str(model), str(out), *options, *texts, "--context", "64")
+    assert again.exit_code == 2
+    assert "holds a finished checkpoint" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--method", "gptq"], "give --calibration FILE"),
+        (["--method", "rtn", "--group-size", "100"], "use a power of two"),
+        (["--method", "int8", "--bits", "4"], "--bits 4 is not for int8"),
+        (["--method", "int8", "--max-shard-size", "5 apples"], "write it as 500MB, 5GB or 2GiB"),
+        (["--method", "int8", "--held-out", "nowhere.txt"], "--held-out nowhere.txt cannot be read"),
+    ],
+)
+def test_refusals_are_sentences(run, model, tmp_path, options, sentence):
+    result = run("quantize", str(model), str(tmp_path / "out"), *options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert sentence in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes():
+    assert [parse_size(text) for text in ("5GB", "2GiB", "1.5 mb", "1000")] == [5 * 10**9, 2 * 2**30, 1_500_000, 1000]
+    with pytest.raises(ConfigError, match="no size"):
+        parse_size("GB")

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch  # noqa: F401  (it opens what stays open)
+
+from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig
+from engine.core.types import Step
+from engine.plugins.executors.multiproc import MultiprocExecutor, Options
+
+
+class FakeExecutor(MultiprocExecutor):
+    """Its workers have no model; see fake_worker.py."""
+
+    worker = "fake_worker"
+
+
+@pytest.fixture
+def make_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeExecutor]]:
+    """make_executor(ranks, step_timeout=..., **behaviour of fake_worker.py): not started; shut down after the test.
+
+    Whatever a test does, no process and no file descriptor is left, and nothing in /dev/shm.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    made: list[FakeExecutor] = []
+    before = (descriptors(), shared_memory())
+
+    def make(ranks: int = 1, step_timeout: float = 30.0, **behaviour: Any) -> FakeExecutor:
+        config = EngineConfig(
+            model=ModelConfig(path="nowhere", options=behaviour),
+            executor=ExecutorConfig(device="cpu", tensor_parallel=ranks),
+        )
+        parts: Any = SimpleNamespace(choices=(), manifest=())
+        made.append(FakeExecutor(config, parts, Options(step_timeout=step_timeout)))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().shutdown()
+    assert children() == []
+    gc.collect()  # errors that were raised refer to what they passed through
+    assert descriptors() == before[0]
+    assert shared_memory() == before[1]
+
+
+@pytest.fixture
+def make_step() -> Callable[[int], Step]:
+    """A step of this number."""
+    return lambda number: Step(id=number, decodes=(1,), chunks=())
+
+
+@pytest.fixture(scope="session")
+def worker_pids() -> Callable[[], list[int]]:
+    """The workers of this process, in the order of their start."""
+    return children
+
+
+def children() -> list[int]:
+    """The processes that this one has started with a fake worker in them, dead ones that nobody has reaped too."""
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError):  # a thread or a process may end meanwhile
+            for child in Path(f"/proc/self/task/{task}/children").read_text().split():
+                command = Path(f"/proc/{child}/cmdline").read_text()
+                if "fake_worker" in command or not command:
+                    found.append(int(child))
+    return sorted(found)
+
+
+def descriptors() -> list[str]:
+    """What this process has open."""
+    names = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{descriptor}").partition(":")[0])
+    return sorted(names)
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "engine" in name}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """Wait until something is so; fail if it never is."""
+    return wait_until

@@ -1,0 +1,110 @@
+"""A worker without a model: what a step samples is its own number. Run as a module, with this directory on the path.
+
+How it behaves is in model.options of its configuration, by rank: {"1": {"at": when, "do": what}}, where `when` is start
+or the number of a step, and `what` one of FAULTS; and {"delay": seconds a step takes}, one after the other as on a
+device.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from engine.core.errors import CapacityError
+from engine.core.startup import Phases
+from engine.core.types import CacheInfo, Step, StepResult
+from engine.plugins.executors import worker
+from engine.plugins.executors.messages import Launch
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's."""
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_for_ever() -> None:
+    while True:
+        time.sleep(1)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def capacity() -> None:
+    raise CapacityError("the model does not fit; use a smaller one")
+
+
+def unexpected() -> None:
+    raise ValueError("this was not expected")
+
+
+def out_of_memory() -> None:
+    raise OutOfMemoryError("no memory left")
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    one.__name__: one for one in (kill, stop, sleep_for_ever, leave, capacity, unexpected, out_of_memory)
+}
+
+
+class Pending:
+    def __init__(self, step: int, at: float) -> None:
+        self._step = step
+        self._at = at
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._at
+
+    def result(self) -> StepResult:
+        time.sleep(max(0.0, self._at - time.monotonic()))
+        return StepResult(step=self._step, tokens=((self._step,),))
+
+
+class FakeRunner:
+    def __init__(self, launch: Launch, phases: Phases) -> None:
+        self._rank = launch.rank
+        self._options: dict[str, Any] = dict(launch.config.model.options)
+        self._busy_until = 0.0
+        assert os.path.getsize(launch.store) == 0
+
+    def start(self, phases: Phases) -> CacheInfo:
+        with phases.phase("weights"):
+            phases.progress(1, 2)
+            self._fault("start")
+        return CacheInfo(
+            num_blocks=100 - self._rank,
+            page_size=16,
+            weights_bytes=1,
+            activation_bytes=1,
+            kv_bytes=1,
+            budget_bytes=3,
+            device=f"rank {self._rank}",
+            dtype="float32",
+            phases=phases.seconds,
+        )
+
+    def launch(self, step: Step) -> Pending:
+        self._fault(step.id)
+        self._busy_until = max(self._busy_until, time.monotonic()) + self._options.get("delay", 0.0)
+        return Pending(step.id, self._busy_until)
+
+    def _fault(self, when: str | int) -> None:
+        mine = self._options.get(str(self._rank), {})
+        if mine.get("at") == when:
+            FAULTS[mine["do"]]()
+
+
+if __name__ == "__main__":
+    sys.exit(worker.run(FakeRunner))

@@ -1,0 +1,337 @@
+"""The executor and its processes, around a runner without a model: what comes back, and what faults leave behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.core.config import EngineConfig, ExecutorConfig
+from engine.core.device import DeviceInfo
+from engine.core.errors import CapacityError, EngineError, ExecutorError, PluginError
+from engine.core.shm import RingSpaceError, segment, side
+from engine.core.startup import Progress
+from engine.core.types import NewSequence, SamplingParams, Step
+from engine.plugins.executors.multiproc import MultiprocExecutor, Options
+from engine.plugins.executors.tp import TensorParallelExecutor
+from engine.plugins.executors.uniproc import UniprocExecutor
+from engine.plugins.executors.workers import STOP_SECONDS
+
+Make = Callable[..., Any]
+MakeStep = Callable[[int], Step]
+Pids = Callable[[], list[int]]
+PROMPT = 10.0
+"""Seconds; anything that is noticed rather than waited for takes far less, on a busy machine too."""
+
+
+def run(executor: Any, *steps: Step) -> list[int]:
+    return [executor.submit(step).result().tokens[0][0] for step in steps]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_results_come_in_the_order_of_the_steps(make_executor: Make, make_step: MakeStep, ranks: int) -> None:
+    executor = make_executor(ranks)
+    info = executor.start()
+    assert info.num_blocks == 101 - ranks  # what the smallest has
+    assert info.device == "rank 0"
+    assert executor.asynchronous
+    first = executor.submit(make_step(1))
+    second = executor.submit(make_step(2))
+    with pytest.raises(ExecutorError, match="step 3 was submitted while 2 others"):
+        executor.submit(make_step(3))
+    assert second.result().tokens == ((2,),)
+    assert first.done()
+    assert first.result().tokens == ((1,),)
+    assert run(executor, *map(make_step, range(3, 50))) == list(range(3, 50))
+
+
+def test_a_result_comes_while_the_next_step_runs(make_executor: Make, make_step: MakeStep) -> None:
+    executor = make_executor(delay=0.5)
+    executor.start()
+    first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
+    assert not first.done()
+    first.result()
+    assert executor._beats[0].begun == 2
+    assert not second.done()
+    second.result()
+
+
+def test_every_rank_sees_every_step(make_executor: Make, make_step: MakeStep, until: Make) -> None:
+    executor = make_executor(3)
+    executor.start()
+    run(executor, *map(make_step, (1, 2, 3)))
+    until(lambda: [beat.finished for beat in executor._beats] == [3, 3, 3])
+
+
+def test_a_long_prompt_gets_through(make_executor: Make) -> None:
+    executor = make_executor(2)
+    executor.start()
+    prompt = tuple(range(300_000))
+    new = NewSequence(sequence=1, tokens=prompt, prompt_len=len(prompt), params=SamplingParams(seed=0))
+    assert run(executor, Step(id=1, decodes=(), chunks=(), new=(new,))) == [1]
+
+
+def test_starting_is_told_by_rank(make_executor: Make) -> None:
+    for ranks, named in ((1, {None}), (2, {0, 1})):
+        told: list[Progress] = []
+        executor = make_executor(ranks)
+        executor.watch(told.append)
+        assert [phase for phase, _ in executor.start().phases] == ["weights"]
+        assert {one.rank for one in told} == named
+        assert {one.phase for one in told} == {"weights"}
+
+
+def test_an_error_at_start_is_raised_as_what_it_is(make_executor: Make, caplog: pytest.LogCaptureFixture) -> None:
+    executor = make_executor(2, **{"1": {"at": "start", "do": "capacity"}})
+    with pytest.raises(CapacityError, match=r"^the worker of rank 1 \(process \d+\) failed in weights: the model does"):
+        executor.start()
+    assert "Traceback" not in caplog.text  # the sentence says it all
+
+
+def test_an_unexpected_error_is_told_with_its_traceback_once(
+    make_executor: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = make_executor(**{"0": {"at": "start", "do": "unexpected"}})
+    with pytest.raises(ExecutorError, match=r"rank 0 .* failed in weights: ValueError: this was not expected"):
+        executor.start()
+    assert caplog.text.count("Traceback") == 1
+    assert "in unexpected" in caplog.text
+
+
+def test_ranks_that_all_fail_at_once(make_executor: Make, make_step: MakeStep) -> None:
+    fault = {"at": 1, "do": "out_of_memory"}
+    executor = make_executor(2, **{"0": fault, "1": fault})
+    executor.start()
+    with pytest.raises(ExecutorError, match=r"the worker of rank [01] .* failed in step 1: OutOfMemoryError"):
+        run(executor, make_step(1))
+
+
+def test_a_start_that_is_given_up_is_over_at_once(make_executor: Make, until: Make, worker_pids: Pids) -> None:
+    def interrupt(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    executor = make_executor(2, **{"1": {"at": "start", "do": "sleep_for_ever"}})
+    executor.watch(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        executor.start()
+    assert worker_pids() == []
+
+
+@pytest.mark.parametrize(("do", "fate"), [("kill", "was killed by SIGKILL"), ("leave", "exited with code 3")])
+def test_a_death_at_start_is_noticed(make_executor: Make, do: str, fate: str) -> None:
+    executor = make_executor(2, **{"1": {"at": "start", "do": do}})
+    begun = time.monotonic()
+    with pytest.raises(ExecutorError, match=rf"the worker of rank 1 \(process \d+\) {fate} in weights"):
+        executor.start()
+    assert time.monotonic() - begun < PROMPT
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_death_wakes_who_waits(make_executor: Make, make_step: MakeStep, worker_pids: Pids, ranks: int) -> None:
+    executor = make_executor(ranks, delay=1000)
+    executor.start()
+    pending = executor.submit(make_step(1))
+    pid = executor._workers.workers[ranks - 1]._process.pid
+    killed: list[float] = []
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Timer(0.2, kill).start()
+    with pytest.raises(ExecutorError, match=rf"rank {ranks - 1} \(process {pid}\) was killed by SIGKILL in step 1;"):
+        pending.result()
+    assert time.monotonic() - killed[0] < 2
+    assert f"rank {ranks - 1}" in executor.check().detail
+    assert not executor.check().ok
+    with pytest.raises(ExecutorError, match="SIGKILL"):
+        executor.submit(make_step(2))
+
+
+def test_an_idle_death_is_noticed_too(make_executor: Make, until: Make, worker_pids: Pids) -> None:
+    executor = make_executor(2)
+    executor.start()
+    assert executor.check().ok
+    os.kill(worker_pids()[0], signal.SIGTERM)
+    until(lambda: not executor.check().ok, 2)
+    assert "SIGTERM" in executor.check().detail
+    until(lambda: worker_pids() == [], 2)  # the other is ended
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_in_a_step_names_rank_and_step(
+    make_executor: Make, make_step: MakeStep, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = make_executor(ranks, **{str(ranks - 1): {"at": 2, "do": "out_of_memory"}, "delay": 0.01})
+    executor.start()
+    assert run(executor, make_step(1)) == [1]
+    said = rf"rank {ranks - 1} .* failed in step 2: OutOfMemoryError: no memory left; use a lower --max-batch-tokens"
+    with pytest.raises(ExecutorError, match=said):
+        run(executor, *map(make_step, (2, 3, 4)), *([make_step(5)] * 1000))
+    assert caplog.text.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("do", "place"),
+    [
+        ("sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault"),
+        ("stop", r"it gives no stack: it is stopped \(SIGSTOP\)"),
+    ],
+)
+def test_a_step_that_hangs_is_ended_and_located(
+    make_executor: Make, make_step: MakeStep, do: str, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor = make_executor(2, step_timeout=0.5, **{"0": {"at": 2, "do": do}})
+    executor.start()
+    assert run(executor, make_step(1)) == [1]
+    begun = time.monotonic()
+    with pytest.raises(ExecutorError, match=r"^step 2 took more than 0.5 s \(option step_timeout\)") as hung:
+        run(executor, make_step(2))
+    assert 0.5 < time.monotonic() - begun < PROMPT
+    assert re.search(rf"the worker of rank 0 \(process \d+\): {place}", str(hung.value))
+    assert ("Current thread" in caplog.text) == (do == "sleep_for_ever")
+
+
+def test_a_slow_step_is_not_hung(make_executor: Make, make_step: MakeStep) -> None:
+    executor = make_executor(step_timeout=0.6, delay=0.4)
+    executor.start()
+    first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
+    time.sleep(0.5)
+    assert run(executor) == []
+    first.result(), second.result()
+    third = executor.submit(make_step(3))
+    assert third.result().step == 3
+    time.sleep(0.8)  # idle is not hung either
+    assert executor.check().ok
+
+
+def test_beats_tell_of_an_idle_worker_that_is_stopped(
+    make_executor: Make, make_step: MakeStep, until: Make, worker_pids: Pids
+) -> None:
+    executor = make_executor(2)
+    executor.start()
+    run(executor, make_step(1))
+    until(lambda: executor.check().beat is not None and time.monotonic() - executor.check().beat < 0.6)
+    pid = executor._workers.workers[1]._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: executor.check().rank == 1 and time.monotonic() - executor.check().beat > 1)
+    assert executor.check().ok
+    begun = time.monotonic()
+    executor.shutdown()  # it does not listen, and is killed
+    assert time.monotonic() - begun < STOP_SECONDS + PROMPT
+
+
+def test_shutdown_ends_in_order_and_twice_is_no_error(make_executor: Make, make_step: MakeStep) -> None:
+    executor = make_executor(2)
+    executor.shutdown()
+    executor = make_executor(2)
+    executor.start()
+    executor.submit(make_step(1))
+    workers = executor._workers.workers
+    executor.shutdown()
+    executor.shutdown()
+    assert [worker._process.returncode for worker in workers] == [0, 0]
+    assert not executor.check().ok
+    with pytest.raises(ExecutorError, match="shut down"):
+        executor.submit(make_step(2))
+
+
+def test_workers_outlive_the_thread_that_asked_for_them(make_executor: Make, make_step: MakeStep) -> None:
+    executor = make_executor()
+    thread = threading.Thread(target=executor.start)
+    thread.start()
+    thread.join()
+    time.sleep(0.1)
+    assert run(executor, make_step(1)) == [1]
+
+
+def test_a_killed_parent_leaves_nothing(until: Make, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import time\n"
+        "from types import SimpleNamespace\n"
+        "from engine.core.config import EngineConfig, ExecutorConfig\n"
+        "from engine.plugins.executors.multiproc import MultiprocExecutor, Options\n"
+        "MultiprocExecutor.worker = 'fake_worker'\n"
+        "config = EngineConfig(executor=ExecutorConfig(device='cpu', tensor_parallel=2))\n"
+        "executor = MultiprocExecutor(config, SimpleNamespace(choices=(), manifest=()), Options())\n"
+        "executor.start()\n"
+        "print(*[worker._process.pid for worker in executor._workers.workers], flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    before = set(os.listdir("/dev/shm"))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        os.kill(pids[1], signal.SIGSTOP)
+        parent.kill()
+    until(lambda: not any(lives(pid) for pid in pids))
+    assert {name for name in os.listdir("/dev/shm") if "engine" in name} <= before
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_full_shared_memory_is_an_error_that_says_so(
+    make_executor: Make, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "free_bytes", lambda _: 1000)
+    with pytest.raises(RingSpaceError, match="/dev/shm"):
+        make_executor().start()
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    executor = make_executor()
+    executor.start()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(side, "write", full)
+    prompt = tuple(range(100_000))
+    new = NewSequence(sequence=1, tokens=prompt, prompt_len=len(prompt), params=SamplingParams(seed=0))
+    with pytest.raises(ExecutorError, match="/dev/shm"):
+        executor.submit(Step(id=1, decodes=(), chunks=(), new=(new,)))
+
+
+def test_who_runs_where() -> None:
+    cpu = DeviceInfo(type="cpu")
+    one, two = (EngineConfig(executor=ExecutorConfig(tensor_parallel=ranks)) for ranks in (1, 2))
+    assert UniprocExecutor.refuses(one, cpu) is None
+    assert "use --executor tp" in (UniprocExecutor.refuses(two, cpu) or "")
+    assert MultiprocExecutor.refuses(one, cpu) is None
+    assert "use --executor tp" in (MultiprocExecutor.refuses(two, cpu) or "")
+    assert "give their number by --tp" in (TensorParallelExecutor.refuses(one, cpu) or "")
+    assert TensorParallelExecutor.refuses(two, cpu) is None
+
+
+def test_an_object_is_refused() -> None:
+    choice = SimpleNamespace(seam="attention", name="Mine", provenance="object")
+    parts: Any = SimpleNamespace(choices=(choice,), manifest=())
+    with pytest.raises(PluginError, match="'Mine' was passed in as an object, which other processes cannot have"):
+        MultiprocExecutor(EngineConfig(), parts, Options())
+
+
+def test_errors_of_the_engine_are_known_by_name() -> None:
+    from engine.core import errors
+    from engine.plugins.executors.messages import ERRORS
+
+    named = {cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, EngineError)}
+    assert set(ERRORS) == named - {EngineError, errors.InvalidRequestError}

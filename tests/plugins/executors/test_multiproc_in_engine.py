@@ -1,0 +1,92 @@
+"""The real runner in its own process: the same tokens as in the engine's, the same errors, the same plugins."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from engine.core import Engine, SamplingParams
+from engine.core.errors import CapacityError, ExecutorError, PluginError
+from engine.core.hooks import hookimpl
+from engine.core.registry import load_plugins
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
+
+
+def build(checkpoint: Path, **settings: Any) -> Engine:
+    common = {"executor__device": "cpu", "executor__threads": 1, "cache__memory": "8MiB", "model__max_len": 256}
+    return Engine(model=str(checkpoint), **{**common, **settings})
+
+
+@pytest.fixture(scope="module")
+def engine(engine_checkpoint: Path) -> Iterator[Engine]:
+    with build(engine_checkpoint, executor="multiproc", scheduler__max_batch_tokens=40) as made:
+        yield made
+
+
+def test_the_same_tokens_as_uniproc(engine: Engine, engine_checkpoint: Path) -> None:
+    prompts, params = [*PROMPTS, *PROMPTS[:3]], [GREEDY] * len(PROMPTS) + [SEEDED] * 3
+    with build(engine_checkpoint, executor="uniproc") as other:
+        expected = other.generate(prompts, params)
+    made = engine.generate(prompts, params)
+    assert [one.token_ids for one in made] == [one.token_ids for one in expected]
+    for mine, theirs in zip(made[-3:], expected[-3:], strict=True):
+        assert mine.logprobs is not None
+        assert mine.prompt_logprobs is not None
+        assert theirs.logprobs is not None
+        assert theirs.prompt_logprobs is not None
+        assert [one.token for one in mine.logprobs] == [one.token for one in theirs.logprobs]
+        assert [one.logprob for one in mine.prompt_logprobs] == pytest.approx(
+            [one.logprob for one in theirs.prompt_logprobs], abs=1e-4
+        )
+    assert engine.check().ok
+
+
+def test_a_stream_that_is_cut_frees_its_blocks(engine: Engine) -> None:
+    stream = engine.stream(PROMPTS[5], GREEDY)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert engine.stats().blocks_used == 0
+    assert not engine.has_work
+
+
+def test_phases_of_the_worker_are_the_engine_s(engine: Engine) -> None:
+    phases = dict(engine.cache_info.phases)
+    assert {"checkpoint", "executor", "import", "plugins", "model", "weights", "memory", "kv_cache"} <= set(phases)
+    assert all(seconds >= 0 for seconds in phases.values())
+
+
+def test_a_model_that_does_not_fit(engine_checkpoint: Path) -> None:
+    told = r"(?s)^the worker of rank 0 \(process \d+\) failed in memory: .*--kv-memory"
+    with pytest.raises(CapacityError, match=told):
+        build(engine_checkpoint, executor="multiproc", cache__memory="1KiB")
+
+
+def test_plugins_that_a_worker_cannot_load_are_named(engine_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Here:
+        @staticmethod
+        @hookimpl
+        def engine_started(engine: Engine) -> None:
+            """Do nothing."""
+
+    with pytest.raises(PluginError, match=r"rank 0 .* failed in plugins: this process lacks Here object .*same Python"):
+        build(engine_checkpoint, executor="multiproc", plugins=load_plugins(extra=[Here()]))
+
+
+def test_death_in_generate(engine_checkpoint: Path) -> None:
+    with build(engine_checkpoint, executor="multiproc") as made:
+        stream = made.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
+        next(stream)
+        executor: Any = made._executor
+        os.kill(executor._workers.workers[0]._process.pid, signal.SIGKILL)
+        with pytest.raises(ExecutorError, match=r"the worker of rank 0 .* was killed by SIGKILL"):
+            list(stream)
+        assert not made.check().ok

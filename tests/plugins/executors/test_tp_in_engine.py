@@ -1,0 +1,39 @@
+"""Ranks in processes of their own share a model: the same tokens as one, and one rank's death ends all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from engine.core import Engine, SamplingParams
+from engine.core.errors import ExecutorError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
+
+
+def build(checkpoint: Path, **settings: Any) -> Engine:
+    common = {"executor__device": "cpu", "executor__threads": 1, "cache__memory": "8MiB", "model__max_len": 256}
+    return Engine(model=str(checkpoint), **{**common, **settings})
+
+
+def test_the_same_tokens_as_one_rank_and_the_death_of_one_of_two(engine_checkpoint: Path) -> None:
+    with build(engine_checkpoint) as one:
+        expected = [made.token_ids for made in one.generate(PROMPTS, GREEDY)]
+    with build(engine_checkpoint, executor__tensor_parallel=2) as two:
+        assert [made.token_ids for made in two.generate(PROMPTS, GREEDY)] == expected
+        executor: Any = two._executor
+        stream = two.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
+        next(stream)
+        os.kill(executor._workers.workers[1]._process.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(ExecutorError, match=r"the worker of rank 1 \(process \d+\) was killed by SIGKILL"):
+            list(stream)
+        assert time.monotonic() - begun < 2
+        assert not two.check().ok

@@ -1,0 +1,51 @@
+"""Random codes and scales of one weight, and what multiplying by it comes to in float64."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def random_codes(shape, kind, device):
+    if kind == "int8":
+        return torch.randint(-127, 128, shape, device=device).to(torch.int8)
+    return torch.randn(shape, device=device).to(torch.float8_e4m3fn)
+
+
+def wide(scale, shape, rows, columns=128):
+    """A scale for every number, of scales of blocks: numbers are looked up one by one."""
+    row = torch.arange(shape[0], device=scale.device) // rows
+    column = torch.arange(shape[1], device=scale.device) // columns
+    return scale[row][:, column]
+
+
+class Operands:
+    """scale_rows: 0, or the outputs that share a scale with 128 inputs."""
+
+    def __init__(self, kind, rows, weight_rows, inputs, device, *, scale_rows=0, biased=False, half=torch.float16):
+        self.x = (torch.randn(rows, inputs, device=device) / inputs**0.25).to(half)
+        self.weight = random_codes((weight_rows, inputs), kind, device)
+        groups = -(-inputs // 128)
+        size = (-(-weight_rows // scale_rows), groups) if scale_rows else (weight_rows,)
+        unit = 0.02 if kind == "int8" else 1.0
+        self.scale = (torch.rand(size, device=device) + 0.5) * unit / inputs**0.5
+        self.x_codes = random_codes((rows, inputs), kind, device)
+        self.x_scale = (torch.rand(rows, device=device) + 0.5) * unit
+        self.bias = torch.randn(weight_rows, device=device).to(half) if biased else None
+        shape = self.weight.shape
+        factor = wide(self.scale, shape, scale_rows) if scale_rows else self.scale[:, None]
+        self._wide_weight = self.weight.double() * factor.double()
+        self._wide_x = self.x_codes.double() * self.x_scale[:, None].double()
+
+    def exact(self, *, codes):
+        x = self._wide_x if codes else self.x.double()
+        return F.linear(x, self._wide_weight, None if self.bias is None else self.bias.double())
+
+
+def check_close(got, exact, limit):
+    """By relative norm; a NaN fails."""
+    assert got.shape == exact.shape
+    assert float((got.double() - exact).norm() / exact.norm()) < limit
+    torch.testing.assert_close(got.double(), exact, rtol=8 * limit, atol=8 * limit * float(exact.abs().max()))

@@ -1,0 +1,271 @@
+"""Few and some rows times 4-bit and 8-bit weights against float64: all layouts, tiles, epilogues, ragged sizes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attrs import evolve
+
+from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
+from engine.plugins.kernels.weight_only_launch import (
+    COLUMNS,
+    MOST_ROWS,
+    MOST_SPLITS,
+    TILES,
+    Multiplier,
+    Problem,
+    Tile,
+    choose,
+    split,
+)
+from engine.plugins.quant.layout import CodeLayout, Layout
+
+from .eight_bit import Operands as CodeOperands
+
+SMALL = Tile(rows=32, columns=16, warps=2, stages=3)
+SHARED = evolve(SMALL, splits=3)
+EARLY = Tile(rows=64, columns=32, warps=4, stages=2, early=True)
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
+HOPPER = 227 * 2**10
+"""Bytes of shared memory."""
+LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+
+
+@pytest.fixture
+def multiplier(device):
+    made = Multiplier(device)
+    made._workspace.partials.fill_(float("nan"))
+    return made
+
+
+class Operands:
+    """Random operands in the layout, and the weights they mean in float64."""
+
+    def __init__(self, rows, outputs, inputs, group_size, device, dtype, *, bits=4, zeros=True, scale_dtype=None):
+        groups = 1 if group_size == -1 else -(-inputs // group_size)
+        scale_dtype = scale_dtype or torch.float16
+        values = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8, device=device)
+        scales = ((torch.rand(groups, outputs, device=device) + 0.5) / 2**bits).to(scale_dtype)
+        offsets = torch.randint(0, 2**bits, (groups, outputs), dtype=torch.uint8, device=device) if zeros else None
+        group_of = torch.arange(inputs, device=device) // (inputs if group_size == -1 else group_size)
+        centre = 2 ** (bits - 1) if offsets is None else offsets.double()[group_of].T
+        self.weight = (values.double() - centre) * scales.double()[group_of].T
+        self.layout = Layout.choose(bits, group_size)
+        self.words, self.scales = self.layout.pack(values, scales, offsets, group_size, NAMES[dtype])
+        x = torch.full((rows + 2, inputs), float("nan"), device=device).to(dtype)  # NaN before and behind
+        x[1:-1] = torch.randn(rows, inputs, device=device) / inputs**0.5
+        self.x = x[1:-1]
+        self.packed = (self.words, self.scales, self.layout)
+
+
+def check(result, exact):
+    assert result.shape == exact.shape
+    error = float((result.double() - exact).norm() / exact.norm())
+    assert error < LIMIT[result.dtype], error
+
+
+def linear(operands, bias=None):
+    return F.linear(operands.x.double(), operands.weight, None if bias is None else bias.double())
+
+
+def gated(operands, bias=None):
+    gate, up = linear(operands, bias).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, 256), (4, -1), (8, 32), (8, 128)])
+def test_layouts(multiplier, device, half, bits, group_size, zeros, tile):
+    operands = Operands(5, 40, 768, group_size, device, half, bits=bits, zeros=zeros)
+    check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), linear(operands))
+
+
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 256), (33, 96), (8, 32), (100, 600), (66, 832)])
+def test_ragged_sizes(multiplier, device, half, outputs, inputs, tile):
+    operands = Operands(3, outputs, inputs, 32 if inputs % 64 else 64, device, half)
+    bias = torch.randn(outputs, device=device).to(half)
+    check(multiplier.by_tiles(operands.x, *operands.packed, bias, False, tile), linear(operands, bias))
+
+
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_rows(multiplier, device, half, rows, tile):
+    operands = Operands(rows, 64, 512, 128, device, half, zeros=False)
+    check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), linear(operands))
+
+
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize(("outputs", "biased"), [(64, False), (80, True)])
+def test_gated(multiplier, device, half, outputs, biased, tile):
+    operands = Operands(6, outputs, 512, 64, device, half)
+    bias = torch.randn(outputs, device=device).to(half) if biased else None
+    check(multiplier.by_tiles(operands.x, *operands.packed, bias, True, tile), gated(operands, bias))
+
+
+def test_programs_that_share_a_tile_leave_their_counters_at_zero(multiplier, device, half):
+    operands = Operands(4, 64, 2048, 128, device, half)
+    first, second = (multiplier.by_tiles(operands.x, *operands.packed, None, False, SHARED) for _ in range(2))
+    assert torch.equal(first, second)
+    assert not multiplier._workspace.arrivals.any()
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (8, 64)])
+def test_unpacked_weights_are_rounded_once(multiplier, device, half, bits, group_size, kind):
+    operands = Operands(1, 50, 352, 32 if group_size == 32 else -1, device, half, bits=bits, scale_dtype=kind)
+    unpacked = multiplier.dequantize(operands.words, operands.scales, operands.layout, operands.x)
+    torch.testing.assert_close(unpacked, operands.weight.to(half), rtol=0, atol=0)
+
+
+def test_many_rows_go_to_the_library(multiplier, device, half):
+    operands = Operands(MOST_ROWS + 1, 64, 128, 64, device, half)
+    bias = torch.randn(64, device=device).to(half)
+    check(multiplier(operands.x, *operands.packed, bias), linear(operands, bias))
+    check(multiplier(operands.x, *operands.packed, bias, gated=True), gated(operands, bias))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 20])
+def test_call_chooses_a_tile(multiplier, device, half, rows):
+    operands = Operands(rows, 96, 512, 128, device, half)
+    if rows == 0:
+        assert multiplier(operands.x, *operands.packed).shape == (0, 96)
+        return
+    check(multiplier(operands.x, *operands.packed), linear(operands))
+    check(multiplier(operands.x, *operands.packed, gated=True), gated(operands))
+
+
+def test_gather(multiplier, device, half):
+    x = torch.randn(3, 5000, device=device).to(half)
+    order = torch.randperm(5000, device=device).to(torch.int32)
+    assert torch.equal(multiplier.gather(x, order), x[:, order.long()])
+
+
+LAYOUTS = [Layout.choose(4, 64), CodeLayout(dtype="int8"), CodeLayout(dtype="float8_e4m3fn", scale_rows=128)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 200, 256])
+@pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (256, 64), (128256, 4096)])
+def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
+    problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+    tile = choose(problem, rows, 132, HOPPER)
+    assert tile.columns >= min(rows, COLUMNS[-1])
+    assert tile.splits <= max(1, min(MOST_SPLITS, problem.blocks))
+    if tile.splits > 1:
+        programs = tile.programs(problem, rows)
+        assert programs <= MOST_PROGRAMS
+        assert programs * tile.splits * tile.rows * tile.columns <= MOST_SUMS
+    assert choose(problem, MOST_ROWS + 1, 132, HOPPER) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("shared", "most_stages"), [(HOPPER, 6), (164 * 2**10 - 1024, 6), (99 * 2**10, 6), (48 * 2**10, 3)]
+)
+def test_tiles_fit_shared_memory(layout, shared, most_stages):
+    for rows in (1, 16, 32, 64, 128, 256):
+        problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=layout)
+        tile = choose(problem, rows, 132, shared)
+        assert tile.shared_memory(layout) <= shared
+        assert tile.stages <= most_stages
+    assert choose(problem, 16, 132, 2**12) is None
+
+
+def test_shared_memory_is_what_the_compiler_takes():
+    """For compute capability 9.0, by Triton 3.6 and 3.7."""
+    four, eight = Layout.choose(4, 128), CodeLayout(dtype="float8_e4m3fn")
+    for tile, layout, compiled in (
+        (TILES[128], four, 230400),
+        (TILES[64], four, 115200),
+        (TILES[8], four, 104960),
+        (TILES[128], eight, 131072),
+        (TILES[16], eight, 106496),
+    ):
+        assert tile.shared_memory(layout) == pytest.approx(compiled, rel=0.07)
+
+
+def test_few_tiles_are_split_and_many_are_not():
+    layout = Layout.choose(4, 128)
+    tile = Tile(rows=64, columns=16, warps=4, stages=4)
+    few = Problem(gated=False, weight_rows=4096, inputs=14336, layout=layout)
+    many = evolve(few, weight_rows=128256)
+    assert split(tile, few, 1, 132).splits > 1
+    assert split(tile, many, 1, 132).splits == 1
+
+
+def each_code(dtype, device):
+    """[2, 128], those that are numbers."""
+    codes = torch.arange(256, device=device).to(torch.uint8).view(dtype)
+    return torch.where(codes.float().isnan(), torch.zeros_like(codes).float(), codes.float()).to(dtype).view(2, 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_each_code_is_read_as_what_it_is(multiplier, device, half, dtype):
+    codes = each_code(dtype, device)
+    layout = CodeLayout(dtype=str(dtype).removeprefix("torch."))
+    words, scales = layout.words(layout.pack(codes)), torch.ones(2, device=device)
+    x = torch.eye(128, device=device, dtype=half)
+    for tile in (SMALL, evolve(SMALL, columns=64)):
+        assert torch.equal(multiplier.by_tiles(x, words, scales, layout, None, False, tile).float(), codes.float().T)
+    assert torch.equal(multiplier.dequantize(words, scales, layout, x).float(), codes.float())
+
+
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 384), (66, 200), (8, 64)])
+@pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
+def test_codes(multiplier, device, half, kind, scale_rows, outputs, inputs, tile):
+    operands = CodeOperands(kind, 5, outputs, inputs, device, scale_rows=scale_rows, biased=True, half=half)
+    layout, words = coded(operands, scale_rows)
+    exact = operands.exact(codes=False)
+    check(multiplier.by_tiles(operands.x, words, operands.scale, layout, operands.bias, False, tile), exact)
+    both = multiplier.by_tiles(operands.x, words, operands.scale, layout, operands.bias, True, tile)
+    gate, up = exact.chunk(2, -1)
+    check(both, F.silu(gate) * up)
+    check(multiplier.by_library(operands.x, words, operands.scale, layout, operands.bias, False), exact)
+
+
+def coded(operands, scale_rows):
+    layout = CodeLayout(dtype=str(operands.weight.dtype).removeprefix("torch."), scale_rows=scale_rows)
+    return layout, layout.words(layout.pack(operands.weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 9, 32, 64, 200, 256])
+@pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
+@pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 128)])
+def test_real_sizes_of_codes(multiplier, device, dtype, kind, scale_rows, rows, outputs, inputs):
+    operands = CodeOperands(kind, rows, outputs, inputs, device, scale_rows=scale_rows, half=dtype)
+    layout, words = coded(operands, scale_rows)
+    check(multiplier(operands.x, words, operands.scale, layout), operands.exact(codes=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 16, 32, 64, 128, 200, 256, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
+def test_real_sizes(multiplier, device, dtype, rows, outputs, inputs):
+    operands = Operands(rows, outputs, inputs, 128, device, dtype, zeros=rows % 2 == 0)
+    check(multiplier(operands.x, *operands.packed), linear(operands))
+    check(multiplier(operands.x, *operands.packed, gated=True), gated(operands))
+
+
+def tried(problem, rows):
+    """The tile chosen, with other numbers of warps and stages."""
+    tile = choose(problem, rows, 132, HOPPER)
+    return [evolve(tile, warps=warps, stages=stages) for warps in {tile.warps, 4} for stages in (2, tile.stages)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 32, 64, 256])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 32), (8, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_every_tile(multiplier, device, dtype, zeros, bits, group_size, rows):
+    operands = Operands(rows, 4096, 4096, group_size, device, dtype, bits=bits, zeros=zeros)
+    problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=operands.layout)
+    exact = linear(operands)
+    for tile in tried(problem, rows):
+        check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), exact)

@@ -1,0 +1,110 @@
+"""Writes checkpoints as other programs do: number by number, in Python, with nothing of what reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def words_along_last(numbers: np.ndarray, bits: int, order: list[int] | None = None) -> torch.Tensor:
+    """[rows, columns] -> [rows, ceil(columns * bits / 32)] int32; order: which column a word's i-th place is."""
+    per_word = 32 // bits
+    order = order or list(range(per_word))
+    rows, columns = numbers.shape
+    out = np.zeros((rows, -(-columns // per_word)), np.uint32)
+    for row in range(rows):
+        for word in range(out.shape[1]):
+            value = 0
+            for place, column in enumerate(order):
+                index = word * per_word + column
+                if index < columns:
+                    value |= int(numbers[row, index]) << (bits * place)
+            out[row, word] = value
+    return torch.from_numpy(out.view(np.int32))
+
+
+class Weight:
+    """A random quantized weight, and what it means."""
+
+    def __init__(self, outputs, inputs, *, bits=4, group_size=32, symmetric=True, ordered=False, seed=0):
+        random = np.random.default_rng(seed)
+        size = inputs if group_size == -1 else group_size
+        groups = -(-inputs // size)
+        self.bits = bits
+        self.shape = (outputs, inputs)
+        self.group_of = np.arange(inputs) // size
+        if ordered:
+            self.group_of = random.permutation(self.group_of)
+        self.values = random.integers(0, 2**bits, (outputs, inputs))
+        self.zeros = np.full((groups, outputs), 2 ** (bits - 1))
+        if not symmetric:
+            self.zeros = random.integers(0, 2**bits, (groups, outputs))
+        self.scales = torch.from_numpy((random.random((groups, outputs)) + 0.5) * 0.8 / 2**bits).to(torch.float16)
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """[outputs, inputs] float32."""
+        centred = torch.from_numpy(self.values - self.zeros[self.group_of].T).float()
+        return centred * self.scales.float()[self.group_of].T
+
+    def gptq(self, *, version: int = 1, stored_order: bool = True) -> dict[str, torch.Tensor]:
+        """Version 1 stores zero points less one."""
+        stored = (self.zeros - 1) % 2**self.bits if version == 1 else self.zeros
+        tensors = {
+            "qweight": words_along_last(self.values, self.bits).T.contiguous(),
+            "qzeros": words_along_last(stored, self.bits),
+            "scales": self.scales,
+        }
+        if stored_order:
+            tensors["g_idx"] = torch.from_numpy(self.group_of.astype(np.int32))
+        return tensors
+
+    def awq(self) -> dict[str, torch.Tensor]:
+        return {
+            "qweight": words_along_last(self.values.T, 4, AWQ_ORDER),
+            "qzeros": words_along_last(self.zeros, 4, AWQ_ORDER),
+            "scales": self.scales,
+        }
+
+    def compressed(self, *, symmetric: bool, ordered: bool) -> dict[str, torch.Tensor]:
+        tensors = {
+            "weight_packed": words_along_last(self.values, self.bits),
+            "weight_scale": self.scales.T.contiguous(),
+            "weight_shape": torch.tensor(self.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = words_along_last(self.zeros.T.T, self.bits).T.contiguous()
+        if ordered:
+            tensors["weight_g_idx"] = torch.from_numpy(self.group_of.astype(np.int32))
+        return tensors
+
+
+def quantize_checkpoint(source: Path, target: Path, quantization: dict, make, left_alone=()) -> None:
+    """Replace each projection's weight by random numbers: as stored in `target`, as they are in `source`.
+
+    make: name and shape -> (tensors by the end of their name, plain weight).
+    """
+    plain = load_file(source / "model.safetensors")
+    stored = dict(plain)
+    for name, tensor in list(plain.items()):
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj") or module in left_alone:
+            continue
+        packed, weight = make(module, tuple(tensor.shape))
+        plain[name] = weight
+        del stored[name]
+        stored |= {f"{module}.{end}": value for end, value in packed.items()}
+    target.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    save_file(plain, source / "model.safetensors", {"format": "pt"})
+    save_file(stored, target / "model.safetensors", {"format": "pt"})

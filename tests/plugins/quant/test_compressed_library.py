@@ -1,0 +1,95 @@
+"""Checkpoints written by the compressed-tensors library, against the weights that it makes of them itself."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from engine.core import Engine, SamplingParams
+from engine.testing.checkpoints import make_checkpoint
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the library's own making, when it is imported
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+PROMPT = [(7 * i + i * i) % 500 for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    sizes = {"hidden_size": 160, "head_dim": 24, "intermediate_size": 200}
+    return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "llama", tokenizer=True, **sizes)
+
+
+def extremes(weight, strategy):
+    if strategy == "tensor":
+        return weight.min().reshape(1), weight.max().reshape(1)
+    if strategy == "channel":
+        return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    blocks = [list(row.split(128, 1)) for row in weight.split(128, 0)]
+    return tuple(
+        torch.tensor([[float(reduce(block)) for block in row] for row in blocks]) for reduce in (torch.min, torch.max)
+    )
+
+
+def write(model, path):
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def quantize(plain, tmp_path, preset):
+    """Quantize by the library; returns the compressed checkpoint, and one of what it decompresses to."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    paths = [tmp_path / "compressed", tmp_path / "decompressed"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(plain)
+    for path in paths:
+        model.config.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    apply_quantization_config(model, QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=["lm_head"]))
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is not None:
+            scale, _ = calculate_qparams(*extremes(module.weight.detach(), scheme.weights.strategy), scheme.weights)
+            module.weight_scale.data = scale.to(module.weight_scale.dtype).reshape(module.weight_scale.shape)
+            if getattr(module, "input_scale", None) is not None:
+                module.input_scale.data = torch.full_like(module.input_scale.data, 0.02)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    write(model, paths[0])
+    compressor.update_config(str(paths[0]))
+    compressor.decompress_model(model)
+    for name, parameter in list(model.named_parameters()):
+        if name.endswith("_scale"):
+            owner, _, attribute = name.rpartition(".")
+            assert parameter is not None
+            delattr(model.get_submodule(owner), attribute)
+    write(model, paths[1])
+    return paths
+
+
+def logprobs(path, **settings):
+    common = {"cache__memory": "8MiB", "executor__device": "cpu", "model__dtype": "float32"}
+    with Engine(str(path), **common, **settings) as engine:
+        [done] = engine.generate([PROMPT], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+        chosen = [choice.name for choice in engine.parts.choices if choice.seam == "quant"]
+        return chosen, torch.tensor([one.logprob for one in done.prompt_logprobs])
+
+
+@pytest.mark.parametrize(
+    ("preset", "method", "limit"),
+    [("FP8", "fp8", 1e-3), ("FP8_DYNAMIC", "fp8", 1e-3), ("FP8_BLOCK", "fp8", 1e-3), ("INT8", "int8", 0.03)],
+)
+def test_presets(preset, method, limit, plain, tmp_path):
+    compressed, decompressed = quantize(plain, tmp_path, preset)
+    chosen, scores = logprobs(compressed)
+    assert chosen == [method]
+    _, expected = logprobs(decompressed)
+    assert float((scores - expected).norm() / expected.norm()) < limit
+    _, unquantized = logprobs(plain)
+    assert float((unquantized - expected).norm() / expected.norm()) > 1e-3

@@ -1,0 +1,115 @@
+"""Quantized checkpoints in whole models that ranks share, against one rank."""
+
+import pytest
+import torch
+
+from engine.core import Engine, SamplingParams
+from engine.core.errors import CheckpointError
+from engine.testing.checkpoints import make_checkpoint
+from engine.testing.ranks import threaded_ranks
+
+from .eight_bit_packers import (
+    compressed,
+    fp8_blocks,
+    fp8_per_channel,
+    fp8_per_tensor,
+    int8_per_channel,
+    number,
+    quantized,
+)
+from .packers import Weight, quantize_checkpoint
+
+PROMPT = [(37 * place) % 500 for place in range(30)]
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 1, "initializer_range": 0.1}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+CHANNEL = compressed("float-quantized", number("float", "channel"), number("float", "token", dynamic=True))
+INT8 = compressed("int-quantized", number("int", "channel"), number("int", "token", dynamic=True))
+EIGHT_BITS = {
+    "fp8 a tensor": (fp8_per_tensor(), FP8, {}),
+    "fp8 static": (fp8_per_tensor(input_scale=0.01), FP8 | {"activation_scheme": "static"}, {}),
+    "fp8 a channel": (fp8_per_channel, CHANNEL, {}),
+    "fp8 a block": (fp8_blocks("weight_scale_inv"), FP8 | {"weight_block_size": [128, 128]}, {}),
+    "int8": (int8_per_channel, INT8, {"quant__options": {"activations": "none"}}),
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": False, "group_size": 32}
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True, "group_size": 32}
+PACKED = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+FEW_BITS = {
+    "gptq": (GPTQ, {}),
+    "gptq, act-order": (GPTQ | {"desc_act": True}, {"ordered": True}),
+    "awq": (AWQ, {}),
+    "compressed": (compressed("pack-quantized", PACKED, None), {}),
+    "compressed, act-order": (compressed("pack-quantized", PACKED | {"actorder": "group"}, None), {"ordered": True}),
+}
+
+
+def scores(path, ranks=1, **settings):
+    """Greedy tokens, and log probabilities of them and of the prompt's."""
+    if ranks > 1:
+        settings["executor"] = threaded_ranks(ranks)
+    settings = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "4MiB", **settings}
+    with Engine(model=str(path), **settings) as engine:
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+        [done] = engine.generate([PROMPT], params)
+        return done.token_ids, torch.tensor([one.logprob for one in (*done.prompt_logprobs, *done.logprobs)])
+
+
+def assert_same(path, ranks, **settings):
+    expected_tokens, expected = scores(path, **settings)
+    tokens, found = scores(path, ranks, **settings)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert tokens == expected_tokens
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "llama", tokenizer=True, **SIZES, **HEADS)
+
+
+@pytest.mark.parametrize("case", EIGHT_BITS)
+def test_eight_bits(case, plain, tmp_path):
+    packer, config, settings = EIGHT_BITS[case]
+    stored, _ = quantized(plain, tmp_path, packer, config)
+    assert_same(stored, 2, **settings)
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_activations_and_weights_quantized_here_have_scales_a_rank(method, plain):
+    """Where a rank has some of the inputs its scales are for those, so that results differ a little from one rank's."""
+    _, whole = scores(plain)
+    _, one = scores(plain, quant__name=method)
+    _, two = scores(plain, 2, quant__name=method)
+    prompt = len(PROMPT) - 1
+    error, shared_error = (float((found - whole)[:prompt].norm() / whole[:prompt].norm()) for found in (one, two))
+    assert 1e-5 < shared_error < max(1.5 * error, 0.01)
+
+
+@pytest.mark.parametrize("case", FEW_BITS)
+def test_few_bits(case, tmp_path):
+    config, options = FEW_BITS[case]
+    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256}
+    source = make_checkpoint(tmp_path / "plain", "llama", tokenizer=True, **sizes)
+
+    def make(module, shape):
+        weight = Weight(*shape, symmetric=False, seed=shape[1], **options)
+        if config["quant_method"] == "compressed-tensors":
+            return weight.compressed(symmetric=False, ordered="ordered" in options), weight.plain
+        return getattr(weight, config["quant_method"])(), weight.plain
+
+    quantize_checkpoint(source, tmp_path / "quantized", config, make)
+    assert_same(tmp_path / "quantized", 2)
+
+
+def test_heads_of_keys_on_several_ranks(tmp_path):
+    """Two heads of keys on four ranks: quantized tensors are read twice like plain ones."""
+    source = make_checkpoint(tmp_path / "plain", "qwen2", tokenizer=True, **SIZES, num_key_value_heads=2)
+    stored, _ = quantized(source, tmp_path, fp8_per_channel, CHANNEL)
+    assert_same(stored, 4)
+
+
+def test_blocks_that_ranks_would_cut_are_refused_before_loading(tmp_path):
+    source = make_checkpoint(tmp_path / "plain", "llama", tokenizer=True, **SIZES, num_key_value_heads=4)
+    stored, _ = quantized(source, tmp_path, fp8_blocks("weight_scale_inv"), FP8 | {"weight_block_size": [128, 128]})
+    with pytest.raises(CheckpointError, match=r"2 ranks cannot share .*q_proj: each would have 64 of its 128 outputs"):
+        scores(stored, 2)

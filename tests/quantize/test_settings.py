@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.core.errors import ConfigError
+from engine.quantize.settings import CHOICES, DEFAULTS, Settings
+
+
+@pytest.mark.parametrize("method", DEFAULTS)
+def test_defaults_are_among_the_choices(method):
+    settings = Settings.choose(method)
+    for name, allowed in CHOICES[method].items():
+        assert getattr(settings, name) in allowed
+    assert settings.as_dict() == {"method": method, "ignore": [], **DEFAULTS[method]}
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "sentence"),
+    [
+        ("gptqq", {}, "did you mean gptq"),
+        ("fp8", {"group_size": 64}, "--group-size means nothing to fp8; it is for rtn and gptq and awq"),
+        ("rtn", {"act_order": "weight"}, "--act-order means nothing to rtn; it is for gptq"),
+        ("fp8", {"granularity": "group"}, "--granularity group is not for fp8; use tensor or channel or block"),
+        ("awq", {"bits": 8}, "--bits 8 is not for awq; use 4"),
+        ("rtn", {"format": "awq", "bits": 8}, "the format awq has 4 bits"),
+        ("gptq", {"group_size": 48}, "power of two"),
+        ("gptq", {"group_size": 0}, "power of two"),
+        ("gptq", {"damp": 0.0}, "--damp is a share"),
+        ("gptq", {"format": "compressed-tensors", "act_order": "group"}, "use --act-order weight, or --format gptq"),
+        ("fp8", {"granularity": "block", "activations": "static"}, "use --activations dynamic"),
+        ("rtn", {"ignore": ("re:(",)}, "is no regular expression"),
+    ],
+)
+def test_what_does_not_fit_is_refused(method, given, sentence):
+    with pytest.raises(ConfigError) as caught:
+        Settings.choose(method, **given)
+    assert sentence in str(caught.value)

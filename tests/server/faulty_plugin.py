@@ -1,0 +1,49 @@
+"""An installed plugin whose attention fails on demand. Options: at (start, prefill, decode) and do (kill, memory)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from attrs import frozen
+
+from engine.core.hooks import Register, hookimpl
+
+
+@hookimpl
+def register_attention(register: Register) -> None:
+    register("faulty", load, api="1", summary="fails on demand")
+
+
+@frozen
+class Options:
+    at: str = ""
+    do: str = ""
+
+
+def load() -> type:
+    import torch
+
+    from engine.plugins.attention.torch import TorchAttention
+
+    class FaultyAttention(TorchAttention):
+        options_class = Options
+
+        def __init__(self, spec: Any, pool: Any, options: Options) -> None:
+            super().__init__(spec, pool, None)
+            self._options = options
+            self._fault("start")
+
+        def plan(self, batch: Any, graph: Any = None) -> Any:
+            self._fault("decode" if batch.num_decodes else "prefill")
+            return super().plan(batch, graph)
+
+        def _fault(self, at: str) -> None:
+            if at != self._options.at:
+                return
+            if self._options.do == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    return FaultyAttention

@@ -1,0 +1,205 @@
+"""What goes wrong, with the real server and its model in a process of its own: what a client sees, and what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ENGINE = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()")
+BODY = {"model": "tiny", "prompt": "once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+SOON = 2.0
+"""Seconds within which everybody hears of a death: what is promised, and no measurement."""
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from engine.testing.checkpoints import make_checkpoint
+
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory where faulty_plugin.py is as good as installed."""
+    directory = tmp_path_factory.mktemp("site")
+    shutil.copy(Path(__file__).with_name("faulty_plugin.py"), directory)
+    info = directory / "faulty-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[engine]\nfaulty = faulty_plugin\n")
+    return directory
+
+
+@pytest.fixture
+def start(
+    checkpoint: Path,
+    plugin: Path,
+    start_server: Callable[..., Any],
+    alive: Callable[[int], bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Start]:
+    """Starts `engine serve --executor multiproc` with these flags. After the test nothing of it is left."""
+    monkeypatch.setenv("PYTHONPATH", str(plugin))
+    before = shared_memory()
+    servers: list[Any] = []
+
+    def serve(*flags: str, before: tuple[str, ...] = ()) -> Any:
+        command = [*before, *ENGINE, "serve", "--model", str(checkpoint), "--port", "0", "--executor", "multiproc"]
+        command += ["--kv-memory", "8MiB", "--max-len", "256", "--dtype", "float32", "--threads", "1"]
+        servers.append(start_server([*command, "--api-workers", "1", *flags], tmp_path))
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        processes = [*server.children(), *server.worker_pids()] if server.url and server.process.poll() is None else []
+        server.stop()
+        server.until(lambda gone=processes: not any(map(alive, gone)))
+        assert server.leftovers() == []
+    assert shared_memory() == before
+
+
+def shared_memory() -> set[str]:
+    """What has a name in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+@contextlib.contextmanager
+def stream(server: Any) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun."""
+    body = BODY | {"stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        lines = (line for line in response.iter_lines() if line)
+        assert next(lines).startswith('data: {"id"')
+        yield lines
+
+
+def last_error(lines: Iterator[str]) -> str:
+    """The message of the error that ends a stream."""
+    *_, last = lines
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["code"] == "engine_failed"
+    return str(error["message"])
+
+
+def assert_failed(server: Any, reason: str) -> None:
+    """/health tells of a dead engine; new requests are refused; the front end goes on."""
+    health = httpx.get(f"{server.url}/health")
+    assert (health.status_code, health.json()["level"]) == (503, "process")
+    assert reason in health.json()["reason"]
+    assert "since" in health.json()
+    refused = httpx.post(f"{server.url}/v1/completions", json=BODY)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
+    assert server.stop() == 1
+
+
+def test_a_worker_killed_at_start(start: Start) -> None:
+    server = start("--attention", "faulty", "--attention-option", "at=start", "--attention-option", "do=kill")
+    assert server.process.returncode == 2
+    assert "the worker of rank 0" in server.errors
+    assert "was killed by SIGKILL" in server.errors
+    assert "Traceback" not in server.errors
+
+
+def test_a_worker_killed_in_prefill(start: Start) -> None:
+    server = start("--attention", "faulty", "--attention-option", "at=prefill", "--attention-option", "do=kill")
+    begun = time.monotonic()
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=30)
+    assert time.monotonic() - begun < SOON
+    assert answer.status_code == 503
+    assert "the worker of rank 0" in answer.json()["error"]["message"]
+    assert_failed(server, "was killed by SIGKILL")
+
+
+def test_a_worker_killed_in_decode(start: Start, alive: Callable[[int], bool]) -> None:
+    server = start()
+    engine, (worker,) = server.engine_pid(), server.worker_pids()
+    with stream(server) as lines:
+        os.kill(worker, signal.SIGKILL)
+        begun = time.monotonic()
+        assert f"rank 0 (process {worker}) was killed by SIGKILL" in last_error(lines)
+        assert time.monotonic() - begun < SOON
+    server.until(lambda: not alive(engine), SOON)
+    assert_failed(server, f"process {worker}")
+
+
+def test_a_worker_that_hangs(start: Start) -> None:
+    server = start("--executor-option", "step_timeout=1")
+    with stream(server) as lines:
+        os.kill(server.worker_pids()[0], signal.SIGSTOP)
+        begun = time.monotonic()
+        assert "took more than 1 s (option step_timeout); the worker of rank 0" in last_error(lines)
+        assert 1 < time.monotonic() - begun < 1 + 2 * SOON
+    assert_failed(server, "it is stopped (SIGSTOP)")
+
+
+def test_no_memory_in_a_step(start: Start) -> None:
+    server = start("--attention", "faulty", "--attention-option", "at=decode", "--attention-option", "do=memory")
+    with stream(server) as lines:
+        message = last_error(lines)
+    assert "failed in step" in message
+    assert "OutOfMemoryError: CUDA out of memory" in message
+    assert "use a lower --max-batch-tokens" in message
+    assert "in _fault" in server.errors  # the worker's traceback
+    assert server.errors.count("in _fault") == 1
+    assert_failed(server, "OutOfMemoryError")
+
+
+def test_a_killed_front_end_and_then_a_killed_engine(start: Start, alive: Callable[[int], bool]) -> None:
+    server = start()
+    engine, (worker,), (front,) = server.engine_pid(), server.worker_pids(), server.front_end_pids()
+    with stream(server) as lines:
+        os.kill(front, signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    server.until(lambda: server.front_end_pids() not in ([], [front]))
+    assert httpx.get(f"{server.url}/health", params={"deep": 1}, timeout=30).status_code == 200
+    server.until(lambda: server.metrics()['engine_kv_blocks{state="used"}'] == 0)
+    with stream(server) as lines:
+        os.kill(engine, signal.SIGKILL)
+        begun = time.monotonic()
+        assert "was killed by SIGKILL" in last_error(lines)
+        assert time.monotonic() - begun < SOON
+    server.until(lambda: not alive(worker), SOON)
+    assert_failed(server, "SIGKILL")
+
+
+def test_a_full_shared_memory(start: Start) -> None:
+    mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    private = ("unshare", "--mount", "sh", "-c", mount, "sh")
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*private, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("this user may not mount a file system of its own")
+    server = start(before=private)
+    assert server.process.returncode == 2
+    assert "/dev/shm" in server.errors
+    assert "Traceback" not in server.errors
+
+
+def test_a_term_signal_leaves_nothing(start: Start, alive: Callable[[int], bool]) -> None:
+    server = start()
+    (worker,) = server.worker_pids()
+    assert httpx.post(f"{server.url}/v1/completions", json=BODY | {"max_tokens": 3}).status_code == 200
+    assert httpx.get(f"{server.url}/health", params={"deep": 1}).json()["status"] == "ok"
+    assert server.stop() == 0
+    assert not alive(worker)
+    assert "Traceback" not in server.errors
+    assert "killed" not in server.errors

@@ -1,0 +1,105 @@
+"""The three levels of /health, with a fake engine: the process, its loop, a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+
+Serve = Callable[..., AbstractContextManager[Any]]
+BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 3}
+
+
+def health(server: Any, **query: Any) -> tuple[int, dict[str, Any]]:
+    answer = httpx.get(f"{server.url}/health", params=query, timeout=30)
+    return answer.status_code, answer.json()
+
+
+def assert_failed(server: Any, level: str, reason: str, **query: Any) -> None:
+    status, body = health(server, **query)
+    assert (status, body["status"], body["level"]) == (503, "failed", level)
+    assert reason in body["reason"]
+    ago = (datetime.now(UTC) - datetime.fromisoformat(body["since"])).total_seconds()
+    assert 0 < ago < 30
+
+
+def test_a_step_is_computed_on_demand_and_reaches_nobody(serve_fake: Serve) -> None:
+    with serve_fake(api_workers=2) as server:
+        before = server.metrics()
+        for _ in range(3):
+            status, body = health(server, deep=1)
+            assert (status, body["status"]) == (200, "ok")
+            assert 0 < body["step_seconds"] < 10
+        after = server.metrics()
+        assert after["engine_steps_total"] == before["engine_steps_total"] + 3
+        for name in before:
+            if "finished" in name or "count" in name:
+                assert after[name] == before[name], name
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY).json()["choices"][0]["text"] == "abc"
+        assert health(server) == (200, {"status": "ok"})
+
+
+def test_steps_of_users_are_proof_enough(serve_fake: Serve) -> None:
+    with serve_fake(options={"delay": 0.05}) as server, httpx.Client() as http:
+        body = BODY | {"max_tokens": 60, "stream": True}
+        with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert health(server, deep=1)[0] == 200
+            server.until(lambda: server.metrics()["engine_num_requests_running"] == 1)
+            for _ in lines:
+                pass
+        assert server.metrics()["engine_generation_tokens_total"] == 60
+
+
+def test_an_idle_engine_proves_itself(serve_fake: Serve) -> None:
+    with serve_fake(health_interval=0.1) as server:
+        server.until(lambda: server.metrics()["engine_steps_total"] >= 2)
+        assert health(server)[0] == 200
+
+
+def test_a_loop_that_stands_still(serve_fake: Serve) -> None:
+    with serve_fake(health_timeout=2.0) as server:
+        assert health(server)[0] == 200
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        server.until(lambda: health(server)[0] == 503)
+        assert_failed(server, "loop", "the engine's loop has not gone round for")
+        assert httpx.get(f"{server.url}/v1/models").status_code == 200
+        os.kill(engine, signal.SIGCONT)
+        server.until(lambda: health(server)[0] == 200)
+
+
+def test_a_worker_that_stands_still(serve_fake: Serve) -> None:
+    with serve_fake(options={"silent_rank": 3}, health_timeout=2.0) as server:
+        server.until(lambda: health(server)[0] == 503)
+        assert_failed(server, "loop", "the loop of rank 3 has not gone round for")
+
+
+def test_steps_that_come_to_nothing(serve_fake: Serve) -> None:
+    with serve_fake(options={"stuck": True}, health_timeout=2.0) as server:
+        assert health(server) == (200, {"status": "ok"})
+        begun = time.monotonic()
+        assert_failed(server, "step", "none has been computed for", deep=1)
+        assert time.monotonic() - begun > 1.9
+        assert_failed(server, "step", "none has been computed for")  # nobody has to ask again
+
+
+def test_a_dead_process(serve_fake: Serve) -> None:
+    with serve_fake() as server:
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        server.until(lambda: health(server)[0] == 503)
+        assert_failed(server, "process", "SIGKILL")
+        assert_failed(server, "process", "SIGKILL", deep=1)
+
+
+def test_deep_is_yes_or_no(serve_fake: Serve) -> None:
+    with serve_fake() as server:
+        assert health(server, deep=0) == (200, {"status": "ok"})
+        assert httpx.get(f"{server.url}/health", params={"deep": "perhaps"}).status_code == 400
