@@ -29,7 +29,7 @@ COLUMNS = tl.constexpr(16)
 
 
 @triton.jit
-def _rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
+def rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
     """For each row of a tile: the output it belongs to, and its row in W."""
     lane = tl.arange(0, TILE)
     if EPILOGUE == GATED:
@@ -99,7 +99,7 @@ def vector_kernel(
 ):
     """x: [rows, inputs] with rows <= ROWS (1, 2 or 4); weight: [outputs (twice if gated), inputs]; both dense."""
     release(PDL)
-    output, row = _rows_of(TILE, outputs, EPILOGUE)
+    output, row = rows_of(TILE, outputs, EPILOGUE)
     valid = (output < outputs)[:, None]
     k = tl.arange(0, BLOCK_K)
     weight_row = weight + tl.where(output < outputs, row, 0).to(tl.int64) * inputs
@@ -188,7 +188,7 @@ def matrix_kernel(
     partials: [programs, splits, TILE, COLUMNS] float32; arrivals: [programs] int32, 0 before and after.
     """
     release(PDL)
-    output, row = _rows_of(TILE, outputs, EPILOGUE)
+    output, row = rows_of(TILE, outputs, EPILOGUE)
     valid = (output < outputs)[:, None]
     weight_row = weight + tl.where(output < outputs, row, 0).to(tl.int64) * inputs
     splits = tl.num_programs(1)

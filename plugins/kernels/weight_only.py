@@ -17,11 +17,8 @@ import triton.language as tl
 
 from engine.core.kernels.activation import silu
 from engine.core.kernels.launch import release, wait
+from engine.core.kernels.skinny import GATED, rows_of
 
-PLAIN = tl.constexpr(0)
-"""out: [rows, outputs]."""
-GATED = tl.constexpr(1)
-"""W has 2 * outputs rows, gate before up, a tile both rows of an output; out: [rows, outputs], silu(gate) * up."""
 UNSIGNED = tl.constexpr(0)
 """A field is a whole number; what it is less than the zero point counts."""
 SIGNED = tl.constexpr(1)
@@ -125,19 +122,6 @@ def _half(entry, HIGH: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
-    """For each row of a tile: the output it belongs to, and its row in W."""
-    lane = tl.arange(0, TILE)
-    if EPILOGUE == GATED:
-        output = tl.program_id(0) * (TILE // 2) + lane % (TILE // 2)
-        row = output + (lane // (TILE // 2)) * outputs
-    else:
-        output = tl.program_id(0) * TILE + lane
-        row = output
-    return output, row
-
-
-@triton.jit
 def _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
     """total: [TILE, COLUMNS] float32, of rows `first` and on of x."""
     COLUMNS: tl.constexpr = total.shape[1]
@@ -207,7 +191,7 @@ def matmul_kernel(
     ENTRIES: tl.constexpr = GROUPS if ZEROS else GROUPS // 2
     DTYPE: tl.constexpr = x.dtype.element_ty
     SCALED: tl.constexpr = SCALES != OUTPUTS  # in the loop
-    output, row = _rows_of(TILE, outputs, EPILOGUE)
+    output, row = rows_of(TILE, outputs, EPILOGUE)
     weight_rows = outputs * (2 if EPILOGUE == GATED else 1)
     row = tl.where(output < outputs, row, 0)  # what lies beyond is computed from row 0, and not stored
     blocks = tl.cdiv(inputs, FIELDS * SPAN)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from attrs import evolve, frozen
 
+from engine.core.kernels import skinny
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.launch import dependent_launch, num_sms, shared_memory
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS, Workspace
@@ -221,7 +222,7 @@ class Multiplier:
             "STAGES": tile.stages,
             "EARLY": tile.early,
             "SPLIT": tile.splits > 1,
-            "EPILOGUE": weight_only.GATED.value if gated else weight_only.PLAIN.value,
+            "EPILOGUE": skinny.GATED.value if gated else skinny.PLAIN.value,
             "BIAS": biased,
             "num_warps": tile.warps,
         }

@@ -11,26 +11,27 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
-from engine.core.quant import LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
+from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.config import is_listed, modules_left_alone, same_for_all
 from engine.plugins.quant.groups import check_scales
+from engine.plugins.quant.packed_method import PackedMethod
 from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
-from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
+from engine.plugins.quant.w4a16 import PackedKernel, Quantized, Reader, Scheme
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = 4
 PACK = len(AWQ_ORDER)
 
 
-class Awq(QuantMethod):
+class Awq(PackedMethod):
     """Reads AWQ checkpoints."""
 
-    api: ClassVar[str] = "1"
+    reads: ClassVar[str] = "with quant_method awq in config.json"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config that is not AWQ's or not supported."""
+        super().__init__(config)
         if config.get("quant_method") != "awq":
             raise CheckpointError(
                 f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads awq only"
@@ -50,23 +51,6 @@ class Awq(QuantMethod):
             )
         self._scheme = Scheme(bits=BITS, group_size=group_size)
         self._left_alone = modules_left_alone(config)
-        self._multipliers = Multipliers()
-
-    @classmethod
-    def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
-        """An unquantized checkpoint, or one of another method or version; a GPU without Triton."""
-        if checkpoint is None:
-            return "the checkpoint is not quantized; it needs one with quant_method awq in config.json"
-        try:
-            cls(checkpoint)
-        except CheckpointError as error:
-            return str(error)
-        return no_kernel(device)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Awq:
-        """Raises CheckpointError for a checkpoint that `refuses` refuses."""
-        return cls(checkpoint or {})
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """None for modules that the checkpoint leaves alone."""

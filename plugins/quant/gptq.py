@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 import torch
 from attrs import evolve, frozen
 
-from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.layers.linear import BIAS_SHARD_DIM
-from engine.core.quant import LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
+from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.config import is_listed, modules_left_alone, same_for_all
 from engine.plugins.quant.groups import check_scales, group_of
+from engine.plugins.quant.packed_method import PackedMethod
 from engine.plugins.quant.packing import WORD, gptq_zeros, unpack
-from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
+from engine.plugins.quant.w4a16 import PackedKernel, Quantized, Reader, Scheme
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
@@ -45,13 +45,14 @@ class GptqConfig:
         return f"gptq of {self.scheme}{'' if self.symmetric else ', asymmetric'}"
 
 
-class Gptq(QuantMethod):
+class Gptq(PackedMethod):
     """Reads GPTQ checkpoints."""
 
-    api: ClassVar[str] = "1"
+    reads: ClassVar[str] = "with quant_method gptq in config.json"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config that is not GPTQ's or not supported."""
+        super().__init__(config)
         if config.get("quant_method") != "gptq":
             raise CheckpointError(
                 f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads gptq only"
@@ -78,23 +79,6 @@ class Gptq(QuantMethod):
             for pattern, table in dynamic.items()
         }
         self._patterns = {pattern: _compile(pattern) for pattern in dynamic}
-        self._multipliers = Multipliers()
-
-    @classmethod
-    def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
-        """An unquantized checkpoint, or one of another method or width; a GPU without Triton."""
-        if checkpoint is None:
-            return "the checkpoint is not quantized; it needs one with quant_method gptq in config.json"
-        try:
-            cls(checkpoint)
-        except CheckpointError as error:
-            return str(error)
-        return no_kernel(device)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Gptq:
-        """Raises CheckpointError for a checkpoint that `refuses` refuses."""
-        return cls(checkpoint or {})
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """None for modules that the checkpoint leaves alone."""

@@ -9,18 +9,18 @@ Source: compressed-tensors (compressors/pack_quantized, quantization/quant_args.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
-from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
-from engine.core.quant import KVScaleNames, LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
+from engine.core.quant import KVScaleNames, LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant import config as quant_config
 from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.kv_cache import KVCacheScheme
+from engine.plugins.quant.packed_method import PackedMethod
 from engine.plugins.quant.packing import WORD, unpack
-from engine.plugins.quant.w4a16 import Multipliers, PackedKernel, Quantized, Reader, Scheme, no_kernel
+from engine.plugins.quant.w4a16 import PackedKernel, Quantized, Reader, Scheme
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
@@ -28,13 +28,14 @@ FORMAT = "pack-quantized"
 STRATEGIES = ("group", "channel")
 
 
-class PackQuantized(QuantMethod):
+class PackQuantized(PackedMethod):
     """Reads such checkpoints."""
 
-    api: ClassVar[str] = "1"
+    reads: ClassVar[str] = "that llm-compressor has packed (W4A16, W8A16)"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config that is of another format or not supported."""
+        super().__init__(config)
         if config.get("quant_method") != "compressed-tensors":
             raise CheckpointError(
                 f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads compressed-tensors only"
@@ -43,23 +44,11 @@ class PackQuantized(QuantMethod):
         for scheme in self._config.schemes:
             _check(scheme)
         self._kv_cache = KVCacheScheme.parse(config)
-        self._multipliers = Multipliers()
 
     @classmethod
-    def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
-        """An unquantized checkpoint, or one of another method, format or width; a GPU without Triton."""
-        if checkpoint is None:
-            return "the checkpoint is not quantized; it needs one that llm-compressor has packed (W4A16, W8A16)"
-        try:
-            cls(checkpoint)
-        except CheckpointError as error:
-            return str(error)
-        return no_kernel(device)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> PackQuantized:
-        """Raises CheckpointError for a checkpoint that `refuses` refuses."""
-        found = cls(checkpoint or {})
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Self:
+        """See PackedMethod; a KV cache that the checkpoint asks for is logged."""
+        found = super().from_checkpoint(checkpoint, options)
         found._kv_cache.say()
         return found
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,6 @@ from engine.plugins.quant.layout import Layout
 from engine.plugins.quant.packing import WORD
 
 if TYPE_CHECKING:
-    from engine.core.device import DeviceInfo
     from engine.plugins.kernels.weight_only_launch import Multiplier
 
 PACKED_DTYPES = ("bfloat16", "float16")
@@ -139,13 +137,6 @@ def check_shares(spec: LinearSpec, part: LinearPart, scheme: Scheme, *, whole_gr
             f"{spec.ranks} ranks share the {spec.in_features} inputs of {part.name}, {inputs} each, which cuts words of"
             f" {WORD // scheme.bits} numbers; use fewer ranks"
         )
-
-
-def no_kernel(device: DeviceInfo) -> str | None:
-    """Why there is no kernel for a device; None: there is one."""
-    if device.type == "cuda" and find_spec("triton") is None:
-        return "its kernels for GPUs are written in Triton, which is not installed; install triton"
-    return None
 
 
 class Reader(ABC):
