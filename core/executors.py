@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from engine.core.types import CacheInfo, Step, StepResult
 
 API = "1"
+MOST_STEPS = 2
+"""Steps under way at once."""
 
 
 class PendingResult(Protocol):
@@ -69,7 +71,7 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, step: Step) -> PendingResult:
-        """Begin a step; at most two are under way at once."""
+        """Begin a step; at most MOST_STEPS are under way at once."""
 
     @abstractmethod
     def check(self) -> Health:

@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen, validators
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo, find_device
 from engine.core.errors import ExecutorError, PluginError
-from engine.core.executors import Executor, Health, PendingResult
+from engine.core.executors import MOST_STEPS, Executor, Health, PendingResult
 from engine.core.selection import Parts
 from engine.core.shm import Ring, RingClosedError
 from engine.core.startup import Listener
@@ -25,9 +25,6 @@ from engine.plugins.executors.beats import Beats
 from engine.plugins.executors.messages import Launch
 from engine.plugins.executors.worker_process import WorkerProcess
 from engine.plugins.executors.workers import Workers
-
-MOST_STEPS = 2
-"""Steps under way at once; see core/executors.py."""
 
 
 @frozen

@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +22,7 @@ from engine.core.shm import Ring, RingClosedError, RingReader, RingTimeoutError,
 from engine.core.startup import Phases, Progress
 from engine.core.types import CacheInfo, Step
 from engine.core.wire import Decoder, encode
+from engine.plugins.executors.answers import Answers
 from engine.plugins.executors.beats import Beat, Beats
 from engine.plugins.executors.messages import ERRORS, Connection, Failed, Launch, Ready, Told
 
@@ -98,7 +98,6 @@ class _Worker:
             self._results = Ring.attach(launch.results).writer()
         self._decoder: Decoder[Step] = Decoder(Step)
         self._runner: StepRunner
-        self._under_way: deque[tuple[int, PendingResult]] = deque()
 
     def start(self, make: Callable[[Launch, Phases], StepRunner]) -> None:
         """Make the runner, and say that it is ready."""
@@ -114,30 +113,26 @@ class _Worker:
     def work(self) -> None:
         """Run steps until the ring of steps ends.
 
-        The next step is begun as soon as it is there, and the result of the one before leaves as soon as that is
-        there; while both may happen the loop turns without sleeping, as waiting for the device would too.
+        The next step is begun as soon as it is there, and the result of the one before leaves as soon as that is there:
+        the first by this thread, the second by another, both asleep while there is nothing to do.
         """
-        under_way, steps = self._under_way, self._steps
+        answers = Answers(self._answer, self._fail)
         while True:
             self._beat.beat()
-            if under_way and (under_way[0][1].done() or len(under_way) > 1):
-                self._answer(*under_way.popleft())
-                continue
-            if under_way and not steps.ready():
-                continue
             try:
-                step = self._decoder.decode(steps.receive(BEAT_SECONDS))
+                step = self._decoder.decode(self._steps.receive(BEAT_SECONDS))
             except RingTimeoutError:
                 continue
             except RingClosedError:
+                answers.end()
                 return
+            answers.make_room()
             self.phase = f"step {step.id}"
             self._beat.begin(step.id)
-            under_way.append((step.id, self._runner.launch(step)))
+            answers.add(step.id, self._runner.launch(step))
 
     def _answer(self, step: int, pending: PendingResult) -> None:
         """Wait for a step that is under way. Each rank does, so that each tells of its device's errors."""
-        self.phase = f"step {step}"
         result = pending.result()
         if self._results is not None:
             try:
@@ -145,6 +140,12 @@ class _Worker:
             except RingClosedError:  # nobody wants it any more; the ring of steps has ended too
                 return
         self._beat.done(step)
+
+    def _fail(self, phase: str, error: BaseException) -> None:
+        """End the process, whatever its other thread is about."""
+        self._control.send(_failed(phase, error))
+        sys.stderr.flush()
+        os._exit(1)
 
     def _tell(self, progress: Progress) -> None:
         """Report a phase; not too often, for each report is a message."""
