@@ -106,12 +106,19 @@ class WorkerProcess:
         while (not text or text != before) and time.monotonic() < until:
             time.sleep(0.02)
             before, text = text, os.pread(self._stack, 2**16, 0).replace(b"\0", b"").decode(errors="replace")
-        # The thread that takes the signal, the one with the loop, is the current one.
-        _, _, current = text.partition("Current thread")
-        frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall(current)]
+        frames = _busy_frames(text)
         if frames:
             return f"its stack is {' < '.join(frames[:FRAMES])}", text
         if self._process.poll() is not None:
             return self.fate, text
         state = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
         return f"it gives no stack: {STATES.get(state, 'it does not take signals')}", text
+
+
+def _busy_frames(text: str) -> list[str]:
+    """Of a worker's stacks: that of the thread which waits for a step's result, else of the one that begins steps."""
+    threads = [FRAME.findall(thread) for thread in re.split(r"(?:Current t|T)hread", text)]
+    waits = [frames for frames in threads if any(name == "_answer" for _, _, name in frames)]
+    begins = [frames for frames in threads if any(name == "work" for _, _, name in frames)]
+    chosen = next(iter(waits + begins + [frames for frames in threads if frames]), [])
+    return [f"{name} ({file}:{line})" for file, line, name in chosen]

@@ -1,8 +1,8 @@
 """A worker without a model: what a step samples is its own number. Run as a module, with this directory on the path.
 
 How it behaves is in model.options of its configuration, by rank: {"1": {"at": when, "do": what}}, where `when` is start
-or the number of a step, and `what` one of FAULTS; and {"delay": seconds a step takes}, one after the other as on a
-device.
+or the number of a step, or minus that number, for its result, and `what` one of FAULTS; and {"delay": seconds a step
+takes}, one after the other as on a device.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 class Pending:
-    def __init__(self, step: int, at: float) -> None:
+    def __init__(self, step: int, at: float, fault: Callable[[int], None]) -> None:
         self._step = step
         self._at = at
+        self._fault = fault
 
     def done(self) -> bool:
         return time.monotonic() >= self._at
 
     def result(self) -> StepResult:
+        self._fault(-self._step)
         time.sleep(max(0.0, self._at - time.monotonic()))
         return StepResult(step=self._step, tokens=((self._step,),))
 
@@ -98,7 +100,7 @@ class FakeRunner:
     def launch(self, step: Step) -> Pending:
         self._fault(step.id)
         self._busy_until = max(self._busy_until, time.monotonic()) + self._options.get("delay", 0.0)
-        return Pending(step.id, self._busy_until)
+        return Pending(step.id, self._busy_until, self._fault)
 
     def _fault(self, when: str | int) -> None:
         mine = self._options.get(str(self._rank), {})

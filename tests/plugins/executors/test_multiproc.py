@@ -169,11 +169,12 @@ def test_an_idle_death_is_noticed_too(make_executor: Make, until: Make, worker_p
     until(lambda: worker_pids() == [], 2)  # the other is ended
 
 
+@pytest.mark.parametrize("at", [2, -2])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_error_in_a_step_names_rank_and_step(
-    make_executor: Make, make_step: MakeStep, ranks: int, caplog: pytest.LogCaptureFixture
+    make_executor: Make, make_step: MakeStep, ranks: int, at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    executor = make_executor(ranks, **{str(ranks - 1): {"at": 2, "do": "out_of_memory"}, "delay": 0.01})
+    executor = make_executor(ranks, **{str(ranks - 1): {"at": at, "do": "out_of_memory"}, "delay": 0.01})
     executor.start()
     assert run(executor, make_step(1)) == [1]
     said = rf"rank {ranks - 1} .* failed in step 2: OutOfMemoryError: no memory left; use a lower --max-batch-tokens"
@@ -183,16 +184,17 @@ def test_an_error_in_a_step_names_rank_and_step(
 
 
 @pytest.mark.parametrize(
-    ("do", "place"),
+    ("at", "do", "place"),
     [
-        ("sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault"),
-        ("stop", r"it gives no stack: it is stopped \(SIGSTOP\)"),
+        (2, "sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault .* < launch"),
+        (-2, "sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault .* < result .* < _answer"),
+        (2, "stop", r"it gives no stack: it is stopped \(SIGSTOP\)"),
     ],
 )
 def test_a_step_that_hangs_is_ended_and_located(
-    make_executor: Make, make_step: MakeStep, do: str, place: str, caplog: pytest.LogCaptureFixture
+    make_executor: Make, make_step: MakeStep, at: int, do: str, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    executor = make_executor(2, step_timeout=0.5, **{"0": {"at": 2, "do": do}})
+    executor = make_executor(2, step_timeout=0.5, **{"0": {"at": at, "do": do}})
     executor.start()
     assert run(executor, make_step(1)) == [1]
     begun = time.monotonic()
