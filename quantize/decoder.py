@@ -146,7 +146,8 @@ class Decoder:
     ) -> torch.Tensor:
         """One sample through a decoder layer (or another module in its place). cache: is shown keys and values."""
         chosen: Callable[..., torch.Tensor] = module or self._layers[layer.number]
-        return chosen(hidden, **{**self._arguments[layer.number], "past_key_values": cache})
+        arguments = self._arguments[layer.number]
+        return chosen(hidden, **(arguments if cache is None else {**arguments, "past_key_values": cache}))
 
     def advance(self, layer: DecoderLayer, hidden: list[torch.Tensor], cache: KVPeaks | None = None) -> None:
         """All samples through a decoder layer, in place."""
