@@ -44,7 +44,7 @@ def replica_configs(config: EngineConfig, count_gpus: Callable[[], int]) -> list
 
 
 def count_gpus() -> int:
-    """GPUs that torch sees. A process of its own asks it: here torch and the GPUs' driver would take memory for good."""
+    """GPUs that torch sees, asked in a process of its own: here torch and the driver would take memory for good."""
     command = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
