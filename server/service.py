@@ -106,10 +106,11 @@ class Service:
         """One request for each of the `params`, which are the choices of the prompts in order, equally many each."""
         now = time.monotonic()
         each = len(params) // len(prompts)
+        tokens = [tuple(prompt) for prompt in prompts]  # of which all choices have the same, as routing.py sees at once
         return [
             Request(
                 id=f"{name}-{index}",
-                prompt=tuple(prompts[index // each]),
+                prompt=tokens[index // each],
                 params=choice,
                 priority=priority or 0,
                 arrival=now,

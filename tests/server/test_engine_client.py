@@ -21,6 +21,7 @@ from engine.server.engine_client import EngineClient, Group, News
 from engine.server.errors import ApiError
 from engine.server.messages import EngineGone, Failed, FromEngine, Gone, Launch, Shutdown, Started
 from engine.server.metrics import Board, Metrics
+from engine.server.routing import ANSWER_TOKENS
 
 Body = Callable[..., Coroutine[Any, Any, None]]
 
@@ -104,6 +105,7 @@ def test_outputs_arrive_in_order(run: Callable[..., None]) -> None:
         assert whole == [(0, [98]), (1, [98]), (1, [99]), (1, [100])]  # neither the first nor the last is plain
         assert client.metrics.finished["length"] == 2
         assert client.metrics.under_way == 0
+        assert client.board.loads == [0]
         assert client.metrics.first_token.buckets()[-1] == ("+Inf", 2)
         assert client.metrics.inter_token.buckets()[-1] == ("+Inf", 2 + 4)
 
@@ -132,9 +134,12 @@ def test_a_request_the_engine_refuses_is_an_output(run: Callable[..., None]) -> 
 
 def test_leaving_the_group_aborts_what_runs(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
-        with client.submit([request("a", 10_000), request("b", 10_000)]) as group:
+        with client.submit([request("a", 10_000), request("b", 7)]) as group:
+            assert client.board.loads == [len(b"abc") + ANSWER_TOKENS + 7]  # one prompt, which both share
             await group.next()
+            assert client.board.loads == [ANSWER_TOKENS + 7]
         assert client.metrics.finished["abort"] == 2
+        assert client.board.loads == [0]
         await until(
             lambda: client.links[0].stats.steps > 0 and client.links[0].stats.running == 0
         )  # told when the engine goes idle
@@ -208,6 +213,7 @@ def test_a_killed_process_fails_open_requests(run: Callable[..., None]) -> None:
             await collect(group, 1)
         assert client.links[0].failure is not None
         assert client.metrics.finished["error"] == 1
+        assert client.board.loads == [0]
         with pytest.raises(ApiError, match="SIGKILL"):
             client.submit([request("b")])
 

@@ -26,15 +26,17 @@ def by_replica(server: Any, name: str, replicas: int = 2) -> list[float]:
     return [metrics[f'engine_{name}{{replica="{replica}"}}'] for replica in range(replicas)]
 
 
-def ask(server: Any, count: int, during: Callable[[], None] = lambda: None, **body: Any) -> list[httpx.Response]:
-    """So many completions at once; `during` is called when all are under way."""
+def ask(
+    server: Any, count: int, during: Callable[[], None] = lambda: None, each: int = 1, **body: Any
+) -> list[httpx.Response]:
+    """So many completions at once; `during` is called when all are under way, `each` of which is so many requests."""
 
     async def all_of_them() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
             tasks = [asyncio.create_task(client.post("/v1/completions", json=COMPLETION | body)) for _ in range(count)]
 
             def under_way() -> None:
-                server.until(lambda: sum(by_replica(server, "num_requests_running")) >= count * body.get("n", 1))
+                server.until(lambda: sum(by_replica(server, "num_requests_running")) >= count * each)
                 during()
 
             await asyncio.to_thread(under_way)
@@ -62,7 +64,7 @@ def test_choices_of_a_prompt_stay_together_and_prompts_of_a_request_spread(serve
         def during() -> None:
             spread.extend(by_replica(server, "num_requests_running"))
 
-        (answer,) = ask(server, 1, during, n=4, max_tokens=150)
+        (answer,) = ask(server, 1, during, each=4, n=4, max_tokens=150)
         assert sorted(spread) == [0, 4]
         assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2, 3]
         body = COMPLETION | {"prompt": [f"prompt {index}" for index in range(6)], "max_tokens": 3, "seed": 0}
@@ -103,6 +105,22 @@ def test_one_replica_dies_and_then_the_other(serve_fake: Serve) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
         assert "the server needs a restart" in refused.json()["error"]["message"]
         assert server.stop() == 1
+
+
+def test_what_a_death_leaves_of_a_request_with_several_prompts_ends_too(serve_fake: Serve) -> None:
+    with serve_fake(replicas=2, options={"delay": 0.01}) as server:
+
+        def kill() -> None:
+            assert by_replica(server, "num_requests_running") == [3, 3]
+            os.kill(server.engine_pids()[0], signal.SIGKILL)
+
+        prompts = [f"prompt {index}" for index in range(6)]
+        (answer,) = ask(server, 1, kill, each=6, prompt=prompts, max_tokens=200)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+        server.until(lambda: by_replica(server, "num_requests_running") == [0, 0], 1)
+        metrics = server.metrics()
+        assert metrics['engine_requests_finished_total{finish_reason="error"}'] == 6
+        assert by_replica(server, "generation_tokens_total")[1] < 3 * 200
 
 
 def by_health(client: httpx.Client, server: Any) -> tuple[int, str]:
