@@ -82,7 +82,11 @@ class RunningServer:
     def children(self) -> dict[int, str]:
         """The command line of each child, by process number."""
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in listed}
+        found = {}
+        for child in listed:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+                found[int(child)] = Path(f"/proc/{child}/cmdline").read_text()
+        return found
 
     def engine_pid(self) -> int:
         """The engine process."""
