@@ -59,6 +59,7 @@ CASES = (
     Case(name="GPTQ-4, desc_act", method="gptq", options={"act_order": "group"}),
     Case(name="AWQ-4", method="awq"),
     Case(name="fp8 KV cache", method=None, engine={"cache__dtype": "fp8"}),
+    Case(name="fp8 KV cache, calibrated", method="none", options={"kv_cache": "fp8"}),
 )  # fmt: skip
 
 
@@ -96,13 +97,14 @@ def measure(case: Case, model: Path, text: str, calibration: Calibration, folder
 
 
 def chosen(names: str | None) -> Sequence[Case]:
-    """Cases by name, or all; the model as it is always among them."""
+    """Cases by their names, with semicolons between, or all; the model as it is always among them."""
     if names is None:
         return CASES
-    wanted = names.split(",")
-    known = {case.name for case in CASES}
-    if set(wanted) - known:
-        raise SystemExit(f"error: there is no case {', '.join(set(wanted) - known)}; use {', '.join(known)}")
+    wanted = [name.strip() for name in names.split(";")]
+    known = [case.name for case in CASES]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise SystemExit(f"error: there is no case {'; '.join(unknown)}; use some of {'; '.join(known)}")
     return [case for case in CASES if case is CASES[0] or case.name in wanted]
 
 
@@ -114,7 +116,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--sample-length", type=int, default=512)
     parser.add_argument("--characters", type=int, default=0, help="of the held-out text; 0: all")
-    parser.add_argument("--cases", help="some of them, with commas between: " + "; ".join(case.name for case in CASES))
+    names = "; ".join(case.name for case in CASES)
+    parser.add_argument("--cases", help=f"some of them, with semicolons between: {names}")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 

@@ -31,8 +31,8 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="fp8, int8 (weights and activations), rtn (weights to the nearest), gptq or awq (weights, chosen by"
-            " calibration text).",
+            help="fp8, int8 (weights and activations), rtn (weights to the nearest), gptq, awq (weights, chosen by"
+            " calibration text), or none (weights as they are, for --kv-cache alone).",
             show_default=False,
         ),
     ],
@@ -96,6 +96,14 @@ def quantize(
             rich_help_panel=EIGHT,
         ),
     ] = None,
+    kv_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: scales for a float8 KV cache, found by calibration text, which is then served with such a cache;"
+            " in the format compressed-tensors, with any method.",
+            show_default=False,
+        ),
+    ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
@@ -107,8 +115,8 @@ def quantize(
     calibration: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text to run through the model; gptq, awq and static activations need it, others report errors of"
-            " outputs by it. Repeat for more.",
+            help="Text to run through the model; gptq, awq, static activations and --kv-cache need it, others report"
+            " errors of outputs by it. Repeat for more.",
             metavar="FILE",
             show_default=False,
             rich_help_panel=TEXT,
@@ -144,6 +152,7 @@ def quantize(
     settings = Settings.choose(
         method,
         ignore=tuple(ignore or ()),
+        kv_cache=kv_cache,
         format=form,
         bits=bits,
         group_size=group_size,
@@ -187,8 +196,10 @@ class Lines(Progress):
     def layer(self, report: LayerReport, total: int) -> None:
         """See Progress."""
         errors = {"weights": report.mean("weight_error"), "outputs": report.mean("output_error")}
-        off = ", ".join(f"{what} off by {percent(error)}" for what, error in errors.items() if error is not None)
-        self.phase(f"layer {report.number + 1} of {total}: {off or 'left alone'}, {report.seconds:.1f} s")
+        done = [f"{what} off by {percent(error)}" for what, error in errors.items() if error is not None]
+        if report.kv_scales is not None:
+            done.append(f"scales {report.kv_scales.key:.3g} of keys, {report.kv_scales.value:.3g} of values")
+        self.phase(f"layer {report.number + 1} of {total}: {', '.join(done) or 'left alone'}, {report.seconds:.1f} s")
 
     def phase(self, text: str) -> None:
         """See Progress."""
@@ -204,13 +215,19 @@ def parse_size(text: str) -> int:
 
 
 def print_report(report: Report, output: Path) -> None:
-    """Errors of each layer, and what the whole has become."""
-    rows = []
-    for layer in report.layers:
-        worst = layer.worst
-        name = "" if worst is None else worst.name.partition(f".layers.{layer.number}.")[2]
-        rows.append((layer.number, *(percent(layer.mean(field)) for field in ("weight_error", "output_error")), name))
-    print_table(("layer", "weights off by", "outputs off by", "most in"), rows)
+    """Errors and KV scales of each layer, and what the whole has become."""
+    columns, rows = ["layer"], [[str(layer.number)] for layer in report.layers]
+    if any(layer.linears for layer in report.layers):
+        columns += ["weights off by", "outputs off by", "most in"]
+        for row, layer in zip(rows, report.layers, strict=True):
+            name = "" if layer.worst is None else layer.worst.name.partition(f".layers.{layer.number}.")[2]
+            row.extend((percent(layer.mean("weight_error")), percent(layer.mean("output_error")), name))
+    if any(layer.kv_scales for layer in report.layers):
+        columns += ["scale of keys", "scale of values"]
+        for row, layer in zip(rows, report.layers, strict=True):
+            found = layer.kv_scales
+            row.extend(("", "") if found is None else (f"{found.key:.4g}", f"{found.value:.4g}"))
+    print_table(columns, rows)
     share = report.bytes_after / report.bytes_before
     typer.echo(f"size        {megabytes(report.bytes_before)} -> {megabytes(report.bytes_after)} ({share:.0%})")
     before, after = report.perplexity_before, report.perplexity_after

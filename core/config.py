@@ -182,6 +182,12 @@ class ServerConfig:
         "Processes that answer HTTP and turn text into tokens and back; 0: one for every 4 cores, from 1 to 4.",
         flag="--api-workers",
     )
+    replicas: int = setting(
+        1,
+        "Engines, each with the whole model: on GPUs each on its own one (or executor.tensor_parallel of them), from"
+        " executor.device on; on a CPU they share the cores.",
+        flag="--replicas",
+    )
     api_key: str = setting(
         "", "Key that clients must send as a bearer token; empty: none.", flag="--api-key", secret=True
     )

@@ -20,6 +20,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "cache.memory_fraction": (0, 1),
     "server.port": (0, 65535),
     "server.api_workers": (0, 256),
+    "server.replicas": (1, 256),
     "server.shutdown_timeout": (0, 86400),
     "server.health_timeout": (2, 86400),
     "server.health_interval": (0, 86400),

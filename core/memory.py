@@ -12,6 +12,8 @@ from engine.core.kv_scales import FLOAT8
 from engine.core.limits import parse_bytes
 from engine.core.models import ModelSpec
 
+MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
+"""Of the free memory, for an engine that is told no other share."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FLOAT8: 1}
 
 

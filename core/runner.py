@@ -20,7 +20,7 @@ from engine.core.kv_scales import KVScales
 from engine.core.layers import LayerFactory
 from engine.core.layers.kv_scales import find_kv_scales
 from engine.core.loader import DummySource, SafetensorsSource, load_weights
-from engine.core.memory import estimate_activations, format_bytes, free_memory, plan_memory
+from engine.core.memory import MEMORY_SHARE, estimate_activations, format_bytes, free_memory, plan_memory
 from engine.core.pieces import PiecewiseSteps
 from engine.core.residents import Residents
 from engine.core.sampled import Sampled
@@ -43,8 +43,6 @@ PromptScores = tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]
 """As StepResult.prompt_logprobs."""
 ROWS_AT_ONCE = 256
 """Logits of a prompt computed in one go."""
-MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""Of the free memory, for an engine that is told no other share."""
 
 
 @define

@@ -10,6 +10,7 @@ from attrs import frozen
 
 from engine.core.errors import ConfigError
 from engine.core.text import Tokenizer
+from engine.quantize.settings import STATIC, Settings
 
 
 @frozen(kw_only=True)
@@ -65,9 +66,14 @@ def read_text(file: Path, flag: str) -> str:
         raise ConfigError(f"{flag} {file} is not UTF-8 text: {error}") from error
 
 
-def no_calibration(method: str) -> ConfigError:
+def no_calibration(settings: Settings) -> ConfigError:
     """What to say where text is needed and none is given."""
+    what, instead = settings.method, "a method without: fp8, int8 or rtn, with dynamic activations"
+    if settings.activations == STATIC:
+        what = f"{settings.method} with static activations"
+    elif not settings.is_calibrated:
+        what, instead = f"--kv-cache {settings.kv_cache}", "leave out --kv-cache"
     return ConfigError(
-        f"{method} needs text to run through the model; give --calibration FILE with a few hundred thousand words of"
-        " what the model will be used for (or a method without: fp8, int8 or rtn, with dynamic activations)"
+        f"{what} needs text to run through the model; give --calibration FILE with a few hundred thousand words of"
+        f" what the model will be used for (or {instead})"
     )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from engine.core.errors import CheckpointError
+from engine.quantize.kv_cache import KVPeaks
 from engine.quantize.source import DecoderLayer, Source
 
 
@@ -136,15 +137,22 @@ class Decoder:
         self._layers[layer.number].to("meta")
 
     @torch.no_grad()
-    def run(self, layer: DecoderLayer, hidden: torch.Tensor, module: nn.Module | None = None) -> torch.Tensor:
-        """One sample through a decoder layer (or another module in its place)."""
+    def run(
+        self,
+        layer: DecoderLayer,
+        hidden: torch.Tensor,
+        module: nn.Module | None = None,
+        cache: KVPeaks | None = None,
+    ) -> torch.Tensor:
+        """One sample through a decoder layer (or another module in its place). cache: is shown keys and values."""
         chosen: Callable[..., torch.Tensor] = module or self._layers[layer.number]
-        return chosen(hidden, **self._arguments[layer.number])
+        arguments = self._arguments[layer.number]
+        return chosen(hidden, **(arguments if cache is None else {**arguments, "past_key_values": cache}))
 
-    def advance(self, layer: DecoderLayer, hidden: list[torch.Tensor]) -> None:
+    def advance(self, layer: DecoderLayer, hidden: list[torch.Tensor], cache: KVPeaks | None = None) -> None:
         """All samples through a decoder layer, in place."""
         for number, states in enumerate(hidden):
-            hidden[number] = self.run(layer, states)
+            hidden[number] = self.run(layer, states, cache=cache)
 
     def watch(self, layer: DecoderLayer, names: Sequence[str], hidden: Sequence[torch.Tensor]) -> dict[str, Inputs]:
         """The inputs of linear layers of a decoder layer. The layer is run as far as the last of them."""

@@ -21,7 +21,7 @@ from engine.plugins.quant.packing import AWQ_ORDER, WORD
 from engine.plugins.quant.rounding import BLOCK, FP8, LIMITS, dequantize, quantize
 from engine.plugins.quant.w4a16 import PackedKernel, Quantized
 from engine.quantize.grid import Grid
-from engine.quantize.settings import AWQ, GPTQ, STATIC, Settings
+from engine.quantize.settings import AWQ, GPTQ, NONE, STATIC, Settings
 
 HEAD = "lm_head"
 Tensors = dict[str, torch.Tensor]
@@ -91,7 +91,22 @@ class EightBit(Format):
             inputs = _number(8, kind, "group", group_size=BLOCK, dynamic=True)
         else:
             inputs = _number(8, kind, "token", dynamic=True)
-        return _compressed(f"{kind}-quantized", weights, inputs, left_alone)
+        return _compressed(self.settings, f"{kind}-quantized", weights, inputs, left_alone)
+
+
+class Plain(Format):
+    """compressed-tensors for weights as they are: nothing but the KV cache is described."""
+
+    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+        """See Format."""
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "dense",
+            "quantization_status": "frozen",
+            "config_groups": {},
+            "ignore": [],
+            "kv_cache_scheme": _kv_cache_scheme(self.settings),
+        }
 
 
 class Packed(Format):
@@ -224,11 +239,13 @@ class PackedTensors(Packed):
             weights["group_size"] = settings.group_size
             if settings.act_order != "none":
                 weights["actorder"] = settings.act_order
-        return _compressed("pack-quantized", weights, None, left_alone)
+        return _compressed(self.settings, "pack-quantized", weights, None, left_alone)
 
 
-def make_format(settings: Settings, dtype: torch.dtype) -> EightBit | Packed:
+def make_format(settings: Settings, dtype: torch.dtype) -> EightBit | Packed | Plain:
     """The format that settings name, for a checkpoint of this type."""
+    if settings.method == NONE:
+        return Plain(settings, dtype)
     if settings.is_eight_bit:
         return EightBit(settings, dtype)
     kinds: dict[str, Callable[[Settings, torch.dtype], Packed]] = {GPTQ: GptqFormat, AWQ: AwqFormat}
@@ -245,8 +262,17 @@ def _number(bits: int, kind: str, strategy: str, *, dynamic: bool = False, **mor
     return {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic, **more}
 
 
+def _kv_cache_scheme(settings: Settings) -> dict[str, Any] | None:
+    """Scales lie beside the attention's projections, as k_scale and v_scale, [1] float32 each."""
+    return _number(8, "float", "tensor") if settings.kv_cache else None
+
+
 def _compressed(
-    stored: str, weights: dict[str, Any], inputs: dict[str, Any] | None, left_alone: Sequence[str]
+    settings: Settings,
+    stored: str,
+    weights: dict[str, Any],
+    inputs: dict[str, Any] | None,
+    left_alone: Sequence[str],
 ) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
@@ -255,5 +281,5 @@ def _compressed(
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "format": stored}},
         "ignore": [HEAD, *left_alone],
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": _kv_cache_scheme(settings),
     }

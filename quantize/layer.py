@@ -8,13 +8,15 @@ import torch
 from attrs import frozen
 from torch import nn
 
+from engine.core.kv_scales import KVScales
 from engine.quantize.awq import relative_error, search_scales
 from engine.quantize.clipping import clip
 from engine.quantize.decoder import Decoder, Inputs
 from engine.quantize.folding import check_exact, find_folds
-from engine.quantize.formats import EightBit, Packed, Tensors
+from engine.quantize.formats import EightBit, Packed, Plain, Tensors
 from engine.quantize.gptq import gptq
 from engine.quantize.grid import round_to_nearest
+from engine.quantize.kv_cache import KVPeaks
 from engine.quantize.report import LinearReport
 from engine.quantize.settings import STATIC, Settings
 from engine.quantize.source import DecoderLayer
@@ -36,7 +38,7 @@ class LayerQuantizer:
     def __init__(
         self,
         settings: Settings,
-        form: EightBit | Packed,
+        form: EightBit | Packed | Plain,
         decoder: Decoder | None,
         device: torch.device,
         head_dim: int,
@@ -52,17 +54,23 @@ class LayerQuantizer:
     @torch.no_grad()
     def quantize(
         self, layer: DecoderLayer, stored: Mapping[str, torch.Tensor], hidden: list[torch.Tensor]
-    ) -> tuple[Tensors, list[LinearReport]]:
+    ) -> tuple[Tensors, list[LinearReport], KVScales | None]:
         """stored: the layer's tensors by their names within it. hidden: what goes into the layer; afterwards what
-        comes out of the quantized one. Returns the tensors to write, and how far each linear layer is off."""
+        comes out of the quantized one. Returns the tensors to write, how far each linear layer is off, and the scales
+        of keys and values if they are wanted: those of the quantized layer, which are what will be cached."""
         tensors = dict(stored)
         reports = []
-        results = self._with_text(layer, tensors, hidden) if self._decoder else self._without(layer, tensors)
+        cache = KVPeaks() if layer.kv_scales else None
+        results = self._with_text(layer, tensors, hidden, cache) if self._decoder else self._without(layer, tensors)
         for name, result in results:
             del tensors[f"{name}.weight"]
             tensors |= {f"{name}.{end}": tensor.cpu() for end, tensor in result.tensors.items()}
             reports.append(result.report)
-        return tensors, reports
+        if cache is None:
+            return tensors, reports, None
+        scales = cache.scales(layer.prefix)
+        numbers = (torch.tensor([scale]) for scale in (scales.key, scales.value))
+        return tensors | dict(zip(layer.kv_scales, numbers, strict=True)), reports, scales
 
     @torch.no_grad()
     def skip(self, layer: DecoderLayer, written: Mapping[str, torch.Tensor], hidden: list[torch.Tensor]) -> None:
@@ -70,6 +78,8 @@ class LayerQuantizer:
         if self._decoder is None:
             return
         tensors = {name.removeprefix(f"{layer.prefix}."): tensor for name, tensor in written.items()}
+        for name in layer.kv_scales:
+            del tensors[name]
         for name, inputs in self._shapes(layer):
             own = {
                 end.removeprefix(f"{name}."): tensors.pop(end) for end in list(tensors) if end.startswith(f"{name}.")
@@ -94,6 +104,7 @@ class LayerQuantizer:
     def _decode(self, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
         if isinstance(self._form, EightBit):
             return self._form.decode(tensors)
+        assert isinstance(self._form, Packed)
         return self._form.decode(tensors, *shape)
 
     def _without(self, layer: DecoderLayer, tensors: Tensors) -> Iterator[tuple[str, _Result]]:
@@ -103,9 +114,10 @@ class LayerQuantizer:
                 yield name, self._choose(layer, name, weight, None)
 
     def _with_text(
-        self, layer: DecoderLayer, tensors: Tensors, hidden: list[torch.Tensor]
+        self, layer: DecoderLayer, tensors: Tensors, hidden: list[torch.Tensor], cache: KVPeaks | None
     ) -> Iterator[tuple[str, _Result]]:
-        """Results as they come; where a bias or norm is changed, so it is in `tensors`."""
+        """Results as they come; where a bias or norm is changed, so it is in `tensors`. cache: is shown keys and values
+        of the whole text, as the quantized layer computes them."""
         assert self._decoder is not None
         module = self._decoder.load(layer, tensors)
         every = [name for names in layer.merged for name in names]
@@ -125,7 +137,7 @@ class LayerQuantizer:
                     if name not in changed:
                         tensors[name] = tensor.to("cpu", dtypes[name], copy=True)
             yield from self._replace(layer, module, every, inputs)
-        self._decoder.advance(layer, hidden)
+        self._decoder.advance(layer, hidden, cache)
         self._decoder.drop(layer)
 
     def _replace(
@@ -161,6 +173,7 @@ class LayerQuantizer:
     def _choose(self, layer: DecoderLayer, name: str, weight: torch.Tensor, inputs: Inputs | None) -> _Result:
         """Codes for one weight, [outputs, inputs] float32."""
         settings, form = self._settings, self._form
+        assert not isinstance(form, Plain)
         hessian = None if inputs is None else inputs.hessian
         if isinstance(form, EightBit):
             peak = inputs.peak if inputs is not None and settings.activations == STATIC else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
+from engine.core.kv_scales import KVScales
 from engine.quantize.perplexity import Perplexity
 
 REPORT = "quantize_report.json"
@@ -36,6 +37,8 @@ class LayerReport:
     number: int
     seconds: float
     linears: tuple[LinearReport, ...]
+    kv_scales: KVScales | None = None
+    """Of its keys and values, where the KV cache is quantized."""
 
     def mean(self, field: str) -> float | None:
         """Of an error over the linear layers; None where it is not known, or nothing is quantized."""
@@ -55,7 +58,9 @@ class LayerReport:
     def from_json(cls, text: str) -> LayerReport:
         """What `to_json` wrote."""
         stored = json.loads(text)
-        return cls(**{**stored, "linears": tuple(LinearReport(**one) for one in stored["linears"])})
+        linears = tuple(LinearReport(**one) for one in stored.pop("linears"))
+        scales = stored.pop("kv_scales")
+        return cls(**stored, linears=linears, kv_scales=None if scales is None else KVScales(**scales))
 
 
 @frozen(kw_only=True)

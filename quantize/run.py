@@ -61,7 +61,7 @@ def quantize(
     Raises ConfigError, CheckpointError or PluginError, as a rule before anything is written.
     """
     if settings.needs_calibration and calibration is None:
-        raise no_calibration(f"{settings.method}{' with static activations' if settings.activations else ''}")
+        raise no_calibration(settings)
     if shard_bytes < 1:
         raise ConfigError("--max-shard-size must be more than 0")
     began = time.perf_counter()
@@ -137,8 +137,9 @@ def _one(
     """Quantize one layer and keep it."""
     begin = time.perf_counter()
     stored = {name: source.read(f"{layer.prefix}.{name}") for name in layer.names}
-    tensors, linears = quantizer.quantize(layer, stored, hidden)
-    report = LayerReport(number=layer.number, seconds=time.perf_counter() - begin, linears=tuple(linears))
+    tensors, linears, scales = quantizer.quantize(layer, stored, hidden)
+    seconds = time.perf_counter() - begin
+    report = LayerReport(number=layer.number, seconds=seconds, linears=tuple(linears), kv_scales=scales)
     target.write_layer({f"{layer.prefix}.{name}": tensor for name, tensor in tensors.items()}, report)
     return report
 

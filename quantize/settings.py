@@ -12,6 +12,10 @@ from engine.core.errors import ConfigError, near_misses
 
 COMPRESSED, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"
 """Formats."""
+NONE = "none"
+"""The method that leaves weights as they are."""
+FP8 = "fp8"
+"""Of the KV cache: e4m3, a scale for a layer's keys and one for its values."""
 STATIC = "static"
 """Of activations: one scale a linear layer, stored."""
 
@@ -21,6 +25,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "rtn": {"format": COMPRESSED, "bits": 4, "group_size": 128, "symmetric": True},
     "gptq": {"format": GPTQ, "bits": 4, "group_size": 128, "symmetric": True, "act_order": "weight", "damp": 0.01},
     "awq": {"format": AWQ, "bits": 4, "group_size": 128, "symmetric": False},
+    NONE: {"format": COMPRESSED},
 }
 """Method -> the settings that mean something there, and what they are unless given."""
 
@@ -35,6 +40,7 @@ CHOICES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "rtn": {"format": (COMPRESSED, GPTQ, AWQ), "bits": (4, 8)},
     "gptq": {"format": (GPTQ, COMPRESSED, AWQ), "bits": (4, 8), "act_order": ("none", "weight", "group")},
     "awq": {"format": (AWQ, COMPRESSED), "bits": (4,)},
+    NONE: {"format": (COMPRESSED,)},
 }
 
 
@@ -43,10 +49,11 @@ class Settings:
     """How every linear layer of a model is quantized; `choose` fills in what a method leaves open."""
 
     method: str
-    """fp8, int8, rtn (round to nearest), gptq or awq."""
+    """fp8, int8, rtn (round to nearest), gptq, awq, or none (weights as they are)."""
     format: str
     """How the checkpoint is stored: compressed-tensors, gptq or awq."""
-    bits: int
+    bits: int = 16
+    """Of a weight; 16: as it is."""
     granularity: str = ""
     """Eight bits: what shares a scale: tensor, channel (an output) or block (of 128 x 128)."""
     activations: str = ""
@@ -62,9 +69,13 @@ class Settings:
     """gptq: what is added to the Hessian's diagonal, as a share of its mean."""
     ignore: tuple[str, ...] = ()
     """Modules left alone: names, or patterns that begin with "re:". The LM head always is."""
+    kv_cache: str | None = None
+    """fp8: the checkpoint asks for a float8 KV cache and has its scales; None: it says nothing of the cache."""
 
     @classmethod
-    def choose(cls, method: str, *, ignore: tuple[str, ...] = (), **given: object) -> Settings:
+    def choose(
+        cls, method: str, *, ignore: tuple[str, ...] = (), kv_cache: str | None = None, **given: object
+    ) -> Settings:
         """Settings of a method. given: those named on the command line; None: not.
 
         Raises ConfigError for one that means nothing to the method, and for values that it does not have.
@@ -80,7 +91,7 @@ class Settings:
             allowed = CHOICES[method].get(name, (value,))
             if value not in allowed:
                 raise ConfigError(f"{flag(name)} {value} is not for {method}; use {' or '.join(map(str, allowed))}")
-        found = cls(method=method, ignore=ignore, **values)
+        found = cls(method=method, ignore=ignore, kv_cache=kv_cache, **values)
         found._check()
         return found
 
@@ -105,16 +116,40 @@ class Settings:
             raise ConfigError(
                 "--granularity block computes activation scales as tokens come; use --activations dynamic"
             )
+        self._check_kv_cache()
         for entry in self.ignore:
             try:
                 re.compile(entry.removeprefix("re:"))
             except re.error as error:
                 raise ConfigError(f"--ignore {entry!r} is no regular expression: {error}") from error
 
+    def _check_kv_cache(self) -> None:
+        """Raises ConfigError for a cache that cannot be described, and where there would be nothing to write."""
+        if self.kv_cache not in (None, FP8):
+            raise ConfigError(f"--kv-cache {self.kv_cache} has no format of scales; use {FP8}")
+        if self.kv_cache and self.format != COMPRESSED:
+            raise ConfigError(
+                f"the format {self.format} has no place for the scales of a KV cache; use --format {COMPRESSED}, or"
+                " leave out --kv-cache"
+            )
+        if self.method == NONE and not self.kv_cache:
+            others = " or ".join(name for name in DEFAULTS if name != NONE)
+            raise ConfigError(
+                f"--method {NONE} leaves weights as they are, so that nothing would be quantized; give --kv-cache"
+                f" {FP8}, or --method {others}"
+            )
+        if self.method == NONE and self.ignore:
+            raise ConfigError(f"--ignore means nothing to {NONE}, which leaves all weights as they are; leave it out")
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether codes of weights or scales of activations follow from text."""
+        return self.method in ("gptq", "awq") or self.activations == STATIC
+
     @property
     def needs_calibration(self) -> bool:
         """Whether text must run through the model."""
-        return self.method in ("gptq", "awq") or self.activations == STATIC
+        return self.is_calibrated or self.kv_cache is not None
 
     @property
     def is_eight_bit(self) -> bool:
@@ -127,7 +162,7 @@ class Settings:
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in named.items()
-            if name in ("method", "ignore", *DEFAULTS[self.method])
+            if name in ("method", "ignore", *DEFAULTS[self.method]) or (name == "kv_cache" and value)
         }
 
 

@@ -24,8 +24,10 @@ from engine.core.selection import DTYPES, resolve
 from engine.core.settings import load_config
 from engine.core.tensor_file import StoredTensor, TensorFile
 from engine.plugins.quant.config import is_listed
+from engine.plugins.quant.kv_cache import KVCacheScheme
+from engine.plugins.quant.none import Unquantized
 from engine.plugins.quant.packing import WORD
-from engine.quantize.settings import Settings
+from engine.quantize.settings import NONE, Settings
 
 LAYER = re.compile(r"^(.*\.layers\.(\d+))\.(.+)$")
 """A tensor of a decoder layer: its layer, the layer's number, the name within it."""
@@ -91,6 +93,9 @@ class DecoderLayer:
     merged: tuple[tuple[str, ...], ...]
     """Its linear layers that are quantized, within the layer; those with one input, which are served as one matrix,
     together."""
+    kv_scales: tuple[str, ...] = ()
+    """What the scales of its keys and of its values are called, within the layer; empty: they are not wanted, or it
+    caches none."""
 
 
 @frozen(kw_only=True)
@@ -119,14 +124,15 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
         )
     config = load_config(overrides={"model.path": (str(checkpoint.path), "argument")}).config
     parts = resolve(config, load_plugins(config.plugins), device, checkpoint.config)
-    factory = LayerFactory(dtype="float32", device="cpu")
+    quant = Unquantized(KVCacheScheme(has_scales=settings.kv_cache is not None))
+    factory = LayerFactory(dtype="float32", device="cpu", quant=quant)
     parts.model(checkpoint.config, factory, parts.options["models"])
     linears = [layer for layer in factory.layers if isinstance(layer, Linear)]
     merged: dict[str, list[tuple[str, ...]]] = {}
     left_alone: list[str] = []
     for layer in linears:
         names = [part.name for part in layer.spec.parts]
-        ignored = [name for name in names if is_listed(name, settings.ignore)]
+        ignored = [name for name in names if settings.method == NONE or is_listed(name, settings.ignore)]
         if ignored and len(ignored) < len(names):
             raise ConfigError(
                 f"--ignore leaves {ignored[0]} alone but not {next(iter(set(names) - set(ignored)))}; they are"
@@ -142,17 +148,28 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
             if any(match is None for match in found):
                 raise CheckpointError(f"{names[0]} is in no decoder layer (NAME.layers.N); give --ignore for it")
             merged.setdefault(found[0][1], []).append(tuple(match[3] for match in found))  # type: ignore[index]
-    if not merged:
-        raise ConfigError("--ignore leaves every linear layer alone, so that nothing would be quantized")
+    if not merged and settings.method != NONE:
+        raise ConfigError(
+            "--ignore leaves every linear layer alone, so that nothing would be quantized; --method none --kv-cache fp8"
+            " is for the KV cache alone"
+        )
+    if settings.kv_cache and not factory.kv_scales:
+        raise CheckpointError(
+            f"the plugin that builds the model of {checkpoint.path} gives its attention layers no names, and so would"
+            " not read scales of their keys and values; leave out --kv-cache"
+        )
+    scales = [name for reader in factory.kv_scales for name in (reader.names.keys[0], reader.names.values[0])]
     return Blueprint(
-        layers=tuple(_layers(source.names, merged)),
+        layers=tuple(_layers(source.names, merged, scales)),
         left_alone=tuple(left_alone),
         others=tuple(name for name in source.names if LAYER.match(name) is None),
         spec=parts.model.spec(checkpoint.config),
     )
 
 
-def _layers(names: Sequence[str], merged: Mapping[str, list[tuple[str, ...]]]) -> Iterator[DecoderLayer]:
+def _layers(
+    names: Sequence[str], merged: Mapping[str, list[tuple[str, ...]]], scales: Sequence[str]
+) -> Iterator[DecoderLayer]:
     """The decoder layers that have tensors, in order."""
     members: dict[tuple[int, str], list[str]] = {}
     for name in names:
@@ -164,6 +181,7 @@ def _layers(names: Sequence[str], merged: Mapping[str, list[tuple[str, ...]]]) -
             prefix=prefix,
             names=tuple(members[number, prefix]),
             merged=tuple(merged.get(prefix, ())),
+            kv_scales=tuple(name.removeprefix(f"{prefix}.") for name in scales if name.startswith(f"{prefix}.")),
         )
 
 

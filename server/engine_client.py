@@ -1,4 +1,4 @@
-"""A front end's side of the engine process: sends requests, hands out outputs, ends all when the engine is gone."""
+"""A front end's side of the engine: sends requests to its replicas, hands out outputs, ends what a dead one leaves."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from itertools import groupby
 from types import TracebackType
 
 import zmq
 from attrs import define
 
 from engine.core.config import ServerConfig
-from engine.core.types import EngineStats, Output, Request
-from engine.core.wire import Decoder, encode
+from engine.core.types import Output, Request
 from engine.server.errors import ApiError
-from engine.server.messages import SOCKET, Abort, Add, EngineGone, FromClient, Hello, Outputs, Probe
+from engine.server.link import Link
+from engine.server.messages import Abort, Add, EngineGone, Hello, Outputs
 from engine.server.metrics import Board
-
-RECONNECT_MS = 20
-"""How often to look for the engine's socket while the engine starts."""
+from engine.server.routing import Router
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +105,11 @@ class _Open:
     group: Group
     index: int
     """In the group."""
+    replica: int
+    """That works on it."""
+    answer: int
+    load: int
+    """What it adds to the replica's load when its first token has come, and what it adds now; see routing.Place."""
     arrival: float
     latest: float = 0.0
     """When its latest tokens came."""
@@ -114,37 +117,34 @@ class _Open:
 
 
 class EngineClient:
-    """The connection of one front end to the engine process. Use from the event loop's thread only."""
+    """The connections of one front end to the replicas of the engine. Use from the event loop's thread only."""
 
     def __init__(self, limits: ServerConfig, board: Board, row: int) -> None:
         """row: where on the board this front end counts."""
         self.board = board
         self.metrics = board.fronts[row]
-        self.stats = EngineStats()
-        self.failure: EngineGone | None = None
         self._limits = limits
         self._open: dict[int, _Open] = {}
         self._numbered = 0
         self._touched: list[Group] = []
         """Groups with news that have not been woken."""
         self._writes: list[tuple[Callable[[bytes], None], bytes]] = []
-        self._decoder: Decoder[Outputs] = Decoder(Outputs)
         self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
+        self.links = [
+            Link(self._context, replica, self._hand_out, self._wake_all) for replica in range(limits.replicas)
+        ]
+        self.router = Router([0] * limits.replicas, page_size=1)
+        """Knows nothing of prefixes until the engines have started."""
 
     def connect(self, directory: str, name: str) -> None:
-        """Begin to talk, as `name`, to the engine process of the server that has this directory."""
-        self._socket.setsockopt(zmq.IDENTITY, name.encode())
-        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.connect(f"ipc://{Path(directory) / SOCKET}")
-        asyncio.get_running_loop().add_reader(self._socket.FD, self._receive)
-        self._send(Hello())
+        """Begin to talk, as `name`, to the engine processes of the server that has this directory."""
+        for link in self.links:
+            link.connect(directory, name)
+            link.send(Hello())
 
     def submit(self, requests: Sequence[Request]) -> Group:
         """Send requests to the engine. Raises ApiError when it is gone, or has no room for them."""
-        if self.failure is not None:
-            raise _engine_failed(self.failure)
+        loads = self._loads()
         most, under_way = self._limits.max_waiting, self.board.under_way
         if under_way + len(requests) > most:
             raise ApiError(
@@ -154,42 +154,41 @@ class EngineClient:
                 code="overloaded",
                 headers={"retry-after": "1"},
             )
-        first = self._numbered
+        places = self.router.place(requests, loads)
+        # Each replica's share has numbers in a row.
+        order = sorted(range(len(requests)), key=lambda index: places[index].replica)
+        numbers = [0] * len(requests)
+        for number, index in enumerate(order, self._numbered):
+            numbers[index] = number
         self._numbered += len(requests)
-        group = Group(self, range(first, self._numbered))
-        for index, request in enumerate(requests):
-            self._open[first + index] = _Open(group, index, request.arrival)
+        group = Group(self, numbers)
+        for index, (number, request, place) in enumerate(zip(numbers, requests, places, strict=True)):
+            entry = _Open(group, index, place.replica, place.answer, 0, request.arrival)
+            self._weigh(entry, place.prompt + place.answer)
+            self._open[number] = entry
         self.metrics.under_way = len(self._open)
-        self._send(Add(first, tuple(requests)))
+        for replica, share in groupby(order, key=lambda index: places[index].replica):
+            indices = list(share)
+            self.links[replica].send(Add(numbers[indices[0]], tuple(requests[index] for index in indices)))
         return group
 
     def abort(self, number: int, reason: str) -> None:
         """Stop a request; use Group.abort."""
-        if self._open.pop(number, None) is not None:
-            self.metrics.under_way = len(self._open)
+        entry = self._open.get(number)
+        if entry is not None:
+            self._forget(number, entry)
             self.metrics.ended(reason)
-            self._send(Abort((number,)))
+            self.links[entry.replica].send(Abort((number,)))
 
     def fail(self, error: ApiError) -> None:
         """End all open requests with this error and abort them in the engine."""
-        groups = {entry.group for entry in self._open.values()}
-        self.metrics.ended("error", len(self._open))
-        if self.failure is None and self._open:
-            self._send(Abort(tuple(self._open)))
-        self._open.clear()
-        self.metrics.under_way = 0
-        for group in groups:
-            group.fail(error)
+        self._fail({entry.group for entry in self._open.values()}, error)
 
     def bury(self, failure: EngineGone) -> None:
-        """The engine process is dead: tell everyone who waits for it."""
-        self.failure = failure
-        self.stats = EngineStats()
-        self.fail(_engine_failed(failure))
-
-    def probe(self) -> None:
-        """Ask the engine for proof that it computes; it comes in the pulse."""
-        self._send(Probe())
+        """An engine process is dead: tell everyone who waits for it, for all choices and prompts asked for together."""
+        self.links[failure.replica].bury(failure)
+        groups = {entry.group for entry in self._open.values() if entry.replica == failure.replica}
+        self._fail(groups, self._engine_failed(failure))
 
     def write_later(self, write: Callable[[bytes], None], data: bytes) -> None:
         """Call `write(data)` soon, in this order: when all groups have been woken that have news.
@@ -203,7 +202,8 @@ class EngineClient:
 
     def close(self) -> None:
         """End the connection."""
-        asyncio.get_running_loop().remove_reader(self._socket.FD)
+        for link in self.links:
+            link.close()
         self._context.destroy(linger=0)
 
     def _write(self) -> None:
@@ -214,26 +214,53 @@ class EngineClient:
             except Exception:  # the others must not suffer
                 log.exception("a connection failed")
 
-    def _send(self, message: FromClient) -> None:
-        # A socket without high-water mark takes the message at once, also while the engine process is not there yet.
-        self._socket.send(encode(message), zmq.DONTWAIT)
-        self._look_again()
+    def _loads(self) -> list[float | None]:
+        """What each replica has to do, tokens; None: it is to take no more. Raises ApiError when all are gone."""
+        alive = [link.failure is None for link in self.links]
+        if not any(alive):
+            last = max((link.failure for link in self.links if link.failure), key=lambda failure: failure.since)
+            raise self._engine_failed(last)
+        # One that does not go round may come back: it is better than none.
+        limit = self._limits.health_timeout
+        well = [link.fault(limit) is None for link in self.links] if len(self.links) > 1 else alive
+        taking = well if any(well) else alive
+        return [load if takes else None for load, takes in zip(self.board.loads, taking, strict=True)]
 
-    def _look_again(self) -> None:
-        """ZeroMQ's descriptor becomes readable once for all that has come, and any call may take that sign away."""
-        events = self._socket.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        if events & zmq.POLLIN:
-            asyncio.get_running_loop().call_soon(self._receive)
+    def _engine_failed(self, failure: EngineGone) -> ApiError:
+        """What those are told who wait for a dead engine."""
+        if all(link.failure is not None for link in self.links):
+            what = f"the engine is gone: {failure.reason}; the server needs a restart"
+        else:
+            what = f"replica {failure.replica} of the engine is gone: {failure.reason}; the others go on, so try again"
+        return ApiError(503, what, code="engine_failed")
 
-    def _receive(self) -> None:
-        while not self._socket.closed:
-            try:
-                data = self._socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                break
-            self._hand_out(self._decoder.decode(data))
-        # Only now: what came in several messages because this process was late leaves in one write a stream.
+    def _fail(self, groups: set[Group], error: ApiError) -> None:
+        """End these groups with this error and abort them in the engine."""
+        doomed: dict[int, list[int]] = {}
+        for number, entry in list(self._open.items()):
+            if entry.group in groups:
+                doomed.setdefault(entry.replica, []).append(number)
+                self._forget(number, entry)
+        for replica, numbers in doomed.items():
+            self.metrics.ended("error", len(numbers))
+            if self.links[replica].failure is None:
+                self.links[replica].send(Abort(tuple(numbers)))
+        for group in groups:
+            group.fail(error)
+
+    def _forget(self, number: int, entry: _Open) -> None:
+        """A request is no longer under way."""
+        del self._open[number]
+        self.metrics.under_way = len(self._open)
+        self._weigh(entry, 0)
+
+    def _weigh(self, entry: _Open, load: int) -> None:
+        """From now on a request adds so much to the load of its replica."""
+        self.metrics.loads[entry.replica] += load - entry.load
+        entry.load = load
+
+    def _wake_all(self) -> None:
+        """All is handed out that has come by now."""
         groups, self._touched = self._touched, []
         for group in groups:
             group.wake()
@@ -241,8 +268,6 @@ class EngineClient:
 
     def _hand_out(self, message: Outputs) -> None:
         """Give each group its news, and keep the books."""
-        if message.stats is not None and self.failure is None:
-            self.stats = message.stats
         now = time.monotonic()
         requests, tokens, at = self._open, message.tokens, 0
         touched = self._touched.append
@@ -276,13 +301,9 @@ class EngineClient:
             since = entry.latest if entry.begun else entry.arrival
             self.metrics.tokens(now - since, len(output.tokens), not entry.begun)
             entry.latest, entry.begun = now, True
+            self._weigh(entry, entry.answer)
         if output.finish_reason is not None:
-            del self._open[number]
-            self.metrics.under_way = len(self._open)
+            self._forget(number, entry)
             self.metrics.finish(output.finish_reason, output.times, now - entry.arrival)
         if entry.group.put(entry.index, output.tokens, output):
             self._touched.append(entry.group)
-
-
-def _engine_failed(failure: EngineGone) -> ApiError:
-    return ApiError(503, f"the engine is gone: {failure.reason}; the server needs a restart", code="engine_failed")

@@ -23,11 +23,11 @@ from engine.server.messages import (
     SOCKET,
     Abort,
     Add,
+    EngineLaunch,
     Failed,
     FromClient,
     Gone,
     Hello,
-    Launch,
     Outputs,
     Probe,
     Shutdown,
@@ -61,11 +61,12 @@ def run(make_engine: Callable[[EngineConfig], Engine]) -> int:
     """The whole life of the process, around the engine that `make_engine` gives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    logging.basicConfig(format="%(asctime)s %(levelname)s engine: %(message)s")
     control: Control[ToEngine] = Control(ToEngine)
-    launch: Launch = control.launch(Launch)
+    launch: EngineLaunch = control.launch(EngineLaunch)
+    name = "engine" if launch.config.server.replicas == 1 else f"engine {launch.replica}"
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     context = zmq.Context()
-    channel = Channel(context, Path(launch.directory) / SOCKET)
+    channel = Channel(context, Path(launch.directory) / SOCKET.format(launch.replica))
     control.listen(channel.told, launch.directory)
     try:
         return _run(make_engine, launch, channel, control)
@@ -75,10 +76,10 @@ def run(make_engine: Callable[[EngineConfig], Engine]) -> int:
 
 
 def _run(
-    make_engine: Callable[[EngineConfig], Engine], launch: Launch, channel: Channel, control: Control[ToEngine]
+    make_engine: Callable[[EngineConfig], Engine], launch: EngineLaunch, channel: Channel, control: Control[ToEngine]
 ) -> int:
     begun = time.monotonic()
-    pulse = Pulse.map(launch.directory, create=True)
+    pulse = Pulse.map(launch.directory, launch.replica, create=True)
     try:
         engine = make_engine(launch.config)
     except Exception as error:
@@ -92,6 +93,7 @@ def _run(
         gc.freeze()  # what start-up made lives on; later collections need not look at it
         control.send(
             Started(
+                replica=launch.replica,
                 cache=engine.cache_info,
                 choices=engine.parts.choices,
                 max_len=engine.max_len,

@@ -36,6 +36,7 @@ from engine.server.messages import (
 )
 from engine.server.metrics import Board
 from engine.server.pulse import Pulse
+from engine.server.routing import Router
 from engine.server.service import Service
 
 LAST_WORDS = 2.0
@@ -70,7 +71,7 @@ class _FrontEnd:
         self._launch = launch
         self._config = launch.config
         self._told: asyncio.Queue[ToFrontEnd] = asyncio.Queue()
-        board = Board.map(Path(launch.directory) / BOARD, launch.rows)
+        board = Board.map(Path(launch.directory) / BOARD, launch.rows, launch.config.server.replicas)
         self._client = EngineClient(launch.config.server, board, launch.row)
         self._channel = socket.socket(fileno=launch.connections)
 
@@ -89,16 +90,30 @@ class _FrontEnd:
             return 1
         self._client.connect(self._launch.directory, self._launch.name)
         try:
-            message = await self._told.get()
-            while not isinstance(message, Started):
-                if isinstance(message, Shutdown):
-                    return 0
-                message = await self._told.get()
-            pulse = Pulse.map(self._launch.directory)
-            await self._serve(Service(self._config, self._client, tokenizer, message, pulse, self._launch.created))
+            started = await self._engines()
+            if started is not None:
+                await self._serve(Service(self._config, self._client, tokenizer, started, self._launch.created))
         finally:
             self._client.close()
         return 0
+
+    async def _engines(self) -> list[Started] | None:
+        """Wait until all replicas have started; what each has said, or None when this process is to stop before."""
+        started: dict[int, Started] = {}
+        while len(started) < len(self._client.links):
+            match await self._told.get():
+                case Started() as message:
+                    started[message.replica] = message
+                case EngineGone() as failure:
+                    self._client.bury(failure)
+                case Shutdown():
+                    return None
+        for link in self._client.links:
+            link.pulse = Pulse.map(self._launch.directory, link.replica)
+        cache = self._config.cache
+        blocks = [started[link.replica].cache.num_blocks if cache.prefix_caching else 0 for link in self._client.links]
+        self._client.router = Router(blocks, started[0].cache.page_size)
+        return [started[link.replica] for link in self._client.links]
 
     async def _serve(self, service: Service) -> None:
         """Answer until told to shut down."""

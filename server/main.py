@@ -1,4 +1,4 @@
-"""The supervisor: starts the engine process and the front ends, gives them connections, and takes all down in order."""
+"""The supervisor: starts engine processes and front ends, gives these connections, and takes all down in order."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import define, frozen
 
 from engine.core.config import EngineConfig, ServerConfig
 from engine.core.errors import ConfigError, EngineError
 from engine.server.child import Child
 from engine.server.front_ends import FrontEnds
-from engine.server.messages import BOARD, EngineGone, Failed, FromEngine, Launch, Shutdown, Started
+from engine.server.messages import BOARD, EngineGone, EngineLaunch, Failed, FromEngine, Shutdown, Started
 from engine.server.metrics import Board
+from engine.server.replicas import cores, count_gpus, replica_configs
 from engine.server.summary import summary
 
 SHUTDOWN_SECONDS = 5.0
@@ -46,19 +47,31 @@ def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Co
     Raises EngineError, with the failing process's own words, when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
-    return asyncio.run(_Server(config, announce, commands).run())
+    replicas = [_Replica(each) for each in replica_configs(config, count_gpus)]
+    return asyncio.run(_Server(config, replicas, announce, commands).run())
+
+
+@define(eq=False)
+class _Replica:
+    """A replica of the engine."""
+
+    config: EngineConfig
+    child: Child[FromEngine] | None = None
 
 
 class _Server:
     """One life of the server."""
 
-    def __init__(self, config: EngineConfig, announce: Callable[[str], None], commands: Commands) -> None:
+    def __init__(
+        self, config: EngineConfig, replicas: Sequence[_Replica], announce: Callable[[str], None], commands: Commands
+    ) -> None:
+        self._replicas = replicas
         self._config = config
         self._announce = announce
         self._commands = commands
         self._directory = tempfile.mkdtemp(prefix="engine-")  # mode 0700: nobody else can connect
-        self._engine: Child[FromEngine] | None = None
-        self._failure: EngineGone | None = None
+        self._failed = False
+        """Whether an engine process has died."""
         self._fronts: FrontEnds | None = None
         self._stop = asyncio.Event()
         self._signal = 0
@@ -76,13 +89,16 @@ class _Server:
 
     async def _run(self, listener: socket.socket) -> int:
         rows = workers(self._config.server)
-        board = Board.map(Path(self._directory) / BOARD, rows, create=True)
-        self._fronts = FrontEnds(self._config, self._directory, board, self._commands.front_end, self._tell_engine)
+        board = Board.map(Path(self._directory) / BOARD, rows, len(self._replicas), create=True)
+        self._fronts = FrontEnds(self._config, self._directory, board, self._commands.front_end, self._tell_engines)
         stop = asyncio.ensure_future(self._stop.wait())
-        engine_started: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
-        engine = asyncio.ensure_future(self._follow_engine(engine_started))
+        engines_started: list[asyncio.Future[Started]] = [asyncio.Future() for _ in self._replicas]
+        engines = [
+            asyncio.ensure_future(self._follow_engine(number, started))
+            for number, started in enumerate(engines_started)
+        ]
         fronts_started = asyncio.ensure_future(self._fronts.start())
-        start = asyncio.gather(engine_started, fronts_started)
+        start = asyncio.gather(asyncio.gather(*engines_started), fronts_started)
         accept: asyncio.Task[None] | None = None
         try:
             await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -92,27 +108,29 @@ class _Server:
             listener.listen(2048)
             listener.setblocking(False)
             accept = asyncio.ensure_future(self._fronts.accept(listener))
-            self._announce(summary(started, self._config, _url(listener)))
+            slowest = max(started, key=lambda each: each.seconds)
+            self._announce(summary(slowest, self._config, _url(listener)))
             await asyncio.wait((stop, accept), return_when=asyncio.FIRST_COMPLETED)
             await self._fronts.drain()
-            code = 0 if self._failure is None else 1
+            code = 1 if self._failed else 0
             accept.cancel()
             listener.close()
             await self._fronts.shutdown(SHUTDOWN_SECONDS)
-            await self._shut_engine_down()
+            await self._shut_engines_down()
             return code
         finally:
-            tasks: list[asyncio.Future[Any]] = [stop, start, engine, fronts_started]
+            tasks: list[asyncio.Future[Any]] = [stop, start, *engines, fronts_started]
             tasks += [] if accept is None else [accept]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow_engine(self, started: asyncio.Future[Started]) -> None:
-        """Start the engine process, and tell the front ends when it takes requests and when it is dead."""
+    async def _follow_engine(self, number: int, started: asyncio.Future[Started]) -> None:
+        """Start the engine process of a replica, and tell the front ends when it takes requests and when it is dead."""
         assert self._fronts is not None
-        launch = Launch(config=self._config, directory=self._directory)
-        engine = self._engine = await Child[FromEngine].start(self._commands.engine, FromEngine, launch)
+        replica = self._replicas[number]
+        launch = EngineLaunch(config=replica.config, directory=self._directory, replica=number)
+        engine = replica.child = await Child[FromEngine].start(self._commands.engine, FromEngine, launch)
         last_words = ""
         try:
             async for message in engine.messages():
@@ -126,32 +144,39 @@ class _Server:
         except EngineError as unreadable:
             last_words = str(unreadable)
             engine.kill()
+        name = "the engine" if len(self._replicas) == 1 else f"replica {number} of the engine"
         if not started.done():
-            started.set_exception(EngineError(last_words or f"the engine could not start: its process {engine.fate}"))
+            words = last_words or f"{name} could not start: its process {engine.fate}"
+            started.set_exception(EngineError(words if len(self._replicas) == 1 else f"replica {number}: {words}"))
             return
-        self._failure = EngineGone(last_words or f"its process {engine.fate}", time.time())
+        self._failed = True
+        failure = EngineGone(last_words or f"its process {engine.fate}", time.time(), number)
         if not self._fronts.stopped:
-            log.error("the engine is gone: %s", self._failure.reason)
-        self._fronts.tell(self._failure)
+            log.error("%s is gone: %s", name, failure.reason)
+        self._fronts.tell(failure)
 
-    def _tell_engine(self, message: object) -> None:
-        if self._engine is not None:
-            self._engine.send(message)
+    def _tell_engines(self, message: object) -> None:
+        for replica in self._replicas:
+            if replica.child is not None:
+                replica.child.send(message)
 
-    async def _shut_engine_down(self) -> None:
-        assert self._engine is not None
-        self._engine.send(Shutdown())
-        try:
-            await asyncio.wait_for(self._engine.wait(), SHUTDOWN_SECONDS)
-        except TimeoutError:
-            log.warning("the engine process did not stop within %g s and is killed", SHUTDOWN_SECONDS)
+    async def _shut_engines_down(self) -> None:
+        self._tell_engines(Shutdown())
+        ends = [asyncio.ensure_future(replica.child.wait()) for replica in self._replicas if replica.child is not None]
+        _, late = await asyncio.wait(ends, timeout=SHUTDOWN_SECONDS)
+        for end in late:
+            end.cancel()
+        if late:
+            many = "the engine process" if len(self._replicas) == 1 else f"{len(late)} engine processes"
+            log.warning("%s did not stop within %g s and is killed", many, SHUTDOWN_SECONDS)
 
     def _kill(self) -> None:
         """Leave nothing behind, at once."""
         if self._fronts is not None:
             self._fronts.kill()
-        if self._engine is not None:
-            self._engine.kill()
+        for replica in self._replicas:
+            if replica.child is not None:
+                replica.child.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _on_signal(self, number: int) -> None:
@@ -164,8 +189,7 @@ class _Server:
 
 def workers(config: ServerConfig) -> int:
     """How many front ends there are."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.api_workers or max(1, min(4, cores // 4))
+    return config.api_workers or max(1, min(4, cores() // 4))
 
 
 def _bind(config: ServerConfig) -> socket.socket:

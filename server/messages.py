@@ -12,8 +12,8 @@ from engine.core.config import EngineConfig
 from engine.core.selection import Choice
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
 
-SOCKET = "engine"
-"""The engine process's ZeroMQ socket in the server's directory."""
+SOCKET = "engine-{}"
+"""The ZeroMQ socket of a replica's engine process in the server's directory."""
 BOARD = "board"
 """The file of the front ends' numbers (server/metrics.py) there."""
 
@@ -22,11 +22,17 @@ BOARD = "board"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to either kind of process."""
+    """In the first message to either kind of process."""
 
     config: EngineConfig
     directory: str
     """The server's own: sockets and shared files."""
+
+
+class EngineLaunch(Launch, frozen=True, kw_only=True):
+    """What an engine process is told at first; the configuration is the one of its replica."""
+
+    replica: int = 0
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
@@ -45,6 +51,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """The engine takes requests. The supervisor passes it on to the front ends."""
 
+    replica: int = 0
     cache: CacheInfo
     choices: tuple[Choice, ...]
     max_len: int
@@ -85,6 +92,7 @@ class EngineGone(msgspec.Struct, frozen=True, tag="engine gone"):
     reason: str
     since: float
     """time.time(), seconds."""
+    replica: int = 0
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import mmap
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from attrs import frozen
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -58,13 +59,13 @@ class Metrics:
     """What a front end measures itself; the engine's own numbers come with EngineStats."""
 
     SIZE = 2 + len(ENDS) + 3 * (len(LONG) + 2) + len(SHORT) + 2
-    """Numbers in a row."""
+    """Numbers in a row, beside one for each replica of the engine."""
 
-    def __init__(self, cells: memoryview[float] | None = None) -> None:
-        """cells: a row; None: one of its own."""
-        if cells is None:
-            cells = memoryview(array("d", [0.0] * self.SIZE))
+    def __init__(self, cells: memoryview[float]) -> None:
+        """cells: a row."""
         self._cells = cells
+        self.loads = cells[self.SIZE :]
+        """What each replica has to do for this front end, tokens (server/routing.py)."""
         at = 2 + len(ENDS)
         histograms = []
         for bounds in (LONG, LONG, LONG, SHORT):
@@ -117,6 +118,8 @@ class Metrics:
         """The front end is dead, and with it its requests and connections."""
         self.ended("abort", self.under_way)
         self.under_way = 0
+        for replica in range(len(self.loads)):
+            self.loads[replica] = 0.0
 
 
 class Board:
@@ -127,39 +130,48 @@ class Board:
         self.fronts = [Metrics(row) for row in rows]
 
     @classmethod
-    def map(cls, file: Path, rows: int, *, create: bool = False) -> Board:
+    def map(cls, file: Path, rows: int, replicas: int, *, create: bool = False) -> Board:
         """The board in a file, which is made on request."""
+        size = Metrics.SIZE + replicas
         if create:
-            file.write_bytes(bytes(8 * Metrics.SIZE * rows))
+            file.write_bytes(bytes(8 * size * rows))
         with file.open("r+b") as opened:
-            cells = memoryview(mmap.mmap(opened.fileno(), 8 * Metrics.SIZE * rows)).cast("d")
-        return cls([cells[Metrics.SIZE * row : Metrics.SIZE * (row + 1)] for row in range(rows)])
+            cells = memoryview(mmap.mmap(opened.fileno(), 8 * size * rows)).cast("d")
+        return cls([cells[size * row : size * (row + 1)] for row in range(rows)])
 
     @property
     def under_way(self) -> int:
         """Requests in the engine."""
         return sum(front.under_way for front in self.fronts)
 
+    @property
+    def loads(self) -> list[float]:
+        """What each replica has to do, tokens."""
+        return [sum(each) for each in zip(*(front.loads for front in self.fronts), strict=True)]
+
     def total(self) -> Metrics:
         """The sum of all rows, as of now."""
         return Metrics(memoryview(array("d", map(sum, zip(*self._rows, strict=True)))))
 
 
+@frozen(kw_only=True)
+class EngineReport:
+    """What is known of one replica of the engine."""
+
+    up: bool
+    """Whether its process lives."""
+    stats: EngineStats
+    startup: Sequence[tuple[str, float]] = ()
+    """(phase, seconds) of its start."""
+
+
 class Exporter(Collector):
     """The text that /metrics answers."""
 
-    def __init__(
-        self,
-        board: Board,
-        stats: Callable[[], EngineStats],
-        up: Callable[[], bool],
-        startup: Sequence[tuple[str, float]] = (),
-    ) -> None:
-        """startup: (phase, seconds) of the engine's start."""
-        self._startup = startup
+    def __init__(self, board: Board, engines: Callable[[], Sequence[EngineReport]]) -> None:
+        """engines: gives the report of each replica, in order."""
         self._board = board
-        self._stats = stats
-        self._up = up
+        self._engines = engines
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -169,31 +181,23 @@ class Exporter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        stats = self._stats()
-        yield _gauge("up", "1 while the engine process lives.", self._up())
-        yield _gauge("num_requests_running", "Sequences in the batch.", stats.running)
-        yield _gauge("num_requests_waiting", "Requests not yet scheduled.", stats.waiting)
-        blocks = stats.blocks_total
-        yield _gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.blocks_used / max(1, blocks))
-        by_state = GaugeMetricFamily("engine_kv_blocks", "KV blocks by state.", labels=["state"])
-        by_state.add_metric(["used"], stats.blocks_used)
-        by_state.add_metric(["cached"], stats.blocks_cached)
-        by_state.add_metric(["free"], blocks - stats.blocks_used - stats.blocks_cached)
-        yield by_state
-        yield _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries)
-        yield _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
-        yield _counter("num_preemptions", "Sequences put back to make room.", stats.preemptions)
-        yield _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
-        yield _counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
-        yield _counter("steps", "Batches run.", stats.steps)
-        phases = CounterMetricFamily("engine_phase_seconds", "Seconds spent, by phase of a step.", labels=["phase"])
-        for phase, seconds in stats.seconds:
-            phases.add_metric([phase], seconds)
-        yield phases
-        startup = GaugeMetricFamily("engine_startup_seconds", "Seconds that starting took, by phase.", labels=["phase"])
-        for phase, seconds in self._startup:
-            startup.add_metric([phase], seconds)
-        yield startup
+        engines = _Engines(self._engines())
+        yield engines.gauge("up", "1 while the engine process lives.", lambda of: of.up)
+        yield engines.gauge("num_requests_running", "Sequences in the batch.", lambda of: of.stats.running)
+        yield engines.gauge("num_requests_waiting", "Requests not yet scheduled.", lambda of: of.stats.waiting)
+        yield engines.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", _usage)
+        yield engines.by_state()
+        yield engines.counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda of: of.prefix_queries
+        )
+        yield engines.counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda of: of.prefix_hits
+        )
+        yield engines.counter("num_preemptions", "Sequences put back to make room.", lambda of: of.preemptions)
+        yield engines.counter("prompt_tokens", "Prompt tokens computed.", lambda of: of.prompt_tokens)
+        yield engines.counter("generation_tokens", "Tokens generated.", lambda of: of.generation_tokens)
+        yield engines.counter("steps", "Batches run.", lambda of: of.steps)
+        yield from engines.by_phase()
         metrics = self._board.total()
         finished = CounterMetricFamily("engine_requests_finished", "Requests by end.", labels=["finish_reason"])
         for reason, count in sorted(metrics.finished.items()):
@@ -205,12 +209,56 @@ class Exporter(Collector):
         yield _histogram("e2e_request_latency", "From arrival to the end.", metrics.end_to_end)
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"engine_{name}", text, value)
+class _Engines:
+    """The engines' own numbers: samples of each replica, with the label replica where there are several."""
+
+    def __init__(self, engines: Sequence[EngineReport]) -> None:
+        several = len(engines) > 1
+        self._label = ["replica"] if several else []
+        self._engines = [([str(number)] if several else [], engine) for number, engine in enumerate(engines)]
+
+    def gauge(self, name: str, text: str, value: Callable[[EngineReport], float]) -> Metric:
+        """One number of each."""
+        return self._fill(GaugeMetricFamily(f"engine_{name}", text, labels=self._label), lambda of: [([], value(of))])
+
+    def counter(self, name: str, text: str, value: Callable[[EngineStats], float]) -> Metric:
+        """One number of each that only grows."""
+        family = CounterMetricFamily(f"engine_{name}", text, labels=self._label)
+        return self._fill(family, lambda of: [([], value(of.stats))])
+
+    def by_state(self) -> Metric:
+        """KV blocks."""
+        labels = [*self._label, "state"]
+        return self._fill(GaugeMetricFamily("engine_kv_blocks", "KV blocks by state.", labels=labels), _blocks)
+
+    def by_phase(self) -> Iterator[Metric]:
+        """Where time went."""
+        labels = [*self._label, "phase"]
+        steps = CounterMetricFamily("engine_phase_seconds", "Seconds spent, by phase of a step.", labels=labels)
+        yield self._fill(steps, lambda of: [([phase], seconds) for phase, seconds in of.stats.seconds])
+        start = GaugeMetricFamily("engine_startup_seconds", "Seconds that starting took, by phase.", labels=labels)
+        yield self._fill(start, lambda of: [([phase], seconds) for phase, seconds in of.startup])
+
+    def _fill(
+        self,
+        family: GaugeMetricFamily | CounterMetricFamily,
+        samples: Callable[[EngineReport], Iterable[tuple[list[str], float]]],
+    ) -> Metric:
+        """samples: gives (values of further labels, number)."""
+        for replica, engine in self._engines:
+            for labels, value in samples(engine):
+                family.add_metric([*replica, *labels], value)
+        return family
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"engine_{name}", text, value)
+def _blocks(engine: EngineReport) -> list[tuple[list[str], float]]:
+    stats = engine.stats
+    free = stats.blocks_total - stats.blocks_used - stats.blocks_cached
+    return [(["used"], stats.blocks_used), (["cached"], stats.blocks_cached), (["free"], free)]
+
+
+def _usage(engine: EngineReport) -> float:
+    return engine.stats.blocks_used / max(1, engine.stats.blocks_total)
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> Metric:

@@ -15,8 +15,8 @@ from attrs import frozen
 
 from engine.core.executors import Health
 
-FILE = "pulse"
-"""Its name in the server's directory."""
+FILE = "pulse-{}"
+"""Its name in the server's directory, for a replica."""
 BEAT, WORKER_BEAT, RANK, ASKED, PROVED = range(5)
 CELLS = 5
 """Numbers in the file, eight bytes each: when the engine's loop went round last; when the loop of the slowest worker
@@ -49,9 +49,9 @@ class Pulse:
         self._clock = clock
 
     @classmethod
-    def map(cls, directory: str, *, create: bool = False) -> Pulse:
-        """The pulse of the server that has this directory; its engine process makes the file."""
-        file = Path(directory) / FILE
+    def map(cls, directory: str, replica: int, *, create: bool = False) -> Pulse:
+        """The pulse of a replica of the server that has this directory; its engine process makes the file."""
+        file = Path(directory) / FILE.format(replica)
         if create:
             file.write_bytes(bytes(8 * CELLS))
         with file.open("r+b") as opened:

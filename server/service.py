@@ -16,9 +16,11 @@ from engine.core.text import Tokenizer
 from engine.core.types import Request, SamplingParams
 from engine.server.engine_client import EngineClient
 from engine.server.errors import ApiError, invalid
-from engine.server.messages import Started
+from engine.server.link import Link
+from engine.server.messages import Probe, Started
+from engine.server.metrics import EngineReport
 from engine.server.protocol import Message
-from engine.server.pulse import Fault, Pulse
+from engine.server.pulse import Fault
 
 TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """What Tokenizer.chat is given by itself, and chat_template_kwargs must not change."""
@@ -36,43 +38,52 @@ class Service:
         config: EngineConfig,
         client: EngineClient,
         tokenizer: Tokenizer,
-        started: Started,
-        pulse: Pulse,
+        started: Sequence[Started],
         created: int,
     ) -> None:
-        """created: when the server was started, time.time()."""
+        """started: what each replica of the engine has said. created: when the server was started, time.time()."""
         self.limits: ServerConfig = config.server
         self.client = client
         self.tokenizer = tokenizer
-        self.pulse = pulse
         self.name = served_name(config)
         self.created = created
-        self.max_len = started.max_len
-        self.vocab_size = started.vocab_size
-        self.default_params: SamplingParams = started.default_params
-        self.startup = started.cache.phases
+        self.max_len = started[0].max_len
+        self.vocab_size = started[0].vocab_size
+        self.default_params: SamplingParams = started[0].default_params
+        self._startup = [each.cache.phases for each in started]
         self.draining = False
         self.active = 0
         """Requests with a body that are being answered."""
 
-    def fault(self) -> Fault | None:
-        """What is wrong with the engine, as far as that is known without asking it for anything."""
-        gone = self.client.failure
-        if gone is not None:
-            return Fault(level="process", reason=gone.reason, since=gone.since)
-        return self.pulse.fault(self.limits.health_timeout)
+    def engines(self) -> list[EngineReport]:
+        """What /metrics tells of each replica."""
+        return [
+            EngineReport(up=link.failure is None, stats=link.stats, startup=startup)
+            for link, startup in zip(self.client.links, self._startup, strict=True)
+        ]
 
-    async def probe(self) -> float | Fault:
-        """Have a step computed: the seconds until one was, or what is wrong."""
+    def faults(self) -> list[Fault | None]:
+        """What is wrong with each replica, as far as that is known without asking it for anything."""
+        return [link.fault(self.limits.health_timeout) for link in self.client.links]
+
+    async def probe(self) -> list[float | Fault]:
+        """Have a step computed by each replica: the seconds until one was, or what is wrong."""
+        return await asyncio.gather(*map(self._probe, self.client.links))
+
+    async def _probe(self, link: Link) -> float | Fault:
+        limit = self.limits.health_timeout
         begun = time.monotonic()
-        self.client.probe()
-        while self.pulse.proved <= begun:
-            if (fault := self.fault()) is not None:
+        if link.failure is None:
+            link.send(Probe())
+        while True:
+            if (fault := link.fault(limit)) is not None:
                 return fault
-            if time.monotonic() - begun > self.limits.health_timeout:
-                return self.pulse.no_step(begun)
+            assert link.pulse is not None
+            if link.pulse.proved > begun:
+                return time.monotonic() - begun
+            if time.monotonic() - begun > limit:
+                return link.pulse.no_step(begun)
             await asyncio.sleep(LOOK_AGAIN)
-        return time.monotonic() - begun
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError unless `model` is the one served (None: not named)."""
@@ -95,10 +106,11 @@ class Service:
         """One request for each of the `params`, which are the choices of the prompts in order, equally many each."""
         now = time.monotonic()
         each = len(params) // len(prompts)
+        tokens = [tuple(prompt) for prompt in prompts]  # of which all choices have the same, as routing.py sees at once
         return [
             Request(
                 id=f"{name}-{index}",
-                prompt=tuple(prompts[index // each]),
+                prompt=tokens[index // each],
                 params=choice,
                 priority=priority or 0,
                 arrival=now,

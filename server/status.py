@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -9,16 +10,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from engine.server.errors import invalid, json_response
+from engine.server.health import State, report
 from engine.server.metrics import Exporter
-from engine.server.pulse import Fault
 from engine.server.service import Service
 
 
 def routes(service: Service) -> APIRouter:
     """The routes of this file."""
     router = APIRouter()
-    client = service.client
-    exporter = Exporter(client.board, lambda: client.stats, lambda: client.failure is None, service.startup)
+    exporter = Exporter(service.client.board, service.engines)
 
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:
@@ -33,17 +33,14 @@ def routes(service: Service) -> APIRouter:
     async def health(deep: str = "0") -> Response:
         if deep not in ("0", "1"):
             raise invalid(f"deep is {deep!r}; it must be 0 or 1", "deep")
-        fault = service.fault()
-        if fault is not None:
-            return json_response(fault.body(), status=503)
-        if service.draining:
-            return json_response({"status": "draining", "reason": "the server is shutting down"}, status=503)
-        if deep == "0":
-            return json_response({"status": "ok"})
-        answer = await service.probe()
-        if isinstance(answer, Fault):
-            return json_response(answer.body(), status=503)
-        return json_response({"status": "ok", "step_seconds": round(answer, 4)})
+        states: Sequence[State] = service.faults()
+        if not all(states):
+            if service.draining:
+                return json_response({"status": "draining", "reason": "the server is shutting down"}, status=503)
+            if deep == "1":
+                states = await service.probe()
+        status, body = report(states)
+        return json_response(body, status=status)
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:

@@ -17,7 +17,10 @@ WORTH_SAYING = 0.05
 
 
 def summary(started: Started, config: EngineConfig, url: str) -> str:
-    """The address, the plugin of each seam and why, where the memory goes, and a line to paste."""
+    """The address, the plugin of each seam and why, where the memory goes, and a line to paste.
+
+    started: what a replica has said, of several the one that was ready last.
+    """
     cache = started.cache
     contexts = cache.num_blocks * cache.page_size / started.max_len
     plugins = [(choice.seam, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices]
@@ -33,7 +36,8 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
         ("budget", format_bytes(cache.budget_bytes), ""),
     ]
     phases = took(cache.phases)
-    title = f"{served_name(config)} on {cache.device}, {cache.dtype}, context {started.max_len} tokens"
+    replicas = "" if config.server.replicas == 1 else f"{config.server.replicas} replicas, each on "
+    title = f"{served_name(config)} on {replicas}{cache.device}, {cache.dtype}, context {started.max_len} tokens"
     return "\n".join(
         (
             f"{title}, loaded in {started.seconds:.1f} s",

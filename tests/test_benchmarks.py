@@ -96,9 +96,15 @@ def test_model_directories_are_what_a_server_needs(tmp_path: Path) -> None:
 def test_perplexities_of_a_few_methods(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     small = ["--characters", "400", "--samples", "4", "--sample-length", "32", "--device", "cpu"]
-    done = run_script("quant_perplexity.py", *small, "--cases", "int8,GPTQ-4", "--json", str(file))
+    cases = "int8; GPTQ-4; fp8 KV cache, calibrated"
+    done = run_script("quant_perplexity.py", *small, "--cases", cases, "--json", str(file))
     assert done.returncode == 0, done.stderr
-    written = json.loads(file.read_text())
-    assert [row["case"] for row in written["rows"] if row["metric"] == "perplexity"] == ["bf16", "int8", "GPTQ-4"]
-    sizes = [row["value"] for row in written["rows"] if row["metric"] == "size"]
-    assert sizes == sorted(sizes, reverse=True)
+    rows = json.loads(file.read_text())["rows"]
+    found = {
+        metric: {row["case"]: row["value"] for row in rows if row["metric"] == metric}
+        for metric in ("perplexity", "size")
+    }
+    assert list(found["perplexity"]) == ["bf16", *cases.split("; ")]
+    sizes = found["size"]
+    assert sizes["GPTQ-4"] < sizes["int8"] < sizes["bf16"] < sizes["fp8 KV cache, calibrated"]
+    assert found["perplexity"]["fp8 KV cache, calibrated"] != found["perplexity"]["bf16"]

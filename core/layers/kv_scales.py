@@ -29,11 +29,11 @@ class KVScaleReader(Layer):
         self.layer = layer
         self.scales: KVScales | None = None
         """None before `fill`, and if the checkpoint has none."""
-        self._names = names
+        self.names = names
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Every name that they may have."""
-        names = (*self._names.keys, *self._names.values)
+        names = (*self.names.keys, *self.names.values)
         return {name: TensorSpec(shape=(1,), dtypes=DTYPES, optional=True) for name in names}
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
@@ -41,11 +41,11 @@ class KVScaleReader(Layer):
 
         Raises CheckpointError for one without the other, and for one that is not positive and finite.
         """
-        key, value = (self._read(names, loaded) for names in (self._names.keys, self._names.values))
+        key, value = (self._read(names, loaded) for names in (self.names.keys, self.names.values))
         if key is not None and value is not None:
             self.scales = KVScales(key=key, value=value)
         elif key is not None or value is not None:
-            lacking = self._names.keys if key is None else self._names.values
+            lacking = self.names.keys if key is None else self.names.values
             raise CheckpointError(
                 f"the checkpoint scales only one of keys and values: it lacks {' or '.join(lacking)}; fetch it again"
             )

@@ -38,9 +38,40 @@ def test_a_checkpoint_and_a_report(run, model, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "begins", "columns"),
+    [
+        (["--method", "none"], "layer 1 of 2: scales ", ["layer", "scale of keys", "scale of values"]),
+        (
+            ["--method", "int8"],
+            "layer 1 of 2: weights off by ",
+            ["layer", "weights off by", "outputs off by", "most in", "scale of keys", "scale of values"],
+        ),
+    ],
+)
+def test_scales_of_the_kv_cache_are_reported(run, model, tmp_path, options, begins, columns):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the rat sat on the hat. " * 60)
+    options = [*options, "--kv-cache", "fp8", "--device", "cpu", "--samples", "4", "--sample-length", "64"]
+    out = tmp_path / "out"
+    result = run("quantize", str(model), str(out), *options, "--calibration", str(text))
+    assert result.exit_code == 0, result.stderr
+    stored = json.loads((out / "quantize_report.json").read_text())["layers"]
+    first = result.stderr.splitlines()[0]
+    assert first.startswith(begins)
+    assert f"scales {stored[0]['kv_scales']['key']:.3g} of keys, {stored[0]['kv_scales']['value']:.3g} of val" in first
+    header, _, *rows = [line for line in result.stdout.splitlines() if line.strip()]
+    assert header.split() == " ".join(columns).split()
+    for row, layer in zip(rows, stored, strict=False):
+        assert row.split()[-2:] == [f"{layer['kv_scales'][name]:.4g}" for name in ("key", "value")]
+
+
+@pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--method", "gptq"], "give --calibration FILE"),
+        (["--method", "none", "--kv-cache", "fp8"], "--kv-cache fp8 needs text to run through the model; give --calib"),
+        (["--method", "none"], "nothing would be quantized; give --kv-cache fp8"),
+        (["--method", "awq", "--kv-cache", "fp8"], "use --format compressed-tensors, or leave out --kv-cache"),
         (["--method", "rtn", "--group-size", "100"], "use a power of two"),
         (["--method", "int8", "--bits", "4"], "--bits 4 is not for int8"),
         (["--method", "int8", "--max-shard-size", "5 apples"], "write it as 500MB, 5GB or 2GiB"),

@@ -8,10 +8,11 @@ from engine.quantize.settings import CHOICES, DEFAULTS, Settings
 
 @pytest.mark.parametrize("method", DEFAULTS)
 def test_defaults_are_among_the_choices(method):
-    settings = Settings.choose(method)
+    settings = Settings.choose(method, kv_cache="fp8" if method == "none" else None)
     for name, allowed in CHOICES[method].items():
         assert getattr(settings, name) in allowed
-    assert settings.as_dict() == {"method": method, "ignore": [], **DEFAULTS[method]}
+    cache = {"kv_cache": "fp8"} if method == "none" else {}
+    assert settings.as_dict() == {"method": method, "ignore": [], **DEFAULTS[method], **cache}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,13 @@ def test_defaults_are_among_the_choices(method):
         ("gptq", {"format": "compressed-tensors", "act_order": "group"}, "use --act-order weight, or --format gptq"),
         ("fp8", {"granularity": "block", "activations": "static"}, "use --activations dynamic"),
         ("rtn", {"ignore": ("re:(",)}, "is no regular expression"),
+        ("rtn", {"kv_cache": "int8"}, "--kv-cache int8 has no format of scales; use fp8"),
+        ("gptq", {"kv_cache": "fp8"}, "the format gptq has no place for the scales of a KV cache; use --format compr"),
+        ("rtn", {"kv_cache": "fp8", "format": "awq"}, "the format awq has no place for the scales of a KV cache"),
+        ("none", {}, "nothing would be quantized; give --kv-cache fp8, or --method fp8 or int8 or rtn or gptq or awq"),
+        ("none", {"kv_cache": "fp8", "bits": 8}, "--bits means nothing to none"),
+        ("none", {"kv_cache": "fp8", "format": "gptq"}, "--format gptq is not for none; use compressed-tensors"),
+        ("none", {"kv_cache": "fp8", "ignore": ("lm_head",)}, "--ignore means nothing to none"),
     ],
 )
 def test_what_does_not_fit_is_refused(method, given, sentence):

@@ -82,12 +82,20 @@ class RunningServer:
     def children(self) -> dict[int, str]:
         """The command line of each child, by process number."""
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in listed}
+        found = {}
+        for child in listed:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+                found[int(child)] = Path(f"/proc/{child}/cmdline").read_text()
+        return found
 
     def engine_pid(self) -> int:
         """The engine process."""
-        (found,) = [pid for pid, command in self.children().items() if "front_end" not in command]
+        (found,) = self.engine_pids()
         return found
+
+    def engine_pids(self) -> list[int]:
+        """The engine processes, in the order in which they were started."""
+        return [pid for pid, command in self.children().items() if "front_end" not in command]
 
     def worker_pids(self) -> list[int]:
         """The executor's processes."""
@@ -134,12 +142,14 @@ def alive() -> Callable[[int], bool]:
 
 @pytest.fixture(scope="session")
 def fake_config() -> Callable[..., EngineConfig]:
-    """A configuration for the fake engine: keyword arguments are ServerConfig's, and `options` the engine's."""
+    """A configuration for the fake engine: keyword arguments are ServerConfig's, and `options` the engine's.
+
+    On a CPU, so that several replicas need not look for GPUs."""
 
     def make(options: dict[str, Any] | None = None, tokenizer: str = "", **server: Any) -> EngineConfig:
         return EngineConfig(
             model=ModelConfig(path="somewhere/tiny", tokenizer=tokenizer),
-            executor=ExecutorConfig(options=options or {}),
+            executor=ExecutorConfig(device="cpu", options=options or {}),
             server=attrs.evolve(ServerConfig(port=0, api_workers=1), **server),
         )
 

@@ -21,6 +21,7 @@ from engine.server.engine_client import EngineClient, Group, News
 from engine.server.errors import ApiError
 from engine.server.messages import EngineGone, Failed, FromEngine, Gone, Launch, Shutdown, Started
 from engine.server.metrics import Board, Metrics
+from engine.server.routing import ANSWER_TOKENS
 
 Body = Callable[..., Coroutine[Any, Any, None]]
 
@@ -45,7 +46,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def board(rows: int = 1) -> Board:
-    return Board([memoryview(array("d", [0.0] * Metrics.SIZE)) for _ in range(rows)])
+    return Board([memoryview(array("d", [0.0] * (Metrics.SIZE + 1))) for _ in range(rows)])
 
 
 @pytest.fixture
@@ -104,6 +105,7 @@ def test_outputs_arrive_in_order(run: Callable[..., None]) -> None:
         assert whole == [(0, [98]), (1, [98]), (1, [99]), (1, [100])]  # neither the first nor the last is plain
         assert client.metrics.finished["length"] == 2
         assert client.metrics.under_way == 0
+        assert client.board.loads == [0]
         assert client.metrics.first_token.buckets()[-1] == ("+Inf", 2)
         assert client.metrics.inter_token.buckets()[-1] == ("+Inf", 2 + 4)
 
@@ -132,10 +134,15 @@ def test_a_request_the_engine_refuses_is_an_output(run: Callable[..., None]) -> 
 
 def test_leaving_the_group_aborts_what_runs(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
-        with client.submit([request("a", 10_000), request("b", 10_000)]) as group:
+        with client.submit([request("a", 10_000), request("b", 7)]) as group:
+            assert client.board.loads == [len(b"abc") + ANSWER_TOKENS + 7]  # one prompt, which both share
             await group.next()
+            assert client.board.loads == [ANSWER_TOKENS + 7]
         assert client.metrics.finished["abort"] == 2
-        await until(lambda: client.stats.steps > 0 and client.stats.running == 0)  # told when the engine goes idle
+        assert client.board.loads == [0]
+        await until(
+            lambda: client.links[0].stats.steps > 0 and client.links[0].stats.running == 0
+        )  # told when the engine goes idle
 
     run(body, options={"delay": 0.001})
 
@@ -178,7 +185,9 @@ def test_each_front_end_gets_its_own_outputs_and_all_get_statistics(run: Callabl
         with client.submit([request("a", 3)]) as mine, other.submit([request("b", 5), request("c", 2)]) as others:
             assert len(await collect(mine, 1)) == 3
             assert len(await collect(others, 2)) == 7
-        await until(lambda: client.stats == other.stats and client.stats.generation_tokens == 10)
+        await until(
+            lambda: client.links[0].stats == other.links[0].stats and client.links[0].stats.generation_tokens == 10
+        )
 
     run(body, fronts=2)
 
@@ -187,13 +196,13 @@ def test_a_dead_front_ends_requests_are_forgotten(run: Callable[..., None]) -> N
     async def body(client: EngineClient, other: EngineClient, engine: Child[FromEngine]) -> None:
         with client.submit([request("a", 10_000)]) as group, other.submit([request("b", 10_000)]) as alive:
             await group.next()
-            await until(lambda: client.stats.running == 2)
+            await until(lambda: client.links[0].stats.running == 2)
             engine.send(Gone("0.1"))
-            await until(lambda: other.stats.running == 1)
+            await until(lambda: other.links[0].stats.running == 1)
             client.submit([request("late", 10_000)])  # what it said before may be read afterwards
             await alive.next()
             await asyncio.sleep(0.3)
-            assert other.stats.running == 1
+            assert other.links[0].stats.running == 1
 
     run(body, fronts=2, options={"delay": 0.001})
 
@@ -202,8 +211,9 @@ def test_a_killed_process_fails_open_requests(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", 10_000)]) as group, pytest.raises(ApiError, match="killed by SIGKILL"):
             await collect(group, 1)
-        assert client.failure is not None
+        assert client.links[0].failure is not None
         assert client.metrics.finished["error"] == 1
+        assert client.board.loads == [0]
         with pytest.raises(ApiError, match="SIGKILL"):
             client.submit([request("b")])
 

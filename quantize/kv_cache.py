@@ -1,0 +1,52 @@
+"""Scales of a float8 KV cache: how large keys and values become over the calibration text."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.core.errors import CheckpointError
+from engine.core.kv_scales import LARGEST, KVScales
+
+
+class KVPeaks:
+    """Stands where a decoder layer of transformers expects its cache; keeps the largest magnitudes and nothing else.
+
+    A cache is given keys as they are stored: after their norm, if there is one, and the rotary embedding.
+    """
+
+    def __init__(self) -> None:
+        self.key: torch.Tensor | None = None
+        """The largest |key| so far, of all heads; None: there was none. NaN once one is."""
+        self.value: torch.Tensor | None = None
+        """The largest |value|."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Look at keys and values, of any shape; attention goes on with them as they are."""
+        self.key, self.value = (
+            largest if before is None else torch.maximum(before, largest)
+            for before, largest in ((self.key, keys.abs().amax()), (self.value, values.abs().amax()))
+        )
+        return keys, values
+
+    def scales(self, layer: str) -> KVScales:
+        """Those by which the largest numbers seen become the largest code; 1 where all were 0.
+
+        Float8 has the same relative precision over most of its range, so that a search for the scales of the least
+        error finds nothing worth its time. layer: its name, for messages. Raises CheckpointError for a layer that was
+        not seen to cache anything, and for numbers that are not finite.
+        """
+        if self.key is None or self.value is None:
+            raise CheckpointError(
+                f"{layer} gives its keys and values to no cache of transformers' kind, so that no scales can be found"
+                " for them; leave out --kv-cache"
+            )
+        return KVScales(key=_scale(self.key, f"keys of {layer}"), value=_scale(self.value, f"values of {layer}"))
+
+
+def _scale(peak: torch.Tensor, what: str) -> float:
+    largest = float(peak)
+    if not math.isfinite(largest):
+        raise CheckpointError(f"{what} become {largest} over the calibration text, which no scale can store")
+    return largest / LARGEST or 1.0

@@ -1,0 +1,247 @@
+"""Several replicas behind the same front ends: with fake engines, and at last with the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+Serve = Callable[..., AbstractContextManager[Any]]
+ENGINE = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()")
+COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+
+
+def by_replica(server: Any, name: str, replicas: int = 2) -> list[float]:
+    """A metric of each replica."""
+    metrics = server.metrics()
+    return [metrics[f'engine_{name}{{replica="{replica}"}}'] for replica in range(replicas)]
+
+
+def ask(
+    server: Any, count: int, during: Callable[[], None] = lambda: None, each: int = 1, **body: Any
+) -> list[httpx.Response]:
+    """So many completions at once; `during` is called when all are under way, `each` of which is so many requests."""
+
+    async def all_of_them() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            tasks = [asyncio.create_task(client.post("/v1/completions", json=COMPLETION | body)) for _ in range(count)]
+
+            def under_way() -> None:
+                server.until(lambda: sum(by_replica(server, "num_requests_running")) >= count * each)
+                during()
+
+            await asyncio.to_thread(under_way)
+            return await asyncio.gather(*tasks)
+
+    return asyncio.run(all_of_them())
+
+
+def test_load_spreads_over_replicas_whatever_front_end_has_it(serve_fake: Serve) -> None:
+    with serve_fake(replicas=2, api_workers=2, options={"delay": 0.01}) as server:
+        spread: list[float] = []
+        answers = ask(server, 8, lambda: spread.extend(by_replica(server, "num_requests_running")), max_tokens=200)
+        assert sum(spread) == 8
+        assert min(spread) >= 3  # two front ends may choose at the same moment
+        assert [answer.status_code for answer in answers] == [200] * 8
+        server.until(lambda: sum(by_replica(server, "num_requests_running")) == 0)
+        assert server.metrics()['engine_requests_finished_total{finish_reason="length"}'] == 8
+        assert server.stop() == 0
+        assert server.errors == ""
+
+
+def test_choices_of_a_prompt_stay_together_and_prompts_of_a_request_spread(serve_fake: Serve) -> None:
+    with serve_fake(replicas=2, options={"delay": 0.01}) as server:
+        spread: list[float] = []
+
+        def during() -> None:
+            spread.extend(by_replica(server, "num_requests_running"))
+
+        (answer,) = ask(server, 1, during, each=4, n=4, max_tokens=150)
+        assert sorted(spread) == [0, 4]
+        assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2, 3]
+        body = COMPLETION | {"prompt": [f"prompt {index}" for index in range(6)], "max_tokens": 3, "seed": 0}
+        texts = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+        assert [choice["text"] for choice in texts] == ["abc"] * 6
+        server.until(lambda: sum(by_replica(server, "generation_tokens_total")) == 4 * 150 + 6 * 3)
+        assert sorted(by_replica(server, "generation_tokens_total")) == [3 * 3, 4 * 150 + 3 * 3]
+
+
+def test_one_replica_dies_and_then_the_other(serve_fake: Serve) -> None:
+    with serve_fake(replicas=2, api_workers=2, options={"delay": 0.01}) as server:
+        first, second = server.engine_pids()
+
+        def kill() -> None:
+            os.kill(second, signal.SIGKILL)
+
+        answers = ask(server, 8, kill, max_tokens=150)
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 503}
+        assert 3 <= statuses.count(503) <= 5
+        (message,) = {answer.json()["error"]["message"] for answer in answers if answer.status_code == 503}
+        assert "replica 1 of the engine is gone: its process was killed by SIGKILL" in message
+        assert "try again" in message
+        assert by_replica(server, "up") == [1, 0]
+        assert [answer.status_code for answer in ask(server, 4, max_tokens=100)] == [200] * 4
+        health = httpx.get(f"{server.url}/health", params={"deep": 1})
+        assert (health.status_code, health.json()["status"]) == (200, "degraded")
+        assert [each["status"] for each in health.json()["replicas"]] == ["ok", "failed"]
+        os.kill(server.front_end_pids()[0], signal.SIGKILL)  # the next in its place hears of the death too
+        server.until(lambda: len(server.front_end_pids()) == 2)
+        with httpx.Client() as one, httpx.Client() as other:
+            for client in (one, other):
+                server.until(lambda client=client: by_health(client, server) == (200, "degraded"))
+                assert client.post(f"{server.url}/v1/completions", json=COMPLETION).status_code == 200
+        os.kill(first, signal.SIGKILL)
+        server.until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        body = httpx.get(f"{server.url}/health").json()
+        assert (body["level"], [each["status"] for each in body["replicas"]]) == ("process", ["failed"] * 2)
+        refused = httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
+        assert "the server needs a restart" in refused.json()["error"]["message"]
+        assert server.stop() == 1
+
+
+def test_what_a_death_leaves_of_a_request_with_several_prompts_ends_too(serve_fake: Serve) -> None:
+    with serve_fake(replicas=2, options={"delay": 0.01}) as server:
+
+        def kill() -> None:
+            assert by_replica(server, "num_requests_running") == [3, 3]
+            os.kill(server.engine_pids()[0], signal.SIGKILL)
+
+        prompts = [f"prompt {index}" for index in range(6)]
+        (answer,) = ask(server, 1, kill, each=6, prompt=prompts, max_tokens=200)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+        server.until(lambda: by_replica(server, "num_requests_running") == [0, 0])
+        metrics = server.metrics()
+        assert metrics['engine_requests_finished_total{finish_reason="error"}'] == 6
+        assert by_replica(server, "generation_tokens_total")[1] < 3 * 200
+
+
+def by_health(client: httpx.Client, server: Any) -> tuple[int, str]:
+    """Status and state."""
+    try:
+        answer = client.get(f"{server.url}/health")
+    except httpx.HTTPError:
+        return 0, ""
+    return answer.status_code, answer.json()["status"]
+
+
+def test_a_replica_that_stands_still_gets_nothing_new(serve_fake: Serve) -> None:
+    with serve_fake(replicas=2, health_timeout=2.0) as server:
+        stopped = server.engine_pids()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        server.until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "degraded")
+        for index in range(8):  # some of these would go there otherwise
+            body = COMPLETION | {"prompt": f"{index} is the beginning of the first block"}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=5).status_code == 200
+        os.kill(stopped, signal.SIGCONT)
+        server.until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "ok")
+        assert server.stop() == 0
+
+
+def test_a_replica_that_cannot_start(serve_fake: Serve) -> None:
+    with serve_fake(replicas=2, options={"start_error": "no room"}) as server:
+        assert server.process.wait(10) == 1
+        assert "error: replica " in server.errors
+        assert "no room" in server.errors
+        assert server.leftovers() == []
+
+
+@pytest.fixture(scope="module")
+def serve_tiny(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[..., Any]) -> Callable[..., Any]:
+    """Starts `engine serve` on a tiny checkpoint with these flags."""
+    from engine.testing.checkpoints import make_checkpoint
+
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", tokenizer=True)
+    flags = ["--port", "0", "--kv-memory", "8MiB", "--max-len", "256", "--dtype", "float32", "--device", "cpu"]
+
+    def serve(*more: str) -> Any:
+        command = [*ENGINE, "serve", "--model", str(checkpoint), *flags, *more]
+        return start_server(command, tmp_path_factory.mktemp("serve"))
+
+    return serve
+
+
+@pytest.fixture
+def client() -> Iterator[Callable[[Any], openai.OpenAI]]:
+    """The real client of a server."""
+    made: list[openai.OpenAI] = []
+
+    def connect(server: Any) -> openai.OpenAI:
+        made.append(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30))
+        return made[-1]
+
+    yield connect
+    for each in made:
+        each.close()
+
+
+@pytest.mark.e2e
+def test_two_real_replicas(
+    serve_tiny: Callable[..., Any], client: Callable[[Any], openai.OpenAI], alive: Callable[[int], bool]
+) -> None:
+    server = serve_tiny("--replicas", "2", "--api-workers", "1")
+    assert server.url, server.errors
+    assert "on 2 replicas" in server.output
+    openai_client = client(server)
+    prompts = [
+        f"{index} of the prompts that begin in different ways, and are long enough to fill blocks" for index in range(6)
+    ]
+    texts: list[str] = []
+    cached: list[int] = []
+    for prompt in prompts * 2:
+        made = openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0)
+        texts.append(made.choices[0].text)
+        assert made.usage is not None
+        assert made.usage.prompt_tokens_details is not None
+        cached.append(made.usage.prompt_tokens_details.cached_tokens or 0)
+    assert texts[:6] == texts[6:]
+    assert all(count >= 16 for count in cached[6:])  # equal prompts went where their blocks are
+    server.until(lambda: min(by_replica(server, "prompt_tokens_total")) > 0)
+
+    children, (survivor, victim) = server.children(), server.engine_pids()
+    asked: Any = {"model": "tiny", "max_tokens": 240, "n": 8, "stream": True, "extra_body": {"ignore_eos": True}}
+    streams = [openai_client.completions.create(prompt=prompt, **asked) for prompt in ("one", "two")]
+    for stream in streams:
+        next(iter(stream))
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    ends = [how_it_ends(stream) for stream in streams]
+    assert time.monotonic() - killed < 10
+    assert sorted(end == "" for end in ends) == [False, True]
+    assert "replica 1 of the engine is gone" in max(ends)
+    health = httpx.get(f"{server.url}/health").json()
+    assert [(each["replica"], each["status"]) for each in health["replicas"]] == [(0, "ok"), (1, "failed")]
+    for prompt in prompts:
+        openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
+    assert alive(survivor)
+    assert server.stop() == 1  # as ever when an engine has died
+    assert not any(map(alive, children))
+    assert server.leftovers() == []
+
+
+def how_it_ends(stream: Any) -> str:
+    """The error that ends a stream; empty: none."""
+    try:
+        for _ in stream:
+            pass
+    except openai.APIError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.e2e
+def test_more_replicas_than_gpus(serve_tiny: Callable[..., Any]) -> None:
+    server = serve_tiny("--replicas", "200", "--device", "cuda")
+    assert server.process.returncode == 2
+    assert "200 replicas need 200 GPUs from cuda:0 on" in server.errors
+    assert "Traceback" not in server.errors
