@@ -71,8 +71,9 @@ def children() -> list[int]:
             for child in Path(f"/proc/self/task/{task}/children").read_text().split():
                 command = Path(f"/proc/{child}/cmdline").read_text()
                 if "fake_worker" in command or not command:
-                    found.append(int(child))
-    return sorted(found)
+                    begun = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[19]
+                    found.append((int(begun), int(child)))  # numbers of processes begin anew some day
+    return [child for _, child in sorted(found)]
 
 
 def descriptors() -> list[str]:

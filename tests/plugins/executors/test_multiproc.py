@@ -224,6 +224,7 @@ def test_beats_tell_of_an_idle_worker_that_is_stopped(
     executor = make_executor(2)
     executor.start()
     run(executor, make_step(1))
+    until(lambda: all(beat.finished == 1 for beat in executor._beats))
     until(lambda: executor.check().beat is not None and time.monotonic() - executor.check().beat < 0.6)
     pid = executor._workers.workers[1]._process.pid
     os.kill(pid, signal.SIGSTOP)
