@@ -90,7 +90,8 @@ class GpuKernel(EightBitKernel):
             return y.view(*x.shape[:-1], y.shape[-1])
         else:
             y = self._by_codes(flat, weights, bias)
-        return (silu_and_mul(y) if gated else y).view(*x.shape[:-1], -1)
+        y = silu_and_mul(y) if gated else y
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def _by_codes(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None

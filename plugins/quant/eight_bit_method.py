@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -154,12 +154,12 @@ class EightBitMethod(QuantMethod):
             log.warning("%s will be slow: %s %s", self.name, slow, where)
 
 
-class FormatSource:
+class FormatSource(ABC):
     """How each module of a checkpoint is quantized."""
 
+    @abstractmethod
     def format(self, module: str) -> EightBitFormat | None:
         """None: not at all."""
-        raise NotImplementedError
 
 
 @frozen(kw_only=True)

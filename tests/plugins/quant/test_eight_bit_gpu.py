@@ -142,6 +142,13 @@ def test_shapes_around_the_rows_are_kept():
     assert torch.equal(case.kernel.apply(strided, case.weights, None), flat)
 
 
+def test_no_rows_in_float32():
+    kernel = make("fp8", "channel", "token", dtype="float32")
+    case = Case(kernel)
+    assert kernel.apply(torch.empty(0, INPUTS, device=DEVICE), case.weights, case.bias).shape == (0, 64)
+    assert kernel.apply_gated(torch.empty(0, INPUTS, device=DEVICE), case.weights, case.bias).shape == (0, 32)
+
+
 def test_capability():
     assert not has_capability(torch.device("cpu"), (0, 0))
 
