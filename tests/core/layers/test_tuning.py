@@ -10,9 +10,11 @@ from attrs import evolve
 
 from engine.core.errors import ExecutorError
 from engine.core.layers import LayerFactory
-from engine.core.layers.skinny import BUCKETS
+from engine.core.layers.linear import Linear
+from engine.core.layers.skinny import BUCKETS, FewRowsTables, SkinnyKernel
 from engine.core.layers.tuning import CandidateError, apply, collect
 from engine.core.layers.tuning_cache import TuningCache, default_directory
+from engine.core.quant import LinearPart, LinearSpec
 
 MACHINE = {"device": "GPU 1 / 80 GB", "pytorch": "1", "triton": "2"}
 
@@ -70,6 +72,17 @@ def test_all_layers_of_a_shape_are_one_work():
     assert all(len(work.tunables) == 1 for work in works)
     biased = {work.place[0] for work in works if work.operands[0].bias is not None}
     assert biased == {"plain 96x64 bfloat16"}
+
+
+def test_a_bias_that_is_added_after_the_sum_over_ranks_is_no_operand():
+    spec = LinearSpec(
+        parts=(LinearPart(name="o", out_features=8),), in_features=16, bias=True, dtype="bfloat16", parallel="row"
+    )
+    for reduce, biased in ((None, True), (lambda y: y, False)):
+        layer = Linear(spec, SkinnyKernel(spec, FewRowsTables("cpu")), reduce)
+        layer.fill({"o.weight": torch.zeros(8, 16), "o.bias": torch.zeros(8)})
+        [one] = layer.multiplications()
+        assert (one.operands.bias is not None) == biased
 
 
 def test_the_fastest_wins_and_torch_where_nothing_gains(tmp_path):
