@@ -1,7 +1,8 @@
-"""An installed plugin whose attention fails on demand. Options: at (start, prefill, decode) and do (kill, memory)."""
+"""An installed plugin whose attention fails on demand: options at (start, prefill, decode), do (kill, memory, part)."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import Any
@@ -44,6 +45,19 @@ def load() -> type:
                 return
             if self._options.do == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._options.do == "part":
+                part()
+                return
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
     return FaultyAttention
+
+
+def part() -> None:
+    """Take this process's rank, unless it is the first, away from the others."""
+    from engine.core.distributed import TorchGroup
+
+    for group in gc.get_objects():
+        if isinstance(group, TorchGroup) and group.rank > 0:
+            backend: Any = group._backend
+            backend.abort()
