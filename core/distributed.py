@@ -182,7 +182,9 @@ class TorchGroup(RankGroup):
 
     def close(self) -> None:
         """See RankGroup. Not called while the device still works."""
-        self.peers = None
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type == "cuda":
             backend.shutdown()
