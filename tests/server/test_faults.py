@@ -56,7 +56,7 @@ def start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Start]:
     """Starts `engine serve --executor multiproc` with these flags. After the test nothing of it is left."""
-    monkeypatch.setenv("PYTHONPATH", str(plugin))
+    monkeypatch.setenv("PYTHONPATH", str(plugin), prepend=os.pathsep)
     before = shared_memory()
     servers: list[Any] = []
 

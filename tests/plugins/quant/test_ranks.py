@@ -142,7 +142,7 @@ def test_processes_on_gpus(case, graphs, plain, tmp_path):
         pytest.skip(f"needs 2 GPUs; torch sees {torch.cuda.device_count()}")
     path = stored_as(case, plain, tmp_path)
     settings = {"executor__device": "cuda", "model__dtype": "bfloat16", "cache__memory": "64MiB", "model__max_len": 256}
-    settings["executor__graphs"] = graphs
+    settings |= {"executor__graphs": graphs, "scheduler__max_batch_tokens": 32}  # of more, activations are quantized
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     with Engine(model=str(path), executor__tensor_parallel=2, **settings) as two:
         [shared] = two.generate([PROMPT], params)
