@@ -76,10 +76,10 @@ class Pending:
 
 class FakeRunner:
     def __init__(self, launch: Launch, phases: Phases) -> None:
-        self._rank = launch.rank
+        self._rank = launch.rendezvous.rank
         self._options: dict[str, Any] = dict(launch.config.model.options)
         self._busy_until = 0.0
-        assert os.path.getsize(launch.store) == 0
+        assert os.path.getsize(launch.rendezvous.place) == 0
 
     def start(self, phases: Phases) -> CacheInfo:
         with phases.phase("weights"):
