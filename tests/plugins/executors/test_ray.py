@@ -50,6 +50,7 @@ def address(until: Make) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", directory)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # 15 unless set: next to nothing of a busy machine
         patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the user's home
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         patch.setenv(MARK, directory)

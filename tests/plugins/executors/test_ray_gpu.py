@@ -31,6 +31,7 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", directory)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # 15 unless set: next to nothing of a busy machine
         patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the user's home
         ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level=logging.WARNING)
         yield
