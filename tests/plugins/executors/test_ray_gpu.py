@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 import signal
@@ -14,8 +15,11 @@ import pytest
 
 from engine.core import Engine, SamplingParams
 
-pytestmark = pytest.mark.gpu
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:unclosed file <_io:ResourceWarning"),  # by older versions of Ray
+]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
@@ -38,6 +42,7 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
         signal.signal(signal.SIGTERM, handler)
         shutil.rmtree(directory, ignore_errors=True)
+        gc.collect()  # what Ray has not closed, before later tests come upon it
 
 
 def build(checkpoint: Path, executor: str, **settings: Any) -> Engine:
