@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import ray
 from attrs import define, field
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine.core.errors import EngineError, ExecutorError
 from engine.core.startup import Listener
@@ -82,27 +82,21 @@ class Ranks:
 
     def place(self, timeout: float) -> list[Whereabouts]:
         """Wait until Ray has started all: where they are, by rank. The ranks meet at the first."""
-        asked = [rank.actor.whereabouts.remote(rank.rank == 0 and len(self._ranks) > 1) for rank in self._ranks]
         decoder: Decoder[Whereabouts] = Decoder(Whereabouts)
+        calls = [rank.actor.whereabouts.remote(rank.rank == 0 and len(self._ranks) > 1) for rank in self._ranks]
         until = time.monotonic() + timeout
-        for rank, answer in zip(self._ranks, asked, strict=True):
-            try:
-                rank.where = decoder.decode(ray.get(answer, timeout=max(0.0, until - time.monotonic())))
-            except GetTimeoutError:
+        for rank, call in zip(self._ranks, calls, strict=True):
+            if not _done([call], max(0.0, until - time.monotonic())):
                 message = f"Ray has not started {rank} within {timeout:g} s (option placement_timeout)"
-                raise ExecutorError(f"{message}; the logs of its node say why") from None
-            except RayError as error:
-                log.error("%s could not be started\n%s", rank, error)
-                raise ExecutorError(
-                    f"{rank} could not be started: {_reason(error)}; all nodes must have the engine in the same Python "
-                    "environment"
-                ) from error
+                raise ExecutorError(f"{message}; the logs of its node say why")
+            rank.where = decoder.decode(self._answer(rank, call))
         return [rank.where for rank in self._ranks if rank.where is not None]
 
     def start(self, orders: Sequence[Begin], listener: Listener | None) -> list[CacheInfo]:
         """Start the model, and wait until all are ready: what each says, by rank. Raises what the first failed with."""
-        for rank, order in zip(self._ranks, orders, strict=True):
-            rank.actor.begin.remote(encode(order))
+        begun = [rank.actor.begin.remote(encode(order)) for rank, order in zip(self._ranks, orders, strict=True)]
+        for rank, call in zip(self._ranks, begun, strict=True):
+            self._answer(rank, call)
             rank.listen()
         caches: dict[int, CacheInfo] = {}
         while len(caches) < len(self._ranks):
@@ -176,6 +170,19 @@ class Ranks:
                 log.warning("Ray has not ended %s within %g s", ", ".join(map(str, near)), STOP_SECONDS)
                 return
             time.sleep(0.01)
+
+    def _answer(self, rank: Rank, call: Any) -> Any:
+        """Of a call before the model is being loaded."""
+        try:
+            return ray.get(call)
+        except RayError as error:
+            if not _of_python(error):
+                raise self._death(rank, error) from error
+            log.error("%s could not be started\n%s", rank, error)
+            raise ExecutorError(
+                f"{rank} could not be started: {_reason(error)}; all nodes must have the engine in the same Python "
+                "environment"
+            ) from error
 
     def _heard(self, ended: list[Any]) -> list[Rank]:
         """The ranks that have news."""
@@ -251,8 +258,13 @@ def _done(calls: list[Any], timeout: float | None, number: int | None = None) ->
 def _reason(error: RayError) -> str:
     """What Ray says, without what it supposes; of an error in Python, what it was."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not DETAIL.match(line)]
-    if isinstance(error, RayTaskError) or (isinstance(error, RayActorError) and error.actor_init_failed):
+    if _of_python(error):
         return lines[-1]
     if len(lines) > 1 and lines[0].startswith("The actor died unexpectedly before"):
         del lines[0]
     return " ".join(lines).partition(" Some common causes")[0]
+
+
+def _of_python(error: RayError) -> bool:
+    """Whether an exception was raised in the actor, rather than its process lost."""
+    return isinstance(error, RayTaskError) or (isinstance(error, RayActorError) and error.actor_init_failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fake_worker import FakeRunner
 
+from engine.core.errors import EngineError
 from engine.core.startup import Phases
 from engine.plugins.executors.messages import Assignment
 from engine.plugins.executors.ray_actor import RankActor
@@ -12,3 +13,8 @@ from engine.plugins.executors.ray_actor import RankActor
 class FakeActor(RankActor):
     def make_runner(self, assignment: Assignment, phases: Phases) -> FakeRunner:
         return FakeRunner(assignment, phases)
+
+
+class OtherVersion(RankActor):
+    def begin(self, order: bytes) -> None:
+        raise EngineError("a message could not be read")

@@ -315,6 +315,14 @@ def test_a_node_without_the_engine(make_executor: Make, monkeypatch: pytest.Monk
         executor.start()
 
 
+def test_a_node_with_another_version(make_executor: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make_executor(1)
+    monkeypatch.setattr(type(executor), "actor", importlib.import_module("fake_actor").OtherVersion)
+    told = rf"^{WORKER.format(0)} could not be started: .*EngineError: a message could not be read; all nodes must"
+    with pytest.raises(ExecutorError, match=told):
+        executor.start()
+
+
 def test_an_address_where_nothing_is(make_executor: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         free = "{}:{}".format(*listening.getsockname())
