@@ -41,7 +41,7 @@ def rank_executor(rank: int, ranks: int, meet: str) -> type[UniprocExecutor]:
     class OneRankOfThem(UniprocExecutor):
         def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
             super().__init__(config, parts, options)
-            group = join(Rendezvous(rank=rank, ranks=ranks, path=meet), self._device)
+            group = join(Rendezvous(rank=rank, ranks=ranks, place=meet), self._device)
             self._runner = Runner(config, parts, Checkpoint.open(config.model.path), self._device, group)
 
     return OneRankOfThem
