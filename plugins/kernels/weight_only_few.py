@@ -142,12 +142,12 @@ def _with(several, NUMBER: tl.constexpr, one):
 
 
 @triton.jit
-def _loaded(place, step, COUNT: tl.constexpr):
-    """What is at COUNT places, each `step` further."""
-    found = (tl.load(place),) * COUNT
-    for number in tl.static_range(1, COUNT):
-        found = _with(found, number, tl.load(place + number * step))
-    return found
+def _moved_up(several, NUMBER: tl.constexpr, STEP: tl.constexpr, last):
+    """Each of those `STEP` apart from NUMBER on in the place of the one before, and `last` in that of the last one."""
+    LENGTH: tl.constexpr = len(several)
+    for number in tl.static_range(NUMBER, LENGTH - STEP, STEP):
+        several = _with(several, number, several[number + STEP])
+    return _with(several, LENGTH - STEP + NUMBER, last)
 
 
 @triton.jit
@@ -155,6 +155,19 @@ def _block(start, warp, blocks, WARPS: tl.constexpr, EVEN: tl.constexpr):
     """A warp's, counted from its first one; where there is no more a last one again, which meets zeros or nothing."""
     block = tl.minimum(start, blocks - WARPS) if EVEN else tl.minimum(start + warp, blocks - 1) - warp
     return block.to(tl.int64)
+
+
+@triton.jit
+def _first(
+    place, apart, warp, blocks, step, WARPS: tl.constexpr, EVEN: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr
+):
+    """What is at COUNT places, `apart`, of each of the first AHEAD blocks."""
+    found = (tl.load(place + _block(0, warp, blocks, WARPS, EVEN) * step),) * (COUNT * AHEAD)
+    for ahead in tl.static_range(AHEAD):
+        first = place + _block(ahead * WARPS, warp, blocks, WARPS, EVEN) * step
+        for number in tl.static_range(COUNT):
+            found = _with(found, ahead * COUNT + number, tl.load(first + number * apart))
+    return found
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -182,13 +195,14 @@ def few_rows_kernel(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     BIAS: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Arguments: see weight_only.matmul_kernel. inputs: even; rows <= COLUMNS; EVEN: all warps have as many blocks, all
-    of them full. Grid: tiles of W's rows."""
+    of them full; AHEAD: blocks of a warp that are on their way at once. Grid: tiles of W's rows."""
     release(PDL)
     FIELDS: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = FIELDS * SPAN // GROUP
@@ -208,7 +222,8 @@ def few_rows_kernel(
     step = tl.cast(block_stride // 2, tl.int64)
     place = words.to(tl.pointer_type(tl.int32)) + (row.to(tl.int64) * (row_stride // 2) + warp * step)
     place = place[:, None] + pair
-    tile = _loaded(place if EVEN else place + (_block(0, warp, blocks, WARPS, EVEN) * step)[:, None], PAIRS, HALVES)
+    warp = warp[:, None]
+    tile = _first(place, PAIRS, warp, blocks, step, WARPS, EVEN, HALVES, AHEAD)
     if SCALES != OUTPUTS:
         lane = tl.arange(0, TILE * WARPS * 4)
         entry_warp = lane // 32 % WARPS
@@ -217,16 +232,15 @@ def few_rows_kernel(
         between = outputs * 2 if EPILOGUE == GATED else outputs
         entry_step = 1 if SCALES == BLOCKS else between * ENTRIES
         entry_place = scales + ((row // scale_rows * blocks if SCALES == BLOCKS else row) + entry_warp * entry_step)
-        entries = _loaded(entry_place + _block(0, entry_warp, blocks, WARPS, EVEN) * entry_step, between, ENTRIES)
+        entries = _first(entry_place, between, entry_warp, blocks, entry_step, WARPS, EVEN, ENTRIES, AHEAD)
     m, x_warp = _place(COLUMNS * WARPS, WARPS)
     column = (x_warp * (FIELDS * SPAN // 2))[:, None] + pair
     x_place = (x.to(tl.pointer_type(tl.int32)) + tl.minimum(m, rows - 1) * (inputs // 2))[:, None] + column
     wait(PDL)
 
     total = tl.zeros([WARPS, TILE, COLUMNS], tl.float32)
-    for start in range(WARPS, blocks + WARPS, WARPS):
-        ahead = _block(start, warp, blocks, WARPS, EVEN) * step
-        following = place + (ahead if EVEN else ahead[:, None])
+    for start in range(AHEAD * WARPS, blocks + AHEAD * WARPS, WARPS):
+        following = place + _block(start, warp, blocks, WARPS, EVEN) * step
         parts = (total if SCALES == OUTPUTS else tl.zeros([WARPS, TILE, COLUMNS], tl.float32),) * GROUPS
         sums = (tl.zeros([WARPS, 16, COLUMNS], tl.float32),) * GROUPS
         for half in tl.static_range(HALVES):
@@ -244,7 +258,7 @@ def few_rows_kernel(
                     if CODE != FLOAT8:
                         ones = tl.full([WARPS, 16, 2 * PAIRS], 1.0, DTYPE)
                         sums = _with(sums, group, tl.dot(ones, right, sums[group]))
-            tile = _with(tile, half, tl.load(following + half * PAIRS))
+            tile = _moved_up(tile, half, HALVES, tl.load(following + half * PAIRS))
         for group in tl.static_range(GROUPS):
             part = parts[group]
             if SCALES == GROUPS_OF_INPUTS:
@@ -259,8 +273,9 @@ def few_rows_kernel(
                 part += _wide(sums[group], TILE) * -(MORE + 2.0 ** (BITS - 1))
             total = part if SCALES == OUTPUTS else total + part * scale
         if SCALES != OUTPUTS:
-            entry_ahead = _block(start, entry_warp, blocks, WARPS, EVEN) * entry_step
-            entries = _loaded(entry_place + entry_ahead, between, ENTRIES)
+            following_entries = entry_place + _block(start, entry_warp, blocks, WARPS, EVEN) * entry_step
+            for number in tl.static_range(ENTRIES):
+                entries = _moved_up(entries, number, ENTRIES, tl.load(following_entries + number * between))
         x_place += FIELDS * SPAN * WARPS // 2
         column += FIELDS * SPAN * WARPS // 2
     output, row = rows_of(TILE, outputs, EPILOGUE)

@@ -152,7 +152,8 @@ class Multiplier:
         }
         if isinstance(tile, FewTile):
             even = inputs % (layout.block * tile.warps) == 0
-            return weight_only_few.few_rows_kernel, (*tensors, *sizes), {**constants, "EVEN": even, "WARPS": tile.warps}
+            more = {"EVEN": even, "WARPS": tile.warps, "AHEAD": tile.ahead}
+            return weight_only_few.few_rows_kernel, (*tensors, *sizes), {**constants, **more}
         scratch = (self._workspace.partials, self._workspace.arrivals)
         more = {
             "EVEN": inputs % layout.block == 0,

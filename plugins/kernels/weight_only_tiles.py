@@ -88,9 +88,11 @@ class FewTile:
     columns: int
     """Rows of x it has room for."""
     warps: int
+    ahead: int = 1
+    """Blocks of a warp that are on their way at once."""
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}, {self.warps} warps, in registers"
+        return f"{self.rows}x{self.columns}, {self.warps} warps, {self.ahead} ahead, in registers"
 
 
 TILES = {
@@ -155,8 +157,10 @@ SHAPES = {
 """Rows of W, warps and stages of the tiles to try, by rows of x that they have room for."""
 WIDER = {16: ((32, 2, 4), (64, 2, 4), (64, 4, 4), (128, 4, 4))}
 """The same of the next larger tiles, where these may be faster."""
-FEW = {8: ((16, 2), (16, 4), (16, 8), (32, 4), (32, 8)), 16: ((16, 2), (16, 4), (16, 8), (32, 4), (32, 8))}
-"""Rows of W and warps of the FewTiles to try, by rows of x that they have room for."""
+FEW_COLUMNS = (8, 16)
+"""Rows of x that a FewTile has room for."""
+FEW = ((16, 2, 1), (16, 4, 1), (16, 8, 1), (32, 4, 1), (16, 4, 2), (16, 8, 2))
+"""Rows of W, warps and blocks ahead of the FewTiles to try."""
 ALIGNED = 8
 """Inputs of x's rows are a multiple of it where there are FewTiles: they are read by 16 bytes."""
 LEAST_EARLY = 64
@@ -184,10 +188,10 @@ def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile 
             tile = Tile(rows=tile_rows, columns=room, warps=warps, stages=stages, early=early)
             if tile.shared_memory(problem.layout) <= shared:
                 found.append(split(tile, problem, rows, sms))
-    if rows <= columns and problem.inputs % ALIGNED == 0:
-        for tile_rows, warps in FEW.get(columns, ()):
-            if warps <= problem.blocks:
-                found.append(FewTile(rows=tile_rows, columns=columns, warps=warps))
+    if rows in FEW_COLUMNS and problem.inputs % ALIGNED == 0:
+        for tile_rows, warps, ahead in FEW:
+            if warps * ahead <= problem.blocks:
+                found.append(FewTile(rows=tile_rows, columns=rows, warps=warps, ahead=ahead))
     return list(dict.fromkeys([*found, None] if rows >= LEAST_LIBRARY else found))
 
 

@@ -27,7 +27,8 @@ SHARED = evolve(SMALL, splits=3)
 EARLY = Tile(rows=64, columns=32, warps=4, stages=2, early=True)
 FEW = FewTile(rows=16, columns=8, warps=2)
 FEWER_BLOCKS = FewTile(rows=32, columns=16, warps=8)
-EVERY = [SMALL, SHARED, EARLY, FEW, FEWER_BLOCKS]
+FEW_AHEAD = evolve(FEW, ahead=2)
+EVERY = [SMALL, SHARED, EARLY, FEW, FEWER_BLOCKS, FEW_AHEAD]
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
 HOPPER = 227 * 2**10
@@ -104,7 +105,7 @@ def test_rows(multiplier, device, half, rows, tile):
 def test_few_rows(multiplier, device, half, rows):
     operands = Operands(rows, 48, 1024, 128, device, half, zeros=rows % 2 == 0)
     exact = linear(operands)
-    for tile in (FEW, evolve(FEW, columns=16), FewTile(rows=32, columns=8, warps=4), FEWER_BLOCKS):
+    for tile in (FEW, evolve(FEW, columns=16), FewTile(rows=32, columns=8, warps=4), FEWER_BLOCKS, FEW_AHEAD):
         if rows <= tile.columns:
             check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), exact)
 
@@ -354,6 +355,7 @@ def test_few_rows_of_real_sizes(multiplier, device, dtype, kind, outputs, inputs
         gate, up = exact.chunk(2, -1)
         if rows <= 8:
             check(multiplier.by_tiles(operands.x, *packed, None, False, FewTile(rows=32, columns=8, warps=8)), exact)
-        for tile in (FewTile(rows=16, columns=8 if rows <= 8 else 16, warps=4), FewTile(rows=32, columns=16, warps=2)):
+        usual = FewTile(rows=16, columns=8 if rows <= 8 else 16, warps=4)
+        for tile in (usual, evolve(usual, ahead=2), FewTile(rows=32, columns=16, warps=2)):
             check(multiplier.by_tiles(operands.x, *packed, None, False, tile), exact)
-        check(multiplier.by_tiles(operands.x, *packed, None, True, tile), F.silu(gate) * up)
+        check(multiplier.by_tiles(operands.x, *packed, None, True, usual), F.silu(gate) * up)
