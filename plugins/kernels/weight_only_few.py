@@ -206,7 +206,7 @@ def few_rows_kernel(
     release(PDL)
     FIELDS: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = FIELDS * SPAN // GROUP
-    HALVES: tl.constexpr = SPAN // (2 * PAIRS)
+    HALVES: tl.constexpr = SPAN // 32  # of two times PAIRS words
     ENTRIES: tl.constexpr = 1 if SCALES == BLOCKS else GROUPS if ZEROS else GROUPS // 2
     DTYPE: tl.constexpr = x.dtype.element_ty
     MORE: tl.constexpr = 272 if BITS == 8 and DTYPE.is_bf16() else 2**BITS  # see `_times`
