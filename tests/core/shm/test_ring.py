@@ -356,7 +356,7 @@ def test_a_message_that_does_not_fit_leaves_the_ring_as_it_was(make):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"readers": 0}, {"readers": 65}, {"slots": 0}, {"slot_bytes": 0}, {"spin_us": -1}],
+    [{"readers": 0}, {"readers": 65}, {"slots": 0}, {"slot_bytes": 0}, {"spin_us": -1}, {"spin_share": 1.1}],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_impossible_rings_are_refused(make, wrong):
