@@ -36,16 +36,7 @@ from engine.core.quant import LinearPart, LinearSpec
 from engine.plugins.kernels.quantize_rows import quantize_rows
 from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
 from engine.plugins.kernels.weight_only_launch import Multiplier
-from engine.plugins.kernels.weight_only_tiles import (
-    COLUMNS,
-    FEW_COLUMNS,
-    MOST_ROWS,
-    FewTile,
-    Problem,
-    Tile,
-    fits,
-    split,
-)
+from engine.plugins.kernels.weight_only_tiles import COLUMNS, MOST_ROWS, Problem, Tile, fits, split
 from engine.plugins.kernels.weight_only_tuning import WeightOnly
 from engine.plugins.quant.eight_bit import EightBitFormat
 from engine.plugins.quant.eight_bit_gpu import GpuKernel
@@ -159,8 +150,8 @@ class Layers:
             for one in self.copies
         ]
 
-    def by_tile(self, tile: Tile | FewTile) -> list[Call]:
-        """By a weight-only kernel."""
+    def by_tile(self, tile: Tile) -> list[Call]:
+        """By the weight-only kernel."""
         return [
             lambda x, one=one: self.multiplier.by_tiles(x, one.words, one.scales, self.layout, None, self.gated, tile)
             for one in self.copies
@@ -193,8 +184,6 @@ class Layers:
         if rows <= MOST_ROWS:
             for tile in self.tiles(rows, sms):
                 yield f"tile {tile}", self.by_tile(tile)
-        for few in self.few_tiles(rows):
-            yield f"few {few}", self.by_tile(few)
         if rows >= 64 and self.kind in CODES and not self.layout.scale_rows:
             for tile in MATMULS:
                 yield f"codes {tile}", self.by_codes(tile)
@@ -223,15 +212,6 @@ class Layers:
                     found.append(one)
         return found
 
-    def few_tiles(self, rows: int) -> list[FewTile]:
-        """With several numbers of warps, and of blocks ahead."""
-        columns = next((size for size in FEW_COLUMNS if size >= rows), None)
-        return [
-            FewTile(rows=tile_rows, columns=columns, warps=warps, ahead=ahead)
-            for tile_rows, warps, ahead in itertools.product((16, 32), (2, 4, 8), (1, 2))
-            if columns is not None
-        ]
-
     def compile(self, rows: Sequence[int], sms: int) -> None:
         """What `ways` will launch, in threads."""
         one = self.copies[0]
@@ -242,8 +222,7 @@ class Layers:
             for count in rows:
                 x = torch.empty(count, self.problem.inputs, device=DEVICE, dtype=torch.bfloat16)
                 tiles = self.tiles(count, sms) if count <= MOST_ROWS else []
-                kinds = {evolve(tile, splits=min(tile.splits, 2)) for tile in tiles}
-                for tile in (*kinds, *self.few_tiles(count)):
+                for tile in {evolve(tile, splits=min(tile.splits, 2)) for tile in tiles}:
                     self.multiplier.compile(x, one.words, one.scales, self.layout, None, self.gated, tile)
 
 

@@ -6,8 +6,8 @@ SPAN inputs side by side: nothing moves between lanes. What stands where: plugin
 A field becomes a number without a conversion, which would take longer than reading it. A whole number's bits are put
 below the exponent of a power of two (POWER) so large that its last place is worth 1, and the power is taken away again
 with the zero point. Both steps are exact. Source: Kim et al., "Who Says Elephants Can't Run", 2022, for float16.
-bfloat16 has no room for 8 bits there; see `numbers_of`. A float8's exponent and fraction are put where the wider type
-has them, and a multiplication makes up for the other bias.
+bfloat16 has no room for 8 bits there; see `_numbers`. A float8's exponent and fraction are put where the wider type has
+them, and a multiplication makes up for the other bias.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _float8(words, J: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def numbers_of(
+def _numbers(
     words, offset, J: tl.constexpr, BITS: tl.constexpr, CODE: tl.constexpr, POWER: tl.constexpr, ASM: tl.constexpr
 ):
     """The fields J of a tile of words as numbers, less a zero point, in the type of `offset`, which has its shape."""
@@ -116,13 +116,13 @@ def numbers_of(
 
 
 @triton.jit
-def half_of(entry, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+def _half(entry, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     """The low or the high half of int32 entries, as numbers."""
     return (entry >> (16 * HIGH)).to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @triton.jit
-def store_sums(out, total, bias, output, row, first, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
+def _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
     """total: [TILE, COLUMNS] float32, of rows `first` and on of x."""
     COLUMNS: tl.constexpr = total.shape[1]
     m = first + tl.arange(0, COLUMNS)
@@ -217,15 +217,15 @@ def matmul_kernel(
                 if ZEROS or group % 2 == 0:
                     entry_row = block * ENTRIES + (group if ZEROS else group // 2)
                     entry = tl.load(scales + entry_row * weight_rows + row)
-                scale = half_of(entry, 0 if ZEROS else group % 2, SCALE)
+                scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
                 if ZEROS:
-                    offset = half_of(entry, 1, DTYPE)
+                    offset = _half(entry, 1, DTYPE)
             part = tl.zeros([TILE, COLUMNS], tl.float32) if SCALED and not EARLY else total
             for span in tl.static_range(GROUP // SPAN):
                 column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
                 mask = present if EVEN else present & (column < inputs)[None, :]
                 columns = tl.load(x_row + column[None, :], mask=mask, other=0.0)
-                numbers = numbers_of(
+                numbers = _numbers(
                     tile,
                     tl.broadcast_to(offset[:, None], [TILE, SPAN]),
                     group * (GROUP // SPAN) + span,
@@ -253,9 +253,9 @@ def matmul_kernel(
             for split in range(splits):
                 total += tl.load(mine + split * (TILE * COLUMNS), cache_modifier=".cg")
             tl.store(arrivals + tile_number, 0)
-            store_sums(out, total, bias, output, row, first, rows, outputs, EPILOGUE, BIAS)
+            _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE, BIAS)
     else:
-        store_sums(out, total, bias, output, row, first, rows, outputs, EPILOGUE, BIAS)
+        _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE, BIAS)
 
 
 @triton.jit
@@ -304,12 +304,12 @@ def dequantize_kernel(
             if ZEROS or group % 2 == 0:
                 entry_row = block * ENTRIES + (group if ZEROS else group // 2)
                 entry = tl.load(scales + entry_row * outputs + row, mask=valid, other=0)
-            scale = half_of(entry, 0 if ZEROS else group % 2, SCALE)
+            scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
             if ZEROS:
-                offset = half_of(entry, 1, DTYPE)
+                offset = _half(entry, 1, DTYPE)
         for span in tl.static_range(GROUP // SPAN):
             column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
-            numbers = numbers_of(
+            numbers = _numbers(
                 tile,
                 tl.broadcast_to(offset[:, None], [TILE, SPAN]),
                 group * (GROUP // SPAN) + span,

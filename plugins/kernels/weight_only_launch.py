@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton.language as tl
@@ -12,8 +10,8 @@ from engine.core.kernels import skinny
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.launch import dependent_launch, num_sms, shared_memory
 from engine.core.kernels.skinny_launch import Workspace
-from engine.plugins.kernels import weight_only, weight_only_few
-from engine.plugins.kernels.weight_only_tiles import ROW_CLASSES, FewTile, Problem, Tile, choose
+from engine.plugins.kernels import weight_only
+from engine.plugins.kernels.weight_only_tiles import ROW_CLASSES, Problem, Tile, choose
 from engine.plugins.quant.layout import CodeLayout, Layout
 
 SCALE_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -35,16 +33,16 @@ class Multiplier:
         self._workspace = Workspace(device)
         self._dependent = dependent_launch(device)
         self._asm = self._knows_assembly()
-        self._chosen: dict[tuple[Problem, int], Tile | FewTile | None] = {}
-        self._tiles: dict[tuple[object, ...], Tile | FewTile | None] = {}
+        self._chosen: dict[tuple[Problem, int], Tile | None] = {}
+        self._tiles: dict[tuple[object, ...], Tile | None] = {}
 
-    def choose(self, problem: Problem, rows: int, tile: Tile | FewTile | None) -> None:
+    def choose(self, problem: Problem, rows: int, tile: Tile | None) -> None:
         """From now on multiply by this tile where x has so many rows, of ROW_CLASSES, or fewer, down to the class
         before; None: by the library."""
         self._chosen[problem, rows] = tile
         self._tiles.clear()
 
-    def tile(self, problem: Problem, rows: int) -> Tile | FewTile | None:
+    def tile(self, problem: Problem, rows: int) -> Tile | None:
         """What was chosen for so many rows, else what `choose` says."""
         last = next((most for most in ROW_CLASSES if most >= rows), rows)
         if (problem, last) in self._chosen:
@@ -99,18 +97,20 @@ class Multiplier:
         layout: Layout | CodeLayout,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: Tile | FewTile,
+        tile: Tile,
     ) -> torch.Tensor:
-        """As the call, with a tile of one's own. A FewTile: x has no more rows than its columns."""
+        """As the call, with a tile of one's own."""
         x = x if x.is_contiguous() else x.contiguous()
         rows = x.shape[0]
         outputs = words.shape[1] // 2 if gated else words.shape[1]
         out = x.new_empty((rows, outputs))
         if rows:
-            tiles = -(-words.shape[1] // tile.rows)
-            grid = (tiles, tile.splits, -(-rows // tile.columns)) if isinstance(tile, Tile) else (tiles,)
-            kernel, arguments, constants = self._call(out, x, words, scales, layout, bias, gated, tile)
-            kernel[grid](*arguments, **constants)
+            grid = (-(-words.shape[1] // tile.rows), tile.splits, -(-rows // tile.columns))
+            tensors = (out, x, words, _as_read(scales, layout), words if bias is None else bias)
+            scratch = (self._workspace.partials, self._workspace.arrivals)
+            sizes = (rows, outputs, x.shape[1], *_strides(words, layout))
+            constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)
+            weight_only.matmul_kernel[grid](*tensors, *scratch, *sizes, **constants)
         return out
 
     def compile(
@@ -121,47 +121,15 @@ class Multiplier:
         layout: Layout | CodeLayout,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: Tile | FewTile,
+        tile: Tile,
     ) -> None:
         """What `by_tiles` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
-        kernel, arguments, constants = self._call(x, x, words, scales, layout, bias, gated, tile)
-        kernel.warmup(*arguments, grid=(1,), **constants)
-
-    def _call(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        words: torch.Tensor,
-        scales: torch.Tensor,
-        layout: Layout | CodeLayout,
-        bias: torch.Tensor | None,
-        gated: bool,
-        tile: Tile | FewTile,
-    ) -> tuple[Any, tuple[torch.Tensor | int, ...], dict[str, object]]:
-        """A kernel, and what it is launched with."""
-        rows, inputs = x.shape
-        tensors = (out, x, words, _as_read(scales, layout), words if bias is None else bias)
-        sizes = (rows, words.shape[1] // 2 if gated else words.shape[1], inputs, *_strides(words, layout))
-        constants = {
-            **self._constants(layout, scales, x.dtype),
-            "TILE": tile.rows,
-            "COLUMNS": tile.columns,
-            "EPILOGUE": skinny.GATED.value if gated else skinny.PLAIN.value,
-            "BIAS": bias is not None,
-            "num_warps": tile.warps,
-        }
-        if isinstance(tile, FewTile):
-            even = inputs % (layout.block * tile.warps) == 0
-            more = {"EVEN": even, "WARPS": tile.warps, "AHEAD": tile.ahead}
-            return weight_only_few.few_rows_kernel, (*tensors, *sizes), {**constants, **more}
+        tensors = (x, x, words, _as_read(scales, layout), words if bias is None else bias)
         scratch = (self._workspace.partials, self._workspace.arrivals)
-        more = {
-            "EVEN": inputs % layout.block == 0,
-            "STAGES": tile.stages,
-            "EARLY": tile.early,
-            "SPLIT": tile.splits > 1,
-        }
-        return weight_only.matmul_kernel, (*tensors, *scratch, *sizes), {**constants, **more}
+        outputs = words.shape[1] // 2 if gated else words.shape[1]
+        sizes = (x.shape[0], outputs, x.shape[1], *_strides(words, layout))
+        constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)
+        weight_only.matmul_kernel.warmup(*tensors, *scratch, *sizes, grid=(1,), **constants)
 
     def dequantize(
         self, words: torch.Tensor, scales: torch.Tensor, layout: Layout | CodeLayout, x: torch.Tensor
@@ -197,6 +165,22 @@ class Multiplier:
                 out, x, order, inputs, count, BLOCK=weight_only.GATHERED, num_warps=4, **self._dependent
             )
         return out
+
+    def _constants_of(
+        self, tile: Tile, x: torch.Tensor, scales: torch.Tensor, layout: Layout | CodeLayout, biased: bool, gated: bool
+    ) -> dict[str, object]:
+        return {
+            **self._constants(layout, scales, x.dtype),
+            "EVEN": x.shape[1] % layout.block == 0,
+            "TILE": tile.rows,
+            "COLUMNS": tile.columns,
+            "STAGES": tile.stages,
+            "EARLY": tile.early,
+            "SPLIT": tile.splits > 1,
+            "EPILOGUE": skinny.GATED.value if gated else skinny.PLAIN.value,
+            "BIAS": biased,
+            "num_warps": tile.warps,
+        }
 
     def _constants(self, layout: Layout | CodeLayout, scales: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
         return {

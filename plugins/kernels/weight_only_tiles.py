@@ -79,22 +79,6 @@ class Tile:
         return (words + scales) * (self.stages - 1) + x * self.stages
 
 
-@frozen(kw_only=True)
-class FewTile:
-    """What a program of the kernel for few rows takes: each warp has blocks of its own, all of the same rows of W."""
-
-    rows: int
-    """Of W: 16 or more."""
-    columns: int
-    """Rows of x it has room for."""
-    warps: int
-    ahead: int = 1
-    """Blocks of a warp that are on their way at once."""
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}, {self.warps} warps, {self.ahead} ahead, in registers"
-
-
 TILES = {
     8: Tile(rows=128, columns=8, warps=4, stages=6),
     16: Tile(rows=128, columns=16, warps=4, stages=6),
@@ -155,21 +139,13 @@ SHAPES = {
     128: ((64, 4, 3), (128, 4, 3), (128, 8, 3), (128, 8, 4)),
 }  # fmt: skip
 """Rows of W, warps and stages of the tiles to try, by rows of x that they have room for."""
-WIDER = {16: ((32, 2, 4), (64, 2, 4), (64, 4, 4), (128, 4, 4))}
-"""The same of the next larger tiles, where these may be faster."""
-FEW_COLUMNS = (8, 16)
-"""Rows of x that a FewTile has room for."""
-FEW = ((16, 2, 1), (16, 4, 1), (16, 8, 1), (32, 4, 1), (16, 4, 2), (16, 8, 2))
-"""Rows of W, warps and blocks ahead of the FewTiles to try."""
-ALIGNED = 8
-"""Inputs of x's rows are a multiple of it where there are FewTiles: they are read by 16 bytes."""
 LEAST_EARLY = 64
 """From how many rows of x on both orders of scaling and multiplying are tried, where a sum has several scales."""
 LEAST_LIBRARY = 128
 """From how many rows of x on the library is tried by unpacked weights."""
 
 
-def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile | FewTile | None]:
+def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile | None]:
     """Tiles for one of ROW_CLASSES, what `choose` says first; None: the library.
 
     sms: multiprocessors of the GPU; shared: bytes of shared memory that a program may have.
@@ -179,19 +155,12 @@ def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile 
         return [None]
     columns = usual.columns
     scalings = (False, True) if problem.layout.scaled != "outputs" and columns >= LEAST_EARLY else (False,)
-    shapes = [(columns, shape) for shape in SHAPES[columns]] + [
-        (columns * 2, shape) for shape in WIDER.get(columns, ())
-    ]
-    found: list[Tile | FewTile | None] = [usual]
-    for room, (tile_rows, warps, stages) in shapes:
+    found: list[Tile | None] = [usual]
+    for tile_rows, warps, stages in SHAPES[columns]:
         for early in scalings:
-            tile = Tile(rows=tile_rows, columns=room, warps=warps, stages=stages, early=early)
+            tile = Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=early)
             if tile.shared_memory(problem.layout) <= shared:
                 found.append(split(tile, problem, rows, sms))
-    if rows in FEW_COLUMNS and problem.inputs % ALIGNED == 0:
-        for tile_rows, warps, ahead in FEW:
-            if warps * ahead <= problem.blocks:
-                found.append(FewTile(rows=tile_rows, columns=rows, warps=warps, ahead=ahead))
     return list(dict.fromkeys([*found, None] if rows >= LEAST_LIBRARY else found))
 
 

@@ -9,13 +9,13 @@ import torch
 from engine.core.kernels import launch, skinny, skinny_launch
 from engine.core.kernels.launch import num_sms, shared_memory
 from engine.core.layers.tunable import Operands, Tunable, version_of
-from engine.plugins.kernels import weight_only, weight_only_few, weight_only_launch, weight_only_tiles
+from engine.plugins.kernels import weight_only, weight_only_launch, weight_only_tiles
 from engine.plugins.kernels.weight_only_launch import Multiplier
-from engine.plugins.kernels.weight_only_tiles import ROW_CLASSES, FewTile, Problem, Tile, candidates, other_splits
+from engine.plugins.kernels.weight_only_tiles import ROW_CLASSES, Problem, Tile, candidates, other_splits
 from engine.plugins.quant import layout
 
 
-class WeightOnly(Tunable[Tile | FewTile | None]):
+class WeightOnly(Tunable[Tile | None]):
     """A multiplication by packed weights. None: by the library. Weights of its operands: words and scales."""
 
     def __init__(self, multiplier: Multiplier, problem: Problem, most_rows: int = ROW_CLASSES[-1]) -> None:
@@ -32,8 +32,7 @@ class WeightOnly(Tunable[Tile | FewTile | None]):
     @property
     def version(self) -> str:
         """See Tunable."""
-        kernels = (weight_only, weight_only_few, weight_only_launch, weight_only_tiles)
-        return version_of(launch, skinny, skinny_launch, *kernels, layout)
+        return version_of(launch, skinny, skinny_launch, weight_only, weight_only_launch, weight_only_tiles, layout)
 
     @property
     def inputs(self) -> int:
@@ -50,21 +49,21 @@ class WeightOnly(Tunable[Tile | FewTile | None]):
         """See Tunable."""
         return self._classes
 
-    def candidates(self, rows: int) -> Sequence[Tile | FewTile | None]:
+    def candidates(self, rows: int) -> Sequence[Tile | None]:
         """The tile that is taken unmeasured first."""
         device = self._multiplier.device
         return candidates(self.problem, rows, num_sms(device), shared_memory(device))
 
-    def refine(self, rows: int, ranked: Sequence[Tile | FewTile | None]) -> Sequence[Tile | FewTile | None]:
-        """Other numbers of splits of the fastest tile that can be split."""
-        fastest = next((tile for tile in ranked if isinstance(tile, Tile)), None)
+    def refine(self, rows: int, ranked: Sequence[Tile | None]) -> Sequence[Tile | None]:
+        """Other numbers of splits of the fastest tile."""
+        fastest = next((tile for tile in ranked if tile is not None), None)
         return [] if fastest is None else other_splits(fastest, self.problem, rows)
 
-    def name(self, candidate: Tile | FewTile | None) -> str:
+    def name(self, candidate: Tile | None) -> str:
         """See Tunable."""
         return "library" if candidate is None else str(candidate)
 
-    def compile(self, rows: int, candidate: Tile | FewTile | None, operands: Operands) -> None:
+    def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
         """See Tunable."""
         if candidate is not None:
             words, scales = operands.weights["words"], operands.weights["scales"]
@@ -72,7 +71,7 @@ class WeightOnly(Tunable[Tile | FewTile | None]):
             problem = self.problem
             self._multiplier.compile(x, words, scales, problem.layout, operands.bias, problem.gated, candidate)
 
-    def run(self, candidate: Tile | FewTile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+    def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
         """See Tunable."""
         words, scales = operands.weights["words"], operands.weights["scales"]
         packed = (words, scales, self.problem.layout, operands.bias, self.problem.gated)
@@ -80,6 +79,6 @@ class WeightOnly(Tunable[Tile | FewTile | None]):
             return self._multiplier.by_library(x, *packed)
         return self._multiplier.by_tiles(x, *packed, candidate)
 
-    def choose(self, rows: int, candidate: Tile | FewTile | None) -> None:
+    def choose(self, rows: int, candidate: Tile | None) -> None:
         """See Tunable."""
         self._multiplier.choose(self.problem, rows, candidate)

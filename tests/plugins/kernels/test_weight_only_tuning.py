@@ -14,7 +14,6 @@ from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.kernels.weight_only_tiles import (
     MOST_ROWS,
     ROW_CLASSES,
-    FewTile,
     Problem,
     Tile,
     candidates,
@@ -38,13 +37,13 @@ LAYOUTS = [
     CodeLayout(dtype="float8_e4m3fn"),
     CodeLayout(dtype="float8_e4m3fn", scale_rows=128),
 ]
-MOST_CANDIDATES = 19
+MOST_CANDIDATES = 16
 
 
 def every(problem, rows, shared=HOPPER):
     """The first candidates, and those that refine any of them."""
     first = candidates(problem, rows, SMS, shared)
-    return first, [more for tile in first if isinstance(tile, Tile) for more in other_splits(tile, problem, rows)]
+    return first, [more for tile in first if tile is not None for more in other_splits(tile, problem, rows)]
 
 
 @pytest.mark.parametrize("shared", [HOPPER, ADA])
@@ -60,26 +59,13 @@ def test_candidates_are_few_and_fit(outputs, inputs, layout, shared):
         for tile in (*first, *finer):
             if tile is None:
                 continue
-            if isinstance(tile, FewTile):
-                assert rows <= tile.columns == first[0].columns
-                assert tile.warps * tile.ahead <= problem.blocks
-                assert inputs % 8 == 0
-                continue
-            assert tile.columns in (first[0].columns, first[0].columns * 2)
+            assert tile.columns == first[0].columns
             assert tile.shared_memory(layout) <= shared
             programs = tile.programs(problem, rows)
             if tile.splits > 1:
                 assert tile.splits * 2 <= problem.blocks
                 assert programs <= MOST_PROGRAMS
                 assert programs * tile.splits * tile.rows * tile.columns <= MOST_SUMS
-
-
-def test_few_rows_have_a_kernel_of_their_own():
-    problem = Problem(gated=False, weight_rows=4096, inputs=512, layout=LAYOUTS[0])
-    for rows, columns in ((8, 8), (16, 16), (32, None)):
-        few = [tile for tile in candidates(problem, rows, SMS, HOPPER) if isinstance(tile, FewTile)]
-        assert [tile.columns for tile in few] == ([] if columns is None else [columns])  # two blocks, for two warps
-    assert not any(isinstance(tile, FewTile) for tile in candidates(evolve(problem, inputs=508), 8, SMS, HOPPER))
 
 
 def test_where_no_tile_fits_there_is_the_library_alone():
@@ -152,14 +138,6 @@ def coded(kind, rows, weight_rows, inputs, device, dtype, scale_rows):
     return made.x, Operands(weights=weights, bias=made.bias), layout, made.exact(codes=False)
 
 
-def test_the_fastest_tile_that_can_be_split_is_refined():
-    problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=LAYOUTS[2])
-    tunable = WeightOnly(Multiplier(torch.device("cpu")), problem)
-    few, tile = FewTile(rows=16, columns=8, warps=4), Tile(rows=64, columns=8, warps=4, stages=6, splits=4)
-    assert tunable.refine(8, [few, tile]) == tunable.refine(8, [tile]) == other_splits(tile, problem, 8)
-    assert tunable.refine(8, [few, None]) == []
-
-
 @pytest.mark.parametrize("rows", [8, 16, 64, 128])
 @pytest.mark.parametrize("kind", ["4 bits", "fp8", "fp8 blocks", "int8"])
 @pytest.mark.parametrize("gated", [False, True])
@@ -177,7 +155,7 @@ def test_every_candidate_multiplies_right(multiplier, device, half, kind, rows, 
     tunable = WeightOnly(multiplier, problem)
     first = tunable.candidates(rows)
     finer = tunable.refine(rows, [tile for tile in first if tile is None] + [first[0]])
-    assert any(tile.splits > 1 for tile in (*first, *finer) if isinstance(tile, Tile))
+    assert any(tile.splits > 1 for tile in (*first, *finer) if tile is not None)
     for tile in (*first, *finer):
         check_close(tunable.run(tile, x, operands), exact, 2**-9 if half == torch.float16 else 2**-6)
 
@@ -198,11 +176,9 @@ def test_what_is_chosen_multiplies_its_class_of_rows(multiplier, device, half, m
 
     usual = {rows: multiply(rows) for rows in (1, 8, 9, 16, 17, 40)}
     mine = Tile(rows=32, columns=16, warps=2, stages=2, splits=2)
-    few = FewTile(rows=16, columns=16, warps=2)
     tunable = WeightOnly(multiplier, problem)
-    for chosen in (few, mine):
-        tunable.choose(16, chosen)
-        assert {rows: multiply(rows) for rows in usual} == {**usual, 9: chosen, 16: chosen}
+    tunable.choose(16, mine)
+    assert {rows: multiply(rows) for rows in usual} == {**usual, 9: mine, 16: mine}
     tunable.choose(64, None)
     assert {rows: multiply(rows) for rows in usual} == {**usual, 9: mine, 16: mine, 40: None}
     other = WeightOnly(multiplier, evolve(problem, gated=True))
