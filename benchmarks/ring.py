@@ -138,7 +138,7 @@ class ZmqTransport(Transport):
 
 
 TRANSPORTS: dict[str, Callable[[int], Transport]] = {
-    "ring, anticipates": lambda size: RingTransport(size, "futex", 20, 0.08),
+    "ring, anticipates": lambda size: RingTransport(size, "futex", 20, 0.06),
     "ring, spins up to 20 us": lambda size: RingTransport(size, "futex", 20, 0.0),
     "ring, never spins": lambda size: RingTransport(size, "futex", 0, 0.0),
     "ring of pipes": lambda size: RingTransport(size, "pipe", 0, 0.0),

@@ -82,7 +82,7 @@ class Ring:
         slots: int = 16,
         slot_bytes: int = 65536,
         spin_us: int = 20,
-        spin_share: float = 0.08,
+        spin_share: float = 0.06,
         implementation: str = "auto",
         directory: Path | None = None,
     ) -> Ring:

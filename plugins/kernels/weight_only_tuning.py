@@ -11,18 +11,18 @@ from engine.core.kernels.launch import num_sms, shared_memory
 from engine.core.layers.tunable import Operands, Tunable, version_of
 from engine.plugins.kernels import weight_only, weight_only_launch, weight_only_tiles
 from engine.plugins.kernels.weight_only_launch import Multiplier
-from engine.plugins.kernels.weight_only_tiles import ROW_CLASSES, Problem, Tile, candidates, other_splits
+from engine.plugins.kernels.weight_only_tiles import MEASURED_CLASSES, Problem, Tile, candidates, other_splits
 from engine.plugins.quant import layout
 
 
 class WeightOnly(Tunable[Tile | None]):
     """A multiplication by packed weights. None: by the library. Weights of its operands: words and scales."""
 
-    def __init__(self, multiplier: Multiplier, problem: Problem, most_rows: int = ROW_CLASSES[-1]) -> None:
+    def __init__(self, multiplier: Multiplier, problem: Problem, most_rows: int = MEASURED_CLASSES[-1]) -> None:
         """most_rows: more are multiplied in another way."""
         self.problem = problem
         self._multiplier = multiplier
-        self._classes = [rows for rows in ROW_CLASSES if rows <= most_rows]
+        self._classes = [rows for rows in MEASURED_CLASSES if rows <= most_rows]
 
     @property
     def key(self) -> str:

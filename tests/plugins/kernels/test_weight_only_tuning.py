@@ -12,8 +12,8 @@ from engine.core.layers.tuning import CandidateError, Work
 from engine.plugins.kernels import weight_only_tuning
 from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.kernels.weight_only_tiles import (
+    MEASURED_CLASSES,
     MOST_ROWS,
-    ROW_CLASSES,
     Problem,
     Tile,
     candidates,
@@ -51,11 +51,11 @@ def every(problem, rows, shared=HOPPER):
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (64, 100), (128256, 4096)])
 def test_candidates_are_few_and_fit(outputs, inputs, layout, shared):
     problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
-    for rows in ROW_CLASSES:
+    for rows in MEASURED_CLASSES:
         first, finer = every(problem, rows, shared)
         assert first[0] == choose(problem, rows, SMS, shared)
         assert len(set(first)) == len(first) <= MOST_CANDIDATES
-        assert (None in first) == (rows >= 128)
+        assert None not in first
         for tile in (*first, *finer):
             if tile is None:
                 continue
@@ -76,7 +76,7 @@ def test_names_tell_candidates_apart():
     for layout in LAYOUTS:
         problem = Problem(gated=True, weight_rows=4096, inputs=4096, layout=layout)
         tunable = WeightOnly(Multiplier(torch.device("cpu")), problem)
-        for rows in ROW_CLASSES:
+        for rows in MEASURED_CLASSES:
             first, finer = every(problem, rows)
             tiles = set(first) | set(finer)
             assert len({tunable.name(tile) for tile in tiles}) == len(tiles)
@@ -84,11 +84,11 @@ def test_names_tell_candidates_apart():
 
 def test_numbers_of_splits_around_the_fastest_tile():
     problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=CodeLayout(dtype="float8_e4m3fn"))
-    tile = Tile(rows=64, columns=8, warps=4, stages=6, splits=4)
-    assert tile in candidates(problem, 8, SMS, HOPPER)
-    assert [one.splits for one in other_splits(tile, problem, 8)] == [2, 8, 16]
-    assert [one.splits for one in other_splits(evolve(tile, splits=1), problem, 8)] == [2, 4]
-    assert [one.splits for one in other_splits(evolve(tile, splits=2), evolve(problem, inputs=256), 8)] == [1]
+    tile = Tile(rows=64, columns=16, warps=4, stages=6, splits=4)
+    assert tile in candidates(problem, 16, SMS, HOPPER)
+    assert [one.splits for one in other_splits(tile, problem, 16)] == [2, 8, 16]
+    assert [one.splits for one in other_splits(evolve(tile, splits=1), problem, 16)] == [2, 4]
+    assert [one.splits for one in other_splits(evolve(tile, splits=2), evolve(problem, inputs=256), 16)] == [1]
 
 
 def test_the_key_is_all_that_time_depends_on():
@@ -186,16 +186,18 @@ def test_what_is_chosen_multiplies_its_class_of_rows(multiplier, device, half, m
     assert multiply(8) == usual[8]
 
 
-def test_beyond_the_last_class_nothing_is_chosen():
+def test_what_is_not_measured_is_as_it_was():
     multiplier = Multiplier(torch.device("cpu"))
     problem = Problem(gated=False, weight_rows=96, inputs=512, layout=LAYOUTS[0])
     tunable = WeightOnly(multiplier, problem)
-    assert tuple(tunable.classes) == ROW_CLASSES
-    assert tuple(WeightOnly(multiplier, problem, 32).classes) == (8, 16, 32)
-    for rows in ROW_CLASSES:
-        tunable.choose(rows, Tile(rows=32, columns=8, warps=2, stages=2))
-    assert multiplier.tile(problem, MOST_ROWS) is not None
-    assert multiplier.tile(problem, MOST_ROWS + 1) is None
+    assert tuple(tunable.classes) == MEASURED_CLASSES
+    assert tuple(WeightOnly(multiplier, problem, 32).classes) == (16, 32)
+    usual = {rows: multiplier.tile(problem, rows) for rows in (8, 65, MOST_ROWS, MOST_ROWS + 1)}
+    mine = Tile(rows=32, columns=8, warps=2, stages=2)
+    for rows in MEASURED_CLASSES:
+        tunable.choose(rows, mine)
+    assert {rows: multiplier.tile(problem, rows) for rows in usual} == usual
+    assert [multiplier.tile(problem, rows) for rows in (9, 64)] == [mine, mine]
 
 
 @pytest.mark.gpu

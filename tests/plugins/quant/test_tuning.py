@@ -13,8 +13,7 @@ from engine.core.layers.tuning_cache import TuningCache
 from engine.core.quant import LinearPart, LinearSpec
 from engine.plugins.kernels import scaled_matmul
 from engine.plugins.kernels.weight_only_launch import Multiplier
-from engine.plugins.kernels.weight_only_tiles import MOST_ROWS
-from engine.plugins.kernels.weight_only_tiles import ROW_CLASSES as ALL_CLASSES
+from engine.plugins.kernels.weight_only_tiles import MEASURED_CLASSES
 from engine.plugins.quant import eight_bit_codes
 from engine.plugins.quant.eight_bit import EightBitFormat
 from engine.plugins.quant.eight_bit_codes import HOPPER, ROW_CLASSES, CodesMultiplier, has_capability
@@ -72,16 +71,15 @@ def test_activations_are_quantized_by_the_number_of_rows_alone(multiplier):
         if activations == "static":
             weights["input_scale"] = torch.ones(1, device=DEVICE)
         few, many = described(kernel, weights)
-        assert few == (FEW, (8, 16, 32))
+        assert few == (FEW, (16, 32))
         assert many == (f"{MANY} with {words}", ROW_CLASSES)
         assert few[1][-1] == FEW_ROWS < ROW_CLASSES[0]
     kernel = eight_bit(multiplier, "none")
-    assert described(kernel, prepared(kernel)) == [(FEW, ALL_CLASSES)]
+    assert described(kernel, prepared(kernel)) == [(FEW, MEASURED_CLASSES)]
     kernel = eight_bit(multiplier, "token", kind="fp8", granularity="block")
     [(key, classes)] = described(kernel, prepared(kernel))
     assert "a scale a block of 32 outputs" in key
-    assert classes == ALL_CLASSES
-    assert classes[-1] == MOST_ROWS
+    assert classes == MEASURED_CLASSES
 
 
 def test_what_has_one_way_is_not_measured(multiplier):
@@ -119,16 +117,16 @@ def test_packed_weights_are_a_multiplication_for_each_order_of_inputs():
     kernel = packed()
     weights = kernel.packed({})
     layout = Layout.choose(4, 64)
-    assert described(kernel, weights, bias) == [(f"weight-only gated 64x256 {layout}, {HALF}", ALL_CLASSES)]
+    assert described(kernel, weights, bias) == [(f"weight-only gated 64x256 {layout}, {HALF}", MEASURED_CLASSES)]
     shuffled = torch.randperm(256, device=DEVICE).to(torch.int32) // 64
     kernel = packed({"up": shuffled})
     weights = kernel.packed({})
-    assert described(kernel, weights, bias) == [(f"weight-only 32x256 {layout}, {HALF}", ALL_CLASSES)] * 2
+    assert described(kernel, weights, bias) == [(f"weight-only 32x256 {layout}, {HALF}", MEASURED_CLASSES)] * 2
     first, second = kernel.multiplications(weights, bias)
     assert torch.equal(torch.cat([first.operands.bias, second.operands.bias]), bias)
     for one in (first, second):
-        x = torch.randn(8, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
-        usual, *others = (one.tunable.run(tile, x, one.operands) for tile in one.tunable.candidates(8))
+        x = torch.randn(16, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
+        usual, *others = (one.tunable.run(tile, x, one.operands) for tile in one.tunable.candidates(16))
         assert all(float((y - usual).norm() / usual.norm()) < LIMIT for y in others)
     assert not kernel.multiplications({"weight": torch.zeros(64, 256)}, None)
 
@@ -136,12 +134,12 @@ def test_packed_weights_are_a_multiplication_for_each_order_of_inputs():
 def test_packed_weights_by_the_tiles_chosen(taken):
     kernel = packed(gated=False)
     weights = kernel.packed({})
-    x = torch.randn(5, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
+    x = torch.randn(11, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
     usual = kernel.apply(x, weights, None)
     [one] = kernel.multiplications(weights, None)
     taken.clear()
-    for tile in one.tunable.candidates(8):
-        one.tunable.choose(8, tile)
+    for tile in one.tunable.candidates(16):
+        one.tunable.choose(16, tile)
         y = kernel.apply(x, weights, None)
         assert taken.pop() == str(tile)
         assert float((y - usual).norm() / usual.norm()) < LIMIT
@@ -246,7 +244,7 @@ def tuned(tmp_path):
 
 def test_layers_of_one_size_share_a_measurement_which_the_next_start_finds(tmp_path, taken):
     layers, report, timer = tuned(tmp_path)
-    assert report.measured == len(report.choices) == 6
+    assert report.measured == len(report.choices) == 5
     assert {choice.problem for choice in report.choices} == {FEW, f"{MANY} with a scale a row"}
     assert all(len(set(asked)) == len(asked) for asked in timer.asked.values())
     again, second, timer = tuned(tmp_path)
