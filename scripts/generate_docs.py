@@ -244,6 +244,27 @@ def startup_table() -> str:
     return section("Start-up", text, [table(("", *(name for name, _ in reports)), rows)])
 
 
+def ring_table() -> str:
+    """Hops of the ring and of other transports."""
+    report = load_result("ring")
+    if report is None:
+        return ""
+    metrics = list(dict.fromkeys((row["metric"], row["unit"]) for row in report["rows"]))
+    values = {(row["case"], row["metric"]): row["value"] for row in report["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in report["rows"]))
+    settings = report["settings"]
+    text = (
+        f"One writer, {settings['readers']} readers, {settings['bytes']} bytes, {settings['cpus']} virtual processors. "
+        f"{report['machine']}, {report['date']}, commit {report['commit']}."
+    )
+    columns = ("", *(metric if unit == "cores" else f"{metric}, {unit}" for metric, unit in metrics))
+    rows = [
+        (case, *(f"{values[case, metric]:.3g}" if (case, metric) in values else "" for metric, _ in metrics))
+        for case in cases
+    ]
+    return f"{text}\n\n{table(columns, rows)}"
+
+
 def perplexity_table() -> str:
     """Of each way to quantize the demo model: perplexity, and what becomes of its size."""
     parts = []
@@ -316,6 +337,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "startup": ("docs/performance.md", startup_table),
     "ablation": ("docs/performance.md", ablation_table),
     "perplexity": ("docs/quantization.md", perplexity_table),
+    "ring": ("docs/executors.md", ring_table),
     "timeline": ("docs/performance.md", timeline_figure),
 }
 
