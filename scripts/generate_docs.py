@@ -257,7 +257,7 @@ def ring_table() -> str:
         f"One writer, {settings['readers']} readers, {settings['bytes']} bytes, {settings['cpus']} virtual processors. "
         f"{report['machine']}, {report['date']}, commit {report['commit']}."
     )
-    columns = ("", *(metric if unit == "cores" else f"{metric}, {unit}" for metric, unit in metrics))
+    columns = ("", *(f"{metric}, {unit}" for metric, unit in metrics))
     rows = [
         (case, *(f"{values[case, metric]:.3g}" if (case, metric) in values else "" for metric, _ in metrics))
         for case in cases

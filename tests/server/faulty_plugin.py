@@ -34,6 +34,7 @@ def load() -> type:
         def __init__(self, spec: Any, pool: Any, options: Options) -> None:
             super().__init__(spec, pool, None)
             self._options = options
+            self._groups = groups() if options.do == "part" else []
             self._fault("start")
 
         def plan(self, batch: Any, graph: Any = None) -> Any:
@@ -46,18 +47,17 @@ def load() -> type:
             if self._options.do == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._options.do == "part":
-                part()
+                for group in self._groups:
+                    group._backend.abort()
                 return
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
     return FaultyAttention
 
 
-def part() -> None:
-    """Take this process's rank, unless it is the first, away from the others."""
+def groups() -> list[Any]:
+    """What joins this process's rank to the others, unless it is the first. Sought at the start: later the collector
+    has put all that lives on out of sight."""
     from engine.core.distributed import TorchGroup
 
-    for group in gc.get_objects():
-        if isinstance(group, TorchGroup) and group.rank > 0:
-            backend: Any = group._backend
-            backend.abort()
+    return [one for one in gc.get_objects() if isinstance(one, TorchGroup) and one.rank > 0]
