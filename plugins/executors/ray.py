@@ -45,6 +45,7 @@ class RayExecutor(Executor):
 
     api = "1"
     options_class = Options
+    finds_devices = True
     actor: ClassVar[type[RankActor]] = RankActor
     """What Ray is given to start; the nodes must be able to import it."""
 
@@ -54,10 +55,7 @@ class RayExecutor(Executor):
         if find_spec("ray") is None:
             return "Ray is not installed; pip install 'pluggable-llm-engine[ray]'"
         if ":" in config.executor.device:
-            return (
-                f"Ray chooses the GPUs, and {config.executor.device} cannot be asked for; use --device cuda, and for "
-                "replicas a server each"
-            )
+            return f"Ray chooses the GPUs, and {config.executor.device} cannot be asked for; use --device cuda"
         return None
 
     def __init__(self, config: EngineConfig, parts: Parts, options: Options) -> None:

@@ -7,9 +7,11 @@ import importlib
 import itertools
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import types
@@ -19,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import attrs
+import httpx
 import pytest
 
 from engine.core import Engine, SamplingParams
@@ -328,3 +331,30 @@ def test_an_address_where_nothing_is(make_executor: Make) -> None:
         free = "{}:{}".format(*listening.getsockname())
     with pytest.raises(ExecutorError, match=rf"^Ray cannot be joined at {free}: .*refused; see the option address"):
         make_executor(options={"address": free}).start()
+
+
+def test_replicas_of_a_server_are_placed_each_for_itself(engine_checkpoint: Path, address: str, until: Make) -> None:
+    """Two nodes with room for one rank each: both replicas answer, from different nodes."""
+    command = [sys.executable, "-P", "-c", "from engine.cli.main import main; main()", "serve"]
+    command += ["--model", str(engine_checkpoint), "--port", "0", "--api-workers", "1", "--device", "cpu"]
+    command += ["--kv-memory", "8MiB", "--max-len", "256", "--threads", "1", "--replicas", "2"]
+    command += ["--executor", "ray", "--executor-option", f"address={address}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            assert server.stdout is not None
+            lines: list[str] = []
+            url = None
+            for line in server.stdout:
+                lines.append(line)
+                if url := re.search(r"http://127\.0\.0\.1:\d+", line):
+                    break
+            assert url is not None, "".join(lines)
+            deep = httpx.get(f"{url[0]}/health", params={"deep": 1}, timeout=60)
+            assert deep.status_code == 200, deep.text
+            assert len(deep.json()["replicas"]) == 2
+            assert len(actors()) == 2
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=60)
+    assert server.returncode == 0
+    until(lambda: actors() == [], 60)
