@@ -22,10 +22,11 @@ from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.argmax import argmax_rows
 from engine.core.kernels.norm import add_rms_norm
 from engine.core.kernels.rope import angles, rotate_and_write
-from engine.core.kernels.skinny_launch import Problem, Tile, candidates, with_ahead
-from engine.core.layers.skinny import BUCKETS, FewRowsTables, by_torch
+from engine.core.kernels.skinny_launch import Problem, Tile
+from engine.core.layers.skinny import FewRowsTables
 from engine.core.layers.timing import GraphTimer
-from engine.core.layers.tuning import Work
+from engine.core.layers.tunable import Multiplication, Operands
+from engine.core.layers.tuning import Work, group, measure
 
 BANDWIDTH = 4.2e12
 DEVICE = torch.device("cuda", 0)
@@ -179,22 +180,17 @@ def time_host() -> list[Timed]:
 
 def time_linear(timer: GraphTimer, problem: Problem, show: int) -> list[Row]:
     """Torch beside the best tile, at each number of rows; `show` tiles are printed."""
-    work = make_work(problem)
-    nbytes = work.weights[0][0].nbytes
-    wanted = [(work, rows, candidates(problem, rows, DEVICE)) for rows in BUCKETS]
-    timer.prepare(wanted)
+    works = make_works(problem)
+    floor = works[0].operands[0].nbytes / BANDWIDTH
     found = []
-    for _, rows, tiles in wanted:
-        pairs = {tile: timer.seconds(work, rows, tile) for tile in tiles}
-        best = min(pairs, key=lambda tile: pairs[tile])
-        pairs |= {tile: timer.seconds(work, rows, tile) for tile in with_ahead(best, problem, DTYPE.itemsize)}
-        ranked = sorted(pairs, key=lambda tile: pairs[tile])
-        baseline = timer.seconds(work, rows, None)
-        floor = nbytes / BANDWIDTH
+    for work, pairs in zip(works, measure(works, timer), strict=True):
+        rows = work.rows
+        ranked = sorted((tile for tile in pairs if tile is not None), key=lambda tile: pairs[tile])
         line = [f"{problem!s:<32}{rows:>3} rows  floor {floor * 1e6:6.1f}"]
-        for name, tile, pair in (("torch", None, baseline), ("best", ranked[0], pairs[ranked[0]])):
-            alone = time_alone(timer, work, rows, tile)
-            line.append(f"{name} pair {pair * 1e6:6.1f} alone {alone * 1e6:6.1f} ({nbytes / alone / 1e12:4.2f} TB/s)")
+        for name, tile in (("torch", None), ("best", ranked[0])):
+            pair, alone = pairs[tile], time_alone(timer, work, tile)
+            rate = floor * BANDWIDTH / alone / 1e12
+            line.append(f"{name} pair {pair * 1e6:6.1f} alone {alone * 1e6:6.1f} ({rate:4.2f} TB/s)")
             found.append(Row(metric=f"{problem} {rows} rows, {name}, pair", value=pair * 1e6, unit="us"))
             found.append(Row(metric=f"{problem} {rows} rows, {name}, alone", value=alone * 1e6, unit="us"))
         print("  ".join(line), flush=True)
@@ -203,30 +199,25 @@ def time_linear(timer: GraphTimer, problem: Problem, show: int) -> list[Row]:
     return found
 
 
-def time_alone(timer: GraphTimer, work: Work, rows: int, tile: Tile | None) -> float:
+def time_alone(timer: GraphTimer, work: Work, tile: Tile | None) -> float:
     """Seconds of one multiplication between others of its kind."""
-    problem = work.few_rows.problem
-    x = randn(rows, problem.inputs)
-    launch = None if tile is None else work.few_rows.make(rows, tile)
+    x = randn(work.rows, work.tunable.inputs)
 
     def calls() -> None:
-        for weight, bias in work.weights:
-            if launch is None:
-                by_torch(problem, x, weight, bias)
-            elif problem.epilogue == "argmax":
-                launch.peaks(x, weight)
-            else:
-                launch(x, weight, bias)
+        for operands in work.operands:
+            work.tunable.run(tile, x, operands)
 
-    return timer.replayed(calls) / len(work.weights)
+    return timer.replayed(calls) / len(work.operands)
 
 
-def make_work(problem: Problem) -> Work:
+def make_works(problem: Problem) -> list[Work]:
     """Layers enough to be cold."""
     nbytes = problem.weight_rows * problem.inputs * DTYPE.itemsize
-    count = min(max(int(COLD_BYTES / nbytes) + 1, 2), 16)
-    weights = [(randn(problem.weight_rows, problem.inputs), None) for _ in range(count)]
-    return Work(few_rows=FewRowsTables(str(DEVICE)).table(problem), weights=weights)
+    table = FewRowsTables(str(DEVICE)).table(problem)
+    return group(
+        Multiplication(tunable=table, operands=Operands(weights={"weight": randn(problem.weight_rows, problem.inputs)}))
+        for _ in range(min(max(int(COLD_BYTES / nbytes) + 1, 2), 16))
+    )
 
 
 def show(timed: Sequence[Timed]) -> list[Row]:

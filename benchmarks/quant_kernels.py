@@ -4,8 +4,9 @@
 
 Shapes are those of Llama-3.1-8B. Weights rotate over more memory than the L2 cache keeps. What is timed is what a layer
 does, behind the norm that makes its input: activations quantized where they are, SiLU * up for gate and up. Floor:
-bytes of weights and scales over 4.2 TB/s. `bf16` is cuBLAS by plain weights, `engine` what the engine launches.
---tune: all tiles and libraries worth a try, the best printed.
+bytes of weights and scales over 4.2 TB/s. `bf16` is cuBLAS by plain weights, `engine` what the engine launches once it
+has measured at start, `table` what it launches unmeasured. --tune: the choices at start, and more tiles and libraries
+than are candidates there; the best printed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,11 +29,15 @@ from triton.runtime.errors import OutOfResources
 from engine.cli.bench.report import Row, report, write
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.norm import add_rms_norm
+from engine.core.layers import tuning
 from engine.core.layers.timing import GraphTimer
+from engine.core.layers.tunable import Multiplication, Operands
 from engine.core.quant import LinearPart, LinearSpec
 from engine.plugins.kernels.quantize_rows import quantize_rows
 from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
-from engine.plugins.kernels.weight_only_launch import COLUMNS, MOST_ROWS, Multiplier, Problem, Tile, fits, split
+from engine.plugins.kernels.weight_only_launch import Multiplier
+from engine.plugins.kernels.weight_only_tiles import COLUMNS, MOST_ROWS, Problem, Tile, fits, split
+from engine.plugins.kernels.weight_only_tuning import WeightOnly
 from engine.plugins.quant.eight_bit import EightBitFormat
 from engine.plugins.quant.eight_bit_gpu import GpuKernel
 from engine.plugins.quant.layout import CodeLayout, Layout
@@ -81,7 +87,14 @@ class Layers:
         self.multiplier = multiplier
         rows, inputs = LINEARS[shape]
         self.layout, copy = coded(kind, rows, inputs, multiplier) if kind in CODES else grouped(kind, rows, inputs)
-        self.problem = Problem(gated=self.gated, weight_rows=rows, inputs=inputs, layout=self.layout)
+        self.problem = Problem(
+            gated=self.gated,
+            weight_rows=rows,
+            inputs=inputs,
+            layout=self.layout,
+            zeros=self.layout.has_zeros(copy.scales),
+        )
+        self.kernel = eight_bit(kind, self.problem, multiplier) if kind in CODES else None
         self.nbytes = copy.words.nbytes + copy.scales.nbytes
         count = min(max(int(COLD_BYTES / self.nbytes), 2), MOST_COPIES)
         self.copies = [copy, *(duplicate(copy, self.layout) for _ in range(count - 1))]
@@ -103,11 +116,32 @@ class Layers:
         """By bfloat16 weights."""
         return [lambda x, weight=weight: self.activate(F.linear(x, weight)) for weight in self.plain]
 
-    def own(self, rows: int) -> list[Call]:
+    def multiplications(self) -> Iterator[Multiplication]:
+        """What the engine measures at start."""
+        for one in self.copies:
+            if self.kernel is not None:
+                yield from self.kernel.multiplications({"weight": one.codes, "scale": one.scales}, None)
+            else:
+                operands = Operands(weights={"words": one.words, "scales": one.scales})
+                yield Multiplication(tunable=WeightOnly(self.multiplier, self.problem), operands=operands)
+
+    def choose(self, rows: Sequence[int], timer: GraphTimer, *, show: bool) -> None:
+        """As at the start of an engine that multiplies so many rows, but for the cache."""
+        works = tuning.group(self.multiplications())
+        wanted = {next((work.rows for work in works if work.rows >= count), None) for count in rows}
+        works = [work for work in works if work.rows in wanted]
+        begin = time.perf_counter()
+        for work, timings in zip(works, tuning.measure(works, timer), strict=True):
+            candidate, choice = tuning.decide(work, timings)
+            work.choose(candidate)
+            if show:
+                print(f"    {choice}, of {len(timings)}", *(f"left out: {name}" for name in work.failures))
+        print(f"{self.shape} {self.kind}: tuned in {time.perf_counter() - begin:.1f} s", flush=True)
+
+    def own(self) -> list[Call]:
         """As the engine multiplies."""
-        if self.kind in CODES:
-            kernel = eight_bit(self.kind, self.problem, self.multiplier)
-            apply = kernel.apply_gated if self.gated else kernel.apply
+        if self.kernel is not None:
+            apply = self.kernel.apply_gated if self.gated else self.kernel.apply
             return [
                 lambda x, one=one: apply(x, {"weight": one.codes, "scale": one.scales}, None) for one in self.copies
             ]
@@ -189,7 +223,7 @@ class Layers:
                 x = torch.empty(count, self.problem.inputs, device=DEVICE, dtype=torch.bfloat16)
                 tiles = self.tiles(count, sms) if count <= MOST_ROWS else []
                 for tile in {evolve(tile, splits=min(tile.splits, 2)) for tile in tiles}:
-                    self.multiplier.compile(x, one.words, one.scales, self.layout, self.gated, tile)
+                    self.multiplier.compile(x, one.words, one.scales, self.layout, None, self.gated, tile)
 
 
 def coded(kind: str, rows: int, inputs: int, multiplier: Multiplier) -> tuple[CodeLayout, Copy]:
@@ -255,19 +289,22 @@ def inputs_of(rows: int, size: int) -> torch.Tensor:
 
 def measure(timer: GraphTimer, layers: Layers, rows: Sequence[int], sms: int, *, tune: bool) -> list[Row]:
     """One shape of one kind; ends the run where a result is wrong."""
+    inputs = layers.problem.inputs
+    table = {count: seconds(timer, inputs_of(count, inputs), layers.own()) for count in rows}
+    layers.choose(rows, timer, show=tune)
     if tune:
         layers.compile(rows, sms)
     floor = layers.nbytes / BANDWIDTH
     found = []
     for count in rows:
-        x = inputs_of(count, layers.problem.inputs)
-        own = layers.own(count)
+        x = inputs_of(count, inputs)
+        own = layers.own()
         spent, baseline = seconds(timer, x, own), seconds(timer, x, layers.by_plain())
         error = layers.error(x, own[0](x))
         print(
             f"{layers.shape:<8}{layers.kind:<6}{count:>5} rows  floor {floor * 1e6:5.1f}  engine {spent * 1e6:7.1f} us"
-            f"  bf16 {baseline * 1e6:7.1f}  x{baseline / spent:4.2f}  {layers.nbytes / spent / 1e12:4.2f} TB/s"
-            f"  error {error:.4f}",
+            f"  table {table[count] * 1e6:7.1f}  bf16 {baseline * 1e6:7.1f}  x{baseline / spent:4.2f}"
+            f"  {layers.nbytes / spent / 1e12:4.2f} TB/s  error {error:.4f}",
             flush=True,
         )
         if not error < MOST_ERROR:

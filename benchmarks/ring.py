@@ -51,10 +51,15 @@ class Transport(ABC):
 class RingTransport(Transport):
     """Ours."""
 
-    def __init__(self, size: int, implementation: str, spin_us: int) -> None:
+    def __init__(self, size: int, implementation: str, spin_us: int, spin_share: float) -> None:
         super().__init__(size)
         self.ring = Ring.create(
-            readers=READERS, slots=SLOTS, slot_bytes=max(size, 1), spin_us=spin_us, implementation=implementation
+            readers=READERS,
+            slots=SLOTS,
+            slot_bytes=max(size, 1),
+            spin_us=spin_us,
+            spin_share=spin_share,
+            implementation=implementation,
         )
 
     def writer(self) -> Send:
@@ -133,9 +138,10 @@ class ZmqTransport(Transport):
 
 
 TRANSPORTS: dict[str, Callable[[int], Transport]] = {
-    "ring, spins up to 20 us": lambda size: RingTransport(size, "futex", 20),
-    "ring, never spins": lambda size: RingTransport(size, "futex", 0),
-    "ring of pipes": lambda size: RingTransport(size, "pipe", 0),
+    "ring, anticipates": lambda size: RingTransport(size, "futex", 20, 0.06),
+    "ring, spins up to 20 us": lambda size: RingTransport(size, "futex", 20, 0.0),
+    "ring, never spins": lambda size: RingTransport(size, "futex", 0, 0.0),
+    "ring of pipes": lambda size: RingTransport(size, "pipe", 0, 0.0),
     "ZeroMQ ipc pairs": ZmqTransport,
     "spinning Python ring": SpinTransport,
 }

@@ -48,6 +48,7 @@ class Round:
         self.slots = dice.choice((1, 2, 3, 8, 16))
         self.slot_bytes = dice.choice((64, 4096, 65536))
         self.spin_us = dice.choice((0, 20, 200))
+        self.spin_share = (0.0, 0.08, 1.0)[seed // 100 % 3]
         self.implementation = implementation
         self.large = dice.random() < 0.15
         self.messages = dice.randint(2, 6) if self.large else dice.choice((10, 100, 1000))
@@ -109,6 +110,7 @@ class Round:
             slots=self.slots,
             slot_bytes=self.slot_bytes,
             spin_us=self.spin_us,
+            spin_share=self.spin_share,
             implementation=self.implementation,
         )
         pids = [fork(lambda index=index: self.read(ring.handle, index)) for index in range(self.readers)]

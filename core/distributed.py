@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
-from attrs import frozen
 
 from engine.core.errors import ExecutorError
+from engine.core.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from engine.core.peer_memory import PeerMemory
 
 _c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks the options, and types
-
-TIMEOUT = 600.0
-"""Seconds that an operation waits for the other ranks."""
 
 
 class RankGroup(ABC):
@@ -89,22 +87,6 @@ class OneRank(RankGroup):
         """Nothing to leave."""
 
 
-@frozen(kw_only=True)
-class Rendezvous:
-    """Where ranks find each other, and how long they wait: plain data, for one rank's process."""
-
-    rank: int
-    ranks: int
-    path: str
-    """A file that all of them see, empty or not there yet; it is theirs to write, and may be deleted once the group is
-    closed."""
-    timeout: float = TIMEOUT
-    """Seconds an operation waits for the other ranks. On a GPU a rank that waits longer ends its process (NCCL's
-    watchdog); operations replayed in CUDA graphs are not watched, so whoever starts the ranks must watch them too."""
-    peer_memory: bool = True
-    """On GPUs: whether small sums go by kernels that read the other GPUs' memory, where that is possible."""
-
-
 def join(rendezvous: Rendezvous, device: DeviceInfo) -> RankGroup:
     """Join the other ranks: by gloo with a CPU, by NCCL with a GPU; waits for all of them.
 
@@ -115,10 +97,10 @@ def join(rendezvous: Rendezvous, device: DeviceInfo) -> RankGroup:
         return OneRank()
     timeout = timedelta(seconds=rendezvous.timeout)
     with _Attributed(rank, ranks, "joining the others"):
-        store = _c10d.FileStore(rendezvous.path, ranks)
+        store = _store(rendezvous)
         store.set_timeout(timeout)
         if device.type == "cpu":
-            return TorchGroup(rank, ranks, _gloo(store, rank, ranks, timeout), torch.device("cpu"))
+            return TorchGroup(rank, ranks, _gloo(store, rendezvous, timeout), torch.device("cpu"))
         torch.cuda.set_device(device.index)
         group = TorchGroup(rank, ranks, _nccl(store, rank, ranks, timeout), torch.device(device.torch_name))
         if rendezvous.peer_memory:
@@ -182,7 +164,9 @@ class TorchGroup(RankGroup):
 
     def close(self) -> None:
         """See RankGroup. Not called while the device still works."""
-        self.peers = None
+        if self.peers is not None:
+            self.peers.close()
+            self.peers = None
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type == "cuda":
             backend.shutdown()
@@ -233,14 +217,23 @@ def _options(kind: Callable[[], Any]) -> Any:
     return options
 
 
-def _gloo(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
-    """Over the loopback interface: all ranks are on one host."""
+def _store(rendezvous: Rendezvous) -> Any:
+    """What the ranks know of each other."""
+    url = urlsplit(rendezvous.place)
+    if url.scheme == "tcp" and url.hostname is not None and url.port is not None:
+        timeout = timedelta(seconds=rendezvous.timeout)
+        return _c10d.TCPStore(url.hostname, url.port, timeout=timeout, wait_for_workers=False)
+    return _c10d.FileStore(rendezvous.place, rendezvous.ranks)
+
+
+def _gloo(store: Any, rendezvous: Rendezvous, timeout: timedelta) -> Any:
+    """Over the interface at which the other ranks reach this host."""
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._devices = [gloo.create_device(hostname=rendezvous.host)]
     options._threads = 2
     options._timeout = timeout
-    return gloo(_c10d.PrefixStore("gloo", store), rank, ranks, options)
+    return gloo(_c10d.PrefixStore("gloo", store), rendezvous.rank, rendezvous.ranks, options)
 
 
 def _nccl(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:

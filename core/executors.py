@@ -47,6 +47,9 @@ class Executor(ABC):
 
     api: ClassVar[str]
     options_class: ClassVar[type | None] = None
+    finds_devices: ClassVar[bool] = False
+    """Whether it looks for devices itself, as in a cluster: several engines then need not be told apart which of this
+    machine's each has."""
 
     @classmethod
     @abstractmethod

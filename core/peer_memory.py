@@ -39,9 +39,13 @@ class PeerMemory:
     It is free again when a sum is done: the kernels end on all ranks together.
     """
 
-    def __init__(self, name: str, group: RankGroup, device: torch.device) -> None:
-        """name: of the group, known to torch's symmetric memory."""
+    def __init__(self, name: str, group: RankGroup, store: Any, device: torch.device) -> None:
+        """name: no other group's; store: see `open`."""
         self._name = name
+        c10d: Any = torch._C._distributed_c10d
+        # Symmetric memory looks a group up by its name, for its ranks and its store; torch does not keep it alive.
+        self._registered = c10d.ProcessGroup(store, group.rank, group.ranks)
+        c10d._register_process_group(name, self._registered)
         self._group = group
         self._device = device
         self._mappings: list[Any] = []
@@ -64,9 +68,7 @@ class PeerMemory:
             if group.rank == 0:
                 store.set("name", uuid4().hex)
             name = store.get("name").decode()
-            memory: Any = torch._C._distributed_c10d._SymmetricMemory
-            memory.set_group_info(name, group.rank, group.ranks, store)
-            opened = cls(name, group, torch.device("cuda", torch.cuda.current_device()))
+            opened = cls(name, group, store, torch.device("cuda", torch.cuda.current_device()))
         except RuntimeError as error:  # what torch raises where memory cannot be mapped
             why = str(error).partition("\n")[0]
         if group.minimum(int(opened is not None)):
@@ -97,6 +99,11 @@ class PeerMemory:
             )
             self._row_sums[size, dtype] = made, buffer
         return self._row_sums[size, dtype][0]
+
+    def close(self) -> None:
+        """Forget the group's name."""
+        c10d: Any = torch._C._distributed_c10d
+        c10d._unregister_process_group(self._name)
 
     def _allocate(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
         """Memory that all ranks can reach, and where each rank's is. Called by all ranks."""

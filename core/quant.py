@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.core.device import DeviceInfo
+    from engine.core.layers.tunable import Multiplication
 
 API = "1"
 
@@ -118,6 +119,15 @@ class LinearKernel(ABC):
         from engine.core.layers.activation import silu_and_mul
 
         return silu_and_mul(self.apply(x, weights, bias))
+
+    def multiplications(
+        self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> Sequence[Multiplication]:
+        """Those of its multiplications whose kernel is to be chosen by measurement, on a GPU.
+
+        weights, bias: as for `apply`.
+        """
+        return ()
 
 
 class QuantMethod(ABC):

@@ -20,7 +20,8 @@ class HostCopy:
         self._tensors = tuple(tensors)
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Whoever waits for it sleeps: by default the driver would keep a core busy until then.
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
     @classmethod

@@ -203,6 +203,29 @@ def ablation_table() -> str:
     return section("What each optimisation is worth", text, [table(columns, rows)])
 
 
+def ranks_table() -> str:
+    """Steps of a model that several devices share, beside one."""
+    report = load_result("h200-x2-tensor-parallel")
+    if report is None:
+        return ""
+    values: dict[tuple[str, str], dict[int, float]] = {}
+    for row in report["rows"]:
+        ranks, case = row["case"].split(" x, ")
+        name = case if row["metric"] in case else f"{row['metric']}, {case}"
+        values.setdefault((name, row["unit"]), {})[int(ranks)] = row["value"]
+    counts = sorted({ranks for each in values.values() for ranks in each})
+    rows = []
+    for (name, unit), each in values.items():
+        gain = ""
+        if len(each) == len(counts):
+            ratio = each[counts[-1]] / each[counts[0]]
+            gain = f"{1 / ratio if unit == 'ms' else ratio:.2f} x"
+        rows.append((f"{name}, {unit}", *(number(each[ranks]) if ranks in each else "" for ranks in counts), gain))
+    text = f"{report['settings']['model']}, bfloat16, {report['settings']['inputs']} tokens in. {where(report)}"
+    columns = ("", *(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in counts), "gain")
+    return section("Tensor parallel", text, [table(columns, rows)])
+
+
 def startup_table() -> str:
     """Seconds to the first token by phase, one column a result."""
     reports = [
@@ -219,6 +242,27 @@ def startup_table() -> str:
         return ""
     text = f"Seconds from the start of the process, in a median start. {where(reports[0][1])}"
     return section("Start-up", text, [table(("", *(name for name, _ in reports)), rows)])
+
+
+def ring_table() -> str:
+    """Hops of the ring and of other transports."""
+    report = load_result("ring")
+    if report is None:
+        return ""
+    metrics = list(dict.fromkeys((row["metric"], row["unit"]) for row in report["rows"]))
+    values = {(row["case"], row["metric"]): row["value"] for row in report["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in report["rows"]))
+    settings = report["settings"]
+    text = (
+        f"One writer, {settings['readers']} readers, {settings['bytes']} bytes, {settings['cpus']} virtual processors. "
+        f"{report['machine']}, {report['date']}, commit {report['commit']}."
+    )
+    columns = ("", *(f"{metric}, {unit}" for metric, unit in metrics))
+    rows = [
+        (case, *(f"{values[case, metric]:.3g}" if (case, metric) in values else "" for metric, _ in metrics))
+        for case in cases
+    ]
+    return f"{text}\n\n{table(columns, rows)}"
 
 
 def perplexity_table() -> str:
@@ -289,9 +333,11 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "headline": ("README.md", headline_table),
     "compared": ("docs/performance.md", compared_tables),
     "served": ("docs/performance.md", served_tables),
+    "ranks": ("docs/performance.md", ranks_table),
     "startup": ("docs/performance.md", startup_table),
     "ablation": ("docs/performance.md", ablation_table),
     "perplexity": ("docs/quantization.md", perplexity_table),
+    "ring": ("docs/executors.md", ring_table),
     "timeline": ("docs/performance.md", timeline_figure),
 }
 

@@ -23,7 +23,7 @@ from engine.server.child import Child
 from engine.server.front_ends import FrontEnds
 from engine.server.messages import BOARD, EngineGone, EngineLaunch, Failed, FromEngine, Shutdown, Started
 from engine.server.metrics import Board
-from engine.server.replicas import cores, count_gpus, replica_configs
+from engine.server.replicas import cores, count_gpus, finds_devices, replica_configs
 from engine.server.summary import summary
 
 SHUTDOWN_SECONDS = 5.0
@@ -47,7 +47,7 @@ def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Co
     Raises EngineError, with the failing process's own words, when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
-    replicas = [_Replica(each) for each in replica_configs(config, count_gpus)]
+    replicas = [_Replica(each) for each in replica_configs(config, count_gpus, finds_devices)]
     return asyncio.run(_Server(config, replicas, announce, commands).run())
 
 

@@ -11,14 +11,19 @@ from attrs import evolve
 
 from engine.core.config import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError
+from engine.core.executors import Executor
 from engine.core.memory import MEMORY_SHARE
+from engine.core.registry import load_plugins
 
 
-def replica_configs(config: EngineConfig, count_gpus: Callable[[], int]) -> list[EngineConfig]:
+def replica_configs(
+    config: EngineConfig, count_gpus: Callable[[], int], finds_devices: Callable[[EngineConfig], bool]
+) -> list[EngineConfig]:
     """The configuration of each replica.
 
-    GPUs: a replica has executor.tensor_parallel of them, the first one's begin at executor.device. CPU: they share the
-    cores and the memory, where no setting says how many threads or bytes each gets.
+    GPUs: a replica has executor.tensor_parallel of them, the first one's begin at executor.device; an executor that
+    finds devices itself is told none. CPU: they share the cores and the memory, where no setting says how many threads
+    or bytes each gets.
     Raises ConfigError when there are too few GPUs. One replica has what one engine has, and nothing is counted.
     """
     replicas, each = config.server.replicas, config.executor.tensor_parallel
@@ -30,6 +35,8 @@ def replica_configs(config: EngineConfig, count_gpus: Callable[[], int]) -> list
         return [_share(config)] * replicas
     if kind not in (AUTO, "cuda") or (index and not index.isdigit()):
         return [config] * replicas  # which the engines refuse, in their own words
+    if finds_devices(config):
+        return [config] * replicas
     first = int(index or 0)
     there = max(0, gpus - first)
     if replicas * each > there:
@@ -50,6 +57,14 @@ def count_gpus() -> int:
     if done.returncode:
         raise EngineError(f"the GPUs could not be counted: {done.stderr.strip().rpartition(chr(10))[2]}")
     return int(done.stdout)
+
+
+def finds_devices(config: EngineConfig) -> bool:
+    """Executor.finds_devices of the one that is named; auto takes none that does. Raises PluginError."""
+    if config.executor.name == AUTO:
+        return False
+    executor: type[Executor] = load_plugins(config.plugins).seams["executors"].get(config.executor.name).load()
+    return executor.finds_devices
 
 
 def cores() -> int:

@@ -12,8 +12,9 @@ import attrs
 
 from engine.core.checkpoint import Checkpoint
 from engine.core.device import DeviceInfo
-from engine.core.distributed import OneRank, RankGroup, Rendezvous, join
+from engine.core.distributed import OneRank, RankGroup, join
 from engine.core.executors import Executor, Health, PendingResult
+from engine.core.rendezvous import Rendezvous
 from engine.core.runner import Runner
 
 if TYPE_CHECKING:
@@ -34,16 +35,19 @@ class LoneRank(OneRank):
         self.ranks = ranks
 
 
-def run_ranks(ranks: int, work: Callable[[RankGroup], T], *, timeout: float = 60.0) -> list[T]:
+def run_ranks(
+    ranks: int, work: Callable[[RankGroup], T], *, timeout: float = 60.0, place: str | None = None
+) -> list[T]:
     """What `work` returns on each of several ranks, by rank: threads on the CPU, joined by gloo as processes would be.
 
-    The first rank's error is raised. timeout: seconds that a rank waits for one that does not come.
+    The first rank's error is raised. timeout: seconds that a rank waits for one that does not come; place: see
+    Rendezvous, a file unless given.
     """
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(ranks) as threads:
-        path = str(Path(directory) / "ranks")
+        meeting = place or str(Path(directory) / "ranks")
 
         def run(rank: int) -> T:
-            group = join(Rendezvous(rank=rank, ranks=ranks, path=path, timeout=timeout), CPU)
+            group = join(Rendezvous(rank=rank, ranks=ranks, place=meeting, timeout=timeout), CPU)
             try:
                 return work(group)
             finally:
@@ -93,7 +97,7 @@ class ThreadedRanks(Executor):
         path = str(Path(self._directory.name) / "ranks")
         try:
             self._groups = self._on_each(
-                lambda rank: join(Rendezvous(rank=rank, ranks=self.ranks, path=path, timeout=60.0), CPU),
+                lambda rank: join(Rendezvous(rank=rank, ranks=self.ranks, place=path, timeout=60.0), CPU),
                 range(self.ranks),
             )
             self.runners = [Runner(*self._arguments, group) for group in self._groups]

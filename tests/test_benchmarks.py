@@ -108,3 +108,12 @@ def test_perplexities_of_a_few_methods(tmp_path: Path) -> None:
     sizes = found["size"]
     assert sizes["GPTQ-4"] < sizes["int8"] < sizes["bf16"] < sizes["fp8 KV cache, calibrated"]
     assert found["perplexity"]["fp8 KV cache, calibrated"] != found["perplexity"]["bf16"]
+
+
+def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    options = ("--model", "tiny", "--device", "cpu", "--batches", "1", "2", "--steps", "4", "--json", str(file))
+    done = run_script("tensor_parallel.py", *options)
+    assert done.returncode == 0, done.stderr
+    cases = [row["case"] for row in json.loads(file.read_text())["rows"]]
+    assert cases == [f"{ranks} x, {what}" for ranks in (1, 2) for what in ("batch 1", "batch 2", "prefill 2 x 64")]

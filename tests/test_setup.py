@@ -143,8 +143,8 @@ def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
         for file in (source / directory).rglob("*.py")
     }
     data = {Path("engine/demo/engine-demo", file.name) for file in (source / "demo" / "engine-demo").glob("*")}
-    built = {path for path in held if path.suffix in {".c", ".so"}}
-    assert {path.name.partition(".")[0] for path in built} == {"_paged", "_ring"}
+    built = {path for path in held if path.suffix in {".c", ".h", ".so"}}
+    assert {path.name.partition(".")[0] for path in built} == {"_paged", "_rhythm", "_ring"}
     assert {path for path in held - built if path.parts[0] == "engine"} == {
         *wanted,
         *data,

@@ -18,6 +18,7 @@ from engine.core.errors import ConfigError
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
     from engine.core.engine import Engine
+    from engine.core.executors import Executor
     from engine.core.schedulers import SchedulingPolicy
     from engine.core.types import EngineStats, Request
 
@@ -138,14 +139,16 @@ def warm_up(engine: Engine) -> None:
 
 
 @contextmanager
-def opened(config: EngineConfig, policy: SchedulingPolicy | None = None) -> Iterator[Engine]:
+def opened(
+    config: EngineConfig, policy: SchedulingPolicy | None = None, executor: type[Executor] | None = None
+) -> Iterator[Engine]:
     """An engine that is warm. As in a server, the garbage collector leaves alone what start-up made.
 
-    policy: schedules in place of the policy that `config` names.
+    policy, executor: in place of those that `config` names.
     """
     from engine.core.engine import Engine
 
-    with Engine(config=config, scheduler=policy) as engine:
+    with Engine(config=config, scheduler=policy, executor=executor) as engine:
         gc.collect()
         gc.freeze()
         try:

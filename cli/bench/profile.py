@@ -50,7 +50,8 @@ class Ran:
     begin: float
     end: float
     own: float
-    """us without those called within."""
+    """us that count as its own: of a kernel, from when those that ended before it had ended; of an operator, without
+    those called within."""
 
 
 @frozen
@@ -253,18 +254,31 @@ def _read(
     )
     zero = marks[0][0] if marks else 0.0
     host = tuple(HostStep(begin - zero, end - zero, spent) for (begin, end), spent in zip(marks, phases, strict=True))
-    ran = tuple(
-        Ran(
-            event.name,
-            event.device_resource_id,
-            event.time_range.start - zero,
-            event.time_range.end - zero,
-            event.time_range.elapsed_us() if gpu else event.self_cpu_time_total,
-        )
+    chosen = [
+        event
         for event in events
         if (event.device_type.name != "CPU") == gpu and not event.is_user_annotation and event.name != MARK
+    ]
+    own = _own_times(chosen) if gpu else [event.self_cpu_time_total for event in chosen]
+    ran = tuple(
+        Ran(event.name, event.device_resource_id, event.time_range.start - zero, event.time_range.end - zero, spent)
+        for event, spent in zip(chosen, own, strict=True)
     )
     return host, ran
+
+
+def _own_times(kernels: Sequence[Any]) -> list[float]:
+    """us of each, so that their sum is the time in which any runs.
+
+    A kernel may be set up, and wait, while those before it run: its own time begins when they have ended.
+    """
+    own = [0.0] * len(kernels)
+    ended = float("-inf")
+    for number in sorted(range(len(kernels)), key=lambda one: kernels[one].time_range.end):
+        span = kernels[number].time_range
+        own[number] = span.end - max(span.start, ended)
+        ended = span.end
+    return own
 
 
 def rows_of(profile: Profile) -> Iterator[Row]:
@@ -300,9 +314,9 @@ def print_profile(profile: Profile) -> None:
     )
     long, short = profile.gaps()
     typer.echo(
-        f"us a step: {profile.wall:.1f} wall, {profile.busy:.1f} device busy ({total:.1f} summed over kernels),"
-        f" {profile.idle:.1f} idle\nunder the profiler: {profile.profiled:.1f} wall, idle {long:.1f} in gaps from"
-        f" {GAP:g} us and {short:.1f} in shorter ones\n"
+        f"us a step: {profile.wall:.1f} wall, {profile.busy:.1f} device busy, {profile.idle:.1f} idle\n"
+        f"under the profiler: {profile.profiled:.1f} wall, idle {long:.1f} in gaps from {GAP:g} us and {short:.1f} in"
+        " shorter ones\n"
     )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.core.errors import ConfigError
 from engine.core.quant import TensorSpec
+
+if TYPE_CHECKING:
+    from engine.core.layers.tunable import Multiplication
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types a model computes in."""
@@ -41,6 +45,10 @@ class Layer(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the weights kept; 0 before `fill`."""
+
+    def multiplications(self) -> Sequence[Multiplication]:
+        """Those of its multiplications whose kernel is chosen by measurement, once it is filled."""
+        return ()
 
 
 class TensorLayer(Layer):

@@ -26,9 +26,10 @@ from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.plain import PlainLayers
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny import FewRowsTables, SkinnyKernel
+from engine.core.layers.tunable import Multiplication, Operands
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from engine.core.batch import ForwardPass
     from engine.core.distributed import RankGroup
@@ -122,6 +123,11 @@ class FusedLMHead(LMHead):
         there may still differ here; then this takes the likelier, not the first."""
         launch = self.few_rows_greedy.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
         return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
+
+    def multiplications(self) -> Sequence[Multiplication]:
+        """With logits and without."""
+        operands = Operands(weights={"weight": self._weight})
+        return [Multiplication(tunable=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Take over the table as it is."""

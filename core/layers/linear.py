@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve
@@ -11,6 +12,9 @@ from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.matmul import multiply, pack
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from engine.core.layers.tunable import Multiplication
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all ranks."""
@@ -100,6 +104,10 @@ class Linear(Layer):
         if biases and self._adds_bias:
             self.bias = merge(list(biases.values()), self.spec.dtype)
         self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
+
+    def multiplications(self) -> Sequence[Multiplication]:
+        """The kernel's, with the bias that it is given."""
+        return self.kernel.multiplications(self.weights, self.bias if self._reduce is None else None)
 
     @property
     def nbytes(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from engine.core.kernels import launch, skinny, skinny_launch
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.argmax import argmax_rows
 from engine.core.kernels.skinny_launch import (
@@ -15,16 +16,20 @@ from engine.core.kernels.skinny_launch import (
     SkinnyLaunch,
     Tile,
     Workspace,
+    candidates,
     default_tile,
+    with_ahead,
 )
+from engine.core.layers.base import torch_dtype
 from engine.core.layers.linear import PlainKernel, merge
+from engine.core.layers.tunable import Multiplication, Operands, Tunable, version_of
 from engine.core.quant import LinearSpec
 
 BUCKETS = (1, 2, 4, 8, MOST_ROWS)
 """Numbers of rows for which a kernel is chosen; others take the next one's."""
 
 
-class FewRows:
+class FewRows(Tunable[Tile | None]):
     """How one multiplication is done, by its number of rows: `launches[rows]`, None for torch's own."""
 
     def __init__(self, problem: Problem, workspace: Workspace) -> None:
@@ -34,11 +39,63 @@ class FewRows:
         for rows in BUCKETS:
             self.choose(rows, default_tile(problem, rows, workspace.device))
 
-    def choose(self, bucket: int, tile: Tile | None) -> None:
+    @property
+    def key(self) -> str:
+        """See Tunable."""
+        return str(self.problem)
+
+    @property
+    def version(self) -> str:
+        """See Tunable."""
+        return version_of(launch, skinny, skinny_launch)
+
+    @property
+    def inputs(self) -> int:
+        """See Tunable."""
+        return self.problem.inputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Tunable."""
+        return torch_dtype(self.problem.dtype)
+
+    @property
+    def classes(self) -> Sequence[int]:
+        """See Tunable."""
+        return BUCKETS
+
+    def candidates(self, rows: int) -> Sequence[Tile | None]:
+        """Torch's own first."""
+        return [None, *candidates(self.problem, rows, self._workspace.device)]
+
+    def refine(self, rows: int, ranked: Sequence[Tile | None]) -> Sequence[Tile | None]:
+        """The best number of bytes to fetch in advance with the fastest tile."""
+        fastest = next((tile for tile in ranked if tile is not None), None)
+        return [] if fastest is None else with_ahead(fastest, self.problem, self.dtype.itemsize)
+
+    def name(self, candidate: Tile | None) -> str:
+        """See Tunable."""
+        return "library" if candidate is None else str(candidate)
+
+    def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
+        """See Tunable."""
+        if candidate is not None:
+            weight = operands.weights["weight"]
+            self.make(rows, candidate).compile(weight.new_empty(rows, weight.shape[1]), weight, operands.bias)
+
+    def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+        """See Tunable; the largest outputs for argmax."""
+        weight = operands.weights["weight"]
+        if candidate is None:
+            return by_torch(self.problem, x, weight, operands.bias)
+        kernel = self.make(x.shape[0], candidate)
+        return kernel.peaks(x, weight)[0] if self.problem.epilogue == "argmax" else kernel(x, weight, operands.bias)
+
+    def choose(self, rows: int, candidate: Tile | None) -> None:
         """Set the kernel of a bucket; None: torch's own."""
-        below = max((rows for rows in BUCKETS if rows < bucket), default=0)
-        launch = None if tile is None else self.make(bucket, tile)
-        self.launches[below + 1 : bucket + 1] = [launch] * (bucket - below)
+        below = max((bucket for bucket in BUCKETS if bucket < rows), default=0)
+        made = None if candidate is None else self.make(rows, candidate)
+        self.launches[below + 1 : rows + 1] = [made] * (rows - below)
 
     def make(self, rows: int, tile: Tile) -> SkinnyLaunch:
         """A kernel that is not chosen yet."""
@@ -82,6 +139,12 @@ class SkinnyKernel(PlainKernel):
         """One matrix, the parts' outputs one below the other."""
         return {"weight": merge(list(loaded.values()), self._spec.dtype)}
 
+    def multiplications(
+        self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> Sequence[Multiplication]:
+        """See LinearKernel."""
+        return [Multiplication(tunable=self.few_rows, operands=Operands(weights=weights, bias=bias))]
+
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """x: [..., in_features] -> [..., out_features]."""
         launch = self._plain[x.shape[0]] if x.dim() == 2 and x.shape[0] <= MOST_ROWS else None
@@ -97,10 +160,9 @@ class SkinnyKernel(PlainKernel):
         return launch(x, weights["weight"], bias)
 
 
-def by_torch(problem: Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def by_torch(problem: Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The same multiplication without a kernel for few rows: what one must be faster than."""
     y = F.linear(x, weight, bias)
     if problem.epilogue == "gated":
-        silu_and_mul(y)
-    elif problem.epilogue == "argmax":
-        argmax_rows(y)
+        return silu_and_mul(y)
+    return argmax_rows(y)[0] if problem.epilogue == "argmax" else y

@@ -6,19 +6,20 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import triton
-from triton.runtime.errors import OutOfResources
+from triton.errors import TritonError
 
 from engine.core.kernels.norm import add_rms_norm
-from engine.core.kernels.skinny_launch import Tile
-from engine.core.layers.skinny import by_torch
-from engine.core.layers.tuning import Work
+from engine.core.layers.tunable import Operands
+from engine.core.layers.tuning import CandidateError, Work
 
 REPLAYS = 5
-MOST_CALLS = 16
+MOST_CALLS = 32
 """Multiplications in one graph."""
+MOST_THREADS = 16
 COLD = 3
 """Weights of one replay, in sizes of the L2 cache, where there are enough layers."""
 
@@ -37,47 +38,36 @@ class GraphTimer:
             torch.zeros(1, device=device)
             self._first.capture_end()
 
-    def prepare(self, wanted: Sequence[tuple[Work, int, Sequence[Tile]]]) -> None:
-        """Compile in threads: the compiler proper is not Python."""
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads, triton.AsyncCompileMode(threads):
-            for work, rows, tiles in wanted:
-                weight, bias = work.weights[0]
-                x = weight.new_empty(rows, weight.shape[1])
-                for tile in tiles:
-                    work.few_rows.make(rows, tile).compile(x, weight, bias)
+    def prepare(self, wanted: Sequence[tuple[Work, Sequence[Any]]]) -> None:
+        """Compile in threads: the compiler proper is not Python. What fails, fails again where it is launched."""
+        with (
+            ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as threads,
+            triton.AsyncCompileMode(threads, ignore_errors=True),
+        ):
+            for work, candidates in wanted:
+                for candidate in candidates:
+                    work.tunable.compile(work.rows, candidate, work.operands[0])
 
-    def seconds(self, work: Work, rows: int, tile: Tile | None) -> float:
+    def seconds(self, work: Work, candidate: Any) -> float:
         """See Timer. The median of several replays, with the kernel before it, which takes a microsecond or two."""
-        problem = work.few_rows.problem
-        weights = self._rotation(work)
-        source = torch.randn(rows, problem.inputs, device=self._device).to(weights[0][0].dtype)
+        tunable, layers = work.tunable, self._rotation(work.operands)
+        source = torch.randn(work.rows, tunable.inputs, device=self._device).to(tunable.dtype)
         scale = torch.ones_like(source[0])
-        if tile is None:
-
-            def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-                by_torch(problem, x, weight, bias)
-        else:
-            launch = work.few_rows.make(rows, tile)
-
-            def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-                if problem.epilogue == "argmax":
-                    launch.peaks(x, weight)
-                else:
-                    launch(x, weight, bias)
 
         def calls() -> None:
-            for weight, bias in weights:
-                multiply(add_rms_norm(source, None, scale, 1e-5)[0], weight, bias)
+            for layer in layers:
+                tunable.run(candidate, add_rms_norm(source, None, scale, 1e-5)[0], layer)
 
         try:
-            return self.replayed(calls) / len(weights)
-        except OutOfResources:  # this GPU has less shared memory or fewer registers than the tile wants
-            return float("inf")
+            tunable.run(candidate, source, layers[0])
+        except (TritonError, RuntimeError) as error:  # the compiler's passes raise the latter
+            raise CandidateError(f"{type(error).__name__}: {error}") from error
+        return self.replayed(calls) / len(layers)
 
-    def _rotation(self, work: Work) -> Sequence[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Layers whose weights together are more than the L2 cache keeps, or all."""
-        count = -(-COLD * self._cache_bytes // work.weights[0][0].nbytes)
-        return work.weights[: min(max(count, 2), MOST_CALLS)]
+    def _rotation(self, layers: Sequence[Operands]) -> Sequence[Operands]:
+        """Those whose weights together are more than the L2 cache keeps, or all."""
+        count = -(-COLD * self._cache_bytes // layers[0].nbytes)
+        return layers[: min(max(count, 2), MOST_CALLS)]
 
     def replayed(self, calls: Callable[[], None]) -> float:
         """Median seconds of a replay of what `calls` launches."""

@@ -1,8 +1,7 @@
-"""Measured choices on disk: one JSON file for each kind of device and version of all that a measurement depends on."""
+"""Measured choices on disk: one JSON file for each kind of device and version of PyTorch and Triton."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -18,31 +17,32 @@ import torch
 import triton
 from attrs import asdict, frozen
 
-from engine.core.kernels import launch, skinny, skinny_launch
-from engine.core.kernels.skinny_launch import Problem, Tile
-
 log = logging.getLogger(__name__)
 
-Choices = Mapping[tuple[Problem, int], "Choice"]
-"""By problem and number of rows."""
+Choices = Mapping[tuple[str, int], "Choice"]
+"""By problem and class of rows."""
 
 
 @frozen(kw_only=True)
 class Choice:
-    """What was found best for one problem at so many rows."""
+    """What was found best for one multiplication in one class of rows."""
 
-    problem: Problem
+    problem: str
+    """Tunable.key."""
     rows: int
-    tile: Tile | None
-    """None: torch's own."""
+    version: str
+    """Tunable.version."""
+    kernel: str
+    """Tunable.name."""
     seconds: float
-    torch_seconds: float
+    usual: str
+    """The candidate that this one had to gain on."""
+    usual_seconds: float
+    """inf: it could not run."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.problem}, {self.rows} rows: {self.tile or 'library'}, {self.seconds * 1e6:.1f} us"
-            f" (library {self.torch_seconds * 1e6:.1f})"
-        )
+        usual = "" if self.kernel == self.usual else f" ({self.usual}: {self.usual_seconds * 1e6:.1f})"
+        return f"{self.problem}, {self.rows} rows: {self.kernel}, {self.seconds * 1e6:.1f} us{usual}"
 
 
 class TuningCache:
@@ -89,11 +89,9 @@ def default_directory() -> Path:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """All that a measurement depends on."""
-    sources = "".join(inspect.getsource(module) for module in (launch, skinny, skinny_launch)).encode()
+    """All that a measurement depends on but the kernels, whose version each choice has."""
     return {
         "device": torch.cuda.get_device_name(device),
         "pytorch": torch.__version__,
         "triton": triton.__version__,
-        "kernels": blake2b(sources, digest_size=8).hexdigest(),
     }

@@ -11,22 +11,31 @@
  * acquires, so nobody sees half a message, and one whose writer died in the middle is never seen.
  *
  * Sleep. A side that finds nothing to do spins for a bounded time, then
- *     1. reads the bell, 2. sets the flag, 3. looks once more, 4. sleeps if the bell is still what it was in 1.
- * The other side makes its change, and if the flag is set, clears it, rings the bell (adds one) and wakes all sleepers
- * with one system call. Setting the flag, looking, changing and testing the flag are sequentially consistent: either the
+ *     1. reads the bell, 2. sets its flag, 3. looks once more, 4. sleeps if the bell is still what it was in 1,
+ *     5. takes its flag back, if that is still set.
+ * The other side makes its change, and if any flag is set, clears all, rings the bell (adds one) and wakes all sleepers
+ * with one system call. Setting the flag, looking, changing and testing the flags are sequentially consistent: either the
  * sleeper sees the change in 3, or the other side sees the flag. In that case it rings after 1, and 4 does not sleep. A
  * flag that a dead process left behind costs one system call. A process that dies before it rings leaves sleepers, whom
  * the end of their time limit wakes, or ring_end.
+ *
+ * A reader that knows when the next message is due (_rhythm.h) sleeps twice, each time by all five steps: first until
+ * shortly before that moment, and then, if it was not right to spin around it, for good. Flags are one bit a reader, since
+ * one whose sleep is over must not take back another's; when all are awake, the writer sees none, and makes no system call.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "_rhythm.h"
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "atomics would take locks of one process");
 
@@ -37,8 +46,8 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "atomic
 enum { READY = 0, PENDING = 1, ENDED = 2, ALONE = 3 };
 
 typedef struct {
-    APART _Atomic uint32_t flag; /* somebody sleeps, or is about to */
-    _Atomic uint32_t bell;       /* what they sleep on */
+    APART _Atomic uint64_t flags; /* one bit each: sleeps, or is about to */
+    _Atomic uint32_t bell;        /* what they sleep on */
 } doze_t;
 
 typedef struct {
@@ -63,7 +72,8 @@ typedef struct {
     uint64_t room;     /* the writer's: number of the first message that must wait for a reader, as last looked up */
     int64_t spin;      /* ns to spin for in the next wait */
     int64_t spin_most;
-    uint32_t index; /* the reader's */
+    rhythm_t rhythm; /* the reader's */
+    uint32_t index;  /* the reader's */
 } end_t;
 
 static int64_t now_ns(void) {
@@ -96,7 +106,7 @@ static void ring_the_bell(_Atomic uint32_t *bell) {
 }
 
 static void wake(doze_t *doze) {
-    if (atomic_load(&doze->flag) && atomic_exchange(&doze->flag, 0))
+    if (atomic_load(&doze->flags) && atomic_exchange(&doze->flags, 0))
         ring_the_bell(&doze->bell);
 }
 
@@ -139,31 +149,90 @@ static void adapt(end_t *end, int found, int64_t waited) {
     end->spin = found == READY && waited <= end->spin_most ? end->spin_most : end->spin / 2;
 }
 
+static inline int64_t earlier(int64_t one, int64_t other) { return one < other ? one : other; }
+
+/* generous: leave the processor to others that want it, such as the one that is waited for. */
+static inline int spin(ring_t *ring, end_t *end, look_t look, int64_t until, int generous) {
+    int found = PENDING;
+    while (found == PENDING && now_ns() < until) {
+        for (int i = 0; i < 16 && found == PENDING; i++) {
+            relax();
+            found = look(ring, end);
+        }
+        if (generous && found == PENDING)
+            sched_yield();
+    }
+    return found;
+}
+
+/* What a wait sleeps on, and its bit there. */
+typedef struct {
+    doze_t *doze;
+    uint64_t bit;
+} bed_t;
+
+/* The five steps of sleep. */
+static int sleep_until(ring_t *ring, end_t *end, look_t look, bed_t bed, int64_t until) {
+    doze_t *doze = bed.doze;
+    const uint32_t bell = atomic_load(&doze->bell);
+    atomic_fetch_or(&doze->flags, bed.bit);
+    int found = look(ring, end);
+    if (found == PENDING) {
+        sleep_on(&doze->bell, bell, until);
+        found = look(ring, end);
+    }
+    if (atomic_load(&doze->flags) & bed.bit)
+        atomic_fetch_and(&doze->flags, ~bed.bit);
+    return found;
+}
+
+/* The same, with a timer that is on time: the kernel may delay others by 50 us, to spare processors' sleep. */
+static int sleep_exactly(ring_t *ring, end_t *end, look_t look, bed_t bed, int64_t until) {
+    const int slack = prctl(PR_GET_TIMERSLACK); /* ns, this thread's */
+    if (slack > 1)
+        prctl(PR_SET_TIMERSLACK, 1);
+    const int found = sleep_until(ring, end, look, bed, until);
+    if (slack > 1)
+        prctl(PR_SET_TIMERSLACK, slack);
+    return found;
+}
+
+/* Be awake in the window of the next message, if it has one. Sets `over` if the wait should end, though nothing was found:
+ * at `until`, or on a signal. */
+static int anticipate(ring_t *ring, end_t *end, look_t look, bed_t bed, int64_t until, int *over) {
+    window_t window;
+    int64_t now = now_ns();
+    if (!rhythm_expect(&end->rhythm, now, &window))
+        return PENDING;
+    if (now < window.wake) {
+        const int found = sleep_exactly(ring, end, look, bed, earlier(window.wake, until));
+        now = now_ns();
+        rhythm_woke(&end->rhythm, window.wake, now);
+        *over = now < window.wake;
+        if (found != PENDING || *over)
+            return found;
+    }
+    const int64_t spin_end = earlier(earlier(window.to, now + window.left), until);
+    const int found = spin(ring, end, look, spin_end, 1);
+    end->rhythm.spun += now_ns() - now;
+    return found;
+}
+
 /* Wait until `look` finds something, at most until `until`, CLOCK_MONOTONIC in ns; also ends, with PENDING, on a signal.
  * stamp: when what is waited for happened; NULL: not known, the end of the wait counts. */
-static inline int await(ring_t *ring, end_t *end, look_t look, doze_t *doze, _Atomic int64_t *stamp, int64_t until) {
+static inline int await(ring_t *ring, end_t *end, look_t look, bed_t bed, _Atomic int64_t *stamp, int64_t until) {
     int found = look(ring, end);
     if (found != PENDING)
         return found;
     const int64_t begin = now_ns();
     if (begin >= until)
         return PENDING;
-    const int64_t spin_end = begin + end->spin < until ? begin + end->spin : until;
-    while (found == PENDING && now_ns() < spin_end) {
-        for (int i = 0; i < 16 && found == PENDING; i++) {
-            relax();
-            found = look(ring, end);
-        }
-    }
-    if (found == PENDING) {
-        const uint32_t bell = atomic_load(&doze->bell);
-        atomic_store(&doze->flag, 1);
-        found = look(ring, end);
-        if (found == PENDING) {
-            sleep_on(&doze->bell, bell, until);
-            found = look(ring, end);
-        }
-    }
+    found = spin(ring, end, look, earlier(begin + end->spin, until), 0);
+    int over = 0;
+    if (found == PENDING)
+        found = anticipate(ring, end, look, bed, until, &over);
+    if (found == PENDING && !over)
+        found = sleep_until(ring, end, look, bed, until);
     const int64_t finish = found == READY && stamp ? atomic_load_explicit(stamp, memory_order_relaxed) : now_ns();
     adapt(end, found, finish - begin);
     return found;
@@ -180,7 +249,7 @@ void ring_init(ring_t *ring, uint32_t readers, uint32_t slots) {
 }
 
 int ring_await_room(ring_t *ring, end_t *end, int64_t until) {
-    return await(ring, end, room, &ring->writer_dozes, NULL, until);
+    return await(ring, end, room, (bed_t){&ring->writer_dozes, 1}, NULL, until);
 }
 
 void ring_publish(ring_t *ring, end_t *end) {
@@ -190,7 +259,13 @@ void ring_publish(ring_t *ring, end_t *end) {
 }
 
 int ring_await_message(ring_t *ring, end_t *end, int64_t until) {
-    return await(ring, end, message, &ring->readers_doze, &ring->stamp, until);
+    const bed_t bed = {&ring->readers_doze, (uint64_t)1 << end->index};
+    const int found = await(ring, end, message, bed, &ring->stamp, until);
+    if (found == READY) {
+        const uint64_t published = atomic_load(&ring->published);
+        rhythm_hear(&end->rhythm, published, atomic_load_explicit(&ring->stamp, memory_order_relaxed));
+    }
+    return found;
 }
 
 /* After a copy. ALONE: the reader was dropped meanwhile, and the slot may have been filled anew: the copy is no message.

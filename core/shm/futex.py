@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from engine.core.shm.segment import PAGE, Segment
-from engine.core.shm.signals import ReaderSignals, Signals, WriterSignals
+from engine.core.shm.signals import ReaderSignals, Signals, Spin, WriterSignals
 
 _POINTER, _NUMBER, _TIME = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int64
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
@@ -23,8 +23,38 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ring_drop": (None, _POINTER, _NUMBER),
     "ring_ended": (ctypes.c_int, _POINTER),
     "ring_end": (None, _POINTER),
+    "rhythm_hear": (None, _POINTER, ctypes.c_uint64, _TIME),
+    "rhythm_woke": (None, _POINTER, _TIME, _TIME),
+    "rhythm_expect": (ctypes.c_int, _POINTER, _TIME, _POINTER),
 }
 """Name -> types of what it returns and takes. A call releases the interpreter's lock."""
+SHARES = 1024
+"""As in _rhythm.h: a share of so many is all."""
+
+
+class Samples(ctypes.Structure):
+    """samples_t of _rhythm.h."""
+
+    _fields_ = (("ns", ctypes.c_int64 * 16), ("count", ctypes.c_uint32))
+
+
+class Rhythm(ctypes.Structure):
+    """rhythm_t of _rhythm.h."""
+
+    _fields_ = (
+        ("intervals", Samples),
+        ("lateness", Samples),
+        ("heard", ctypes.c_uint64),
+        ("stamp", ctypes.c_int64),
+        ("spun", ctypes.c_int64),
+        ("share", ctypes.c_int64),
+    )
+
+
+class Window(ctypes.Structure):
+    """window_t of _rhythm.h."""
+
+    _fields_ = (("wake", ctypes.c_int64), ("start", ctypes.c_int64), ("to", ctypes.c_int64), ("left", ctypes.c_int64))
 
 
 class _End(ctypes.Structure):
@@ -35,6 +65,7 @@ class _End(ctypes.Structure):
         ("room", ctypes.c_uint64),
         ("spin", ctypes.c_int64),
         ("spin_most", ctypes.c_int64),
+        ("rhythm", Rhythm),
         ("index", ctypes.c_uint32),
     )
 
@@ -76,12 +107,13 @@ class FutexSignals(Signals):
         """None."""
         return ()
 
-    def __init__(self, segment: Segment, readers: int, slots: int, spin_us: int, *, new: bool) -> None:
+    def __init__(self, segment: Segment, readers: int, slots: int, spin: Spin, *, new: bool) -> None:
         self._library = native_part()
         self._segment = segment
         self._anchor = ctypes.c_char.from_buffer(segment.map, PAGE)  # keeps the memory mapped
         self._ring = ctypes.addressof(self._anchor)
-        self._spin = 1000 * spin_us
+        self._spin = 1000 * spin.us
+        self._share = int(spin.share * SHARES)
         if new:
             self._library.ring_init(self._ring, readers, slots)
 
@@ -91,7 +123,8 @@ class FutexSignals(Signals):
 
     def reader(self, index: int) -> ReaderSignals:
         """See Signals."""
-        return _Reader(self, self._library, self._ring, _End(spin=self._spin, spin_most=self._spin, index=index))
+        end = _End(spin=self._spin, spin_most=self._spin, rhythm=Rhythm(share=self._share), index=index)
+        return _Reader(self, self._library, self._ring, end)
 
     def drop(self, index: int) -> None:
         """See Signals."""

@@ -16,7 +16,7 @@ import time
 
 from engine.core.shm.errors import RingError
 from engine.core.shm.segment import PAGE, Segment
-from engine.core.shm.signals import MOST_READERS, ReaderSignals, Signals, Status, WriterSignals
+from engine.core.shm.signals import MOST_READERS, ReaderSignals, Signals, Spin, Status, WriterSignals
 
 _GONE = 0x80
 """Added to the index of a reader in the writer's pipe: it is gone."""
@@ -60,7 +60,7 @@ class PipeSignals(Signals):
             os.set_blocking(descriptor, False)
         return tuple(made)
 
-    def __init__(self, segment: Segment, readers: int, slots: int, spin_us: int, *, new: bool) -> None:
+    def __init__(self, segment: Segment, readers: int, slots: int, spin: Spin, *, new: bool) -> None:
         if slots * readers > _MOST_BYTES:
             raise RingError(
                 f"a ring of pipes takes at most {_MOST_BYTES} slots times readers, not {slots} times {readers}; "

@@ -27,7 +27,7 @@ from engine.core.shm.futex import FutexSignals
 from engine.core.shm.pipe import PipeSignals
 from engine.core.shm.segment import SLOT_HEADER, Segment, default_directory, new_file, read
 from engine.core.shm.side import Side
-from engine.core.shm.signals import MOST_READERS, ReaderSignals, Signals, Status, WriterSignals
+from engine.core.shm.signals import MOST_READERS, ReaderSignals, Signals, Spin, Status, WriterSignals
 
 Buffer = bytes | bytearray | memoryview
 
@@ -51,6 +51,7 @@ class RingHandle:
     slots: int
     slot_bytes: int
     spin_us: int
+    spin_share: float
     directory: str
     """Where the shared memory is taken from."""
     token: str
@@ -81,6 +82,7 @@ class Ring:
         slots: int = 16,
         slot_bytes: int = 65536,
         spin_us: int = 20,
+        spin_share: float = 0.06,
         implementation: str = "auto",
         directory: Path | None = None,
     ) -> Ring:
@@ -91,6 +93,8 @@ class Ring:
         slots, slot_bytes: messages the writer may be ahead of the slowest reader, and bytes of one before it spills to
             the side of the ring (slower, but as long as the shared memory has room).
         spin_us: microseconds a wait may spin before it sleeps; it spins less by itself when waits are long. 0: never.
+        spin_share: part of the interval between messages, in [0, 1], that a reader may spin for around the moment at
+            which the next is due; it expects none while intervals are irregular. 0: it never does. Neither do pipes.
         implementation: "futex" (Linux, native part built), "pipe" (anywhere, no native part), or "auto": the first
             that works here. `Ring.implementation` tells which.
         directory: where the file of the shared memory lies; None: /dev/shm, or where there is none, temporary files.
@@ -106,6 +110,8 @@ class Ring:
                 raise RingError(f"{name} must be in [1, {most}], not {value}")
         if not 0 <= spin_us <= 10**6:
             raise RingError(f"spin_us must be in [0, 1000000] microseconds, not {spin_us}")
+        if not 0 <= spin_share <= 1:
+            raise RingError(f"spin_share must be in [0, 1], not {spin_share}")
         kind = choose(implementation)
         directory = directory or default_directory()
         beside = kind.descriptors(readers)
@@ -124,10 +130,11 @@ class Ring:
             slots=slots,
             slot_bytes=slot_bytes,
             spin_us=spin_us,
+            spin_share=spin_share,
             directory=str(directory),
             token=token,
         )
-        return cls(handle, segment, kind(segment, readers, slots, spin_us, new=True))
+        return cls(handle, segment, kind(segment, readers, slots, Spin(spin_us, spin_share), new=True))
 
     @classmethod
     def attach(cls, handle: RingHandle) -> Ring:
@@ -138,7 +145,8 @@ class Ring:
         kind = choose(handle.implementation)
         segment = Segment(handle.descriptors, kind.control_bytes(handle.readers), handle.slots, handle.slot_bytes)
         segment.find(handle.token)
-        return cls(handle, segment, kind(segment, handle.readers, handle.slots, handle.spin_us, new=False))
+        spin = Spin(handle.spin_us, handle.spin_share)
+        return cls(handle, segment, kind(segment, handle.readers, handle.slots, spin, new=False))
 
     def __init__(self, handle: RingHandle, segment: Segment, signals: Signals) -> None:
         """Made by `create` and `attach`."""

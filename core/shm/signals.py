@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from enum import IntEnum
 from typing import ClassVar
 
+from attrs import frozen
+
 from engine.core.shm.segment import Segment
 
 MOST_READERS = 64
@@ -25,6 +27,16 @@ class Status(IntEnum):
     ENDED = 2
     ALONE = 3
     """For the writer: no reader is left. For a reader: it was dropped."""
+
+
+@frozen
+class Spin:
+    """How much waits may spin; plain data."""
+
+    us: int
+    """Microseconds at the beginning of a wait."""
+    share: float
+    """Of the interval between messages, around the moment at which a reader expects the next."""
 
 
 class WriterSignals(ABC):
@@ -87,8 +99,9 @@ class Signals(ABC):
         """New descriptors that it needs beside the segment's, not inheritable. Raises RingError."""
 
     @abstractmethod
-    def __init__(self, segment: Segment, readers: int, slots: int, spin_us: int, *, new: bool) -> None:
-        """new: the control memory is zero and to be set up; nobody else has it yet."""
+    def __init__(self, segment: Segment, readers: int, slots: int, spin: Spin, *, new: bool) -> None:
+        """spin: what waits may spend, if the implementation spins at all.
+        new: the control memory is zero and to be set up; nobody else has it yet."""
 
     @abstractmethod
     def writer(self) -> WriterSignals:

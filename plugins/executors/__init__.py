@@ -26,3 +26,9 @@ def register_executors(register: Register) -> None:
         summary="several devices, each with its share of every layer, in a process each",
         preference=5,
     )
+    register(
+        "ray",
+        lazy("engine.plugins.executors.ray:RayExecutor"),
+        api="1",
+        summary="one device or several, of one node or several, as actors that Ray places",
+    )

@@ -1,4 +1,4 @@
-"""What passes between an executor and its workers beside steps and results: a socket of messages, as msgpack."""
+"""What passes between an executor and its workers beside steps and results: messages, as msgpack; a socket of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 
 from engine.core.config import EngineConfig
 from engine.core.errors import CapacityError, CheckpointError, ConfigError, EngineError, ExecutorError, PluginError
+from engine.core.rendezvous import Rendezvous
 from engine.core.shm import RingHandle
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo
@@ -23,20 +24,22 @@ ERRORS: tuple[type[EngineError], ...] = (CheckpointError, CapacityError, ConfigE
 """Those of a worker that are raised as what they are in the executor's process too."""
 
 
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a worker."""
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is to run, and as which rank."""
 
     config: EngineConfig
     executor: str
     """Its class, as module:name."""
     manifest: tuple[tuple[str, str, str], ...]
     """The plugins that the executor's process has loaded."""
-    rank: int
-    ranks: int
     device: str
     """cpu or cuda:N."""
-    store: str
-    """A file that all ranks see, empty at first: where they meet, as for torch.distributed.FileStore."""
+    rendezvous: Rendezvous
+
+
+class Launch(Assignment, frozen=True, kw_only=True):
+    """The first message to a worker of `multiproc` or `tp`."""
+
     steps: RingHandle
     results: RingHandle | None
     """Rank 0's; the others answer nothing."""
@@ -71,6 +74,13 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     hint: str
     """What may help; empty if the message says it, or nobody knows."""
     traceback: str
+
+    def error(self, worker: str) -> EngineError:
+        """As an error of this process; worker: who said it."""
+        cls = next((cls for cls in ERRORS if cls.__name__ == self.known), ExecutorError)
+        message = self.message if self.known else f"{self.kind}: {self.message}"
+        hint = f"; {self.hint}" if self.hint else ""
+        return cls(f"{worker} failed in {self.phase}: {message}{hint}")
 
 
 FromWorker = Told | Ready | Failed

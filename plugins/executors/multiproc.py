@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -14,8 +13,9 @@ from attrs import evolve, field, frozen, validators
 
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo, find_device
-from engine.core.errors import ExecutorError, PluginError
+from engine.core.errors import ExecutorError
 from engine.core.executors import MOST_STEPS, Executor, Health, PendingResult
+from engine.core.rendezvous import Rendezvous
 from engine.core.selection import Parts
 from engine.core.shm import Ring, RingClosedError
 from engine.core.startup import Listener
@@ -23,6 +23,8 @@ from engine.core.types import CacheInfo, Step, StepResult
 from engine.core.wire import Decoder, encode
 from engine.plugins.executors.beats import Beats
 from engine.plugins.executors.messages import Launch
+from engine.plugins.executors.objects import refuse_objects
+from engine.plugins.executors.pending import Pending
 from engine.plugins.executors.worker_process import WorkerProcess
 from engine.plugins.executors.workers import Workers
 
@@ -51,19 +53,14 @@ class MultiprocExecutor(Executor):
         return refuses_system()
 
     def __init__(self, config: EngineConfig, parts: Parts, options: Options) -> None:
-        for choice in parts.choices:
-            if choice.seam in ("attention", "quant", "models") and choice.provenance == "object":
-                raise PluginError(
-                    f"{choice.seam} {choice.name!r} was passed in as an object, which other processes cannot have; "
-                    "offer it as an installed plugin, or use --executor uniproc"
-                )
+        refuse_objects(parts)
         self._config = config
         self._manifest = parts.manifest
         self._options = options
         self._listener: Listener | None = None
         self._workers: Workers | None = None
         self._decoder: Decoder[StepResult] = Decoder(StepResult)
-        self._under_way: deque[_Pending] = deque()
+        self._under_way: deque[Pending] = deque()
 
     @property
     def asynchronous(self) -> bool:
@@ -103,7 +100,7 @@ class MultiprocExecutor(Executor):
             self._writer.send(encode(step))
         except RingClosedError as closed:
             raise self._failure(closed) from None
-        pending = _Pending(step.id, self._collect, self._reader.ready)
+        pending = Pending(step.id, self._collect, self._reader.ready)
         self._under_way.append(pending)
         if len(self._under_way) == 1:
             workers.oldest = (step.id, time.monotonic())
@@ -146,10 +143,8 @@ class MultiprocExecutor(Executor):
             config=config,
             executor=f"{type(self).__module__}:{type(self).__qualname__}",
             manifest=self._manifest,
-            rank=rank,
-            ranks=ranks,
             device=evolve(device, index=device.index + rank).torch_name,
-            store=f"/proc/self/fd/{store}",
+            rendezvous=Rendezvous(rank=rank, ranks=ranks, place=f"/proc/self/fd/{store}"),
             steps=self._steps.handle,
             results=results,
             beats=beats,
@@ -183,34 +178,6 @@ class MultiprocExecutor(Executor):
         """Why there is no ring any more."""
         failure = self._running().failure
         return ExecutorError(str(failure)) if failure is not None else closed
-
-
-class _Pending:
-    """A step under way; see executors.PendingResult."""
-
-    def __init__(self, step: int, collect: Callable[[], None], ready: Callable[[], bool]) -> None:
-        self.step = step
-        self._collect = collect
-        self._ready = ready
-        self._result: StepResult | None = None
-
-    def complete(self, result: StepResult) -> None:
-        """Its result has come, which is the next in order. Raises ExecutorError if it is another step's."""
-        if result.step != self.step:
-            raise ExecutorError(f"the workers answered step {result.step}, but step {self.step} is due")
-        self._result = result
-
-    def done(self) -> bool:
-        """Whether `result` returns at once."""
-        while self._result is None and self._ready():
-            self._collect()
-        return self._result is not None
-
-    def result(self) -> StepResult:
-        """Wait for the step. Raises ExecutorError."""
-        while self._result is None:
-            self._collect()
-        return self._result
 
 
 def refuses_system() -> str | None:

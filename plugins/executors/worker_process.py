@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,14 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.core.errors import EngineError, ExecutorError
 from engine.plugins.executors.beats import Beat
-from engine.plugins.executors.messages import ERRORS, Connection, Failed, FromWorker, Launch, socket_pair
+from engine.plugins.executors.messages import Connection, FromWorker, Launch, socket_pair
+from engine.plugins.executors.stacks import busy_stack
 
-FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
-"""A line of faulthandler's."""
-FRAMES = 6
-"""Of a stack, in a sentence."""
 STATES = {"T": "it is stopped (SIGSTOP)", "t": "it is stopped by a debugger", "D": "it waits in the kernel"}
 """By the letter in /proc/PID/stat: why there is no stack."""
 
@@ -29,7 +24,7 @@ class WorkerProcess:
     def __init__(self, module: str, launch: Launch, beat: Beat, inherit: Sequence[int]) -> None:
         """module: what to run; inherit: the file descriptors that it gets beside `launch.stack`, which is then its
         alone."""
-        self.rank = launch.rank
+        self.rank = launch.rendezvous.rank
         self.beat = beat
         self.phase = "start"
         """Of its start; empty once it is ready."""
@@ -85,13 +80,6 @@ class WorkerProcess:
         hint = "; if the machine ran out of memory, its kernel's log says so" if name == "SIGKILL" else ""
         return f"{self} was killed by {name}{place}{hint}"
 
-    def error(self, failed: Failed) -> EngineError:
-        """What it said, as an error of this process."""
-        cls = next((cls for cls in ERRORS if cls.__name__ == failed.known), ExecutorError)
-        message = failed.message if failed.known else f"{failed.kind}: {failed.message}"
-        hint = f"; {failed.hint}" if failed.hint else ""
-        return cls(f"{self} failed in {failed.phase}: {message}{hint}")
-
     def ask_stack(self) -> None:
         """Have it write its stack."""
         os.ftruncate(self._stack, 0)
@@ -106,19 +94,10 @@ class WorkerProcess:
         while (not text or text != before) and time.monotonic() < until:
             time.sleep(0.02)
             before, text = text, os.pread(self._stack, 2**16, 0).replace(b"\0", b"").decode(errors="replace")
-        frames = _busy_frames(text)
-        if frames:
-            return f"its stack is {' < '.join(frames[:FRAMES])}", text
+        place = busy_stack(text)
+        if place:
+            return place, text
         if self._process.poll() is not None:
             return self.fate, text
         state = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
         return f"it gives no stack: {STATES.get(state, 'it does not take signals')}", text
-
-
-def _busy_frames(text: str) -> list[str]:
-    """Of a worker's stacks: that of the thread which waits for a step's result, else of the one that begins steps."""
-    threads = [FRAME.findall(thread) for thread in re.split(r"(?:Current t|T)hread", text)]
-    waits = [frames for frames in threads if any(name == "_answer" for _, _, name in frames)]
-    begins = [frames for frames in threads if any(name == "work" for _, _, name in frames)]
-    chosen = next(iter(waits + begins + [frames for frames in threads if frames]), [])
-    return [f"{name} ({file}:{line})" for file, line, name in chosen]

@@ -144,7 +144,7 @@ class Workers:
                 case Failed():
                     if not message.known:
                         log.error("%s failed in %s\n%s", str(worker), message.phase, message.traceback.rstrip())
-                    self._suspect(worker.error(message))
+                    self._suspect(message.error(str(worker)))
                 case Ready() | Told():
                     worker.phase = message.progress.phase if isinstance(message, Told) else ""
                     self._news.put((worker.rank, message))

@@ -31,6 +31,9 @@ class MatmulTile:
     """Tiles in shared memory at once."""
     block_k: int = 128
 
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.outputs}x{self.block_k}, {self.warps} warps, {self.stages} stages"
+
     def programs(self, rows: int, outputs: int) -> int:
         """Tiles of a result."""
         return -(-rows // self.rows) * -(-outputs // self.outputs)
@@ -97,28 +100,58 @@ def matmul(
     x: codes of weight's type; x_scale: [rows] float32. weight: [outputs, inputs]; scale: [outputs] float32. All dense,
     rows of a multiple of 16 bytes.
     """
-    rows, inputs = x.shape
-    outputs = weight.shape[0]
+    rows, outputs = x.shape[0], weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     if rows:
-        grid = (tile.programs(rows, outputs),)
-        _matmul_kernel[grid](
-            out,
-            TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k]),
-            TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k]),
-            x_scale,
-            scale,
-            scale if bias is None else bias,
-            rows,
-            outputs,
-            inputs,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.outputs,
-            BLOCK_K=tile.block_k,
-            STAGES=tile.stages,
-            INTEGER=weight.dtype == torch.int8,
-            BIAS=bias is not None,
-            num_warps=tile.warps,
-            **dependent_launch(x.device),
-        )
+        arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile)
+        _matmul_kernel[(tile.programs(rows, outputs),)](*arguments, **constants)
     return out
+
+
+def compile_matmul(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    tile: MatmulTile,
+) -> None:
+    """What `matmul` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile)
+    _matmul_kernel.warmup(*arguments, grid=(1,), **constants)
+
+
+def _launch(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: MatmulTile,
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Arguments of the kernel, and its constants."""
+    arguments = (
+        out,
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k]),
+        x_scale,
+        scale,
+        scale if bias is None else bias,
+        x.shape[0],
+        weight.shape[0],
+        x.shape[1],
+    )
+    constants: dict[str, object] = {
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.outputs,
+        "BLOCK_K": tile.block_k,
+        "STAGES": tile.stages,
+        "INTEGER": weight.dtype == torch.int8,
+        "BIAS": bias is not None,
+        "num_warps": tile.warps,
+        **dependent_launch(x.device),
+    }
+    return arguments, constants

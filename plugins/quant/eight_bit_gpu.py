@@ -1,50 +1,34 @@
 """Linear layers with eight-bit weights on a GPU: which kernel for how many rows.
 
 Few rows: reading the weights is all that counts. They are multiplied by activations as they are. More rows: activations
-are quantized too, by one kernel, and codes multiplied by codes, which takes half the time of numbers of 16 bits. With
+are quantized too, by one kernel, and codes multiplied by codes, which takes half the time of numbers of 16 bits. So
+what is computed follows from the number of rows alone; by which tiles is measured at start (multiplications). With
 scales of blocks, which have to be applied to sums of 128 products, that takes longer than by activations as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from engine.core.errors import CheckpointError
 from engine.core.kernels.activation import silu_and_mul
-from engine.core.kernels.launch import num_sms
+from engine.core.layers.tunable import Multiplication, Operands
 from engine.core.quant import LinearSpec
-from engine.plugins.kernels.quantize_rows import quantize_rows
-from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
-from engine.plugins.kernels.weight_only_launch import MOST_ROWS, Multiplier
+from engine.plugins.kernels.weight_only_launch import Multiplier
+from engine.plugins.kernels.weight_only_tiles import MOST_ROWS, Problem
+from engine.plugins.kernels.weight_only_tuning import WeightOnly
 from engine.plugins.quant.eight_bit import NONE, EightBitFormat, EightBitKernel
+from engine.plugins.quant.eight_bit_codes import HOPPER, CodesMultiplier, has_capability
+from engine.plugins.quant.eight_bit_tuning import ByCodes
 from engine.plugins.quant.layout import CodeLayout
 from engine.plugins.quant.rounding import dequantize
 
 FEW_ROWS = 32
 """Up to so many rows activations are not quantized."""
-SOME_ROWS = 64
-"""Up to so many rows tiles have as many."""
-SMALL_TILES = (
-    MatmulTile(rows=SOME_ROWS, outputs=32, warps=4, stages=6),
-    MatmulTile(rows=SOME_ROWS, outputs=64, warps=4, stages=5),
-)
-MIDDLE_TILES = (
-    MatmulTile(rows=128, outputs=64, warps=4, stages=6),
-    MatmulTile(rows=128, outputs=128, warps=8, stages=4),
-)
-LARGE_TILE = MatmulTile(rows=128, outputs=256, warps=8, stages=4)
-"""The fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
-TORCH_TILE = 128 * 128
-"""From this size of a tile on torch's float8 kernel is faster than ours."""
-FAST_ACCUMULATION = True
-"""Whether torch's float8 kernel may add up products within the tensor cores only, with fewer digits."""
 FP8_CAPABILITY = (8, 9)
-HOPPER = (9, 0)
-"""From which on there is TMA, and torch's float8 kernel takes a scale a row."""
 NOT_A_NUMBER = 0x7F
 """The code of a NaN in e4m3, the sign aside."""
 
@@ -58,6 +42,8 @@ class GpuKernel(EightBitKernel):
         self._layout = CodeLayout(dtype=form.dtype, scale_rows=self.scale_rows)
         slow_tiles = self.scale_rows > 0 or is_without_tma(torch.device(spec.device))
         self._quantizes = form.activations != NONE and not slow_tiles
+        outputs = sum(spec.rank_outputs(part) for part in spec.parts)
+        self._codes = CodesMultiplier(torch.device(spec.device), form.torch_dtype, outputs, self.compute_dtype)
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Codes and scales. Raises CheckpointError for float8 codes that are no numbers."""
@@ -89,47 +75,35 @@ class GpuKernel(EightBitKernel):
             y = self._multiplier(flat, words, weights["scale"], self._layout, bias, gated=gated)
             return y.view(*x.shape[:-1], y.shape[-1])
         else:
-            y = self._by_codes(flat, weights, bias)
+            y = self._codes(flat, weights, bias)
         y = silu_and_mul(y) if gated else y
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def _by_codes(
-        self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        weight, scale = weights["weight"], weights["scale"]
-        codes, x_scale = quantize_rows(x, weight.dtype, scale=weights.get("input_scale"))
-        tile = matmul_tile(x.shape[0], weight.shape[0], num_sms(x.device))
-        if tile.rows * tile.outputs >= TORCH_TILE and self._is_for_torch(weight, x.dtype):
-            return self._by_torch(codes, x_scale, weight, scale, bias, x.dtype)
-        return matmul(codes, x_scale, weight, scale, bias, x.dtype, tile)
-
-    @staticmethod
-    def _by_torch(
-        codes: torch.Tensor,
-        x_scale: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        return torch._scaled_mm(
-            codes,
-            weight.t(),
-            scale_a=x_scale[:, None],
-            scale_b=scale[None, :],
-            bias=bias,
-            out_dtype=dtype,
-            use_fast_accum=FAST_ACCUMULATION,
+    def multiplications(
+        self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> Sequence[Multiplication]:
+        """One of few rows and one of many, or one of all where activations are not quantized."""
+        spec, weight = self.spec, weights["weight"]
+        if spec.dtype == "float32":
+            return ()
+        problem = Problem(
+            gated=spec.gated,
+            weight_rows=weight.shape[0],
+            inputs=spec.rank_inputs,
+            layout=self._layout,
+            dtype=self.compute_dtype,
         )
-
-    @staticmethod
-    def _is_for_torch(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-        return (
-            weight.dtype != torch.int8
-            and dtype == torch.bfloat16
-            and weight.shape[0] % 16 == 0
-            and has_capability(weight.device, HOPPER)
-        )
+        packed = {"words": self._layout.words(weight), "scales": weights["scale"]}
+        most_rows = FEW_ROWS if self._quantizes else MOST_ROWS
+        found = [
+            Multiplication(
+                tunable=WeightOnly(self._multiplier, problem, most_rows), operands=Operands(weights=packed, bias=bias)
+            )
+        ]
+        if self._quantizes:
+            tunable = ByCodes(self._codes, spec.rank_inputs, static="input_scale" in weights)
+            found.append(Multiplication(tunable=tunable, operands=Operands(weights=weights, bias=bias)))
+        return found
 
     def widen(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, inputs: int) -> torch.Tensor:
         """Codes and scales, as kernels here keep them -> the weight, [outputs, inputs]."""
@@ -151,15 +125,14 @@ class GpuKernel(EightBitKernel):
         return "activations are float32; use --dtype bfloat16" if self.spec.dtype == "float32" else None
 
 
-def matmul_tile(rows: int, outputs: int, sms: int) -> MatmulTile:
-    """The tile for a product of this size: small ones where large ones would leave multiprocessors idle."""
-    if rows <= SOME_ROWS:
-        return next((tile for tile in SMALL_TILES if tile.programs(rows, outputs) <= 2 * sms), SMALL_TILES[-1])
-    return next((tile for tile in MIDDLE_TILES if tile.programs(rows, outputs) <= sms), LARGE_TILE)
-
-
 class WideningKernel(GpuKernel):
     """For GPUs without float8: weights are widened at every multiplication."""
+
+    def multiplications(
+        self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> Sequence[Multiplication]:
+        """None: there is one way."""
+        return ()
 
     def _multiply(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, *, gated: bool
@@ -182,9 +155,3 @@ class WideningKernel(GpuKernel):
 def is_without_tma(device: torch.device) -> bool:
     """Whether the kernel that multiplies codes by codes would load its tiles without overlap."""
     return device.type == "cuda" and not has_capability(device, HOPPER)
-
-
-@cache
-def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
-    """Whether a device is a GPU of at least this compute capability."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= least

@@ -134,7 +134,8 @@ class EightBitMethod(QuantMethod):
             integers = form.dtype == "int8" and form.activations != NONE
             return IntegerKernel(spec, form) if integers else WidenedKernel(spec, form)
         from engine.plugins.kernels.weight_only_launch import Multiplier
-        from engine.plugins.quant.eight_bit_gpu import FP8_CAPABILITY, GpuKernel, WideningKernel, has_capability
+        from engine.plugins.quant.eight_bit_codes import has_capability
+        from engine.plugins.quant.eight_bit_gpu import FP8_CAPABILITY, GpuKernel, WideningKernel
 
         device = torch.device(spec.device)
         if spec.device not in self._multipliers:

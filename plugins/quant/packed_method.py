@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import QuantMethod
-from engine.plugins.quant.w4a16 import Multipliers
+from engine.plugins.quant.packed_kernel import Multipliers
 
 
 class PackedMethod(QuantMethod):

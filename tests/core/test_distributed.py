@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +18,11 @@ import torch
 from engine.core import Engine, SamplingParams, runner
 from engine.core.checkpoint import Checkpoint
 from engine.core.device import DeviceInfo
-from engine.core.distributed import OneRank, RankGroup, Rendezvous, TorchGroup, join
+from engine.core.distributed import OneRank, RankGroup, TorchGroup, join
 from engine.core.errors import ConfigError, ExecutorError
 from engine.core.layers import LayerFactory
 from engine.core.loader import SafetensorsSource, load_weights
+from engine.core.rendezvous import MeetingPoint, Rendezvous
 from engine.core.runner import Runner
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import LoneRank, run_ranks, threaded_ranks
@@ -157,12 +160,13 @@ import json, sys
 from engine.core import Engine, SamplingParams
 from engine.core.checkpoint import Checkpoint
 from engine.core.device import find_device
-from engine.core.distributed import Rendezvous, join
+from engine.core.distributed import join
+from engine.core.rendezvous import Rendezvous
 from engine.core.runner import Runner
 from engine.plugins.executors.uniproc import UniprocExecutor
 
 rank, ranks, path, model, settings, prompts, count = map(json.loads, sys.argv[1:])
-group = join(Rendezvous(rank=rank, ranks=ranks, path=path, timeout=60.0), find_device(settings["executor__device"]))
+group = join(Rendezvous(rank=rank, ranks=ranks, place=path, timeout=60.0), find_device(settings["executor__device"]))
 
 class OneOfThem(UniprocExecutor):
     def __init__(self, config, parts, options):
@@ -282,7 +286,7 @@ def test_a_shared_head_has_all_logits_and_the_first_of_equals() -> None:
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    group = join(Rendezvous(rank=0, ranks=1, path="/nowhere"), CPU)
+    group = join(Rendezvous(rank=0, ranks=1, place="/nowhere"), CPU)
     x = torch.ones(2)
     assert isinstance(group, OneRank)
     assert group.all_reduce(x) is x
@@ -292,8 +296,29 @@ def test_one_rank_exchanges_nothing() -> None:
     group.close()
 
 
+def test_ranks_on_several_hosts_meet_at_an_address() -> None:
+    point = MeetingPoint("127.0.0.1")
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", point.place)
+
+    def add(group: RankGroup) -> list[float]:
+        return group.all_reduce(torch.tensor([1.0 + group.rank, 2.0])).tolist()  # type: ignore[no-any-return]
+
+    point.serve()
+    assert run_ranks(3, add, place=point.place) == [[6.0, 6.0]] * 3
+
+
+def test_a_meeting_point_that_cannot_be_or_is_not_there() -> None:
+    with pytest.raises(ExecutorError, match=r"cannot meet at 203\.0\.113\.1, which is no address of this host: "):
+        MeetingPoint("203.0.113.1")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        free = listening.getsockname()[1]
+    alone = Rendezvous(rank=1, ranks=2, place=f"tcp://127.0.0.1:{free}", timeout=0.3)
+    with pytest.raises(ExecutorError, match=r"rank 1 of 2: joining the others failed: "):
+        join(alone, CPU)
+
+
 def test_errors_name_rank_and_operation(tmp_path: Path) -> None:
-    alone = Rendezvous(rank=1, ranks=2, path=str(tmp_path / "ranks"), timeout=0.3)
+    alone = Rendezvous(rank=1, ranks=2, place=str(tmp_path / "ranks"), timeout=0.3)
     with pytest.raises(ExecutorError, match=r"rank 1 of 2: joining the others failed: .*another rank may have stopped"):
         join(alone, CPU)
 

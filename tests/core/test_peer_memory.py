@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -20,16 +21,15 @@ class Shared:
     refused = ""
 
     @classmethod
-    def set_group_info(cls, name: str, rank: int, ranks: int, store: Any) -> None:
+    def empty_strided_p2p(cls, size: Any, stride: Any, dtype: Any, device: Any, name: str) -> torch.Tensor:
         if cls.refused:
             raise RuntimeError(cls.refused)
-
-    @staticmethod
-    def empty_strided_p2p(size: Any, stride: Any, dtype: Any, device: Any, name: str) -> torch.Tensor:
         return torch.full(size, 7, dtype=dtype)
 
     @staticmethod
     def rendezvous(buffer: torch.Tensor, name: str) -> Any:
+        """As torch's does, it finds the group by its name."""
+        assert torch._C._distributed_c10d._resolve_process_group(name).size() == 2
         return SimpleNamespace(buffer_ptrs=[buffer.data_ptr(), 4096])
 
 
@@ -43,8 +43,13 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> type[Shared]:
     return Shared
 
 
+def make(rank: int) -> PeerMemory:
+    store = torch._C._distributed_c10d.HashStore()
+    return PeerMemory(uuid4().hex, LoneRank(rank, 2), store, torch.device("cpu"))
+
+
 def test_small_sums_are_taken(shared: type[Shared]) -> None:
-    memory = PeerMemory("name", LoneRank(0, 2), torch.device("cpu"))
+    memory = make(0)
     assert memory.takes(torch.zeros(1, 8, dtype=torch.bfloat16))
     assert memory.takes(torch.zeros(peer_memory.MOST_BYTES // 4))
     assert not memory.takes(torch.zeros(peer_memory.MOST_BYTES // 4 + 4))
@@ -55,7 +60,7 @@ def test_small_sums_are_taken(shared: type[Shared]) -> None:
 
 
 def test_memory_for_rows(shared: type[Shared]) -> None:
-    memory = PeerMemory("name", LoneRank(1, 2), torch.device("cpu"))
+    memory = make(1)
     sums = memory.row_sums(4096, torch.bfloat16)
     assert (sums.rank, sums.ranks, sums.most_rows) == (1, 2, 128)
     assert memory.row_sums(4096, torch.bfloat16) is sums
@@ -79,3 +84,10 @@ def test_none_where_there_are_no_kernels_or_a_rank_cannot(
     with caplog.at_level(logging.WARNING):
         assert PeerMemory.open(LoneRank(0, 2), torch._C._distributed_c10d.HashStore()) is None
     assert caplog.messages[-1].endswith("small sums take longer: no access to peers")
+
+
+def test_a_closed_group_is_forgotten(shared: type[Shared]) -> None:
+    memory = make(0)
+    memory.close()
+    with pytest.raises(RuntimeError, match="Could not resolve the process group"):
+        torch._C._distributed_c10d._resolve_process_group(memory._name)

@@ -1,7 +1,8 @@
-"""An installed plugin whose attention fails on demand. Options: at (start, prefill, decode) and do (kill, memory)."""
+"""An installed plugin whose attention fails on demand: options at (start, prefill, decode), do (kill, memory, part)."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import Any
@@ -33,6 +34,7 @@ def load() -> type:
         def __init__(self, spec: Any, pool: Any, options: Options) -> None:
             super().__init__(spec, pool, None)
             self._options = options
+            self._groups = groups() if options.do == "part" else []
             self._fault("start")
 
         def plan(self, batch: Any, graph: Any = None) -> Any:
@@ -44,6 +46,18 @@ def load() -> type:
                 return
             if self._options.do == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._options.do == "part":
+                for group in self._groups:
+                    group._backend.abort()
+                return
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
     return FaultyAttention
+
+
+def groups() -> list[Any]:
+    """What joins this process's rank to the others, unless it is the first. Sought at the start: later the collector
+    has put all that lives on out of sight."""
+    from engine.core.distributed import TorchGroup
+
+    return [one for one in gc.get_objects() if isinstance(one, TorchGroup) and one.rank > 0]

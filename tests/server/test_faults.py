@@ -56,7 +56,7 @@ def start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Start]:
     """Starts `engine serve --executor multiproc` with these flags. After the test nothing of it is left."""
-    monkeypatch.setenv("PYTHONPATH", str(plugin))
+    monkeypatch.setenv("PYTHONPATH", str(plugin), prepend=os.pathsep)
     before = shared_memory()
     servers: list[Any] = []
 
@@ -161,6 +161,20 @@ def test_no_memory_in_a_step(start: Start) -> None:
     assert "in _fault" in server.errors  # the worker's traceback
     assert server.errors.count("in _fault") == 1
     assert_failed(server, "OutOfMemoryError")
+
+
+@pytest.mark.gpu
+def test_ranks_whose_nccl_fails(start: Start) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs; torch sees {torch.cuda.device_count()}")
+    flags = ["--attention", "faulty", "--attention-option", "at=decode", "--attention-option", "do=part"]
+    server = start("--executor", "tp", "--tp", "2", "--device", "cuda", "--graphs", "off", *flags)
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
+    assert answer.status_code == 503
+    assert "rank 1 of 2: all_" in answer.json()["error"]["message"]
+    assert_failed(server, "rank 1 of 2: all_")
 
 
 def test_a_killed_front_end_and_then_a_killed_engine(start: Start, alive: Callable[[int], bool]) -> None:

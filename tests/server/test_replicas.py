@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from engine.core.config import CacheConfig, EngineConfig, ExecutorConfig, ServerConfig
-from engine.core.errors import ConfigError
-from engine.server.replicas import cores, count_gpus, replica_configs
+from engine.core.errors import ConfigError, PluginError
+from engine.server.replicas import cores, count_gpus, finds_devices, replica_configs
 
 
 def config(replicas: int, *, cache: CacheConfig | None = None, **executor: Any) -> EngineConfig:
@@ -18,7 +18,7 @@ def config(replicas: int, *, cache: CacheConfig | None = None, **executor: Any) 
 
 
 def devices(made: EngineConfig, gpus: int) -> list[str]:
-    return [each.executor.device for each in replica_configs(made, lambda: gpus)]
+    return [each.executor.device for each in replica_configs(made, lambda: gpus, finds_devices)]
 
 
 def nobody_counts() -> int:
@@ -27,13 +27,21 @@ def nobody_counts() -> int:
 
 def test_one_replica_is_left_as_it_is() -> None:
     made = config(1)
-    assert replica_configs(made, nobody_counts) == [made]
+    assert replica_configs(made, nobody_counts, finds_devices) == [made]
 
 
 def test_each_replica_has_its_own_gpus() -> None:
     assert devices(config(3), 8) == ["cuda:0", "cuda:1", "cuda:2"]
     assert devices(config(2, device="cuda:2", tensor_parallel=2), 6) == ["cuda:2", "cuda:4"]
-    assert [each.executor.threads for each in replica_configs(config(2), lambda: 2)] == [0, 0]
+    assert [each.executor.threads for each in replica_configs(config(2), lambda: 2, finds_devices)] == [0, 0]
+
+
+def test_who_finds_devices_is_told_none() -> None:
+    assert devices(config(3, name="ray", device="cuda"), 1) == ["cuda"] * 3
+    assert devices(config(2, name="ray"), 0) == ["cpu"] * 2
+    assert devices(config(2, name="tp", tensor_parallel=2), 4) == ["cuda:0", "cuda:2"]
+    with pytest.raises(PluginError, match="nonesuch"):
+        devices(config(2, name="nonesuch"), 2)
 
 
 @pytest.mark.parametrize(
@@ -51,21 +59,25 @@ def test_each_replica_has_its_own_gpus() -> None:
 )
 def test_too_few_gpus(made: EngineConfig, gpus: int, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        replica_configs(made, lambda: gpus)
+        replica_configs(made, lambda: gpus, finds_devices)
     assert words in str(caught.value)
 
 
 def test_a_cpu_is_shared_out() -> None:
     for made, count in ((config(2, device="cpu"), nobody_counts), (config(2), lambda: 0)):
-        first, second = replica_configs(made, count)
+        first, second = replica_configs(made, count, finds_devices)
         assert first == second
         assert first.executor.device == "cpu"
         assert first.executor.threads == max(1, cores() // 2)
         assert first.cache.memory_fraction == 0.25
-    (given, _) = replica_configs(config(2, device="cpu", threads=7, cache=CacheConfig(memory="1GiB")), nobody_counts)
+    (given, _) = replica_configs(
+        config(2, device="cpu", threads=7, cache=CacheConfig(memory="1GiB")), nobody_counts, finds_devices
+    )
     assert given.executor.threads == 7
     assert given.cache == CacheConfig(memory="1GiB")
-    (part, _) = replica_configs(config(2, device="cpu", cache=CacheConfig(memory_fraction=0.8)), nobody_counts)
+    (part, _) = replica_configs(
+        config(2, device="cpu", cache=CacheConfig(memory_fraction=0.8)), nobody_counts, finds_devices
+    )
     assert part.cache.memory_fraction == 0.4
 
 

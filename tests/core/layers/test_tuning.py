@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 
+from engine.core.errors import ExecutorError
 from engine.core.layers import LayerFactory
-from engine.core.layers.skinny import BUCKETS
-from engine.core.layers.tuning import apply, collect
+from engine.core.layers.linear import Linear
+from engine.core.layers.skinny import BUCKETS, FewRowsTables, SkinnyKernel
+from engine.core.layers.tuning import CandidateError, apply, collect
 from engine.core.layers.tuning_cache import TuningCache, default_directory
+from engine.core.quant import LinearPart, LinearSpec
 
-CPU = torch.device("cpu")
-MACHINE = {"device": "GPU 1 / 80 GB", "pytorch": "1", "triton": "2", "kernels": "3"}
+MACHINE = {"device": "GPU 1 / 80 GB", "pytorch": "1", "triton": "2"}
 
 
 class FakeTimer:
@@ -25,11 +28,11 @@ class FakeTimer:
         self.asked = []
 
     def prepare(self, wanted):
-        self.prepared += wanted
+        self.prepared += [(work.place, one) for work, candidates in wanted for one in candidates]
 
-    def seconds(self, work, rows, tile):
-        self.asked.append((work.few_rows.problem, rows, tile))
-        return 10.0 if tile is None else self.rule(work.few_rows.problem, rows, tile)
+    def seconds(self, work, candidate):
+        self.asked.append((work.place, candidate))
+        return 10.0 if candidate is None else self.rule(work.tunable.problem, work.rows, candidate)
 
 
 def model():
@@ -45,22 +48,41 @@ def model():
 
 def run(layers, tmp_path, rule, machine=MACHINE):
     timer = FakeTimer(rule)
-    return apply(collect(layers), TuningCache(tmp_path, machine), timer, CPU), timer
+    return apply(collect(layers), TuningCache(tmp_path, machine), timer), timer
 
 
-def table(layers, epilogue):
-    [work] = [work for work in collect(layers) if work.few_rows.problem.epilogue == epilogue]
-    return work.few_rows.launches
+def tables(layers, start):
+    """What multiplies, of the shape whose name begins so."""
+    [found] = {id(work.tunable): work.tunable for work in collect(layers) if work.place[0].startswith(start)}.values()
+    return found.launches
 
 
 def test_all_layers_of_a_shape_are_one_work():
-    works = {str(work.few_rows.problem): len(work.weights) for work in collect(model())}
-    assert works == {
-        "plain 96x64 bfloat16": 2,
-        "gated 80x64 bfloat16": 2,
-        "plain 200x64 bfloat16": 1,
-        "argmax 200x64 bfloat16": 1,
+    works = collect(model())
+    assert {work.place: len(work.operands) for work in works} == {
+        (key, rows): count
+        for rows in BUCKETS
+        for key, count in {
+            "plain 96x64 bfloat16": 2,
+            "gated 80x64 bfloat16": 2,
+            "plain 200x64 bfloat16": 1,
+            "argmax 200x64 bfloat16": 1,
+        }.items()
     }
+    assert all(len(work.tunables) == 1 for work in works)
+    biased = {work.place[0] for work in works if work.operands[0].bias is not None}
+    assert biased == {"plain 96x64 bfloat16"}
+
+
+def test_a_bias_that_is_added_after_the_sum_over_ranks_is_no_operand():
+    spec = LinearSpec(
+        parts=(LinearPart(name="o", out_features=8),), in_features=16, bias=True, dtype="bfloat16", parallel="row"
+    )
+    for reduce, biased in ((None, True), (lambda y: y, False)):
+        layer = Linear(spec, SkinnyKernel(spec, FewRowsTables("cpu")), reduce)
+        layer.fill({"o.weight": torch.zeros(8, 16), "o.bias": torch.zeros(8)})
+        [one] = layer.multiplications()
+        assert (one.operands.bias is not None) == biased
 
 
 def test_the_fastest_wins_and_torch_where_nothing_gains(tmp_path):
@@ -68,49 +90,113 @@ def test_the_fastest_wins_and_torch_where_nothing_gains(tmp_path):
         if problem.epilogue == "argmax":
             return 9.95  # less than a hundredth
         if problem.epilogue == "gated":
-            return float("inf")
+            raise CandidateError("it is too large")
         return 5.0 if (tile.rows, tile.block_k) == (32, 256) else 6.0
 
     layers = model()
     report, timer = run(layers, tmp_path, rule)
     assert report.measured == len(report.choices) == 4 * len(BUCKETS)
-    assert len(timer.prepared) == 4 * len(BUCKETS)
-    assert table(layers, "gated") == table(layers, "argmax") == [None] * 17
-    [plain] = [work for work in collect(layers) if work.few_rows.problem.outputs == 96]
+    assert timer.prepared == timer.asked
+    assert tables(layers, "gated") == tables(layers, "argmax") == [None] * 17
+    plain = tables(layers, "plain 96")
     for rows in (3, 4, 8, 16):  # for fewer that tile is no candidate
-        assert (plain.few_rows.launches[rows].tile.rows, plain.few_rows.launches[rows].tile.block_k) == (32, 256)
-    assert plain.few_rows.launches[1] is not None
-    assert {choice.torch_seconds for choice in report.choices} == {10.0}
-    assert {choice.seconds for choice in report.choices if choice.problem.outputs == 80} == {10.0}
+        assert (plain[rows].tile.rows, plain[rows].tile.block_k) == (32, 256)
+    assert plain[1] is not None
+    assert {choice.usual for choice in report.choices} == {"library"}
+    assert {choice.usual_seconds for choice in report.choices} == {10.0}
+    assert {choice.seconds for choice in report.choices if choice.problem.startswith("gated")} == {10.0}
 
 
 def test_fetching_ahead_is_tried_with_the_fastest_tile_only(tmp_path):
-    layers = model()
-    report, timer = run(layers, tmp_path, lambda problem, rows, tile: 5.0 - tile.rows / 1000 - tile.ahead / 1e6)
+    report, timer = run(model(), tmp_path, lambda problem, rows, tile: 5.0 - tile.rows / 1000 - tile.ahead / 1e6)
     for choice in report.choices:
-        tried = [tile for problem, rows, tile in timer.asked if (problem, rows) == (choice.problem, choice.rows)][1:]
+        tried = [tile for place, tile in timer.asked if place == (choice.problem, choice.rows)][1:]
         ahead = [tile for tile in tried if tile.ahead]
         assert ahead
         assert {tile.rows for tile in ahead} == {max(tile.rows for tile in tried)}
-        assert choice.tile == max(ahead, key=lambda tile: tile.ahead)
+        assert choice.kernel == str(max(ahead, key=lambda tile: tile.ahead))
+
+
+def test_a_candidate_that_cannot_run_is_left_out_and_the_log_says_why(tmp_path, caplog):
+    def rule(problem, rows, tile):
+        if tile.rows == 64:
+            raise CandidateError("out of shared memory")
+        return 1.0
+
+    with caplog.at_level(logging.DEBUG):
+        report, _ = run(model(), tmp_path, rule)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    assert any(
+        "gated 80x64 bfloat16, 8 rows: matrix 64x128" in text and "out of shared memory" in text for text in said
+    )
+    kernels = {choice.rows: choice.kernel for choice in report.choices if choice.problem.startswith("gated")}
+    assert kernels[1] == "library"  # of few rows no other is a candidate
+    assert kernels[8].startswith("matrix")
+
+
+def test_where_torch_cannot_run_the_fastest_tile_is_taken(tmp_path):
+    class WithoutTorch(FakeTimer):
+        def seconds(self, work, candidate):
+            if candidate is None:
+                raise CandidateError("no such type")
+            return super().seconds(work, candidate)
+
+    layers = model()
+    cache = TuningCache(tmp_path, MACHINE)
+    report = apply(collect(layers), cache, WithoutTorch(lambda problem, rows, tile: 20.0 + tile.rows))
+    assert {choice.usual_seconds for choice in report.choices} == {float("inf")}
+    assert [tables(layers, "gated")[rows].tile.rows for rows in (1, 8)] == [64, 16]
+    assert dict(cache.load()) == {(choice.problem, choice.rows): choice for choice in report.choices}
+
+
+def test_where_nothing_runs_an_error_says_why(tmp_path):
+    class Broken(FakeTimer):
+        def seconds(self, work, candidate):
+            raise CandidateError(f"no {candidate}")
+
+    with pytest.raises(
+        ExecutorError, match=r"none of \d+ kernels for plain 96x64 bfloat16 at 1 rows.*library: no None"
+    ):
+        apply(collect(model()), TuningCache(tmp_path, MACHINE), Broken(None))
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_on_disk_is_not_measured_again(tmp_path):
-    first, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000)
+    first, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000 - tile.ahead / 1e6)
     layers = model()
     layers.linear([("new", 48)], 64).fill({"new.weight": torch.zeros(48, 64, dtype=torch.bfloat16)})
     second, timer = run(layers, tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000)
     assert second.measured == len(BUCKETS)
-    assert {problem.outputs for problem, _, _ in timer.asked} == {48}
+    assert {key for (key, _), _ in timer.asked} == {"plain 48x64 bfloat16"}
     assert set(first.choices) < set(second.choices)
+    layers = model()
     third, timer = run(layers, tmp_path, None)
     assert third.measured == 0
     assert not timer.asked
     assert not timer.prepared
-    assert third.choices == second.choices
-    assert table(layers, "gated")[1].tile == next(
-        choice.tile for choice in third.choices if (choice.problem.epilogue, choice.rows) == ("gated", 1)
-    )
+    assert third.choices == first.choices
+    for choice in third.choices:
+        assert str(tables(layers, choice.problem)[choice.rows].tile) == choice.kernel
+        assert choice.kernel.endswith("bytes ahead")
+        assert not choice.kernel.endswith(", 0 bytes ahead")
+
+
+@pytest.mark.parametrize("change", [{"version": "old"}, {"kernel": "a tile that is no candidate any more"}])
+def test_what_does_not_hold_any_more_is_measured_again(tmp_path, change):
+    def rule(problem, rows, tile):
+        return 1.0 + tile.rows / 1000
+
+    first, _ = run(model(), tmp_path, rule)
+    cache = TuningCache(tmp_path, MACHINE)
+    known = dict(cache.load())
+    place = ("gated 80x64 bfloat16", 8)
+    known[place] = evolve(known[place], **change)
+    cache.store(known)
+    second, timer = run(model(), tmp_path, rule)
+    assert second.measured == 1
+    assert {asked for asked, _ in timer.asked} == {place}
+    assert second.choices == first.choices
+    assert run(model(), tmp_path, None)[0].measured == 0
 
 
 def test_another_machine_has_a_file_of_its_own(tmp_path):
@@ -152,7 +238,7 @@ def test_a_directory_that_cannot_be_written_costs_only_a_warning(tmp_path, caplo
     layers = model()
     report, _ = run(layers, blocked / "kernels", lambda problem, rows, tile: 1.0)
     assert report.measured
-    assert table(layers, "gated")[1] is not None
+    assert tables(layers, "gated")[1] is not None
     assert "measures again" in caplog.text
 
 

@@ -2,7 +2,8 @@
  * counters do not order is reported as a race. Also checks what arrives, and ends if a wake-up is lost: waits have no
  * time limit here but that of the whole run.
  *
- * Rounds differ in readers, slots, spin and delays. In a third of them readers stop early, between a copy and its advance,
+ * Rounds differ in readers, slots, spin and delays; in half of them readers expect messages within a window as wide as the
+ * interval, so that they sleep, spin and sleep again in all places. In a third of them readers stop early, between a copy and its advance,
  * and are dropped, as after a death; in another third another thread ends the ring at some moment.
  */
 #include "_ring.c"
@@ -20,7 +21,7 @@ typedef struct {
     ring_t *ring;
     uint64_t slots[MOST_SLOTS][WORDS]; /* plain memory */
     uint32_t readers, count, kind;
-    int64_t spin;
+    int64_t spin, share;
     unsigned seed;
 } round_t;
 
@@ -29,6 +30,7 @@ typedef struct {
     uint32_t index;
     uint64_t messages; /* sent or received */
     int status;        /* what the last wait ended with */
+    uint32_t windows;  /* slept up to, by a reader */
 } side_t;
 
 static void fail(const char *what) {
@@ -76,7 +78,7 @@ static void *write_all(void *argument) {
 static void *read_all(void *argument) {
     side_t *side = argument;
     round_t *round = side->round;
-    end_t end = {.spin = round->spin, .spin_most = round->spin, .index = side->index};
+    end_t end = {.spin = round->spin, .spin_most = round->spin, .index = side->index, .rhythm.share = round->share};
     unsigned seed = round->seed + 1 + side->index;
     const uint64_t leave = round->kind == READERS_LEAVE ? rand_r(&seed) % MESSAGES : MESSAGES + 1;
     for (;;) {
@@ -100,6 +102,7 @@ static void *read_all(void *argument) {
         dawdle(&seed);
     }
     side->messages = end.sequence;
+    side->windows = end.rhythm.lateness.count;
     if (round->kind == READERS_LEAVE)
         ring_drop(round->ring, side->index);
     return NULL;
@@ -113,15 +116,48 @@ static void *end_it(void *argument) {
     return NULL;
 }
 
-static void play(unsigned seed) {
-    round_t round = {.seed = seed, .kind = seed % KINDS};
+static ring_t *new_ring(uint32_t readers, uint32_t slots) {
+    const size_t bytes = (ring_bytes(readers) + 127) / 128 * 128;
+    ring_t *ring = aligned_alloc(128, bytes);
+    memset(ring, 0, bytes);
+    ring_init(ring, readers, slots);
+    return ring;
+}
+
+/* Waits of one thread whose time is over: they leave their own flag, and no other, as it was. */
+static void take_flags_back(void) {
+    ring_t *ring = new_ring(2, 2);
+    end_t writer = {0}, reader = {.index = 1, .rhythm.share = SHARES};
+    atomic_store(&ring->readers_doze.flags, 1); /* as if the other reader slept */
+    if (ring_await_message(ring, &reader, now_ns() + 1000000) != PENDING || atomic_load(&ring->readers_doze.flags) != 1)
+        fail("a wait has changed another's flag, or left its own");
+    atomic_store(&ring->readers_doze.flags, 0);
+
+    for (int i = 0; i < KEPT; i++)
+        keep(&reader.rhythm.intervals, 100000000);
+    reader.rhythm.heard = 1;
+    for (int wait = 0; wait < 2; wait++) {
+        reader.rhythm.stamp = wait ? reader.rhythm.stamp : now_ns();
+        const int64_t until = now_ns() + 150000000;
+        if (ring_await_message(ring, &reader, until) != PENDING || now_ns() < until)
+            fail("a wait with a window has not lasted as long as it should");
+        if (reader.rhythm.lateness.count != 1)
+            fail("a message has not had one window");
+        if (atomic_load(&ring->readers_doze.flags))
+            fail("a reader that sleeps no more has left its flag");
+    }
+    ring_publish(ring, &writer);
+    if (atomic_load(&ring->readers_doze.bell))
+        fail("the writer has rung for nobody");
+    free(ring);
+}
+
+static unsigned play(unsigned seed) {
+    round_t round = {.seed = seed, .kind = seed % KINDS, .share = seed / KINDS % 2 * SHARES};
     round.readers = 1 + rand_r(&seed) % MOST_READERS;
     round.count = 1 + rand_r(&seed) % MOST_SLOTS;
     round.spin = (rand_r(&seed) % 3) * 10000;
-    const size_t bytes = (ring_bytes(round.readers) + 127) / 128 * 128;
-    round.ring = aligned_alloc(128, bytes);
-    memset(round.ring, 0, bytes);
-    ring_init(round.ring, round.readers, round.count);
+    round.ring = new_ring(round.readers, round.count);
 
     pthread_t writer, reader[MOST_READERS], other;
     side_t writing = {.round = &round}, reading[MOST_READERS];
@@ -138,7 +174,9 @@ static void play(unsigned seed) {
     if (round.kind == INTERRUPTED)
         pthread_join(other, NULL);
 
+    unsigned windows = 0;
     for (uint32_t i = 0; i < round.readers; i++) {
+        windows += reading[i].windows;
         if (round.kind == COMPLETE && (reading[i].messages != MESSAGES || reading[i].status != ENDED))
             fail("a reader did not receive all");
         if (round.kind == INTERRUPTED && (reading[i].messages > writing.messages || reading[i].status != ENDED))
@@ -147,12 +185,19 @@ static void play(unsigned seed) {
     if (round.kind == READERS_LEAVE && writing.messages < MESSAGES && writing.status != ALONE)
         fail("the writer was not told that it is alone");
     free(round.ring);
+    return windows;
 }
 
 int main(int count, char **arguments) {
     const unsigned rounds = count > 1 ? atoi(arguments[1]) : 30;
+    unsigned windows = 0;
+    if (rounds)
+        take_flags_back();
     for (unsigned i = 0; i < rounds; i++)
-        play(i);
+        windows += play(i);
+    if (rounds && !windows)
+        fail("nobody has expected a message");
+    fprintf(stderr, "%u windows\n", windows);
     printf("%u rounds\n", rounds);
     return 0;
 }

@@ -22,5 +22,5 @@ def test_every_transport_is_measured(tmp_path):
     assert done.returncode == 0, done.stderr
     written = json.loads(result.read_text())
     assert {row["metric"] for row in written["rows"]} >= {"hop p50", "hop p99", "reader idle"}
-    assert len({row["case"] for row in written["rows"]}) == 5
+    assert len({row["case"] for row in written["rows"]}) == 6
     assert all(row["value"] >= 0 for row in written["rows"])

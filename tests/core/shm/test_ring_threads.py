@@ -15,7 +15,7 @@ RELAXED = "atomic_store_explicit(&ring->published, ++end->sequence, memory_order
 
 def build(directory: Path, include: Path) -> Path:
     program = directory / "ring_threads"
-    command = ["gcc", "-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{include}"]
+    command = ["gcc", "-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{include}", f"-I{SOURCE}"]
     try:
         subprocess.run([*command, HERE / "ring_threads.c", "-o", program], check=True, capture_output=True, text=True)
         subprocess.run([program, "0"], check=True, capture_output=True)

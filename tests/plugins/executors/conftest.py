@@ -31,6 +31,7 @@ def make_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fak
     """
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     made: list[FakeExecutor] = []
+    gc.collect()  # what tests before have not closed yet
     before = (descriptors(), shared_memory())
 
     def make(ranks: int = 1, step_timeout: float = 30.0, **behaviour: Any) -> FakeExecutor:

@@ -18,7 +18,7 @@ from engine.core.errors import CapacityError
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo, Step, StepResult
 from engine.plugins.executors import worker
-from engine.plugins.executors.messages import Launch
+from engine.plugins.executors.messages import Assignment, Launch
 
 
 class OutOfMemoryError(RuntimeError):
@@ -75,11 +75,10 @@ class Pending:
 
 
 class FakeRunner:
-    def __init__(self, launch: Launch, phases: Phases) -> None:
-        self._rank = launch.rank
-        self._options: dict[str, Any] = dict(launch.config.model.options)
+    def __init__(self, assignment: Assignment, phases: Phases) -> None:
+        self._rank = assignment.rendezvous.rank
+        self._options: dict[str, Any] = dict(assignment.config.model.options)
         self._busy_until = 0.0
-        assert os.path.getsize(launch.store) == 0
 
     def start(self, phases: Phases) -> CacheInfo:
         with phases.phase("weights"):
@@ -108,5 +107,10 @@ class FakeRunner:
             FAULTS[mine["do"]]()
 
 
+def make_runner(launch: Launch, phases: Phases) -> FakeRunner:
+    assert os.path.getsize(launch.rendezvous.place) == 0
+    return FakeRunner(launch, phases)
+
+
 if __name__ == "__main__":
-    sys.exit(worker.run(FakeRunner))
+    sys.exit(worker.run(make_runner))

@@ -10,9 +10,13 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from engine.core import Engine, SamplingParams
+from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig
+from engine.core.device import DeviceInfo
 from engine.core.errors import ExecutorError
+from engine.plugins.executors import tp
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
@@ -37,3 +41,18 @@ def test_the_same_tokens_as_one_rank_and_the_death_of_one_of_two(engine_checkpoi
             list(stream)
         assert time.monotonic() - begun < 2
         assert not two.check().ok
+
+
+def test_ranks_need_devices_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked by the engine and by each rank's worker, about its own device."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(tp, "find_device", lambda name: DeviceInfo(type="cuda", index=int(name.partition(":")[2] or 0)))
+    for first, ranks, refusal in (
+        ("cuda", 2, None),
+        ("cuda:1", 2, None),
+        ("cuda:1", 3, "there are 2 GPUs from cuda:1 on, and --tp wants 3; use --tp 2"),
+    ):
+        config = EngineConfig(model=ModelConfig(path="x"), executor=ExecutorConfig(device=first, tensor_parallel=ranks))
+        for index in range(3):
+            device = DeviceInfo(type="cuda", index=index)
+            assert tp.TensorParallelExecutor.refuses(config, device) == refusal

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
-from engine.plugins.quant.eight_bit_gpu import LARGE_TILE, MIDDLE_TILES, SMALL_TILES, matmul_tile
+from engine.plugins.quant.eight_bit_codes import LARGE_TILE, MIDDLE_TILES, SMALL_TILES, matmul_tile
 
 from .eight_bit import Operands, check_close
 

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from attrs import evolve
 
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
-from engine.plugins.kernels.weight_only_launch import (
+from engine.plugins.kernels.weight_only_launch import Multiplier
+from engine.plugins.kernels.weight_only_tiles import (
     COLUMNS,
     MOST_ROWS,
     MOST_SPLITS,
     TILES,
-    Multiplier,
     Problem,
     Tile,
     choose,

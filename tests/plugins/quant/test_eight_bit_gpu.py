@@ -8,11 +8,12 @@ import torch.nn.functional as F
 
 from engine.core.errors import CheckpointError
 from engine.core.quant import LinearPart, LinearSpec
-from engine.plugins.kernels import weight_only_launch
+from engine.plugins.kernels import weight_only_tiles
 from engine.plugins.kernels.weight_only_launch import Multiplier
-from engine.plugins.quant import eight_bit_gpu
+from engine.plugins.quant import eight_bit_codes, eight_bit_gpu
 from engine.plugins.quant.eight_bit import EightBitFormat
-from engine.plugins.quant.eight_bit_gpu import GpuKernel, WideningKernel, has_capability
+from engine.plugins.quant.eight_bit_codes import has_capability
+from engine.plugins.quant.eight_bit_gpu import GpuKernel, WideningKernel
 from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.int8 import Int8
 from engine.plugins.quant.layout import CodeLayout
@@ -92,7 +93,7 @@ FORMS = [
 def test_all_numbers_of_rows(kind, granularity, activations, monkeypatch):
     """A few (weight-only), and many (codes by codes, or weights unpacked)."""
     monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 16)
-    monkeypatch.setattr(weight_only_launch, "MOST_ROWS", 20)
+    monkeypatch.setattr(weight_only_tiles, "MOST_ROWS", 20)
     case = Case(make(kind, granularity, activations))
     for rows in (1, 9, 17, 41):
         case.check(rows)
@@ -176,7 +177,7 @@ def test_codes_that_are_no_numbers_are_refused():
     ],
 )
 def test_slow_paths_are_said(dtype, inputs, capability, words, monkeypatch, caplog):
-    monkeypatch.setattr(eight_bit_gpu, "has_capability", lambda device, least: capability)
+    monkeypatch.setattr(eight_bit_codes, "has_capability", lambda device, least: capability)
     caplog.set_level(logging.INFO)
     method = Fp8.from_checkpoint(None, Fp8Options(granularity="channel"))
     parts = (LinearPart(name="q", out_features=16),)

@@ -13,7 +13,7 @@ from engine.core.quant import LinearPart, LinearSpec
 from engine.plugins.quant.awq import Awq
 from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.pack_quantized import PackQuantized
-from engine.plugins.quant.w4a16 import PackedKernel
+from engine.plugins.quant.packed_kernel import PackedKernel
 from engine.testing.ranks import LoneRank
 
 from .packers import Weight

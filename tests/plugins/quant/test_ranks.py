@@ -101,6 +101,58 @@ def test_few_bits(case, tmp_path):
     assert_same(tmp_path / "quantized", 2)
 
 
+ON_GPUS = ["none", "fp8 a channel", "fp8 a block", "int8", "gptq", "awq", "compressed"]
+TIE = 0.1
+"""Nats by which rounding to bfloat16 may set apart tokens that are about equally likely; others fall short by 4."""
+
+
+def stored_as(case, plain, directory):
+    """A checkpoint quantized in the format of this name."""
+    if case == "none":
+        return plain
+    if case in EIGHT_BITS:
+        packer, config, _ = EIGHT_BITS[case]
+        return quantized(plain, directory, packer, config)[0]
+    config, _ = FEW_BITS[case]
+
+    def make(module, shape):
+        weight = Weight(*shape, symmetric=False, seed=shape[1])
+        if config["quant_method"] == "compressed-tensors":
+            return weight.compressed(symmetric=False, ordered=False), weight.plain
+        return getattr(weight, config["quant_method"])(), weight.plain
+
+    quantize_checkpoint(plain, directory / "quantized", config, make)
+    return directory / "quantized"
+
+
+def shortfalls(engine, tokens):
+    """Nats by which each token, behind PROMPT and those before it, is less likely than this engine's own choice."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    [done] = engine.generate([[*PROMPT, *tokens]], params)
+    entries = done.prompt_logprobs[-len(tokens) :]
+    return torch.tensor([one.top[0][1] - one.logprob for one in entries])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+@pytest.mark.parametrize("case", ON_GPUS)
+def test_processes_on_gpus(case, graphs, plain, tmp_path):
+    """In bfloat16, by NCCL and peer memory: two ranks choose what one does, but for ties."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs; torch sees {torch.cuda.device_count()}")
+    path = stored_as(case, plain, tmp_path)
+    settings = {"executor__device": "cuda", "model__dtype": "bfloat16", "cache__memory": "64MiB", "model__max_len": 256}
+    settings |= {"executor__graphs": graphs, "scheduler__max_batch_tokens": 32}  # of more, activations are quantized
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    with Engine(model=str(path), executor__tensor_parallel=2, **settings) as two:
+        [shared] = two.generate([PROMPT], params)
+    with Engine(model=str(path), **settings) as one:
+        [alone] = one.generate([PROMPT], params)
+        assert shortfalls(one, alone.token_ids).max() < TIE
+        assert shortfalls(one, shared.token_ids).max() < TIE
+        assert shortfalls(one, PROMPT[:24]).median() > 20 * TIE
+
+
 def test_heads_of_keys_on_several_ranks(tmp_path):
     """Two heads of keys on four ranks: quantized tensors are read twice like plain ones."""
     source = make_checkpoint(tmp_path / "plain", "qwen2", tokenizer=True, **SIZES, num_key_value_heads=2)

@@ -1,0 +1,132 @@
+"""Decode steps and prompts of a model shared by 1, 2, ... devices, and the share of time in sums over them.
+
+    python benchmarks/tensor_parallel.py [--model llama-3.1-8b] [--ranks 1 2] [--json FILE]
+
+Each rank is an engine in a process of its own which plans the same steps, so that the profiler sees a rank's kernels;
+`engine bench latency --tp N` measures the same steps as they are served, with the ranks as workers. Random weights. A
+sum waits for the slowest rank, which counts as its time; a sum in one kernel with the norm behind it counts whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from models import MODELS, write_model
+
+from engine.cli.bench.load import opened
+from engine.cli.bench.report import Row, report, write
+from engine.core.config import EngineConfig
+from engine.core.selection import Parts
+from engine.core.settings import load_config
+from engine.plugins.executors.uniproc import UniprocExecutor
+
+SUMS = ("all_reduce", "AllReduce", "_sum_norm")
+"""In the names of kernels that sum over ranks."""
+INPUTS = 128
+"""Prompt tokens of a sequence that decodes."""
+
+
+def rank_executor(rank: int, ranks: int, meet: str) -> type[UniprocExecutor]:
+    """An executor in this process that has one rank's share of the model. meet: a file that all ranks see."""
+    from engine.core.checkpoint import Checkpoint
+    from engine.core.distributed import Rendezvous, join
+    from engine.core.runner import Runner
+
+    class OneRankOfThem(UniprocExecutor):
+        def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
+            super().__init__(config, parts, options)
+            group = join(Rendezvous(rank=rank, ranks=ranks, place=meet), self._device)
+            self._runner = Runner(config, parts, Checkpoint.open(config.model.path), self._device, group)
+
+    return OneRankOfThem
+
+
+def measure_rank(arguments: argparse.Namespace) -> list[Row]:
+    """The figures of this rank, whose share of the work is that of each other."""
+    from engine.cli.bench import latency
+    from engine.cli.bench.profile import profile_decode
+
+    rank, ranks = arguments.rank
+    with tempfile.TemporaryDirectory() as directory:
+        on_gpu = arguments.device == "cuda"
+        overrides: dict[str, Any] = {
+            "model.path": str(write_model(Path(directory), arguments.model)),
+            "model.load_format": "dummy",
+            "model.max_len": 4096 if on_gpu else 512,
+            "cache.prefix_caching": False,
+            "executor.device": f"cuda:{rank}" if on_gpu else "cpu",
+        } | ({} if on_gpu else {"cache.memory": "32MiB", "executor.threads": 1})
+        config = load_config(overrides=overrides | dict(one.split("=", 1) for one in arguments.set)).config
+        kind = rank_executor(rank, ranks, arguments.meet) if ranks > 1 else None
+        prefill = (16, 2048) if on_gpu else (2, 64)
+        with opened(config, executor=kind) as engine:
+            measured = latency.measure(engine, arguments.batches, inputs=INPUTS, steps=arguments.steps, prefill=prefill)
+            rows = [
+                Row(metric="decode step", case=f"{ranks} x, batch {one.batch}", value=one.step * 1e3, unit="ms")
+                for one in measured.decodes
+            ]
+            assert measured.prefill is not None
+            case = f"{ranks} x, {measured.prefill.name}"
+            rows.append(Row(metric="prefill", case=case, value=measured.prefill.rate, unit="tokens/s"))
+            for batch in arguments.batches if on_gpu and ranks > 1 else ():
+                profile = profile_decode(engine, batch, INPUTS, 20)
+                spent = sum(us for name, _, us in profile.kernels() if any(part in name for part in SUMS))
+                share = spent / profile.busy
+                case = f"{ranks} x, batch {batch}"
+                rows.append(Row(metric="sums over ranks, of a decode step", case=case, value=100 * share, unit="%"))
+    return rows
+
+
+def run_ranks(ranks: int, arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+    """Rank 0's figures, of one run by so many."""
+    meet, result = directory / f"meet-{ranks}", directory / f"result-{ranks}"
+    command = [sys.executable, __file__, "--model", arguments.model, "--device", arguments.device]
+    command += ["--steps", str(arguments.steps), "--batches", *map(str, arguments.batches), "--meet", str(meet)]
+    command += [f"--set={one}" for one in arguments.set]
+    started = [
+        subprocess.Popen([*command, "--rank", str(rank), str(ranks), *(["--json", str(result)] if rank == 0 else [])])
+        for rank in range(ranks)
+    ]
+    codes = [process.wait() for process in started]
+    if any(codes):
+        sys.exit(f"error: {ranks} ranks ended with exit codes {codes}; their own words are above")
+    rows: list[dict[str, Any]] = json.loads(result.read_text())["rows"]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="llama-3.1-8b")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--steps", type=int, default=64, help="decode steps to time")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, nargs=2, metavar=("RANK", "RANKS"), help="be one of several ranks")
+    parser.add_argument("--meet", default="", help="with --rank: a file where they meet")
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        rows = measure_rank(arguments)
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            found = [row for ranks in arguments.ranks for row in run_ranks(ranks, arguments, Path(directory))]
+        rows = [Row(**row) for row in found]
+        for row in rows:
+            print(f"{row.metric:<36}{row.case:<28}{row.value:12,.3f} {row.unit}")
+    if arguments.json is not None:
+        import torch
+
+        machine = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+        settings = {"model": arguments.model, "inputs": INPUTS, "given": arguments.set}
+        write(arguments.json, report("tensor_parallel", machine, rows, settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Tiles of the weight-only kernels: which one at how many rows, and which ones are worth a measurement."""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve, frozen
+
+from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
+from engine.plugins.quant.layout import CodeLayout, Layout
+
+MOST_ROWS = 256
+"""Up to so many rows of x the weights are unpacked tile by tile as they are multiplied. Beyond, unpacking them all to
+memory takes a small share of the multiplication, and the library multiplies faster than these tiles."""
+MOST_SPLITS = 16
+COLUMNS = (8, 16, 32, 64, 128)
+"""Rows of x that a tile has room for."""
+ROW_CLASSES = (*COLUMNS, MOST_ROWS)
+"""Numbers of rows of x that a tile is chosen for; fewer take the next one's."""
+
+
+@frozen(kw_only=True)
+class Problem:
+    """A multiplication by one weight matrix."""
+
+    gated: bool
+    """Whether the outputs are silu(gate) * up of W's two halves."""
+    weight_rows: int
+    inputs: int
+    layout: Layout | CodeLayout
+    dtype: torch.dtype = torch.bfloat16
+    """Of x."""
+    zeros: bool = False
+    """Whether there are zero points."""
+
+    def __str__(self) -> str:
+        kind, zeros = "gated " if self.gated else "", " with zero points" if self.zeros else ""
+        return f"{kind}{self.weight_rows}x{self.inputs} {self.layout}{zeros}, {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def outputs(self) -> int:
+        """Numbers in a row of the result."""
+        return self.weight_rows // 2 if self.gated else self.weight_rows
+
+    @property
+    def blocks(self) -> int:
+        """Of the layout."""
+        return -(-self.inputs // self.layout.block)
+
+
+@frozen(kw_only=True)
+class Tile:
+    """What a program takes at once."""
+
+    rows: int
+    """Of W."""
+    columns: int
+    """Rows of x it has room for."""
+    warps: int
+    stages: int
+    """Blocks on their way to shared memory at once."""
+    early: bool = False
+    """Whether W is scaled before it is multiplied, not the sums of each group: less work where x has many rows."""
+    splits: int = 1
+    """Programs that share the blocks of one tile."""
+
+    def __str__(self) -> str:
+        scaled = "weights" if self.early else "sums"
+        sizes = f"{self.rows}x{self.columns}, {self.warps} warps, {self.stages} stages, {self.splits} splits"
+        return f"{sizes}, scaled {scaled}"
+
+    def programs(self, problem: Problem, rows: int) -> int:
+        """Tiles of the result."""
+        return -(-problem.weight_rows // self.rows) * -(-rows // self.columns)
+
+    def shared_memory(self, layout: Layout | CodeLayout) -> int:
+        """Bytes that a program needs, as compiled: x stays in shared memory while it is multiplied."""
+        words, x = self.rows * layout.span * 2, self.columns * layout.block * 2
+        scales = self.rows * layout.groups * 4
+        return (words + scales) * (self.stages - 1) + x * self.stages
+
+
+TILES = {
+    8: Tile(rows=128, columns=8, warps=4, stages=6),
+    16: Tile(rows=128, columns=16, warps=4, stages=6),
+    32: Tile(rows=64, columns=32, warps=4, stages=4),
+    64: Tile(rows=64, columns=64, warps=4, stages=3),
+    128: Tile(rows=128, columns=128, warps=8, stages=3),
+}
+"""By rows of x: the fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
+TILE_OF_32_CODES = Tile(rows=64, columns=32, warps=2, stages=4)
+"""For 32 rows and a CodeLayout."""
+EARLY_COLUMNS = 128
+"""From how many on scaling weights takes less time than scaling sums."""
+BUSY_WARPS = 5
+"""That a multiprocessor should have at least."""
+
+
+def choose(problem: Problem, rows: int, sms: int, shared: int) -> Tile | None:
+    """The tile for so many rows of x; None: unpack, and leave it to the library.
+
+    sms: multiprocessors of the GPU; shared: bytes of shared memory that a program may have.
+    """
+    if rows > MOST_ROWS:
+        return None
+    wanted = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
+    for columns in reversed([size for size in COLUMNS if size <= wanted]):
+        codes = columns == TILE_OF_32_CODES.columns and problem.layout.scaled != "groups"
+        tile = TILE_OF_32_CODES if codes else TILES[columns]
+        early = problem.layout.scaled != "outputs" and columns >= EARLY_COLUMNS
+        for stages in range(tile.stages, 1, -1):
+            fitting = evolve(tile, stages=stages, early=early)
+            if fitting.shared_memory(problem.layout) <= shared:
+                return split(fitting, problem, rows, sms)
+    return None
+
+
+def split(tile: Tile, problem: Problem, rows: int, sms: int) -> Tile:
+    """Blocks shared out so that all multiprocessors are busy, if that can be."""
+    programs, splits = tile.programs(problem, rows), 1
+    most = min(MOST_SPLITS, problem.blocks // 2)
+    while programs * splits * tile.warps < sms * BUSY_WARPS and splits * 2 <= most and fits(tile, programs, splits * 2):
+        splits *= 2
+    return evolve(tile, splits=splits)
+
+
+def fits(tile: Tile, programs: int, splits: int) -> bool:
+    """Whether so many programs, each with so many splits, have room for their sums."""
+    return programs <= MOST_PROGRAMS and programs * splits * tile.rows * tile.columns <= MOST_SUMS
+
+
+MEASURED_CLASSES = (16, 32, 64)
+"""Of ROW_CLASSES those that are measured at start. Of up to 8 rows a layer by itself tells too little: it overlaps with
+those before and behind it, and what won alone made a step of Llama-3.1-8B in float8 3.39 ms long in place of 2.90.
+Beyond 64 rows no tile gained more than 3 %."""
+SHAPES = {
+    16: ((32, 2, 6), (64, 2, 4), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
+    32: ((32, 2, 4), (64, 2, 4), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
+    64: ((64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (128, 8, 4)),
+}
+"""Rows of W, warps and stages of the tiles to try, by rows of x that they have room for."""
+LEAST_EARLY = 64
+"""From how many rows of x on both orders of scaling and multiplying are tried, where a sum has several scales."""
+
+
+def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile | None]:
+    """Tiles for one of MEASURED_CLASSES, what `choose` says first; None: the library.
+
+    sms: multiprocessors of the GPU; shared: bytes of shared memory that a program may have.
+    """
+    usual = choose(problem, rows, sms, shared)
+    if usual is None:  # no tile fits
+        return [None]
+    columns = usual.columns
+    scalings = (False, True) if problem.layout.scaled != "outputs" and columns >= LEAST_EARLY else (False,)
+    found: list[Tile | None] = [usual]
+    for tile_rows, warps, stages in SHAPES.get(columns, ()):
+        for early in scalings:
+            tile = Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=early)
+            if tile.shared_memory(problem.layout) <= shared:
+                found.append(split(tile, problem, rows, sms))
+    return list(dict.fromkeys(found))
+
+
+def other_splits(tile: Tile, problem: Problem, rows: int) -> list[Tile]:
+    """The same tile with half, twice and four times as many splits, where there is something to split."""
+    programs = tile.programs(problem, rows)
+    most = min(MOST_SPLITS, problem.blocks // 2)
+    numbers = [tile.splits // 2, tile.splits * 2, tile.splits * 4]
+    return [
+        evolve(tile, splits=splits)
+        for splits in numbers
+        if splits == 1 or (1 < splits <= most and fits(tile, programs, splits))
+    ]

@@ -1,0 +1,84 @@
+"""How multiplications by packed weights are measured (engine.core.layers.tunable)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.core.kernels import launch, skinny, skinny_launch
+from engine.core.kernels.launch import num_sms, shared_memory
+from engine.core.layers.tunable import Operands, Tunable, version_of
+from engine.plugins.kernels import weight_only, weight_only_launch, weight_only_tiles
+from engine.plugins.kernels.weight_only_launch import Multiplier
+from engine.plugins.kernels.weight_only_tiles import MEASURED_CLASSES, Problem, Tile, candidates, other_splits
+from engine.plugins.quant import layout
+
+
+class WeightOnly(Tunable[Tile | None]):
+    """A multiplication by packed weights. None: by the library. Weights of its operands: words and scales."""
+
+    def __init__(self, multiplier: Multiplier, problem: Problem, most_rows: int = MEASURED_CLASSES[-1]) -> None:
+        """most_rows: more are multiplied in another way."""
+        self.problem = problem
+        self._multiplier = multiplier
+        self._classes = [rows for rows in MEASURED_CLASSES if rows <= most_rows]
+
+    @property
+    def key(self) -> str:
+        """See Tunable."""
+        return f"weight-only {self.problem}"
+
+    @property
+    def version(self) -> str:
+        """See Tunable."""
+        return version_of(launch, skinny, skinny_launch, weight_only, weight_only_launch, weight_only_tiles, layout)
+
+    @property
+    def inputs(self) -> int:
+        """See Tunable."""
+        return self.problem.inputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Tunable."""
+        return self.problem.dtype
+
+    @property
+    def classes(self) -> Sequence[int]:
+        """See Tunable."""
+        return self._classes
+
+    def candidates(self, rows: int) -> Sequence[Tile | None]:
+        """The tile that is taken unmeasured first."""
+        device = self._multiplier.device
+        return candidates(self.problem, rows, num_sms(device), shared_memory(device))
+
+    def refine(self, rows: int, ranked: Sequence[Tile | None]) -> Sequence[Tile | None]:
+        """Other numbers of splits of the fastest tile."""
+        fastest = next((tile for tile in ranked if tile is not None), None)
+        return [] if fastest is None else other_splits(fastest, self.problem, rows)
+
+    def name(self, candidate: Tile | None) -> str:
+        """See Tunable."""
+        return "library" if candidate is None else str(candidate)
+
+    def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
+        """See Tunable."""
+        if candidate is not None:
+            words, scales = operands.weights["words"], operands.weights["scales"]
+            x = torch.empty((rows, self.inputs), dtype=self.dtype, device=words.device)
+            problem = self.problem
+            self._multiplier.compile(x, words, scales, problem.layout, operands.bias, problem.gated, candidate)
+
+    def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+        """See Tunable."""
+        words, scales = operands.weights["words"], operands.weights["scales"]
+        packed = (words, scales, self.problem.layout, operands.bias, self.problem.gated)
+        if candidate is None:
+            return self._multiplier.by_library(x, *packed)
+        return self._multiplier.by_tiles(x, *packed, candidate)
+
+    def choose(self, rows: int, candidate: Tile | None) -> None:
+        """See Tunable."""
+        self._multiplier.choose(self.problem, rows, candidate)

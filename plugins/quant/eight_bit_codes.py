@@ -1,0 +1,137 @@
+"""Many rows of activations, quantized, times eight-bit codes: by which kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from engine.core.kernels.launch import num_sms
+from engine.plugins.kernels.quantize_rows import quantize_rows
+from engine.plugins.kernels.scaled_matmul import MatmulTile, compile_matmul, matmul
+
+ROW_CLASSES = (64, 128, 256)
+"""Numbers of rows that a kernel is chosen for; fewer take the next one's, more what `matmul_tile` says."""
+SOME_ROWS = 64
+"""Up to so many rows tiles have as many."""
+SMALL_TILES = (
+    MatmulTile(rows=SOME_ROWS, outputs=32, warps=4, stages=6),
+    MatmulTile(rows=SOME_ROWS, outputs=64, warps=4, stages=5),
+)
+MIDDLE_TILES = (
+    MatmulTile(rows=128, outputs=64, warps=4, stages=6),
+    MatmulTile(rows=128, outputs=128, warps=8, stages=4),
+)
+LARGE_TILE = MatmulTile(rows=128, outputs=256, warps=8, stages=4)
+"""The fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
+SHAPES = {
+    64: (
+        (64, 32, 4, 6), (64, 32, 4, 8), (64, 64, 4, 5), (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6),
+        (128, 32, 4, 5), (128, 64, 4, 6),
+    ),
+    128: (
+        (64, 64, 4, 6), (64, 128, 4, 6), (128, 32, 4, 5), (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4),
+        (128, 128, 8, 6), (128, 256, 8, 4),
+    ),
+    256: (
+        (64, 256, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4), (128, 128, 8, 6), (128, 256, 8, 3), (128, 256, 8, 4),
+        (256, 128, 8, 3), (256, 128, 8, 4),
+    ),
+}  # fmt: skip
+"""Rows of x, outputs, warps and stages of the tiles to try, by class of rows."""
+TORCH_TILE = 128 * 128
+"""From this size of a tile on torch's float8 kernel is faster than ours."""
+FAST_ACCUMULATION = True
+"""Whether torch's float8 kernel may add up products within the tensor cores only, with fewer digits."""
+HOPPER = (9, 0)
+"""From which on there is TMA, and torch's float8 kernel takes a scale a row."""
+
+
+class CodesMultiplier:
+    """Multiplies by the codes of one layer, as it is chosen for each number of rows."""
+
+    def __init__(self, device: torch.device, codes: torch.dtype, outputs: int, dtype: torch.dtype) -> None:
+        """codes: type of the weights; outputs: rows of W; dtype: of x."""
+        self.device = device
+        self.codes = codes
+        self.outputs = outputs
+        self.dtype = dtype
+        self.by_torch = (
+            codes != torch.int8 and dtype == torch.bfloat16 and outputs % 16 == 0 and has_capability(device, HOPPER)
+        )
+        """Whether torch has a kernel for it."""
+        self._chosen: dict[int, MatmulTile | None] = {}
+
+    def __call__(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        """x: [rows, inputs], dense -> [rows, outputs], in x's type.
+
+        weights: weight (codes in the order of a CodeLayout), scale ([outputs] float32), and input_scale ([1] float32)
+        where activations have a stored one.
+        """
+        return self.multiply(x, weights, bias, self.tile(x.shape[0]))
+
+    def tile(self, rows: int) -> MatmulTile | None:
+        """What was chosen for so many rows, else what `usual` says."""
+        last = next((most for most in ROW_CLASSES if most >= rows), rows)
+        return self._chosen[last] if last in self._chosen else self.usual(rows)
+
+    def usual(self, rows: int) -> MatmulTile | None:
+        """What is taken unmeasured; None: torch's kernel."""
+        tile = matmul_tile(rows, self.outputs, num_sms(self.device))
+        return None if self.by_torch and tile.rows * tile.outputs >= TORCH_TILE else tile
+
+    def candidates(self, rows: int) -> list[MatmulTile | None]:
+        """What is worth a measurement for one of ROW_CLASSES, `usual` first."""
+        found = [self.usual(rows)]
+        for tile_rows, outputs, warps, stages in SHAPES[rows]:
+            found.append(MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages))
+        return list(dict.fromkeys([*found, None] if self.by_torch else found))
+
+    def choose(self, rows: int, tile: MatmulTile | None) -> None:
+        """From now on multiply by this tile where x has so many rows, of ROW_CLASSES, or fewer, down to the class
+        before; None: by torch's kernel."""
+        self._chosen[rows] = tile
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+        bias: torch.Tensor | None,
+        tile: MatmulTile | None,
+    ) -> torch.Tensor:
+        """As the call, with a tile of one's own."""
+        weight, scale = weights["weight"], weights["scale"]
+        codes, x_scale = quantize_rows(x, weight.dtype, scale=weights.get("input_scale"))
+        if tile is not None:
+            return matmul(codes, x_scale, weight, scale, bias, x.dtype, tile)
+        return torch._scaled_mm(
+            codes,
+            weight.t(),
+            scale_a=x_scale[:, None],
+            scale_b=scale[None, :],
+            bias=bias,
+            out_dtype=x.dtype,
+            use_fast_accum=FAST_ACCUMULATION,
+        )
+
+    def compile(
+        self, rows: int, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, tile: MatmulTile
+    ) -> None:
+        """What `multiply` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
+        weight, scale = weights["weight"], weights["scale"]
+        codes = torch.empty((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        compile_matmul(codes, scale.new_empty(rows), weight, scale, bias, self.dtype, tile)
+
+
+def matmul_tile(rows: int, outputs: int, sms: int) -> MatmulTile:
+    """The tile for a product of this size: small ones where large ones would leave multiprocessors idle."""
+    if rows <= SOME_ROWS:
+        return next((tile for tile in SMALL_TILES if tile.programs(rows, outputs) <= 2 * sms), SMALL_TILES[-1])
+    return next((tile for tile in MIDDLE_TILES if tile.programs(rows, outputs) <= sms), LARGE_TILE)
+
+
+@cache
+def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+    """Whether a device is a GPU of at least this compute capability."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= least

@@ -1,0 +1,75 @@
+"""How multiplications of quantized activations by eight-bit codes are measured (engine.core.layers.tunable)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.core.kernels import launch
+from engine.core.layers.tunable import Operands, Tunable, version_of
+from engine.plugins.kernels import quantize_rows, scaled_matmul
+from engine.plugins.kernels.scaled_matmul import MatmulTile
+from engine.plugins.quant import eight_bit_codes
+from engine.plugins.quant.eight_bit_codes import ROW_CLASSES, CodesMultiplier
+
+
+class ByCodes(Tunable[MatmulTile | None]):
+    """A multiplication of rows that are quantized first, as all candidates do alike. None: torch's kernel.
+
+    Weights of its operands: as a CodesMultiplier has them.
+    """
+
+    def __init__(self, multiplier: CodesMultiplier, inputs: int, *, static: bool) -> None:
+        """static: whether activations have a stored scale."""
+        self._multiplier = multiplier
+        self._inputs = inputs
+        self._static = static
+
+    @property
+    def key(self) -> str:
+        """See Tunable."""
+        names = [str(dtype).removeprefix("torch.") for dtype in (self._multiplier.codes, self.dtype)]
+        scale = "a stored scale" if self._static else "a scale a row"
+        return f"codes {self._multiplier.outputs}x{self._inputs} {names[0]}, {names[1]} with {scale}"
+
+    @property
+    def version(self) -> str:
+        """See Tunable."""
+        return version_of(launch, quantize_rows, scaled_matmul, eight_bit_codes)
+
+    @property
+    def inputs(self) -> int:
+        """See Tunable."""
+        return self._inputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Tunable."""
+        return self._multiplier.dtype
+
+    @property
+    def classes(self) -> Sequence[int]:
+        """See Tunable."""
+        return ROW_CLASSES
+
+    def candidates(self, rows: int) -> Sequence[MatmulTile | None]:
+        """What is taken unmeasured first."""
+        return self._multiplier.candidates(rows)
+
+    def name(self, candidate: MatmulTile | None) -> str:
+        """See Tunable."""
+        return "library" if candidate is None else str(candidate)
+
+    def compile(self, rows: int, candidate: MatmulTile | None, operands: Operands) -> None:
+        """See Tunable."""
+        if candidate is not None:
+            self._multiplier.compile(rows, operands.weights, operands.bias, candidate)
+
+    def run(self, candidate: MatmulTile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+        """See Tunable; not activated where the layer is gated."""
+        return self._multiplier.multiply(x, operands.weights, operands.bias, candidate)
+
+    def choose(self, rows: int, candidate: MatmulTile | None) -> None:
+        """See Tunable."""
+        self._multiplier.choose(rows, candidate)

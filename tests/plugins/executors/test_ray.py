@@ -1,0 +1,360 @@
+"""The executor on two Ray nodes of this machine: with a model, and with actors that have none and that fail."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import httpx
+import pytest
+
+from engine.core import Engine, SamplingParams
+from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig
+from engine.core.errors import CapacityError, ExecutorError, PluginError
+from engine.core.hooks import hookimpl
+from engine.core.registry import load_plugins
+from engine.core.startup import Progress
+from engine.core.types import NewSequence, Step
+from engine.plugins.executors.ray import Options, RayExecutor
+from engine.plugins.executors.ray_actor import RankActor
+
+ray = pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file <_io:ResourceWarning")  # by older versions of Ray
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
+MARK = "ENGINE_TEST_OF_RAY"
+"""An environment variable that all processes of the cluster have."""
+WORKER = r"the worker of rank {} \(process \d+ on node [\d.]+\)"
+Make = Callable[..., Any]
+MakeStep = Callable[[int], Step]
+
+
+@pytest.fixture(scope="module")
+def address(until: Make) -> Iterator[str]:
+    """Of a cluster of two nodes with one CPU each. Afterwards no process of it is left, and no file."""
+    from ray.cluster_utils import Cluster
+
+    directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: it is part of sockets' names
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", directory)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # 15 unless set: next to nothing of a busy machine
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the user's home
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv(MARK, directory)
+        patch.syspath_prepend(str(Path(__file__).parent))
+        handler = signal.getsignal(signal.SIGTERM)
+        cluster = Cluster()
+        try:
+            common = {"num_cpus": 1, "object_store_memory": 80 << 20, "plasma_directory": directory}
+            cluster.add_node(**common, include_dashboard=False)
+            cluster.add_node(**common)
+            yield cluster.address
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+            signal.signal(signal.SIGTERM, handler)
+            until(lambda: marked(directory) == [], 60)
+            shutil.rmtree(directory)
+            gc.collect()  # what Ray has not closed, before later tests come upon it
+
+
+def marked(directory: str) -> list[str]:
+    """The processes that the cluster has started, but those that only wait to be reaped."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            environment = (process / "environ").read_bytes() if process.name.isdigit() else b""
+        except OSError:  # it ended, or is another user's
+            continue
+        if f"{MARK}={directory}".encode() in environment.split(b"\0"):
+            found.append(process.name)
+    return found
+
+
+@pytest.fixture
+def make_executor(address: str, until: Make) -> Iterator[Make]:
+    """make_executor(ranks, **options, **behaviour of fake_worker.py): not started; shut down after the test.
+
+    Whatever a test does, no actor is left, and this process has left the cluster.
+    """
+    made: list[RayExecutor] = []
+
+    class FakeExecutor(RayExecutor):
+        actor = importlib.import_module("fake_actor").FakeActor
+
+    def make(ranks: int = 2, options: dict[str, Any] | None = None, **behaviour: Any) -> RayExecutor:
+        config = EngineConfig(
+            model=ModelConfig(path="nowhere", options=behaviour),
+            executor=ExecutorConfig(device="cpu", tensor_parallel=ranks),
+        )
+        parts: Any = SimpleNamespace(choices=(), manifest=())
+        made.append(FakeExecutor(config, parts, Options(**{"address": address, **(options or {})})))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().shutdown()
+    assert not ray.is_initialized()
+    until(lambda: actors() == [], 60)
+
+
+def actors() -> list[int]:
+    """The processes of actors."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            command = (process / "cmdline").read_bytes() if process.name.isdigit() else b""
+        except OSError:
+            continue
+        if b"FakeActor" in command or b"RankActor" in command:
+            found.append(int(process.name))
+    return found
+
+
+def process_of(executor: Any, rank: int) -> int:
+    return int(executor._ranks._ranks[rank].where.process)
+
+
+def build(checkpoint: Path, address: str, **settings: Any) -> Engine:
+    common = {"executor__device": "cpu", "executor__threads": 1, "cache__memory": "8MiB", "model__max_len": 256}
+    if settings.get("executor") == "ray":
+        common["executor__options"] = {"address": address}
+    return Engine(model=str(checkpoint), **{**common, **settings})
+
+
+def test_the_same_tokens_on_two_nodes_as_in_one_process(engine_checkpoint: Path, address: str) -> None:
+    with build(engine_checkpoint, address) as one:
+        expected = [made.token_ids for made in one.generate(PROMPTS, GREEDY)]
+    with build(engine_checkpoint, address, executor="ray", executor__tensor_parallel=2) as two:
+        executor: Any = two._executor
+        assert len({rank.where.node for rank in executor._ranks._ranks}) == 2
+        assert [made.token_ids for made in two.generate(PROMPTS, GREEDY)] == expected
+        assert {"import", "plugins", "ranks", "weights", "kv_cache"} <= set(dict(two.cache_info.phases))
+        stream = two.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
+        next(stream)
+        os.kill(process_of(executor, 1), signal.SIGKILL)
+        with pytest.raises(ExecutorError, match=rf"^{WORKER.format(1)} died in step \d+: The actor is dead"):
+            list(stream)
+        assert not two.check().ok
+        assert ray.is_initialized()
+    assert not ray.is_initialized()
+
+
+def test_one_device_and_plugins_that_its_node_lacks(
+    engine_checkpoint: Path, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Here:
+        @staticmethod
+        @hookimpl
+        def engine_started(engine: Engine) -> None:
+            """Do nothing."""
+
+    told = r"rank 0 .* failed in plugins: this process lacks Here object .*same Python"
+    with pytest.raises(PluginError, match=told):
+        build(engine_checkpoint, address, executor="ray", plugins=load_plugins(extra=[Here()]))
+    assert not ray.is_initialized()
+
+
+def test_results_come_in_the_order_of_the_steps(make_executor: Make, make_step: MakeStep) -> None:
+    told: list[Progress] = []
+    executor = make_executor()
+    executor.watch(told.append)
+    handler = signal.getsignal(signal.SIGTERM)
+    info = executor.start()
+    assert signal.getsignal(signal.SIGTERM) is handler  # Ray sets its own
+    assert info.num_blocks == 99  # what the smallest has
+    assert info.device == "rank 0"
+    assert executor.asynchronous
+    assert told[0].phase == "placement"
+    assert {(one.phase, one.rank) for one in told[1:]} == {("weights", 0), ("weights", 1)}
+    first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
+    with pytest.raises(ExecutorError, match="step 3 was submitted while 2 others"):
+        executor.submit(make_step(3))
+    assert second.result().tokens == ((2,),)
+    assert first.done()
+    assert first.result().tokens == ((1,),)
+    for number in range(3, 20, 2):  # a long message may be overtaken on its way, but not in the model
+        prompt = tuple(range(100_000))
+        new = NewSequence(sequence=1, tokens=prompt, prompt_len=len(prompt), params=SamplingParams(seed=0))
+        long = executor.submit(Step(id=number, decodes=(), chunks=(), new=(new,)))
+        short = executor.submit(make_step(number + 1))
+        assert [one.result().tokens[0][0] for one in (long, short)] == [number, number + 1]
+    assert executor.check().ok
+
+
+def test_a_result_comes_while_the_next_step_runs(make_executor: Make, make_step: MakeStep) -> None:
+    executor = make_executor(1, delay=1.0)
+    executor.start()
+    first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
+    assert not first.done()
+    first.result()
+    assert not second.done()
+    second.result()
+
+
+def test_an_error_at_start_is_raised_as_what_it_is(make_executor: Make) -> None:
+    executor = make_executor(**{"1": {"at": "start", "do": "capacity"}})
+    with pytest.raises(CapacityError, match=rf"^{WORKER.format(1)} failed in weights: the model does not fit"):
+        executor.start()
+
+
+@pytest.mark.parametrize("at", [1, -1])
+def test_an_error_in_a_step(
+    make_executor: Make, make_step: MakeStep, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    executor = make_executor(**{"1": {"at": at, "do": "out_of_memory"}})
+    executor.start()
+
+    def run() -> None:
+        for number in itertools.count(1):  # rank 0 may do some without the other
+            executor.submit(make_step(number)).result()
+
+    with pytest.raises(ExecutorError, match=rf"^{WORKER.format(1)} failed in step 1: OutOfMemoryError: .*--max-batch"):
+        run()
+    assert "failed in step 1" in executor.check().detail
+    with pytest.raises(ExecutorError, match="failed in step 1"):
+        executor.submit(make_step(1000))
+    assert caplog.text.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("at", ["start", 1])
+def test_a_death_is_noticed(make_executor: Make, make_step: MakeStep, at: str | int) -> None:
+    executor = make_executor(**{"0": {"at": at, "do": "kill"}})
+    place = "(start|weights)" if at == "start" else "step 1"  # its last words may die with it
+
+    def run() -> None:
+        executor.start()
+        executor.submit(make_step(1)).result()
+
+    with pytest.raises(ExecutorError, match=rf"^{WORKER.format(0)} died in {place}: The actor is dead"):
+        run()
+
+
+def test_a_death_between_steps_is_noticed(make_executor: Make, make_step: MakeStep, until: Make) -> None:
+    executor = make_executor()
+    executor.start()
+    executor.submit(make_step(1)).result()
+    assert executor.check().ok
+    os.kill(process_of(executor, 1), signal.SIGKILL)
+    until(lambda: not executor.check().ok, 60)
+    assert "the worker of rank 1" in executor.check().detail
+    with pytest.raises(ExecutorError, match="the worker of rank 1"):
+        executor.submit(make_step(2))
+
+
+@pytest.mark.parametrize(
+    ("do", "told"),
+    [("sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < "), ("stop", "it gives no stack")],
+)
+def test_a_step_that_hangs(
+    make_executor: Make, make_step: MakeStep, caplog: pytest.LogCaptureFixture, do: str, told: str
+) -> None:
+    executor = make_executor(options={"step_timeout": 3.0}, **{"1": {"at": 2, "do": do}, "0": {"at": -2, "do": do}})
+    executor.start()
+    executor.submit(make_step(1)).result()
+    expected = rf"^step 2 took more than 3 s \(option step_timeout\); {WORKER.format('[01]')}: {told}"
+    with pytest.raises(ExecutorError, match=expected):
+        executor.submit(make_step(2)).result()
+    assert caplog.text.count("has not finished step 2") == 2
+
+
+def test_a_cluster_that_has_too_little(make_executor: Make) -> None:
+    told = (
+        r"^Ray could not place 3 ranks of 1 CPU each within 1 s \(option placement_timeout\); the cluster has "
+        r"1 CPU on [\d.]+, 1 CPU on [\d.]+, of which 2 CPU are free; "
+    )
+    with pytest.raises(ExecutorError, match=told):
+        make_executor(3, options={"placement_timeout": 1.0}).start()
+
+
+def test_a_cluster_that_this_process_has_joined_is_not_left(
+    make_executor: Make, make_step: MakeStep, address: str, until: Make
+) -> None:
+    ray.init(address=address, logging_level=logging.WARNING)
+    try:
+        for given in (None, address):
+            executor = make_executor(options={"address": given})
+            executor.start()
+            assert executor.submit(make_step(1)).result().tokens == ((1,),)
+            executor.shutdown()
+            executor.shutdown()
+            assert not executor.check().ok
+            assert ray.is_initialized()
+            until(lambda: ray.available_resources().get("CPU") == 2, 60)
+        with pytest.raises(ExecutorError, match=r"connected to Ray at .* already, not at elsewhere:1; leave out"):
+            make_executor(options={"address": "elsewhere:1"}).start()
+    finally:
+        ray.shutdown()
+
+
+def test_a_node_without_the_engine(make_executor: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("only_here")
+    module.Elsewhere = type("Elsewhere", (RankActor,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    executor = make_executor(1)
+    monkeypatch.setattr(type(executor), "actor", module.Elsewhere)
+    told = (
+        r"^the worker of rank 0 could not be started: ModuleNotFoundError: No module named 'only_here'; all nodes must"
+    )
+    with pytest.raises(ExecutorError, match=told):
+        executor.start()
+
+
+def test_a_node_with_another_version(make_executor: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make_executor(1)
+    monkeypatch.setattr(type(executor), "actor", importlib.import_module("fake_actor").OtherVersion)
+    told = rf"^{WORKER.format(0)} could not be started: .*EngineError: a message could not be read; all nodes must"
+    with pytest.raises(ExecutorError, match=told):
+        executor.start()
+
+
+def test_an_address_where_nothing_is(make_executor: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        free = "{}:{}".format(*listening.getsockname())
+    with pytest.raises(ExecutorError, match=rf"^Ray cannot be joined at {free}: .*refused; see the option address"):
+        make_executor(options={"address": free}).start()
+
+
+def test_replicas_of_a_server_are_placed_each_for_itself(engine_checkpoint: Path, address: str, until: Make) -> None:
+    """Two nodes with room for one rank each: both replicas answer, from different nodes."""
+    command = [sys.executable, "-P", "-c", "from engine.cli.main import main; main()", "serve"]
+    command += ["--model", str(engine_checkpoint), "--port", "0", "--api-workers", "1", "--device", "cpu"]
+    command += ["--kv-memory", "8MiB", "--max-len", "256", "--threads", "1", "--replicas", "2"]
+    command += ["--executor", "ray", "--executor-option", f"address={address}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            assert server.stdout is not None
+            lines: list[str] = []
+            url = None
+            for line in server.stdout:
+                lines.append(line)
+                if url := re.search(r"http://127\.0\.0\.1:\d+", line):
+                    break
+            assert url is not None, "".join(lines)
+            deep = httpx.get(f"{url[0]}/health", params={"deep": 1}, timeout=60)
+            assert deep.status_code == 200, deep.text
+            assert len(deep.json()["replicas"]) == 2
+            assert len(actors()) == 2
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.communicate(timeout=60)
+    assert server.returncode == 0
+    until(lambda: actors() == [], 60)

@@ -1,0 +1,293 @@
+"""Kernels of quantized layers chosen by measurement: which multiplications a layer has, and that the choice is run."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.core import Engine, SamplingParams
+from engine.core.layers import LayerFactory
+from engine.core.layers.tuning import apply, collect
+from engine.core.layers.tuning_cache import TuningCache
+from engine.core.quant import LinearPart, LinearSpec
+from engine.plugins.kernels import scaled_matmul
+from engine.plugins.kernels.weight_only_launch import Multiplier
+from engine.plugins.kernels.weight_only_tiles import MEASURED_CLASSES
+from engine.plugins.quant import eight_bit_codes
+from engine.plugins.quant.eight_bit import EightBitFormat
+from engine.plugins.quant.eight_bit_codes import HOPPER, ROW_CLASSES, CodesMultiplier, has_capability
+from engine.plugins.quant.eight_bit_gpu import FEW_ROWS, GpuKernel, WideningKernel
+from engine.plugins.quant.eight_bit_tuning import ByCodes
+from engine.plugins.quant.layout import CodeLayout, Layout
+from engine.plugins.quant.packed_kernel import Multipliers, PackedKernel
+from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
+from engine.testing.checkpoints import make_checkpoint
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = "bfloat16" if DEVICE.type == "cuda" else "float16"  # of which the interpreter can multiply matrices
+MACHINE = {"device": "GPU", "pytorch": "1", "triton": "2"}
+LIMIT = 2**-6
+MOST_CANDIDATES = 16
+FEW = "weight-only 64x256 int8, a scale an output, " + HALF
+MANY = "codes 64x256 int8, " + HALF
+
+
+def eight_bit(multiplier, activations, *, dtype=HALF, kind="int8", granularity="channel", gated=False, cls=GpuKernel):
+    codes = {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]
+    parts = tuple(LinearPart(name=name, out_features=32) for name in ("gate", "up"))
+    spec = LinearSpec(parts=parts, in_features=256, bias=False, dtype=dtype, device=str(DEVICE), gated=gated)
+    return cls(spec, EightBitFormat(dtype=codes, granularity=granularity, activations=activations), multiplier)
+
+
+def prepared(kernel):
+    return kernel.prepare({f"{part.name}.weight": torch.randn(32, 256, device=DEVICE) for part in kernel.spec.parts})
+
+
+def described(kernel, weights, bias=None):
+    return [(one.tunable.key, tuple(one.tunable.classes)) for one in kernel.multiplications(weights, bias)]
+
+
+@pytest.fixture
+def multiplier():
+    return Multiplier(DEVICE)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Names of the tiles that multiply, one after the other."""
+    names = []
+    by_tiles, matmul = Multiplier.by_tiles, scaled_matmul.matmul
+    monkeypatch.setattr(Multiplier, "by_tiles", lambda *given: names.append(str(given[-1])) or by_tiles(*given))
+    monkeypatch.setattr(eight_bit_codes, "matmul", lambda *given: names.append(str(given[-1])) or matmul(*given))
+    return names
+
+
+def test_activations_are_quantized_by_the_number_of_rows_alone(multiplier):
+    """Whatever is measured: candidates of a class are either all weight-only or all by codes."""
+    for activations, words in (("token", "a scale a row"), ("static", "a stored scale")):
+        kernel = eight_bit(multiplier, activations)
+        weights = dict(prepared(eight_bit(multiplier, "token")))
+        if activations == "static":
+            weights["input_scale"] = torch.ones(1, device=DEVICE)
+        few, many = described(kernel, weights)
+        assert few == (FEW, (16, 32))
+        assert many == (f"{MANY} with {words}", ROW_CLASSES)
+        assert few[1][-1] == FEW_ROWS < ROW_CLASSES[0]
+    kernel = eight_bit(multiplier, "none")
+    assert described(kernel, prepared(kernel)) == [(FEW, MEASURED_CLASSES)]
+    kernel = eight_bit(multiplier, "token", kind="fp8", granularity="block")
+    [(key, classes)] = described(kernel, prepared(kernel))
+    assert "a scale a block of 32 outputs" in key
+    assert classes == MEASURED_CLASSES
+
+
+def test_what_has_one_way_is_not_measured(multiplier):
+    kernel = eight_bit(multiplier, "token", dtype="float32")
+    assert not kernel.multiplications(prepared(kernel), None)
+    kernel = eight_bit(multiplier, "token", cls=WideningKernel)
+    assert not kernel.multiplications(prepared(kernel), None)
+
+
+class Groups(Reader):
+    """Symmetric weights of 4 bits; `orders`: what group each input of a part is in."""
+
+    scheme = Scheme(bits=4, group_size=64)
+
+    def __init__(self, orders=()):
+        self.orders = dict(orders)
+
+    def tensors(self, part, spec):
+        return {}
+
+    def read(self, part, spec, loaded):
+        values = torch.randint(0, 16, (32, 256), dtype=torch.uint8, device=DEVICE)
+        scales = torch.rand(4, 32, device=DEVICE).half() / 16
+        return Quantized(values=values, scales=scales, zeros=None, group_of=self.orders.get(part.name))
+
+
+def packed(orders=(), *, gated=True):
+    parts = tuple(LinearPart(name=name, out_features=32) for name in ("gate", "up"))
+    spec = LinearSpec(parts=parts, in_features=256, bias=True, dtype=HALF, device=str(DEVICE), gated=gated)
+    return PackedKernel(spec, Groups(orders), Multipliers())
+
+
+def test_packed_weights_are_a_multiplication_for_each_order_of_inputs():
+    bias = torch.randn(64, device=DEVICE)
+    kernel = packed()
+    weights = kernel.packed({})
+    layout = Layout.choose(4, 64)
+    assert described(kernel, weights, bias) == [(f"weight-only gated 64x256 {layout}, {HALF}", MEASURED_CLASSES)]
+    shuffled = torch.randperm(256, device=DEVICE).to(torch.int32) // 64
+    kernel = packed({"up": shuffled})
+    weights = kernel.packed({})
+    assert described(kernel, weights, bias) == [(f"weight-only 32x256 {layout}, {HALF}", MEASURED_CLASSES)] * 2
+    first, second = kernel.multiplications(weights, bias)
+    assert torch.equal(torch.cat([first.operands.bias, second.operands.bias]), bias)
+    for one in (first, second):
+        x = torch.randn(16, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
+        usual, *others = (one.tunable.run(tile, x, one.operands) for tile in one.tunable.candidates(16))
+        assert all(float((y - usual).norm() / usual.norm()) < LIMIT for y in others)
+    assert not kernel.multiplications({"weight": torch.zeros(64, 256)}, None)
+
+
+def test_packed_weights_by_the_tiles_chosen(taken):
+    kernel = packed(gated=False)
+    weights = kernel.packed({})
+    x = torch.randn(11, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
+    usual = kernel.apply(x, weights, None)
+    [one] = kernel.multiplications(weights, None)
+    taken.clear()
+    for tile in one.tunable.candidates(16):
+        one.tunable.choose(16, tile)
+        y = kernel.apply(x, weights, None)
+        assert taken.pop() == str(tile)
+        assert float((y - usual).norm() / usual.norm()) < LIMIT
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize("outputs", [64, 4096, 6144, 28672])
+def test_candidates_by_codes_are_few_and_begin_with_the_usual(outputs, by_torch, monkeypatch):
+    monkeypatch.setattr(eight_bit_codes, "has_capability", lambda device, least: by_torch)
+    monkeypatch.setattr(eight_bit_codes, "num_sms", lambda device: 132)
+    codes = CodesMultiplier(torch.device("cpu"), torch.float8_e4m3fn, outputs, torch.bfloat16)
+    tunable = ByCodes(codes, 4096, static=False)
+    for rows in tunable.classes:
+        found = tunable.candidates(rows)
+        assert found[0] == codes.tile(rows)
+        assert len({tunable.name(tile) for tile in found}) == len(found) <= MOST_CANDIDATES
+        assert (None in found) == by_torch
+    other = CodesMultiplier(torch.device("cpu"), torch.int8, outputs, torch.bfloat16)
+    assert not other.by_torch
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [40, 130])
+def test_every_candidate_by_codes_multiplies_right(multiplier, rows, static):
+    kernel = eight_bit(multiplier, "token")
+    weights = dict(prepared(kernel))
+    if static:
+        weights["input_scale"] = torch.tensor([1 / 32], device=DEVICE)
+    bias = torch.randn(64, device=DEVICE).to(getattr(torch, HALF))
+    _, many = kernel.multiplications(weights, bias)
+    whole = torch.randint(-127, 128, (rows, 256), device=DEVICE)
+    whole[:, 0] = 127
+    x = (whole / 32).to(getattr(torch, HALF))
+    codes = CodeLayout(dtype="int8").unpack(weights["weight"], 256).double()
+    exact = F.linear(x.double(), codes * weights["scale"].double()[:, None], bias.double())
+    for tile in many.tunable.candidates(next(most for most in ROW_CLASSES if most >= rows)):
+        y = many.tunable.run(tile, x, many.operands)
+        assert y.shape == exact.shape
+        assert float((y.double() - exact).norm() / exact.norm()) < LIMIT
+
+
+def test_what_is_chosen_by_codes_multiplies_its_class_of_rows(multiplier, taken):
+    kernel = eight_bit(multiplier, "token")
+    weights = prepared(kernel)
+    _, many = kernel.multiplications(weights, None)
+    x = torch.randn(129, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
+    usual = {}
+    for rows in (33, 64, 65, 128, 129):
+        kernel.apply(x[:rows], weights, None)
+        usual[rows] = taken.pop()
+    mine = next(tile for tile in many.tunable.candidates(128) if str(tile) not in usual.values())
+    many.tunable.choose(128, mine)
+    for rows, tile in usual.items():
+        kernel.apply(x[:rows], weights, None)
+        assert taken.pop() == (str(mine) if 64 < rows <= 128 else tile)
+    assert not taken
+
+
+class EightBit:
+    """A method whose kernels are those for GPUs, on a CPU by the interpreter."""
+
+    def __init__(self):
+        self.multiplier = Multiplier(DEVICE)
+
+    def ignored(self):
+        return ()
+
+    def linear(self, spec):
+        return GpuKernel(
+            spec, EightBitFormat(dtype="int8", granularity="channel", activations="token"), self.multiplier
+        )
+
+
+class FakeTimer:
+    """The last candidate is the fastest; nothing that refines it is faster."""
+
+    def __init__(self):
+        self.asked = {}
+
+    def prepare(self, wanted):
+        pass
+
+    def seconds(self, work, candidate):
+        order = self.asked.setdefault(work.place, [])
+        order.append(candidate)
+        first = len(work.tunable.candidates(work.rows))
+        return 10.0 - len(order) if len(order) <= first else 20.0
+
+
+def tuned(tmp_path):
+    """Two layers of one size after a start: their inputs, what was chosen, and the timer."""
+    torch.manual_seed(0)
+    layers = LayerFactory(dtype=HALF, device=str(DEVICE), quant=EightBit())
+    for index in range(2):
+        layers.linear([(f"{index}.gate", 32), (f"{index}.up", 32)], 256)
+    for layer in layers.layers:
+        layer.fill({name: torch.randn(spec.shape, device=DEVICE) for name, spec in layer.tensors().items()})
+    timer = FakeTimer()
+    report = apply(collect(layers), TuningCache(tmp_path, MACHINE), timer)
+    return layers, report, timer
+
+
+def test_layers_of_one_size_share_a_measurement_which_the_next_start_finds(tmp_path, taken):
+    layers, report, timer = tuned(tmp_path)
+    assert report.measured == len(report.choices) == 5
+    assert {choice.problem for choice in report.choices} == {FEW, f"{MANY} with a scale a row"}
+    assert all(len(set(asked)) == len(asked) for asked in timer.asked.values())
+    again, second, timer = tuned(tmp_path)
+    assert second.measured == 0
+    assert not timer.asked
+    assert second.choices == report.choices
+    chosen = {(choice.problem, choice.rows): choice.kernel for choice in second.choices}
+    x = torch.randn(100, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
+    many = f"{MANY} with a scale a row"
+    for started in (layers, again):
+        for layer in started.layers:
+            for rows in (11, 20, 60, 100):
+                layer(x[:rows])
+            assert taken == [chosen[place] for place in ((FEW, 16), (FEW, 32), (many, 64), (many, 128))]
+            taken.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant", ["fp8", "int8"])
+def test_an_engine_is_tuned_and_generates(tmp_path, quant):
+    path = make_checkpoint(
+        tmp_path / "model", "qwen3", tokenizer=True, hidden_size=512, intermediate_size=1024, num_hidden_layers=2
+    )
+    prompts = [[(11 * row + 5 * column) % 500 for column in range(3 + row)] for row in range(40)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    cache = tmp_path / "kernels"
+    found, written = [], []
+    for _ in range(2):
+        with Engine(
+            model=str(path),
+            model__dtype="bfloat16",
+            quant=quant,
+            cache__memory="64MiB",
+            executor__kernel_cache=str(cache),
+        ) as engine:
+            found.append([list(completion.token_ids) for completion in engine.generate(prompts, greedy)])
+        [file] = cache.iterdir()
+        written.append((file.read_text(), file.stat().st_mtime_ns))
+    assert all(len(tokens) == 8 for tokens in found[0])
+    assert found[0] == found[1]
+    assert written[0] == written[1]  # the second start measured nothing
+    choices = json.loads(written[0][0])["choices"]
+    kinds = {choice["problem"].split()[0] for choice in choices}
+    assert "weight-only" in kinds
+    assert ("codes" in kinds) == has_capability(DEVICE, HOPPER)
+    assert all(0 < choice["seconds"] < 1e-2 for choice in choices)
