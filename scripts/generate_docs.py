@@ -191,16 +191,8 @@ def ablation_table() -> str:
     report = load_result("h200-ablation")
     if report is None:
         return ""
-    metrics = list(dict.fromkeys((row["metric"], row["unit"]) for row in report["rows"]))
-    values = {(row["case"], row["metric"]): row["value"] for row in report["rows"]}
-    cases = list(dict.fromkeys(row["case"] for row in report["rows"]))
-    rows = [
-        (case, *(number(values[case, metric]) if (case, metric) in values else "" for metric, _ in metrics))
-        for case in cases
-    ]
     text = f"{report['settings']['model']}, one setting changed at a time. {where(report)}"
-    columns = ("", *(f"{metric}, {unit}" for metric, unit in metrics))
-    return section("What each optimisation is worth", text, [table(columns, rows)])
+    return section("What each optimisation is worth", text, [by_case(report, number)])
 
 
 def ranks_table() -> str:
@@ -249,20 +241,12 @@ def ring_table() -> str:
     report = load_result("ring")
     if report is None:
         return ""
-    metrics = list(dict.fromkeys((row["metric"], row["unit"]) for row in report["rows"]))
-    values = {(row["case"], row["metric"]): row["value"] for row in report["rows"]}
-    cases = list(dict.fromkeys(row["case"] for row in report["rows"]))
     settings = report["settings"]
     text = (
         f"One writer, {settings['readers']} readers, {settings['bytes']} bytes, {settings['cpus']} virtual processors. "
         f"{report['machine']}, {report['date']}, commit {report['commit']}."
     )
-    columns = ("", *(f"{metric}, {unit}" for metric, unit in metrics))
-    rows = [
-        (case, *(f"{values[case, metric]:.3g}" if (case, metric) in values else "" for metric, _ in metrics))
-        for case in cases
-    ]
-    return f"{text}\n\n{table(columns, rows)}"
+    return f"{text}\n\n{by_case(report, '{:.3g}'.format)}"
 
 
 def perplexity_table() -> str:
@@ -301,6 +285,15 @@ def timeline_figure() -> str:
 def section(title: str, text: str, parts: list[str]) -> str:
     """A section of a page; nothing without parts."""
     return "\n\n".join([f"## {title}", text, *parts]) if parts else ""
+
+
+def by_case(report: dict[str, Any], show: Callable[[float], str]) -> str:
+    """A table of a report's figures: a line for each case, a column for each metric."""
+    metrics = list(dict.fromkeys((row["metric"], row["unit"]) for row in report["rows"]))
+    values = {(row["case"], row["metric"]): show(row["value"]) for row in report["rows"]}
+    cases = dict.fromkeys(row["case"] for row in report["rows"])
+    rows = [(case, *(values.get((case, metric), "") for metric, _ in metrics)) for case in cases]
+    return table(("", *(f"{metric}, {unit}" for metric, unit in metrics)), rows)
 
 
 def where(report: dict[str, Any]) -> str:
