@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
 from functools import partial
 from typing import ClassVar
 
@@ -14,17 +13,16 @@ from attrs import evolve, field, frozen, validators
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo, find_device
 from engine.core.errors import ExecutorError
-from engine.core.executors import MOST_STEPS, Executor, Health, PendingResult
+from engine.core.executors import Health, PendingResult
 from engine.core.rendezvous import Rendezvous
 from engine.core.selection import Parts
 from engine.core.shm import Ring, RingClosedError
-from engine.core.startup import Listener
-from engine.core.types import CacheInfo, Step, StepResult
-from engine.core.wire import Decoder, encode
+from engine.core.types import CacheInfo, Step
+from engine.core.wire import encode
 from engine.plugins.executors.beats import Beats
 from engine.plugins.executors.messages import Launch
-from engine.plugins.executors.objects import refuse_objects
 from engine.plugins.executors.pending import Pending
+from engine.plugins.executors.remote import RemoteExecutor, cache_of_all
 from engine.plugins.executors.worker_process import WorkerProcess
 from engine.plugins.executors.workers import Workers
 
@@ -37,10 +35,9 @@ class Options:
     """Seconds after which a step counts as hung: the workers are then ended."""
 
 
-class MultiprocExecutor(Executor):
+class MultiprocExecutor(RemoteExecutor):
     """Starts workers (`plugins/executors/worker.py`), one a device, which all receive every step; rank 0 answers."""
 
-    api = "1"
     options_class = Options
     worker: ClassVar[str] = "engine.plugins.executors.worker"
     """The module that a worker runs."""
@@ -53,23 +50,9 @@ class MultiprocExecutor(Executor):
         return refuses_system()
 
     def __init__(self, config: EngineConfig, parts: Parts, options: Options) -> None:
-        refuse_objects(parts)
-        self._config = config
-        self._manifest = parts.manifest
+        super().__init__(config, parts)
         self._options = options
-        self._listener: Listener | None = None
         self._workers: Workers | None = None
-        self._decoder: Decoder[StepResult] = Decoder(StepResult)
-        self._under_way: deque[Pending] = deque()
-
-    @property
-    def asynchronous(self) -> bool:
-        """Always."""
-        return True
-
-    def watch(self, listener: Listener) -> None:
-        """See Executor."""
-        self._listener = listener
 
     def start(self) -> CacheInfo:
         """Start the workers, and wait until each is ready.
@@ -89,13 +72,12 @@ class MultiprocExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
-        return evolve(caches[0], num_blocks=min(cache.num_blocks for cache in caches))
+        return cache_of_all(caches)
 
     def submit(self, step: Step) -> PendingResult:
         """See Executor."""
         workers = self._running()
-        if len(self._under_way) == MOST_STEPS:
-            raise ExecutorError(f"step {step.id} was submitted while {MOST_STEPS} others are under way")
+        self._check_room(step)
         try:
             self._writer.send(encode(step))
         except RingClosedError as closed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,16 +10,16 @@ from attrs import evolve, field, frozen, validators
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo, find_device
 from engine.core.errors import ConfigError, ExecutorError
-from engine.core.executors import MOST_STEPS, Executor, Health, PendingResult
+from engine.core.executors import Health, PendingResult
 from engine.core.rendezvous import Rendezvous
 from engine.core.selection import Parts
-from engine.core.startup import Listener, Progress
-from engine.core.types import CacheInfo, Step, StepResult
-from engine.core.wire import Decoder, encode
+from engine.core.startup import Progress
+from engine.core.types import CacheInfo, Step
+from engine.core.wire import encode
 from engine.plugins.executors.messages import Assignment
-from engine.plugins.executors.objects import refuse_objects
 from engine.plugins.executors.pending import Pending
 from engine.plugins.executors.ray_actor import Begin, RankActor, Whereabouts
+from engine.plugins.executors.remote import RemoteExecutor, cache_of_all
 
 if TYPE_CHECKING:
     from engine.plugins.executors.ray_placement import Placement
@@ -40,10 +39,9 @@ class Options:
     """Seconds after which a step counts as hung: the workers are then ended."""
 
 
-class RayExecutor(Executor):
+class RayExecutor(RemoteExecutor):
     """Starts actors (`plugins/executors/ray_actor.py`), one a device, which all receive every step; rank 0 answers."""
 
-    api = "1"
     options_class = Options
     finds_devices = True
     actor: ClassVar[type[RankActor]] = RankActor
@@ -59,31 +57,17 @@ class RayExecutor(Executor):
         return None
 
     def __init__(self, config: EngineConfig, parts: Parts, options: Options) -> None:
-        refuse_objects(parts)
+        # Ray counts CPUs, and a worker uses as many threads as it was promised.
+        threads = max(1, config.executor.threads)
+        super().__init__(evolve(config, executor=evolve(config.executor, threads=threads)), parts)
         if options.address is not None and "://" in options.address:
             raise ConfigError(
                 f"executor.options.address is {options.address!r}, but the engine must run on a node of the cluster "
                 "itself, not behind a Ray Client; give HOST:PORT of the cluster's head"
             )
-        # Ray counts CPUs, and a worker uses as many threads as it was promised.
-        threads = max(1, config.executor.threads)
-        self._config = evolve(config, executor=evolve(config.executor, threads=threads))
-        self._manifest = parts.manifest
         self._options = options
-        self._listener: Listener | None = None
         self._placement: Placement | None = None
         self._ranks: Ranks | None = None
-        self._decoder: Decoder[StepResult] = Decoder(StepResult)
-        self._under_way: deque[Pending] = deque()
-
-    @property
-    def asynchronous(self) -> bool:
-        """Always."""
-        return True
-
-    def watch(self, listener: Listener) -> None:
-        """See Executor."""
-        self._listener = listener
 
     def start(self) -> CacheInfo:
         """Find room, start the actors, and wait until each is ready.
@@ -109,13 +93,12 @@ class RayExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
-        return evolve(caches[0], num_blocks=min(cache.num_blocks for cache in caches))
+        return cache_of_all(caches)
 
     def submit(self, step: Step) -> PendingResult:
         """See Executor."""
         ranks = self._running()
-        if len(self._under_way) == MOST_STEPS:
-            raise ExecutorError(f"step {step.id} was submitted while {MOST_STEPS} others are under way")
+        self._check_room(step)
         if ranks.failure is not None:
             raise ExecutorError(str(ranks.failure))
         ranks.submit(step.id, encode(step))
