@@ -116,7 +116,7 @@ def _numbers(
 
 
 @triton.jit
-def _half(entry, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+def half_of(entry, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     """The low or the high half of int32 entries, as numbers."""
     return (entry >> (16 * HIGH)).to(tl.int16).to(DTYPE, bitcast=True)
 
@@ -217,9 +217,9 @@ def matmul_kernel(
                 if ZEROS or group % 2 == 0:
                     entry_row = block * ENTRIES + (group if ZEROS else group // 2)
                     entry = tl.load(scales + entry_row * weight_rows + row)
-                scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
+                scale = half_of(entry, 0 if ZEROS else group % 2, SCALE)
                 if ZEROS:
-                    offset = _half(entry, 1, DTYPE)
+                    offset = half_of(entry, 1, DTYPE)
             part = tl.zeros([TILE, COLUMNS], tl.float32) if SCALED and not EARLY else total
             for span in tl.static_range(GROUP // SPAN):
                 column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
@@ -304,9 +304,9 @@ def dequantize_kernel(
             if ZEROS or group % 2 == 0:
                 entry_row = block * ENTRIES + (group if ZEROS else group // 2)
                 entry = tl.load(scales + entry_row * outputs + row, mask=valid, other=0)
-            scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
+            scale = half_of(entry, 0 if ZEROS else group % 2, SCALE)
             if ZEROS:
-                offset = _half(entry, 1, DTYPE)
+                offset = half_of(entry, 1, DTYPE)
         for span in tl.static_range(GROUP // SPAN):
             column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
             numbers = _numbers(

@@ -72,11 +72,33 @@ class Tile:
         """Tiles of the result."""
         return -(-problem.weight_rows // self.rows) * -(-rows // self.columns)
 
+    def grid(self, weight_rows: int, rows: int) -> tuple[int, int, int]:
+        """Programs, for so many rows of W and of x."""
+        return -(-weight_rows // self.rows), self.splits, -(-rows // self.columns)
+
     def shared_memory(self, layout: Layout | CodeLayout) -> int:
         """Bytes that a program needs, as compiled: x stays in shared memory while it is multiplied."""
         words, x = self.rows * layout.span * 2, self.columns * layout.block * 2
         scales = self.rows * layout.groups * 4
         return (words + scales) * (self.stages - 1) + x * self.stages
+
+
+@frozen(kw_only=True)
+class VectorTile:
+    """What a program of the kernel for one row of x has in registers."""
+
+    rows: int
+    """Of W."""
+    blocks: int
+    """Of the layout, side by side."""
+    warps: int
+
+    def __str__(self) -> str:
+        return f"vector {self.rows} x {self.blocks} blocks, {self.warps} warps"
+
+    def grid(self, weight_rows: int, rows: int) -> tuple[int, int]:
+        """Programs, for so many rows of W and of x."""
+        return -(-weight_rows // self.rows), rows
 
 
 TILES = {
