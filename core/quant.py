@@ -45,7 +45,8 @@ class LinearSpec:
     parallel: str = "none"
     """How ranks share it: column (each has some outputs), row (each has some inputs) or none (each has all)."""
     gated: bool = False
-    """Whether its two parts are the gate and up projections of a gated MLP, so that `apply_gated` alone is called."""
+    """Whether its two parts are the gate and up projections of a gated MLP, so that `apply_gated` alone is called, but
+    for rows of which `gates_at_once` says otherwise."""
     ranks: int = 1
     """How many share it; outputs or inputs divide evenly, as `parallel` says."""
 
