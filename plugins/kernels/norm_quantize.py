@@ -8,7 +8,16 @@ import triton.language as tl
 
 from engine.core.kernels.launch import dependent_launch, release, wait
 from engine.core.kernels.norm import add_norm, norm_tile
-from engine.plugins.kernels.quantize_rows import HALF, LIMITS, clean, empty_codes, inverse_of, scale_of, to_codes
+from engine.plugins.kernels.quantize_rows import (
+    HALF,
+    LIMITS,
+    empty_codes,
+    inverse_of,
+    magnitudes,
+    marked,
+    scale_of,
+    to_codes,
+)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -42,10 +51,11 @@ def _norm_quantize_kernel(
     wait(PDL)
     normed = add_norm(x, residual, place, mask, factor, eps, SIZE, HAS_RESIDUAL)
     # Rounded as if it had been written, so that codes are those of the two kernels one after the other.
-    values, broken = clean(normed.to(x.dtype.element_ty).to(tl.float32))
+    values = normed.to(x.dtype.element_ty).to(tl.float32)
+    peak = tl.max(magnitudes(values), axis=1)
     if not GIVEN:
-        scale = scale_of(tl.max(tl.abs(values), axis=1), LIMIT)
-    found = to_codes(values, inverse_of(scale)[:, None], LIMIT, INT8).to(codes.dtype.element_ty)
+        scale = scale_of(peak, LIMIT)
+    found = to_codes(values, inverse_of(scale)[:, None], LIMIT, INT8, GIVEN).to(codes.dtype.element_ty)
     # Stored in another shape than loaded, so that the compiler does not lay out the row for the codes: the order in
     # which it is added up is to be that of add_rms_norm.
     halves = tl.reshape(found, [ROWS, BLOCK // (2 * HALF), 2, HALF])
@@ -55,8 +65,7 @@ def _norm_quantize_kernel(
     target = (row.to(tl.int64)[:, None] * count + block[None, :])[:, :, None] * (2 * HALF)
     present = (row < rows)[:, None] & (block < count)[None, :]
     tl.store(codes + target + tl.arange(0, 2 * HALF)[None, None, :], pairs, mask=present[:, :, None])
-    bad = tl.max(broken.to(tl.int32), axis=1)
-    tl.store(scales + row, tl.where(bad > 0, float("nan"), scale), mask=row < rows)
+    tl.store(scales + row, marked(scale, peak), mask=row < rows)
 
 
 def add_rms_norm_quantize(

@@ -13,21 +13,28 @@ BLOCK = 128
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a small float32 to an integer, ties to even."""
+NEXT_TO_NOTHING = tl.constexpr(1e-30)
 HALF = tl.constexpr(BLOCK // 2)
 """Of a block: inputs so far apart lie side by side."""
 
 
 @triton.jit
-def clean(values):
-    """Values without those that have no code in int8, and which those were."""
-    broken = (values != values) | (tl.abs(values) == float("inf"))
-    return tl.where(broken, 0.0, values), broken
+def magnitudes(values):
+    """Of float32 numbers. A NaN's is infinite, so that a row's largest tells whether one of its numbers has no code."""
+    return tl.where(values != values, float("inf"), tl.abs(values))
 
 
 @triton.jit
 def scale_of(peak, LIMIT: tl.constexpr):
-    """The scale that gives a row's largest number the largest code; 1 for zeros alone."""
-    return tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LIMIT, tl.float32)), 1.0)
+    """The scale that gives a row's largest number the largest code; 1 for zeros, and for rows that are next to nothing,
+    since float32 has no inverse of theirs."""
+    return tl.where(peak > NEXT_TO_NOTHING, tl.div_rn(peak, tl.full([], LIMIT, tl.float32)), 1.0)
+
+
+@triton.jit
+def marked(scale, peak):
+    """The scale to store: NaN for a row with a NaN or infinity, since int8 has no code that would say so."""
+    return tl.where(peak < float("inf"), scale, float("nan"))
 
 
 @triton.jit
@@ -37,10 +44,13 @@ def inverse_of(scale):
 
 
 @triton.jit
-def to_codes(values, inverse, LIMIT: tl.constexpr, INT8: tl.constexpr):
-    """float32 numbers that are codes, or, in float8, have to be rounded to one."""
+def to_codes(values, inverse, LIMIT: tl.constexpr, INT8: tl.constexpr, GIVEN: tl.constexpr):
+    """float32 numbers that are codes, or, in float8, have to be rounded to one. GIVEN: they may be beyond LIMIT."""
+    if INT8:
+        values = tl.where(tl.abs(values) < float("inf"), values, 0.0)
     code = values * inverse
-    code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
+    if GIVEN:
+        code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
     return (code + ROUND) - ROUND if INT8 else code
 
 
@@ -60,23 +70,21 @@ def store_row(
 ):
     """Quantize and store a row: the halves of its blocks, [BLOCKS, 64] float32 each, zeros beyond its inputs.
 
-    given: its scale, where GIVEN. The scale of a row with a NaN or infinity is NaN: int8 has no code that would say so.
+    given: its scale, where GIVEN.
     """
-    left, left_broken = clean(left)
-    right, right_broken = clean(right)
+    larger = tl.maximum(tl.abs(left), tl.abs(right), propagate_nan=tl.PropagateNan.ALL)
+    peak = tl.max(tl.max(magnitudes(larger), axis=1), axis=0)
     scale = given
     if not GIVEN:
-        peak = tl.max(tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1)), axis=0)
         scale = scale_of(peak, LIMIT)
     inverse = inverse_of(scale)
-    pairs = tl.join(to_codes(left, inverse, LIMIT, INT8), to_codes(right, inverse, LIMIT, INT8))
+    pairs = tl.join(to_codes(left, inverse, LIMIT, INT8, GIVEN), to_codes(right, inverse, LIMIT, INT8, GIVEN))
     count = tl.cdiv(inputs, 2 * HALF)
     block = tl.arange(0, BLOCKS)
     place = block[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
     stored = tl.reshape(pairs, [BLOCKS, 2 * HALF]).to(codes.dtype.element_ty)
     tl.store(codes + row * count * (2 * HALF) + place, stored, mask=(block < count)[:, None])
-    broken = tl.max(tl.max((left_broken | right_broken).to(tl.int32), axis=1), axis=0)
-    tl.store(scales + row, tl.where(broken > 0, float("nan"), scale))
+    tl.store(scales + row, marked(scale, peak))
 
 
 @triton.jit
@@ -114,7 +122,7 @@ def quantize_rows(
 
     Codes are in the order of a CodeLayout, padded with zeros to a multiple of 128.
     scale: [1] float32, the scale of all rows, known beforehand; codes beyond the type's range are clamped. Without it a
-    row's largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale.
+    row's largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale, and any codes.
     """
     rows, inputs = x.shape
     codes, scales = empty_codes(rows, inputs, dtype, x.device)

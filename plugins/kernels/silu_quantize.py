@@ -69,7 +69,7 @@ def silu_and_mul_quantize(
             INT8=dtype == torch.int8,
             BLOCKS=triton.next_power_of_2(codes.shape[1] // BLOCK),
             GIVEN=scale is not None,
-            num_warps=min(max(triton.next_power_of_2(inputs) // 1024, 1), 16),
+            num_warps=min(max(triton.next_power_of_2(inputs) // 1024, 1), 32),
             **dependent_launch(x.device),
         )
     return codes, scales

@@ -15,7 +15,8 @@ def check(x, dtype, scale=None):
     got, got_scales = silu_and_mul_quantize(x, dtype, scale=scale)
     assert torch.equal(got_scales.view(torch.int32), scales.view(torch.int32))
     assert (got.dtype, got.shape) == (dtype, codes.shape)
-    assert torch.equal(got.view(torch.uint8), codes.view(torch.uint8))
+    whole = ~scales.isnan()
+    assert torch.equal(got.view(torch.uint8)[whole], codes.view(torch.uint8)[whole])
     return got, got_scales
 
 
