@@ -74,12 +74,14 @@ class Linear(Layer):
         in_one_pass = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         self._apply_gated = kernel.apply_gated if in_one_pass else None
         self._prologue = kernel.prologue()
+        self._apply_made = self._refuse if self._prologue is None else self._prologue.apply
 
     def __call__(self, x: Rows) -> torch.Tensor:
         """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
+        apply: Callable[..., torch.Tensor] = self._apply_made if isinstance(x, LinearInput) else self._apply
         if self._reduce is None:
-            return self._multiply(x, self.bias)
-        y = self._reduce(self._multiply(x, None))
+            return apply(x, self.weights, self.bias)
+        y = self._reduce(apply(x, self.weights, None))
         return y if self.bias is None else y + self.bias
 
     def gated(self, x: Rows) -> torch.Tensor:
@@ -101,12 +103,10 @@ class Linear(Layer):
         prologue = self._prologue
         return prologue if prologue is not None and x.dim() == 2 and prologue.takes(x.shape[0]) else None
 
-    def _multiply(self, x: Rows, bias: torch.Tensor | None) -> torch.Tensor:
-        if not isinstance(x, LinearInput):
-            return self._apply(x, self.weights, bias)
-        if self._prologue is None:
-            raise TypeError(f"{self.spec.parts[0].name} takes tensors alone; this was made for another layer")
-        return self._prologue.apply(x, self.weights, bias)
+    def _refuse(
+        self, made: LinearInput, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        raise TypeError(f"{self.spec.parts[0].name} takes tensors alone; this was made for another layer")
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The kernel's tensors, and NAME.bias of each part."""

@@ -11,6 +11,7 @@ from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.quant import eight_bit_codes, eight_bit_gpu, eight_bit_prologue
 from engine.plugins.quant.eight_bit import EightBitFormat
 from engine.plugins.quant.eight_bit_gpu import FEW_ROWS, GpuKernel, WideningKernel
+from engine.plugins.quant.fp8 import Fp8
 from engine.plugins.quant.int8 import Int8
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import LoneRank
@@ -42,16 +43,15 @@ def launched(monkeypatch):
     return names
 
 
-def make_mlp(*, group=None, fused=True):
+def make_mlp(*, group=None, fused=True, method=EightBit, hidden=HIDDEN, intermediate=INTERMEDIATE):
     """Norm, gate and up, down, of one rank."""
     torch.manual_seed(0)
-    quant = EightBit.from_checkpoint(None, None)
+    quant = method.from_checkpoint(None, None)
     layers = LayerFactory(dtype=HALF, device=str(DEVICE), quant=quant, group=group, fused=fused)
-    norm = layers.norm("norm", HIDDEN, 1e-5, sums=True)
-    gate_up = layers.linear(
-        [("gate", INTERMEDIATE), ("up", INTERMEDIATE)], HIDDEN, bias=True, parallel="column", gated=True
-    )
-    down = layers.linear([("down", HIDDEN)], INTERMEDIATE, parallel="row", summed=False)
+    norm = layers.norm("norm", hidden, 1e-5, sums=True)
+    parts = [("gate", intermediate), ("up", intermediate)]
+    gate_up = layers.linear(parts, hidden, bias=True, parallel="column", gated=True)
+    down = layers.linear([("down", hidden)], intermediate, parallel="row", summed=False)
     for layer in layers.layers:
         loaded = {}
         for name, spec in layer.tensors().items():
@@ -91,6 +91,29 @@ def test_many_rows_are_quantized_where_they_are_made(static, ranks, launched, mo
         assert torch.equal(got, expected)
         if rows > 2:
             assert torch.equal(gate_up.gated(made), silu_and_mul(gate_up(normed)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 3072), (4096, 14336)])
+@pytest.mark.parametrize("method", [Fp8, Int8])
+def test_captured_in_a_graph(method, hidden, intermediate):
+    norm, gate_up, down = make_mlp(method=method, hidden=hidden, intermediate=intermediate)
+    for rows in (33, 64, 256, 1000):
+        x, residual = randn(rows, hidden), randn(rows, hidden)
+
+        def work(x=x, residual=residual):
+            made, total = norm.into(gate_up, x, residual.clone())
+            return down(gate_up.gated_into(down, made)), total
+
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got, total = work()
+        x.copy_(randn(rows, hidden))
+        graph.replay()
+        normed, expected_total = norm(x, residual.clone())
+        assert torch.equal(total, expected_total)
+        assert torch.equal(got, down(gate_up.gated(normed)))
 
 
 def test_plain_layers_norm_by_themselves(launched, monkeypatch):
