@@ -3,10 +3,11 @@
     python benchmarks/quant_kernels.py [--tune] [--kinds fp8 int8 4bit ...] [--rows 1 16 ...] [--json FILE]
 
 Shapes are those of Llama-3.1-8B. Weights rotate over more memory than the L2 cache keeps. What is timed is what a layer
-does, behind the norm that makes its input: activations quantized where they are, SiLU * up for gate and up. Floor:
-bytes of weights and scales over 4.2 TB/s. `bf16` is cuBLAS by plain weights, `engine` what the engine launches once it
-has measured at start, `table` what it launches unmeasured. --tune: the choices at start, and more tiles and libraries
-than are candidates there; the best printed.
+does, behind the norm that makes its input: activations quantized where they are, by a kernel of its own (in
+layer_kernels.py are those that quantize what they make), SiLU * up for gate and up. Floor: bytes of weights and scales
+over 4.2 TB/s. `bf16` is cuBLAS by plain weights, `engine` what the engine launches once it has measured at start,
+`table` what it launches unmeasured. --tune: the choices at start, and more tiles and libraries than are candidates
+there; the best printed.
 """
 
 from __future__ import annotations

@@ -101,17 +101,28 @@ class CodesMultiplier:
         tile: MatmulTile | None,
     ) -> torch.Tensor:
         """As the call, with a tile of one's own."""
+        codes, x_scale = quantize_rows(x, weights["weight"].dtype, scale=weights.get("input_scale"))
+        return self.multiply_codes(codes, x_scale, weights, bias, tile)
+
+    def multiply_codes(
+        self,
+        codes: torch.Tensor,
+        x_scale: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+        bias: torch.Tensor | None,
+        tile: MatmulTile | None,
+    ) -> torch.Tensor:
+        """As `multiply`, of rows as quantize_rows leaves them."""
         weight, scale = weights["weight"], weights["scale"]
-        codes, x_scale = quantize_rows(x, weight.dtype, scale=weights.get("input_scale"))
         if tile is not None:
-            return matmul(codes, x_scale, weight, scale, bias, x.dtype, tile)
+            return matmul(codes, x_scale, weight, scale, bias, self.dtype, tile)
         return torch._scaled_mm(
             codes,
             weight.t(),
             scale_a=x_scale[:, None],
             scale_b=scale[None, :],
             bias=bias,
-            out_dtype=x.dtype,
+            out_dtype=self.dtype,
             use_fast_accum=FAST_ACCUMULATION,
         )
 
