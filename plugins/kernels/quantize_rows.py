@@ -13,6 +13,9 @@ BLOCK = 128
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a small float32 to an integer, ties to even."""
+FEW = 512
+"""Rows: up to so many a warp has LATENT numbers, with more BUSY, so that less is spent on each."""
+LATENT, BUSY = 256, 1024
 NEXT_TO_NOTHING = tl.constexpr(1e-30)
 HALF = tl.constexpr(BLOCK // 2)
 """Of a block: inputs so far apart lie side by side."""
@@ -137,10 +140,16 @@ def quantize_rows(
             INT8=dtype == torch.int8,
             BLOCKS=triton.next_power_of_2(codes.shape[1] // BLOCK),
             GIVEN=scale is not None,
-            num_warps=min(max(triton.next_power_of_2(inputs) // 1024, 1), 16),
+            num_warps=row_warps(rows, inputs),
             **dependent_launch(x.device),
         )
     return codes, scales
+
+
+def row_warps(rows: int, inputs: int) -> int:
+    """Warps for a program that has a row: many where rows are few, and how long one takes is what counts."""
+    numbers = LATENT if rows <= FEW else BUSY
+    return min(max(triton.next_power_of_2(inputs) // numbers, 1), 32)
 
 
 def empty_codes(rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

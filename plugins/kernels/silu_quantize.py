@@ -8,7 +8,7 @@ import triton.language as tl
 
 from engine.core.kernels.activation import silu
 from engine.core.kernels.launch import dependent_launch, release, wait
-from engine.plugins.kernels.quantize_rows import BLOCK, HALF, LIMITS, empty_codes, store_row
+from engine.plugins.kernels.quantize_rows import BLOCK, HALF, LIMITS, empty_codes, row_warps, store_row
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def silu_and_mul_quantize(
             INT8=dtype == torch.int8,
             BLOCKS=triton.next_power_of_2(codes.shape[1] // BLOCK),
             GIVEN=scale is not None,
-            num_warps=min(max(triton.next_power_of_2(inputs) // 1024, 1), 32),
+            num_warps=row_warps(rows, inputs),
             **dependent_launch(x.device),
         )
     return codes, scales
