@@ -48,6 +48,12 @@ def _fma(a, b, c):
 
 
 @triton.jit
+def _settled(total):
+    """The same sums, as something that is computed from them, at no instruction."""
+    return tl.inline_asm_elementwise("// $0", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _insert(words, SHIFT: tl.constexpr, MASK: tl.constexpr, CHANGE: tl.constexpr, DTYPE: tl.constexpr):
     """(word >> SHIFT & MASK) ^ CHANGE as a number, two words at a time; MASK and CHANGE cover both."""
     bits = tl.inline_asm_elementwise(
@@ -170,6 +176,7 @@ def matmul_kernel(
     EVEN: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -181,7 +188,8 @@ def matmul_kernel(
     """x: [rows, inputs] dense. Grid: tiles of W's rows, splits, tiles of x's rows.
 
     row_stride, block_stride: in words. SCALE: the type of scales of groups. EVEN: the last block is full. EARLY: W is
-    scaled, and rounded to x's type, before it is multiplied; otherwise the sums of each group are, in float32. SPLIT:
+    scaled, and rounded to x's type, before it is multiplied; otherwise the sums of each group are, in float32. PARTS:
+    steps that a block takes, each with so large a part of every field, and of the x it meets in shared memory. SPLIT:
     programs that differ in their second number share the blocks of a tile; partials: [tiles, splits, TILE, COLUMNS]
     float32; arrivals: [tiles] int32, 0 before and after.
     """
@@ -205,11 +213,14 @@ def matmul_kernel(
     m = first + tl.arange(0, COLUMNS)
     present = (m < rows)[:, None]
     x_row = x + m.to(tl.int64)[:, None] * inputs
-    k = tl.arange(0, SPAN)
+    WIDTH: tl.constexpr = SPAN // PARTS
+    k = tl.arange(0, WIDTH)
     offset = tl.full([TILE], -(POWER + 2 ** (BITS - 1)), DTYPE)
     total = tl.zeros([TILE, COLUMNS], tl.float32)
-    for block in tl.range(begin, end, num_stages=STAGES):
-        tile = tl.load((words_row + tl.cast(block, tl.int64) * block_stride)[:, None] + k[None, :])
+    for step in tl.range(begin * PARTS, end * PARTS, num_stages=STAGES):
+        block = step // PARTS
+        i = step % PARTS * WIDTH + k
+        tile = tl.load((words_row + tl.cast(block, tl.int64) * block_stride)[:, None] + i[None, :])
         for group in tl.static_range(GROUPS):
             if SCALES == BLOCKS:
                 scale = tl.load(scales + row // scale_rows * blocks + block)
@@ -222,12 +233,12 @@ def matmul_kernel(
                     offset = _half(entry, 1, DTYPE)
             part = tl.zeros([TILE, COLUMNS], tl.float32) if SCALED and not EARLY else total
             for span in tl.static_range(GROUP // SPAN):
-                column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
+                column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + i
                 mask = present if EVEN else present & (column < inputs)[None, :]
                 columns = tl.load(x_row + column[None, :], mask=mask, other=0.0)
                 numbers = _numbers(
                     tile,
-                    tl.broadcast_to(offset[:, None], [TILE, SPAN]),
+                    tl.broadcast_to(offset[:, None], [TILE, WIDTH]),
                     group * (GROUP // SPAN) + span,
                     BITS,
                     CODE,
@@ -235,10 +246,14 @@ def matmul_kernel(
                     ASM,
                 )
                 if SCALED and EARLY:
-                    factor = tl.broadcast_to(scale.to(DTYPE)[:, None], [TILE, SPAN])
-                    numbers = _fma(numbers, factor, tl.full([TILE, SPAN], -0.0, DTYPE)) if ASM else numbers * factor
+                    factor = tl.broadcast_to(scale.to(DTYPE)[:, None], [TILE, WIDTH])
+                    numbers = _fma(numbers, factor, tl.full([TILE, WIDTH], -0.0, DTYPE)) if ASM else numbers * factor
                 part = tl.dot(numbers, tl.trans(columns), part)
             total = total + part * scale.to(tl.float32)[:, None] if SCALED and not EARLY else part
+        # Triton lets the last multiplication of an iteration overlap with the next one if nothing uses its result in
+        # between. As W comes from registers that does not work out: ptxas then waits after every single wgmma (C7515).
+        if ASM and COLUMNS > 8 and (EARLY or not SCALED):
+            total = _settled(total)
     if SCALES == OUTPUTS:
         total *= tl.load(scales + row)[:, None]
     if SPLIT:

@@ -174,6 +174,7 @@ class Multiplier:
             "EVEN": x.shape[1] % layout.block == 0,
             "TILE": tile.rows,
             "COLUMNS": tile.columns,
+            "PARTS": tile.parts(layout),
             "STAGES": tile.stages,
             "EARLY": tile.early,
             "SPLIT": tile.splits > 1,
