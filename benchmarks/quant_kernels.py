@@ -37,7 +37,7 @@ from engine.core.quant import LinearPart, LinearSpec
 from engine.plugins.kernels.quantize_rows import quantize_rows
 from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
 from engine.plugins.kernels.weight_only_launch import Multiplier
-from engine.plugins.kernels.weight_only_tiles import COLUMNS, MOST_ROWS, STEP, Problem, Tile, fits, split
+from engine.plugins.kernels.weight_only_tiles import COLUMNS, MOST_ROWS, Problem, Tile, fits, split
 from engine.plugins.kernels.weight_only_tuning import WeightOnly
 from engine.plugins.quant.eight_bit import EightBitFormat
 from engine.plugins.quant.eight_bit_gpu import GpuKernel
@@ -55,13 +55,24 @@ CODES = {"fp8": ("float8_e4m3fn", "channel"), "block": ("float8_e4m3fn", "block"
 GROUPED = {"4bit": (4, 128, False), "4bit-zeros": (4, 128, True), "8bit": (8, 128, False)}
 """Bits, inputs a group, zero points."""
 FEW_SHAPES = ((32, 2), (64, 4), (64, 2), (128, 4))
-"""Rows of W and warps of the tiles that --tune tries, for up to 32 rows of x."""
+"""Rows of W and warps of the tiles that --tune tries, for up to FEW_COLUMNS rows of x."""
+FEW_COLUMNS, EITHER_ORDER = 32, 64
+"""Rows of x: up to so many sums are scaled, for so many sums or weights, beyond weights."""
 MANY_SHAPES = {
-    64: ((64, 64, 4), (64, 64, 8), (128, 64, 4), (128, 64, 8), (256, 64, 8)),
-    128: ((64, 128, 4), (128, 128, 8), (256, 128, 8), (256, 128, 16), (128, 64, 8)),
-    256: ((128, 128, 8), (256, 128, 16), (64, 256, 4), (128, 256, 8)),
-}
-"""Rows of W, rows of x and warps of those for up to so many."""
+    64: (
+        (64, 64, 4, 3, 256), (64, 64, 4, 4, 128), (128, 64, 4, 3, 128), (128, 64, 4, 4, 128), (128, 64, 8, 3, 256),
+        (128, 64, 8, 3, 128), (128, 64, 8, 4, 128), (256, 64, 8, 3, 128), (256, 64, 8, 4, 128),
+    ),
+    128: (
+        (64, 128, 4, 3, 128), (128, 128, 8, 3, 256), (128, 128, 8, 3, 128), (128, 128, 8, 4, 128), (128, 64, 8, 4, 128),
+        (256, 128, 8, 3, 128), (256, 128, 8, 4, 128), (256, 128, 16, 3, 128), (256, 128, 16, 4, 128),
+    ),
+    256: (
+        (128, 128, 8, 3, 256), (128, 128, 8, 3, 128), (256, 128, 8, 4, 128), (256, 128, 16, 4, 128),
+        (64, 256, 4, 3, 128), (128, 256, 8, 2, 128), (128, 256, 8, 3, 128),
+    ),
+}  # fmt: skip
+"""Rows of W, rows of x, warps, stages and inputs a step of those for up to so many."""
 MATMULS = [
     MatmulTile(rows=rows, outputs=outputs, warps=warps, stages=stages, block_k=block_k)
     for rows, outputs, block_k, warps, stages in (
@@ -202,16 +213,19 @@ class Layers:
     def tiles(self, rows: int, sms: int) -> list[Tile]:
         """With several splits."""
         columns = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
-        block, scaled = self.layout.block, self.layout.scaled != "outputs"
-        if columns <= 32:
-            shapes, numbers, steps, orders = [(one[0], columns, one[1]) for one in FEW_SHAPES], (4, 6), {block}, {False}
-        else:
-            shapes, numbers, steps, orders = MANY_SHAPES[columns], (3, 4), {block, min(block, STEP)}, {scaled}
-            if columns == 64:
-                orders = {False, scaled}
+        scaled, block = self.layout.scaled != "outputs", self.layout.block
+        tried = [
+            Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages)
+            for (tile_rows, warps), stages in itertools.product(FEW_SHAPES, (4, 6))
+        ]
+        if columns > FEW_COLUMNS:
+            tried = [
+                Tile(rows=one[0], columns=one[1], warps=one[2], stages=one[3], step=min(one[4], block), early=early)
+                for one in MANY_SHAPES[columns]
+                for early in ({False, scaled} if columns == EITHER_ORDER else {scaled})
+            ]
         found = []
-        for (tile_rows, tile_columns, warps), stages, step, early in itertools.product(shapes, numbers, steps, orders):
-            tile = Tile(rows=tile_rows, columns=tile_columns, warps=warps, stages=stages, early=early, step=step)
+        for tile in dict.fromkeys(tried):
             if tile.shared_memory(self.layout) > shared_memory(DEVICE):
                 continue
             usual = split(tile, self.problem, rows, sms).splits
