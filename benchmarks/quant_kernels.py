@@ -220,8 +220,9 @@ class Layers:
         ]
         if columns > FEW_COLUMNS:
             tried = [
-                Tile(rows=one[0], columns=one[1], warps=one[2], stages=one[3], step=min(one[4], block), early=early)
+                Tile(rows=one[0], columns=one[1], warps=one[2], stages=one[3], step=step, early=early)
                 for one in MANY_SHAPES[columns]
+                for step in {min(one[4], block), one[4] * block // 256}
                 for early in ({False, scaled} if columns == EITHER_ORDER else {scaled})
             ]
         found = []

@@ -151,11 +151,11 @@ SHAPES = {
 """Rows of W, warps and stages of the tiles to try, by rows of x that they have room for."""
 SHAPES_OF_STEPS = {
     64: ((64, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3)),
-    128: ((64, 128, 4, 3), (256, 128, 16, 4)),
-    256: ((64, 256, 4, 3), (128, 128, 8, 3), (256, 128, 16, 4)),
+    128: ((64, 128, 4, 3), (128, 128, 8, 3), (256, 128, 16, 4)),
+    256: ((64, 256, 4, 3), (128, 128, 8, 3), (128, 256, 8, 3), (256, 128, 16, 4)),
 }
-"""Rows of W, rows of x, warps and stages of more, which take STEP inputs at once and scale weights, by class."""
-STEP = 128
+"""Rows of W, rows of x, warps and stages of more, by class. They scale weights, and take WIDTH words of a row at once."""
+WIDTH = 32
 
 
 def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile | None]:
@@ -170,8 +170,9 @@ def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile 
         Tile(rows=tile_rows, columns=usual.columns, warps=warps, stages=stages)
         for tile_rows, warps, stages in SHAPES.get(usual.columns, ())
     ]
+    step = WIDTH * 16 // problem.layout.bits
     for tile_rows, columns, warps, stages in SHAPES_OF_STEPS.get(rows, ()):
-        wanted.append(Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=True, step=STEP))
+        wanted.append(Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=True, step=step))
     fitting = (_for_layout(tile, problem.layout) for tile in wanted)
     found = (split(tile, problem, rows, sms) for tile in fitting if tile.shared_memory(problem.layout) <= shared)
     return list(dict.fromkeys([usual, *found]))
