@@ -154,8 +154,10 @@ SHAPES_OF_STEPS = {
     128: ((64, 128, 4, 3), (128, 128, 8, 3), (256, 128, 16, 4)),
     256: ((64, 256, 4, 3), (128, 128, 8, 3), (128, 256, 8, 3), (256, 128, 16, 4)),
 }
-"""Rows of W, rows of x, warps and stages of more, by class. They scale weights, and take WIDTH words of a row at once."""
+"""Rows of W, rows of x, warps and stages of more, by class. They scale weights and take WIDTH words a row at once."""
 WIDTH = 32
+LEAST_DOUBLED = 128
+"""From how many rows of x on twice as many splits are tried: a multiprocessor may do better with two programs."""
 
 
 def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile | None]:
@@ -174,8 +176,15 @@ def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile 
     for tile_rows, columns, warps, stages in SHAPES_OF_STEPS.get(rows, ()):
         wanted.append(Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=True, step=step))
     fitting = (_for_layout(tile, problem.layout) for tile in wanted)
-    found = (split(tile, problem, rows, sms) for tile in fitting if tile.shared_memory(problem.layout) <= shared)
-    return list(dict.fromkeys([usual, *found]))
+    found = [
+        usual,
+        *(split(tile, problem, rows, sms) for tile in fitting if tile.shared_memory(problem.layout) <= shared),
+    ]
+    if rows >= LEAST_DOUBLED:
+        found += [
+            twice for tile in found for twice in other_splits(tile, problem, rows) if twice.splits == tile.splits * 2
+        ]
+    return list(dict.fromkeys(found))
 
 
 def other_splits(tile: Tile, problem: Problem, rows: int) -> list[Tile]:
