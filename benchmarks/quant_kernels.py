@@ -198,7 +198,7 @@ class Layers:
 
     def ways(self, rows: int, sms: int) -> Iterator[tuple[str, list[Call]]]:
         """All worth a try, by name."""
-        if rows <= MOST_ROWS:
+        if rows <= 2 * MOST_ROWS:
             for tile in self.tiles(rows, sms):
                 yield f"tile {tile}", self.by_tile(tile)
         if rows >= 64 and self.kind in CODES and not self.layout.scale_rows:
@@ -247,7 +247,7 @@ class Layers:
         ):
             for count in rows:
                 x = torch.empty(count, self.problem.inputs, device=DEVICE, dtype=torch.bfloat16)
-                tiles = self.tiles(count, sms) if count <= MOST_ROWS else []
+                tiles = self.tiles(count, sms) if count <= 2 * MOST_ROWS else []
                 for tile in {evolve(tile, splits=min(tile.splits, 2)) for tile in tiles}:
                     self.multiplier.compile(x, one.words, one.scales, self.layout, None, self.gated, tile)
 
