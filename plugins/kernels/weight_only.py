@@ -17,7 +17,7 @@ import triton.language as tl
 
 from engine.core.kernels.activation import silu
 from engine.core.kernels.launch import release, wait
-from engine.core.kernels.skinny import GATED, rows_of
+from engine.core.kernels.skinny import GATED
 
 UNSIGNED = tl.constexpr(0)
 """A field is a whole number; what it is less than the zero point counts."""
@@ -127,21 +127,40 @@ def _half(entry, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     return (entry >> (16 * HIGH)).to(tl.int16).to(DTYPE, bitcast=True)
 
 
+TOGETHER = tl.constexpr(8)
+"""So many rows of W's first half come before those of the second that they are multiplied with: a thread that has one
+number of a matrix instruction's result has the one so many rows further on too."""
+
+
 @triton.jit
-def _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
-    """total: [TILE, COLUMNS] float32, of rows `first` and on of x."""
+def _rows_of(TILE: tl.constexpr, RUN: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
+    """For each row of a tile: the output it belongs to, and its row in W; RUN of either half follow each other."""
+    lane = tl.arange(0, TILE)
+    if EPILOGUE == GATED:
+        output = tl.program_id(0) * (TILE // 2) + lane // (2 * RUN) * RUN + lane % RUN
+        row = output + lane // RUN % 2 * outputs
+    else:
+        output = tl.program_id(0) * TILE + lane
+        row = output
+    return output, tl.where(output < outputs, row, 0)  # what lies beyond is computed from row 0, and not stored
+
+
+@triton.jit
+def _store(out, total, bias, first, rows, outputs, RUN: tl.constexpr, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
+    """total: [TILE, COLUMNS] float32, of rows `first` and on of x; its rows as `_rows_of` has them."""
     COLUMNS: tl.constexpr = total.shape[1]
+    output, row = _rows_of(total.shape[0], RUN, outputs, EPILOGUE)
     m = first + tl.arange(0, COLUMNS)
     if BIAS:
         total += tl.load(bias + row, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
     if EPILOGUE == GATED:
         HALF: tl.constexpr = total.shape[0] // 2
-        pair = tl.reshape(total, [2, HALF, COLUMNS])
-        is_gate = (tl.arange(0, 2) == 0)[:, None, None]
-        gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=0)
-        up = tl.sum(tl.where(is_gate, 0.0, pair), axis=0)
+        pair = tl.reshape(total, [HALF // RUN, 2, RUN, COLUMNS])
+        is_gate = (tl.arange(0, 2) == 0)[None, :, None, None]
+        gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=1)
+        up = tl.sum(tl.where(is_gate, 0.0, pair), axis=1)
         n = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        value = silu(gate) * up
+        value = tl.reshape(silu(gate) * up, [HALF, COLUMNS])
     else:
         n = output
         value = total
@@ -199,9 +218,8 @@ def matmul_kernel(
     ENTRIES: tl.constexpr = GROUPS if ZEROS else GROUPS // 2
     DTYPE: tl.constexpr = x.dtype.element_ty
     SCALED: tl.constexpr = SCALES != OUTPUTS  # in the loop
-    output, row = rows_of(TILE, outputs, EPILOGUE)
+    row = _rows_of(TILE, TOGETHER, outputs, EPILOGUE)[1]
     weight_rows = outputs * (2 if EPILOGUE == GATED else 1)
-    row = tl.where(output < outputs, row, 0)  # what lies beyond is computed from row 0, and not stored
     blocks = tl.cdiv(inputs, FIELDS * SPAN)
     splits = tl.num_programs(1)
     share = tl.cdiv(blocks, splits)
@@ -258,19 +276,23 @@ def matmul_kernel(
         total *= tl.load(scales + row)[:, None]
     if SPLIT:
         tile_number = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
-        lane = tl.arange(0, TILE)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        mine = partials + tile_number * splits * (TILE * COLUMNS) + lane
-        tl.store(mine + tl.program_id(1) * (TILE * COLUMNS), total)
+        HALF: tl.constexpr = TILE // 2
+        lane = tl.arange(0, TILE)
+        place = lane
+        if EPILOGUE == GATED:  # the halves one after the other, as who reads them has both in the same thread
+            place = lane // (2 * TOGETHER) * TOGETHER + lane % TOGETHER + lane // TOGETHER % 2 * HALF
+        ours = partials + tile_number * splits * (TILE * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
+        tl.store(ours + (tl.program_id(1) * TILE + place)[:, None] * COLUMNS, total)
         tl.debug_barrier()  # all of this program's sums are written before it says so
         arrived = tl.atomic_add(arrivals + tile_number, 1, sem="acq_rel")
         if arrived == splits - 1:
             total = tl.zeros([TILE, COLUMNS], tl.float32)
             for split in range(splits):
-                total += tl.load(mine + split * (TILE * COLUMNS), cache_modifier=".cg")
+                total += tl.load(ours + (split * TILE + lane)[:, None] * COLUMNS, cache_modifier=".cg")
             tl.store(arrivals + tile_number, 0)
-            _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE, BIAS)
+            _store(out, total, bias, first, rows, outputs, HALF, EPILOGUE, BIAS)
     else:
-        _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE, BIAS)
+        _store(out, total, bias, first, rows, outputs, TOGETHER, EPILOGUE, BIAS)
 
 
 @triton.jit
