@@ -17,7 +17,7 @@ EPILOGUES = {"plain": skinny.PLAIN, "gated": skinny.GATED, "argmax": skinny.ARGM
 MOST_SPLITS = 16
 MOST_PROGRAMS = 4096
 """Tiles of W, where the columns of each are shared out."""
-MOST_SUMS = 2**21
+MOST_SUMS = 2**22
 """Numbers that all programs together may leave for the last of each tile."""
 
 

@@ -190,6 +190,7 @@ class Multiplier:
             return weight_only_vector.vector_kernel, (*tensors, *sizes), {**constants, "AT_ONCE": tile.blocks}
         constants |= {
             "COLUMNS": tile.columns,
+            "PARTS": tile.parts(layout),
             "STAGES": tile.stages,
             "EARLY": tile.early,
             "SPLIT": tile.splits > 1,

@@ -8,11 +8,11 @@ from attrs import evolve, frozen
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
 from engine.plugins.quant.layout import CodeLayout, Layout
 
-MOST_ROWS = 256
+MOST_ROWS = 512
 """Up to so many rows of x the weights are unpacked tile by tile as they are multiplied. Beyond, unpacking them all to
 memory takes a small share of the multiplication, and the library multiplies faster than these tiles."""
 MOST_SPLITS = 16
-COLUMNS = (8, 16, 32, 64, 128)
+COLUMNS = (8, 16, 32, 64, 128, 256)
 """Rows of x that a tile has room for."""
 ROW_CLASSES = (*COLUMNS, MOST_ROWS)
 """Numbers of rows of x that a tile is chosen for; fewer take the next one's."""
@@ -57,15 +57,19 @@ class Tile:
     """Rows of x it has room for."""
     warps: int
     stages: int
-    """Blocks on their way to shared memory at once."""
+    """Steps whose operands are on their way to shared memory at once."""
     early: bool = False
     """Whether W is scaled before it is multiplied, not the sums of each group: less work where x has many rows."""
+    step: int = 256
+    """Inputs taken at once, at most; fewer than a block has leave room in shared memory for more rows of x."""
     splits: int = 1
     """Programs that share the blocks of one tile."""
 
     def __str__(self) -> str:
         scaled = "weights" if self.early else "sums"
-        sizes = f"{self.rows}x{self.columns}, {self.warps} warps, {self.stages} stages, {self.splits} splits"
+        sizes = (
+            f"{self.rows}x{self.columns}x{self.step}, {self.warps} warps, {self.stages} stages, {self.splits} splits"
+        )
         return f"{sizes}, scaled {scaled}"
 
     def programs(self, problem: Problem, rows: int) -> int:
@@ -76,9 +80,14 @@ class Tile:
         """Programs, for so many rows of W and of x."""
         return -(-weight_rows // self.rows), self.splits, -(-rows // self.columns)
 
+    def parts(self, layout: Layout | CodeLayout) -> int:
+        """Steps that a block takes, each with its share of every span."""
+        return max(layout.block // self.step, 1)
+
     def shared_memory(self, layout: Layout | CodeLayout) -> int:
         """Bytes that a program needs, as compiled: x stays in shared memory while it is multiplied."""
-        words, x = self.rows * layout.span * 2, self.columns * layout.block * 2
+        parts = self.parts(layout)
+        words, x = self.rows * layout.span // parts * 2, self.columns * layout.block // parts * 2
         scales = self.rows * layout.groups * 4
         return (words + scales) * (self.stages - 1) + x * self.stages
 
@@ -105,14 +114,13 @@ TILES = {
     8: Tile(rows=128, columns=8, warps=4, stages=6),
     16: Tile(rows=128, columns=16, warps=4, stages=6),
     32: Tile(rows=64, columns=32, warps=4, stages=4),
-    64: Tile(rows=64, columns=64, warps=4, stages=3),
-    128: Tile(rows=128, columns=128, warps=8, stages=3),
+    64: Tile(rows=128, columns=64, warps=8, stages=3, early=True, step=128),
+    128: Tile(rows=128, columns=128, warps=8, stages=3, early=True, step=128),
+    256: Tile(rows=128, columns=256, warps=8, stages=3, early=True, step=128),
 }
 """By rows of x: the fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
 TILE_OF_32_CODES = Tile(rows=64, columns=32, warps=2, stages=4)
 """For 32 rows and a CodeLayout."""
-EARLY_COLUMNS = 128
-"""From how many on scaling weights takes less time than scaling sums."""
 BUSY_WARPS = 5
 """That a multiprocessor should have at least."""
 
@@ -128,12 +136,16 @@ def choose(problem: Problem, rows: int, sms: int, shared: int) -> Tile | None:
     for columns in reversed([size for size in COLUMNS if size <= wanted]):
         codes = columns == TILE_OF_32_CODES.columns and problem.layout.scaled != "groups"
         tile = TILE_OF_32_CODES if codes else TILES[columns]
-        early = problem.layout.scaled != "outputs" and columns >= EARLY_COLUMNS
         for stages in range(tile.stages, 1, -1):
-            fitting = evolve(tile, stages=stages, early=early)
+            fitting = _for_layout(evolve(tile, stages=stages), problem.layout)
             if fitting.shared_memory(problem.layout) <= shared:
                 return split(fitting, problem, rows, sms)
     return None
+
+
+def _for_layout(tile: Tile, layout: Layout | CodeLayout) -> Tile:
+    """Without what makes no difference there."""
+    return evolve(tile, early=tile.early and layout.scaled != "outputs", step=min(tile.step, layout.block))
 
 
 def split(tile: Tile, problem: Problem, rows: int, sms: int) -> Tile:
@@ -150,18 +162,24 @@ def fits(tile: Tile, programs: int, splits: int) -> bool:
     return programs <= MOST_PROGRAMS and programs * splits * tile.rows * tile.columns <= MOST_SUMS
 
 
-MEASURED_CLASSES = (16, 32, 64)
+MEASURED_CLASSES = (16, 32, 64, 128, 256)
 """Of ROW_CLASSES those that are measured at start. Of up to 8 rows a layer by itself tells too little: it overlaps with
-those before and behind it, and what won alone made a step of Llama-3.1-8B in float8 3.39 ms long in place of 2.90.
-Beyond 64 rows no tile gained more than 3 %."""
+those before and behind it, and what won alone made a step of Llama-3.1-8B in float8 3.39 ms long in place of 2.90."""
 SHAPES = {
     16: ((32, 2, 6), (64, 2, 4), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
     32: ((32, 2, 4), (64, 2, 4), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
-    64: ((64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (128, 8, 4)),
+    64: ((64, 4, 3), (128, 8, 3)),
 }
 """Rows of W, warps and stages of the tiles to try, by rows of x that they have room for."""
-LEAST_EARLY = 64
-"""From how many rows of x on both orders of scaling and multiplying are tried, where a sum has several scales."""
+SHAPES_OF_STEPS = {
+    64: ((64, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 16, 4)),
+    128: ((64, 128, 4, 3), (128, 128, 8, 3), (256, 128, 16, 4)),
+    256: ((64, 256, 4, 3), (128, 128, 8, 3), (128, 256, 8, 3), (256, 128, 16, 4)),
+}
+"""Rows of W, rows of x, warps and stages of more, by class. They scale weights and take WIDTH words a row at once."""
+WIDTH = 32
+LEAST_DOUBLED = 128
+"""From how many rows of x on twice as many splits are tried: a multiprocessor may do better with two programs."""
 
 
 def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile | None]:
@@ -172,14 +190,22 @@ def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile 
     usual = choose(problem, rows, sms, shared)
     if usual is None:  # no tile fits
         return [None]
-    columns = usual.columns
-    scalings = (False, True) if problem.layout.scaled != "outputs" and columns >= LEAST_EARLY else (False,)
-    found: list[Tile | None] = [usual]
-    for tile_rows, warps, stages in SHAPES.get(columns, ()):
-        for early in scalings:
-            tile = Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=early)
-            if tile.shared_memory(problem.layout) <= shared:
-                found.append(split(tile, problem, rows, sms))
+    wanted = [
+        Tile(rows=tile_rows, columns=usual.columns, warps=warps, stages=stages)
+        for tile_rows, warps, stages in SHAPES.get(usual.columns, ())
+    ]
+    step = WIDTH * 16 // problem.layout.bits
+    for tile_rows, columns, warps, stages in SHAPES_OF_STEPS.get(rows, ()):
+        wanted.append(Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=True, step=step))
+    fitting = (_for_layout(tile, problem.layout) for tile in wanted)
+    found = [
+        usual,
+        *(split(tile, problem, rows, sms) for tile in fitting if tile.shared_memory(problem.layout) <= shared),
+    ]
+    if rows >= LEAST_DOUBLED:
+        found += [
+            twice for tile in found for twice in other_splits(tile, problem, rows) if twice.splits == tile.splits * 2
+        ]
     return list(dict.fromkeys(found))
 
 
