@@ -111,7 +111,6 @@ class VectorTile:
 
 
 TILES = {
-    8: Tile(rows=128, columns=8, warps=4, stages=6),
     16: Tile(rows=128, columns=16, warps=4, stages=6),
     32: Tile(rows=64, columns=32, warps=4, stages=4),
     64: Tile(rows=128, columns=64, warps=8, stages=3, early=True, step=128),
@@ -121,26 +120,60 @@ TILES = {
 """By rows of x: the fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
 TILE_OF_32_CODES = Tile(rows=64, columns=32, warps=2, stages=4)
 """For 32 rows and a CodeLayout."""
+FEW = 8
+"""Up to so many rows of x tiles follow from rules, and are not measured: a layer by itself tells too little, since it
+overlaps with those before and behind it. The rules say what was fastest in a chain of all linear layers of a block, of
+Llama-3.1-8B and of Qwen3-0.6B, on an H200."""
+FEW_SMALL = Tile(rows=64, columns=FEW, warps=4, stages=6)
+FEW_LARGE_CODES = Tile(rows=128, columns=FEW, warps=4, stages=4)
+"""For a CodeLayout where all multiprocessors have one, without splits."""
+FEW_LARGE_GROUPS = Tile(rows=128, columns=FEW, warps=4, stages=6)
+"""For a Layout where all multiprocessors have one, with splits."""
+VECTOR_PAIRS = 256
+"""Of words of a row of W that a VectorTile has: four for each thread of two warps."""
+MOST_VECTOR_BYTES = 2**24
+"""Of 4-bit words: to go through more of them number by number takes longer than to read them."""
 BUSY_WARPS = 5
 """That a multiprocessor should have at least."""
 
 
-def choose(problem: Problem, rows: int, sms: int, shared: int) -> Tile | None:
+def choose(problem: Problem, rows: int, sms: int, shared: int) -> Tile | VectorTile | None:
     """The tile for so many rows of x; None: unpack, and leave it to the library.
 
     sms: multiprocessors of the GPU; shared: bytes of shared memory that a program may have.
     """
+    if rows == 1 and _suits_vector(problem, sms):
+        return VectorTile(
+            rows=4 if problem.weight_rows >= 16 * sms else 2, blocks=VECTOR_PAIRS * 2 // problem.layout.span, warps=2
+        )
     if rows > MOST_ROWS:
         return None
     wanted = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
     for columns in reversed([size for size in COLUMNS if size <= wanted]):
-        codes = columns == TILE_OF_32_CODES.columns and problem.layout.scaled != "groups"
-        tile = TILE_OF_32_CODES if codes else TILES[columns]
+        tile = _usual(problem, columns, sms)
         for stages in range(tile.stages, 1, -1):
             fitting = _for_layout(evolve(tile, stages=stages), problem.layout)
             if fitting.shared_memory(problem.layout) <= shared:
                 return split(fitting, problem, rows, sms)
     return None
+
+
+def _suits_vector(problem: Problem, sms: int) -> bool:
+    """Whether the kernel for one row of x is the fastest."""
+    if problem.inputs % 2:  # which it reads in pairs
+        return False
+    if problem.layout.scaled != "groups":
+        return FEW_LARGE_CODES.programs(problem, 1) < sms
+    return problem.layout.bits == 8 or problem.weight_rows * problem.inputs // 2 <= MOST_VECTOR_BYTES
+
+
+def _usual(problem: Problem, columns: int, sms: int) -> Tile:
+    """The tile with room for so many rows of x, if it fits; not split yet."""
+    codes = problem.layout.scaled != "groups"
+    if columns == FEW:
+        large = FEW_LARGE_CODES if codes else split(FEW_LARGE_GROUPS, problem, columns, sms)
+        return evolve(large, splits=1) if large.programs(problem, columns) * large.splits >= sms else FEW_SMALL
+    return TILE_OF_32_CODES if codes and columns == TILE_OF_32_CODES.columns else TILES[columns]
 
 
 def _for_layout(tile: Tile, layout: Layout | CodeLayout) -> Tile:
