@@ -8,11 +8,11 @@ from attrs import evolve, frozen
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
 from engine.plugins.quant.layout import CodeLayout, Layout
 
-MOST_ROWS = 512
+MOST_ROWS = 256
 """Up to so many rows of x the weights are unpacked tile by tile as they are multiplied. Beyond, unpacking them all to
 memory takes a small share of the multiplication, and the library multiplies faster than these tiles."""
 MOST_SPLITS = 16
-COLUMNS = (8, 16, 32, 64, 128, 256)
+COLUMNS = (8, 16, 32, 64, 128)
 """Rows of x that a tile has room for."""
 ROW_CLASSES = (*COLUMNS, MOST_ROWS)
 """Numbers of rows of x that a tile is chosen for; fewer take the next one's."""
@@ -113,9 +113,8 @@ class VectorTile:
 TILES = {
     16: Tile(rows=128, columns=16, warps=4, stages=6),
     32: Tile(rows=64, columns=32, warps=4, stages=4),
-    64: Tile(rows=128, columns=64, warps=8, stages=3, early=True, step=128),
+    64: Tile(rows=64, columns=64, warps=4, stages=3),
     128: Tile(rows=128, columns=128, warps=8, stages=3, early=True, step=128),
-    256: Tile(rows=128, columns=256, warps=8, stages=3, early=True, step=128),
 }
 """By rows of x: the fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
 TILE_OF_32_CODES = Tile(rows=64, columns=32, warps=2, stages=4)
@@ -201,16 +200,15 @@ those before and behind it, and what won alone made a step of Llama-3.1-8B in fl
 SHAPES = {
     16: ((32, 2, 6), (64, 2, 4), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6), (128, 8, 4)),
     32: ((32, 2, 4), (64, 2, 4), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4)),
-    64: ((64, 4, 3), (128, 8, 3)),
+    64: ((128, 4, 3), (128, 8, 3)),
 }
 """Rows of W, warps and stages of the tiles to try, by rows of x that they have room for."""
-SHAPES_OF_STEPS = {
-    64: ((64, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 3), (256, 64, 16, 4)),
-    128: ((64, 128, 4, 3), (128, 128, 8, 3), (256, 128, 16, 4)),
-    256: ((64, 256, 4, 3), (128, 128, 8, 3), (128, 256, 8, 3), (256, 128, 16, 4)),
+SHAPES_EARLY = {
+    64: ((64, 64, 4, 4, 32), (128, 64, 4, 4, 32)),
+    128: ((64, 128, 4, 3, 32), (128, 128, 8, 3, 64)),
+    256: ((128, 128, 8, 3, 64),),
 }
-"""Rows of W, rows of x, warps and stages of more, by class. They scale weights and take WIDTH words a row at once."""
-WIDTH = 32
+"""Rows of W, rows of x, warps, stages, and words of a row at once, of those that scale weights, by class."""
 LEAST_DOUBLED = 128
 """From how many rows of x on twice as many splits are tried: a multiprocessor may do better with two programs."""
 
@@ -227,8 +225,8 @@ def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile 
         Tile(rows=tile_rows, columns=usual.columns, warps=warps, stages=stages)
         for tile_rows, warps, stages in SHAPES.get(usual.columns, ())
     ]
-    step = WIDTH * 16 // problem.layout.bits
-    for tile_rows, columns, warps, stages in SHAPES_OF_STEPS.get(rows, ()):
+    for tile_rows, columns, warps, stages, words in SHAPES_EARLY.get(rows, ()):
+        step = words * problem.layout.block // problem.layout.span
         wanted.append(Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=True, step=step))
     fitting = (_for_layout(tile, problem.layout) for tile in wanted)
     found = [

@@ -9,6 +9,9 @@ from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
 from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.kernels.weight_only_tiles import (
     COLUMNS,
+    FEW_LARGE_CODES,
+    FEW_LARGE_GROUPS,
+    FEW_SMALL,
     MOST_ROWS,
     MOST_SPLITS,
     TILES,
@@ -150,7 +153,7 @@ LAYOUTS = [Layout.choose(4, 64), CodeLayout(dtype="int8"), CodeLayout(dtype="flo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 200, 256])
+@pytest.mark.parametrize("rows", [2, 16, 17, 64, 200, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (256, 64), (128256, 4096)])
 def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
     problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
@@ -169,7 +172,7 @@ def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
     ("shared", "most_stages"), [(HOPPER, 6), (164 * 2**10 - 1024, 6), (99 * 2**10, 6), (48 * 2**10, 3)]
 )
 def test_tiles_fit_shared_memory(layout, shared, most_stages):
-    for rows in (1, 16, 32, 64, 128, 256):
+    for rows in (2, 16, 32, 64, 128, 256):
         problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=layout)
         tile = choose(problem, rows, 132, shared)
         assert tile.shared_memory(layout) <= shared
@@ -181,15 +184,36 @@ def test_shared_memory_is_what_the_compiler_takes():
     """For compute capability 9.0, by Triton 3.6 and 3.7."""
     four, eight = Layout.choose(4, 128), CodeLayout(dtype="float8_e4m3fn")
     for tile, layout, compiled in (
-        (TILES[256], four, 214016),
         (TILES[128], four, 115712),
         (evolve(TILES[128], step=256), four, 230400),
-        (TILES[64], four, 66560),
-        (TILES[8], four, 104960),
+        (TILES[64], four, 115200),
+        (FEW_LARGE_GROUPS, four, 104960),
         (TILES[128], eight, 131072),
         (TILES[16], eight, 106496),
     ):
         assert tile.shared_memory(layout) == pytest.approx(compiled, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    ("layout", "outputs", "inputs", "one", "few"),
+    [
+        (CodeLayout(dtype="int8"), 4096, 4096, VectorTile(rows=4, blocks=8, warps=2), FEW_SMALL),
+        (CodeLayout(dtype="int8"), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
+        (CodeLayout(dtype="int8"), 28672, 4096, FEW_LARGE_CODES, FEW_LARGE_CODES),
+        (CodeLayout(dtype="int8"), 4096, 4095, FEW_SMALL, FEW_SMALL),
+        (Layout.choose(4, 128), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
+        (Layout.choose(4, 32), 1024, 2048, VectorTile(rows=2, blocks=16, warps=2), FEW_SMALL),
+        (Layout.choose(4, 128), 4096, 14336, FEW_LARGE_GROUPS, FEW_LARGE_GROUPS),
+        (Layout.choose(8, 128), 4096, 14336, VectorTile(rows=4, blocks=8, warps=2), FEW_LARGE_GROUPS),
+    ],
+)
+def test_what_multiplies_one_row_and_few(layout, outputs, inputs, one, few):
+    problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+    for rows, expected in ((1, one), (2, few), (8, few)):
+        tile = choose(problem, rows, 132, HOPPER)
+        if isinstance(tile, Tile):
+            tile = evolve(tile, splits=1, step=expected.step)
+        assert tile == expected
 
 
 def test_few_tiles_are_split_and_many_are_not():

@@ -21,7 +21,8 @@ def compiled(tile, layout):
     multiplier._asm = True
     x = torch.empty(1, 4096, dtype=torch.bfloat16)
     scales = torch.empty(1, layout.groups // 2, 1, 2, dtype=torch.bfloat16)
-    constants = multiplier._constants_of(tile, x, scales, layout, False, False)
+    words = torch.empty(1, 1, layout.span, dtype=torch.int16)
+    constants = multiplier._launch(x, x, words, scales, layout, None, False, tile)[2]
     warps = constants.pop("num_warps")
     pointers = dict.fromkeys(("out", "x", "bias"), "*bf16") | dict.fromkeys(("partials", "scales"), "*fp32")
     pointers |= {"words": "*i16", "arrivals": "*i32"}
@@ -50,7 +51,7 @@ def main():
 
     codes = CodeLayout(dtype="float8_e4m3fn")
     counts = []
-    for tile, layout in ((TILES[256], Layout.choose(4, 128)), (TILES[64], codes)):
+    for tile, layout in ((TILES[128], Layout.choose(4, 128)), (TILES[64], codes)):
         lines = compiled(tile, layout)
         waits, multiplications = ([i for i, line in enumerate(lines) if name in line] for name in WGMMA)
         between = lines[multiplications[0] : multiplications[-1]]
