@@ -30,7 +30,8 @@ class Multiplier:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._workspace = Workspace(device)
+        self.workspace = Workspace(device)
+        """For other kernels of the same layers, too."""
         self._dependent = dependent_launch(device)
         self._asm = self._knows_assembly()
         self._chosen: dict[tuple[Problem, int], Tile | None] = {}
@@ -107,7 +108,7 @@ class Multiplier:
         if rows:
             grid = (-(-words.shape[1] // tile.rows), tile.splits, -(-rows // tile.columns))
             tensors = (out, x, words, _as_read(scales, layout), words if bias is None else bias)
-            scratch = (self._workspace.partials, self._workspace.arrivals)
+            scratch = (self.workspace.partials, self.workspace.arrivals)
             sizes = (rows, outputs, x.shape[1], *_strides(words, layout))
             constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)
             weight_only.matmul_kernel[grid](*tensors, *scratch, *sizes, **constants)
@@ -125,7 +126,7 @@ class Multiplier:
     ) -> None:
         """What `by_tiles` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
         tensors = (x, x, words, _as_read(scales, layout), words if bias is None else bias)
-        scratch = (self._workspace.partials, self._workspace.arrivals)
+        scratch = (self.workspace.partials, self.workspace.arrivals)
         outputs = words.shape[1] // 2 if gated else words.shape[1]
         sizes = (x.shape[0], outputs, x.shape[1], *_strides(words, layout))
         constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)

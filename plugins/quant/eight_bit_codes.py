@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from functools import cache
 
 import torch
+from attrs import evolve
 
 from engine.core.kernels.launch import num_sms
+from engine.core.kernels.skinny_launch import Workspace
 from engine.plugins.kernels.quantize_rows import quantize_rows
 from engine.plugins.kernels.scaled_matmul import MatmulTile, compile_matmul, matmul
 
@@ -40,6 +42,11 @@ SHAPES = {
     ),
 }  # fmt: skip
 """Rows of x, outputs, warps and stages of the tiles to try, by class of rows."""
+SPLITS = (2, 4)
+LEAST_BLOCKS = 4
+"""That each of the programs that share a tile must have."""
+MOST_LANE_SUMS = 64
+"""Of a tile with splits: a thread keeps its own sums in registers and reads others."""
 TORCH_TILE = 128 * 128
 """From this size of a tile on torch's float8 kernel is faster than ours."""
 FAST_ACCUMULATION = True
@@ -51,16 +58,18 @@ HOPPER = (9, 0)
 class CodesMultiplier:
     """Multiplies by the codes of one layer, as it is chosen for each number of rows."""
 
-    def __init__(self, device: torch.device, codes: torch.dtype, outputs: int, dtype: torch.dtype) -> None:
-        """codes: type of the weights; outputs: rows of W; dtype: of x."""
-        self.device = device
+    def __init__(self, workspace: Workspace, codes: torch.dtype, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        """codes: type of the weights; outputs, inputs: rows and columns of W; dtype: of x."""
+        self.device = device = workspace.device
         self.codes = codes
         self.outputs = outputs
+        self.inputs = inputs
         self.dtype = dtype
         self.by_torch = (
             codes != torch.int8 and dtype == torch.bfloat16 and outputs % 16 == 0 and has_capability(device, HOPPER)
         )
         """Whether torch has a kernel for it."""
+        self._workspace = workspace
         self._chosen: dict[int, MatmulTile | None] = {}
 
     def __call__(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
@@ -84,8 +93,13 @@ class CodesMultiplier:
     def candidates(self, rows: int) -> list[MatmulTile | None]:
         """What is worth a measurement for one of ROW_CLASSES, `usual` first."""
         found = [self.usual(rows)]
+        split: set[tuple[int, int]] = set()
         for tile_rows, outputs, warps, stages in SHAPES[rows]:
-            found.append(MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages))
+            tile = MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages)
+            found.append(tile)
+            if (tile_rows, outputs) not in split:  # once, whatever the stages
+                found += splits_of(tile, rows, self.outputs, self.inputs, num_sms(self.device))
+            split.add((tile_rows, outputs))
         return list(dict.fromkeys([*found, None] if self.by_torch else found))
 
     def choose(self, rows: int, tile: MatmulTile | None) -> None:
@@ -104,7 +118,7 @@ class CodesMultiplier:
         weight, scale = weights["weight"], weights["scale"]
         codes, x_scale = quantize_rows(x, weight.dtype, scale=weights.get("input_scale"))
         if tile is not None:
-            return matmul(codes, x_scale, weight, scale, bias, x.dtype, tile)
+            return matmul(codes, x_scale, weight, scale, bias, x.dtype, tile, self._workspace)
         return torch._scaled_mm(
             codes,
             weight.t(),
@@ -121,7 +135,7 @@ class CodesMultiplier:
         """What `multiply` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
         weight, scale = weights["weight"], weights["scale"]
         codes = torch.empty((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-        compile_matmul(codes, scale.new_empty(rows), weight, scale, bias, self.dtype, tile)
+        compile_matmul(codes, scale.new_empty(rows), weight, scale, bias, self.dtype, tile, self._workspace)
 
 
 def matmul_tile(rows: int, outputs: int, sms: int) -> MatmulTile:
@@ -129,6 +143,20 @@ def matmul_tile(rows: int, outputs: int, sms: int) -> MatmulTile:
     if rows <= SOME_ROWS:
         return next((tile for tile in SMALL_TILES if tile.programs(rows, outputs) <= 2 * sms), SMALL_TILES[-1])
     return next((tile for tile in MIDDLE_TILES if tile.programs(rows, outputs) <= sms), LARGE_TILE)
+
+
+def splits_of(tile: MatmulTile, rows: int, outputs: int, inputs: int, sms: int) -> list[MatmulTile]:
+    """The same tile with splits that keep more multiprocessors busy, of all of them more than half."""
+    found = []
+    for splits in SPLITS:
+        split = evolve(tile, splits=splits)
+        programs = tile.programs(rows, outputs) * splits
+        wanted = programs <= sms * tile.resident and (programs * 2 > sms or splits == SPLITS[-1])
+        enough = -(-inputs // tile.block_k) >= splits * LEAST_BLOCKS
+        small = tile.rows <= rows and tile.rows * tile.outputs <= MOST_LANE_SUMS * tile.warps * 32
+        if wanted and enough and small and split.fits(rows, outputs):
+            found.append(split)
+    return found
 
 
 @cache
