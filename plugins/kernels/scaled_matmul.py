@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.core.kernels.launch import dependent_launch, release, wait
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS, Workspace
+from engine.plugins.kernels import persistent_matmul
 
 SWIZZLE = tl.constexpr(8)
 """Programs next to each other take so many tiles of rows of x before the next tile of W, so that both stay in the L2
@@ -40,10 +41,12 @@ class MatmulTile:
     block_k: int = 128
     splits: int = 1
     """Programs that share the inputs of one tile: 1, 2 or 4."""
+    persistent: bool = False
+    """By the kernel of persistent_matmul; without splits."""
 
     def __str__(self) -> str:
-        splits = f", {self.splits} splits" if self.splits > 1 else ""
-        return f"{self.rows}x{self.outputs}x{self.block_k}, {self.warps} warps, {self.stages} stages{splits}"
+        more = ", persistent" if self.persistent else f", {self.splits} splits" if self.splits > 1 else ""
+        return f"{self.rows}x{self.outputs}x{self.block_k}, {self.warps} warps, {self.stages} stages{more}"
 
     def programs(self, rows: int, outputs: int) -> int:
         """Tiles of a result."""
@@ -178,7 +181,9 @@ def matmul(
     """
     rows, outputs = x.shape[0], weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
-    if rows:
+    if rows and tile.persistent:
+        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile)
+    elif rows:
         arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace)
         _matmul_kernel[(tile.programs(rows, outputs), tile.splits)](*arguments, **constants)
     return out
@@ -196,6 +201,9 @@ def compile_matmul(
 ) -> None:
     """What `matmul` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    if tile.persistent:
+        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, compile_only=True)
+        return
     arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace)
     _matmul_kernel.warmup(*arguments, grid=(1,), **constants)
 

@@ -10,11 +10,12 @@ from attrs import evolve
 
 from engine.core.kernels.launch import num_sms
 from engine.core.kernels.skinny_launch import Workspace
+from engine.plugins.kernels.persistent_matmul import ALIGNMENT
 from engine.plugins.kernels.quantize_rows import quantize_rows
 from engine.plugins.kernels.scaled_matmul import MatmulTile, compile_matmul, matmul
 
-ROW_CLASSES = (64, 128, 256)
-"""Numbers of rows that a kernel is chosen for; fewer take the next one's, more what `matmul_tile` says."""
+ROW_CLASSES = (64, 128, 256, 512, 4096)
+"""Numbers of rows that a kernel is chosen for; fewer take the next one's, more the last one's."""
 SOME_ROWS = 64
 """Up to so many rows tiles have as many."""
 SMALL_TILES = (
@@ -40,8 +41,18 @@ SHAPES = {
         (64, 256, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4), (128, 128, 8, 6), (128, 256, 8, 3), (128, 256, 8, 4),
         (256, 128, 8, 3), (256, 128, 8, 4),
     ),
+    512: ((128, 128, 8, 4), (128, 256, 8, 4), (256, 128, 8, 3)),
+    4096: ((128, 256, 8, 4), (256, 128, 8, 3)),
 }  # fmt: skip
 """Rows of x, outputs, warps and stages of the tiles to try, by class of rows."""
+PERSISTENT_SHAPES = {
+    64: (),
+    128: ((128, 128, 8, 5),),
+    256: ((128, 128, 8, 5), (128, 256, 8, 4)),
+    512: ((128, 128, 8, 5), (128, 256, 8, 4), (256, 128, 8, 3)),
+    4096: ((128, 256, 8, 4), (256, 128, 8, 3)),
+}
+"""The same of persistent tiles, where a GPU has wgmma."""
 SPLITS = (2, 4)
 LEAST_BLOCKS = 4
 """That each of the programs that share a tile must have."""
@@ -53,6 +64,8 @@ FAST_ACCUMULATION = True
 """Whether torch's float8 kernel may add up products within the tensor cores only, with fewer digits."""
 HOPPER = (9, 0)
 """From which on there is TMA, and torch's float8 kernel takes a scale a row."""
+BLACKWELL = (10, 0)
+"""From which on there is no wgmma."""
 
 
 class CodesMultiplier:
@@ -69,6 +82,10 @@ class CodesMultiplier:
             codes != torch.int8 and dtype == torch.bfloat16 and outputs % 16 == 0 and has_capability(device, HOPPER)
         )
         """Whether torch has a kernel for it."""
+        self.persistent = (
+            outputs % ALIGNMENT == 0 and has_capability(device, HOPPER) and not has_capability(device, BLACKWELL)
+        )
+        """Whether tiles may be."""
         self._workspace = workspace
         self._chosen: dict[int, MatmulTile | None] = {}
 
@@ -82,7 +99,7 @@ class CodesMultiplier:
 
     def tile(self, rows: int) -> MatmulTile | None:
         """What was chosen for so many rows, else what `usual` says."""
-        last = next((most for most in ROW_CLASSES if most >= rows), rows)
+        last = next((most for most in ROW_CLASSES if most >= rows), ROW_CLASSES[-1])
         return self._chosen[last] if last in self._chosen else self.usual(rows)
 
     def usual(self, rows: int) -> MatmulTile | None:
@@ -100,6 +117,8 @@ class CodesMultiplier:
             if (tile_rows, outputs) not in split:  # once, whatever the stages
                 found += splits_of(tile, rows, self.outputs, self.inputs, num_sms(self.device))
             split.add((tile_rows, outputs))
+        for tile_rows, outputs, warps, stages in PERSISTENT_SHAPES[rows] if self.persistent else ():
+            found.append(MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True))
         return list(dict.fromkeys([*found, None] if self.by_torch else found))
 
     def choose(self, rows: int, tile: MatmulTile | None) -> None:
