@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.core.kernels.launch import dependent_launch, num_sms, release, wait
+from engine.core.kernels.skinny_launch import Workspace
+from engine.plugins.kernels.split_sums import add_others, is_last
 
 if TYPE_CHECKING:
     from engine.plugins.kernels.scaled_matmul import MatmulTile
@@ -57,11 +59,11 @@ def _fetch(x, weight, x_stages, weight_stages, filled, stage, begin_m, begin_n, 
 
 
 @gluon.jit
-def _step(tile, begin_m, begin_n, start, rows, outputs, inputs, BLOCK_K: gl.constexpr, SIZES: gl.constexpr):
+def _step(tile, begin_m, begin_n, start, rows, outputs, first, end, BLOCK_K: gl.constexpr, SIZES: gl.constexpr):
     """What is fetched next: further inputs of a tile, or the first of this program's next tile."""
     start += BLOCK_K
-    if start >= inputs:
-        start = 0
+    if start >= end:
+        start = first
         tile += gl.num_programs(0)
         begin_m, begin_n = _place(tile, rows, outputs, SIZES[0], SIZES[1])
     return tile, begin_m, begin_n, start
@@ -84,6 +86,29 @@ def _send(out, pieces, values, begin_m, begin_n, NUMBER: gl.constexpr):
     tma.async_copy_shared_to_global(out, [begin_m, begin_n + NUMBER * out.block_shape[1]], piece)
 
 
+@gluon.jit
+def _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS: gl.constexpr):
+    """As in scaled_matmul, piece by piece."""
+    m = begin_m + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
+    n = begin_n + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
+    result = total.to(gl.float32)
+    result *= gl.expand_dims(gl.load(scale + n, mask=n < outputs, other=0.0), 0)
+    result *= gl.expand_dims(gl.load(x_scale + m, mask=m < rows, other=0.0), 1)
+    if BIAS:
+        result += gl.expand_dims(gl.load(bias + n, mask=n < outputs, other=0.0).to(gl.float32), 0)
+    left, right = _halves(result.to(out.dtype))
+    if 2 * out.block_shape[1] == total.shape[1]:
+        _send(out, pieces, left, begin_m, begin_n, 0)
+        _send(out, pieces, right, begin_m, begin_n, 1)
+    else:
+        values = _halves(left)
+        _send(out, pieces, values[0], begin_m, begin_n, 0)
+        _send(out, pieces, values[1], begin_m, begin_n, 1)
+        values = _halves(right)
+        _send(out, pieces, values[0], begin_m, begin_n, 2)
+        _send(out, pieces, values[1], begin_m, begin_n, 3)
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
     out,
@@ -92,15 +117,19 @@ def _matmul_kernel(
     x_scale,
     scale,
     bias,
+    partials,
+    arrivals,
     rows,
     outputs,
     inputs,
     STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
     BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """out, x, weight: descriptors of [rows, outputs], [rows, inputs] and [outputs, inputs]. Grid: programs, at most one
-    a tile."""
+    a tile, and with SPLITS just one; splits. The rest as in scaled_matmul.
+    """
     BLOCK_M: gl.constexpr = x.block_shape[0]
     BLOCK_N: gl.constexpr = weight.block_shape[0]
     BLOCK_K: gl.constexpr = x.block_shape[1]
@@ -119,19 +148,27 @@ def _matmul_kernel(
     tiles = gl.cdiv(rows, BLOCK_M) * gl.cdiv(outputs, BLOCK_N)
     next_tile = gl.program_id(0)
     next_m, next_n = _place(next_tile, rows, outputs, BLOCK_M, BLOCK_N)
-    next_start = 0
+    first = 0
+    end = inputs
+    if SPLITS > 1:
+        share = gl.cdiv(gl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
+        first = gl.program_id(1) * share
+        end = gl.minimum(first + share, inputs)
+        if first >= end:
+            next_tile = tiles  # there is nothing to fetch
+    next_start = first
     wait(PDL)
     for stage in gl.static_range(STAGES - 1):
         _fetch(x, weight, x_stages, weight_stages, filled, stage, next_m, next_n, next_start, next_tile < tiles)
         next_tile, next_m, next_n, next_start = _step(
-            next_tile, next_m, next_n, next_start, rows, outputs, inputs, BLOCK_K, (BLOCK_M, BLOCK_N)
+            next_tile, next_m, next_n, next_start, rows, outputs, first, end, BLOCK_K, (BLOCK_M, BLOCK_N)
         )
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         begin_m, begin_n = _place(tile, rows, outputs, BLOCK_M, BLOCK_N)
         total = gl.zeros((BLOCK_M, BLOCK_N), gl.int32 if INTEGER else gl.float32, MMA)
-        for _ in range(0, inputs, BLOCK_K):
+        for _ in range(first, end, BLOCK_K):
             mbarrier.wait(filled.index(stage), phase)
             left = x_stages.index(stage)
             right = weight_stages.index(stage).permute((1, 0))
@@ -141,31 +178,22 @@ def _matmul_kernel(
             free = gl.where(stage == 0, STAGES - 1, stage - 1)
             _fetch(x, weight, x_stages, weight_stages, filled, free, next_m, next_n, next_start, next_tile < tiles)
             next_tile, next_m, next_n, next_start = _step(
-                next_tile, next_m, next_n, next_start, rows, outputs, inputs, BLOCK_K, (BLOCK_M, BLOCK_N)
+                next_tile, next_m, next_n, next_start, rows, outputs, first, end, BLOCK_K, (BLOCK_M, BLOCK_N)
             )
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
         total = warpgroup_mma_wait(0, deps=[total])
-        m = begin_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA))
-        n = begin_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, MMA))
-        result = total.to(gl.float32)
-        result *= gl.expand_dims(gl.load(scale + n, mask=n < outputs, other=0.0), 0)
-        result *= gl.expand_dims(gl.load(x_scale + m, mask=m < rows, other=0.0), 1)
-        if BIAS:
-            result += gl.expand_dims(gl.load(bias + n, mask=n < outputs, other=0.0).to(gl.float32), 0)
-        first, second = _halves(result.to(out.dtype))
-        if 2 * out.block_shape[1] == BLOCK_N:
-            _send(out, pieces, first, begin_m, begin_n, 0)
-            _send(out, pieces, second, begin_m, begin_n, 1)
+        if SPLITS > 1:
+            lane = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA)), 1) * BLOCK_N
+            lane += gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, MMA)), 0)
+            mine = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)
+            if is_last(total, lane, mine, arrivals + tile, SPLITS):
+                total = add_others(total, lane, mine, arrivals + tile, SPLITS)
+                _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS)
         else:
-            values = _halves(first)
-            _send(out, pieces, values[0], begin_m, begin_n, 0)
-            _send(out, pieces, values[1], begin_m, begin_n, 1)
-            values = _halves(second)
-            _send(out, pieces, values[0], begin_m, begin_n, 2)
-            _send(out, pieces, values[1], begin_m, begin_n, 3)
+            _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS)
     tma.store_wait(0)
 
 
@@ -177,6 +205,7 @@ def launch(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     tile: MatmulTile,
+    workspace: Workspace,
     *,
     compile_only: bool = False,
 ) -> None:
@@ -193,11 +222,14 @@ def launch(
         x_scale,
         scale,
         scale if bias is None else bias,
+        workspace.partials.view(torch.int32) if x.dtype == torch.int8 else workspace.partials,
+        workspace.arrivals,
         *out.shape,
         x.shape[1],
     )
     constants = {
         "STAGES": tile.stages,
+        "SPLITS": tile.splits,
         "BIAS": bias is not None,
         "num_warps": tile.warps,
         **dependent_launch(x.device),
@@ -205,5 +237,7 @@ def launch(
     if compile_only:
         _matmul_kernel.warmup(*arguments, grid=(1,), **constants)
     else:
-        programs = min(tile.programs(*out.shape), num_sms(x.device))
-        _matmul_kernel[(programs,)](*arguments, **constants)
+        programs = tile.programs(*out.shape)
+        if tile.splits == 1:
+            programs = min(programs, num_sms(x.device))
+        _matmul_kernel[(programs, tile.splits)](*arguments, **constants)

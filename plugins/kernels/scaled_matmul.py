@@ -3,8 +3,7 @@
 x is made of codes of W's type with scales of its own, its inputs in the same order as W's. Tiles come through tensor
 descriptors (TMA from compute capability 9.0 on), which fill with zeros what lies outside.
 
-Where there are fewer tiles than multiprocessors, several programs share the inputs of a tile. The last of them to be
-done adds the others' sums to its own, which it keeps in registers.
+Where there are fewer tiles than multiprocessors, several programs share the inputs of a tile (split_sums.py).
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.core.kernels.launch import dependent_launch, release, wait
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS, Workspace
 from engine.plugins.kernels import persistent_matmul
+from engine.plugins.kernels.split_sums import add_others, is_last
 
 SWIZZLE = tl.constexpr(8)
 """Programs next to each other take so many tiles of rows of x before the next tile of W, so that both stay in the L2
 cache."""
 HALF_OF_SHARED = 112 * 1024
 """Bytes of a multiprocessor's shared memory for each of two programs, from compute capability 9.0 on."""
-WRITTEN = tl.constexpr(2**16)
-"""What a program adds to the arrivals of its tile once its sums are in memory; it added 1 when it had them."""
 
 
 @frozen(kw_only=True)
@@ -42,10 +40,10 @@ class MatmulTile:
     splits: int = 1
     """Programs that share the inputs of one tile: 1, 2 or 4."""
     persistent: bool = False
-    """By the kernel of persistent_matmul; without splits."""
+    """By the kernel of persistent_matmul; one with splits is a program of its own."""
 
     def __str__(self) -> str:
-        more = ", persistent" if self.persistent else f", {self.splits} splits" if self.splits > 1 else ""
+        more = (", persistent" if self.persistent else "") + (f", {self.splits} splits" if self.splits > 1 else "")
         return f"{self.rows}x{self.outputs}x{self.block_k}, {self.warps} warps, {self.stages} stages{more}"
 
     def programs(self, rows: int, outputs: int) -> int:
@@ -79,22 +77,6 @@ def _store(out, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BI
         result += tl.load(bias + n, mask=valid, other=0.0).to(tl.float32)[None, :]
     target = out + m.to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=present[:, None] & valid[None, :])
-
-
-@triton.jit
-def _add_others(total, mine, SPLITS: tl.constexpr):
-    """The sum over the 2 or 4 programs of a tile: of pairs of neighbours, whoever is the last, as a + b is b + a.
-
-    total: this program's own; mine: pointers to the first program's sums, which the others' follow.
-    """
-    SIZE: tl.constexpr = total.shape[0] * total.shape[1]
-    split = tl.program_id(1)
-    total += tl.load(mine + (split ^ 1) * SIZE, cache_modifier=".cg")
-    if SPLITS == 4:
-        pair = tl.load(mine + (split ^ 2) * SIZE, cache_modifier=".cg")
-        pair += tl.load(mine + (split ^ 3) * SIZE, cache_modifier=".cg")
-        total += pair
-    return total
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -147,18 +129,9 @@ def _matmul_kernel(
         total = tl.dot(left, right.T, total, out_dtype=tl.int32 if INTEGER else tl.float32)
     if SPLITS > 1:
         lane = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        mine = partials + tile * (SPLITS * BLOCK_M * BLOCK_N) + lane
-        arrived = tl.atomic_add(arrivals + tile, 1, sem="relaxed") % WRITTEN
-        if arrived < SPLITS - 1:
-            tl.store(mine + tl.program_id(1) * (BLOCK_M * BLOCK_N), total)
-            tl.debug_barrier()  # all of this program's sums are written before it says so
-            tl.atomic_add(arrivals + tile, WRITTEN, sem="release")
-        else:
-            state = tl.atomic_add(arrivals + tile, 0, sem="acquire")
-            while state < (SPLITS - 1) * WRITTEN:  # the others have arrived: they run, and wait for nothing
-                state = tl.atomic_add(arrivals + tile, 0, sem="acquire")
-            total = _add_others(total, mine, SPLITS)
-            tl.store(arrivals + tile, 0)
+        mine = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)
+        if is_last(total, lane, mine, arrivals + tile, SPLITS):
+            total = add_others(total, lane, mine, arrivals + tile, SPLITS)
             _store(out, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS)
     else:
         _store(out, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS)
@@ -182,7 +155,7 @@ def matmul(
     rows, outputs = x.shape[0], weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     if rows and tile.persistent:
-        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile)
+        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace)
     elif rows:
         arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace)
         _matmul_kernel[(tile.programs(rows, outputs), tile.splits)](*arguments, **constants)
@@ -202,7 +175,7 @@ def compile_matmul(
     """What `matmul` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     if tile.persistent:
-        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, compile_only=True)
+        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=True)
         return
     arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace)
     _matmul_kernel.warmup(*arguments, grid=(1,), **constants)

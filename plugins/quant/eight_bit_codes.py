@@ -118,7 +118,8 @@ class CodesMultiplier:
                 found += splits_of(tile, rows, self.outputs, self.inputs, num_sms(self.device))
             split.add((tile_rows, outputs))
         for tile_rows, outputs, warps, stages in PERSISTENT_SHAPES[rows] if self.persistent else ():
-            found.append(MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True))
+            tile = MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True)
+            found += [tile, *splits_of(tile, rows, self.outputs, self.inputs, num_sms(self.device))]
         return list(dict.fromkeys([*found, None] if self.by_torch else found))
 
     def choose(self, rows: int, tile: MatmulTile | None) -> None:

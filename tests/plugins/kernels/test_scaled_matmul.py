@@ -5,10 +5,8 @@ from attrs import evolve
 from engine.core.kernels.skinny_launch import Workspace
 from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
 from engine.plugins.quant.eight_bit_codes import (
-    HOPPER,
     LARGE_TILE,
     MIDDLE_TILES,
-    PERSISTENT_SHAPES,
     SMALL_TILES,
     matmul_tile,
 )
@@ -96,21 +94,6 @@ def test_real_sizes(rows, weight_rows, inputs, device, half, workspace):
                 split = evolve(tile, splits=splits)
                 if split.fits(rows, weight_rows):
                     check(operands, split, half, workspace)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rows", "weight_rows", "inputs"), [(64, 1024, 256), (257, 6152, 4096), (2048, 4096, 14336), (1, 264, 16)]
-)
-def test_persistent_programs(rows, weight_rows, inputs, device, half, workspace):
-    if torch.cuda.get_device_capability(device)[0] != HOPPER[0]:
-        pytest.skip("this GPU has no wgmma")
-    shapes = {shape for of_class in PERSISTENT_SHAPES.values() for shape in of_class}
-    for kind in ("fp8", "int8"):
-        operands = Operands(kind, rows, weight_rows, inputs, device, biased=rows == 257, half=half)
-        for tile_rows, outputs, warps, stages in sorted(shapes):
-            tile = MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True)
-            check(operands, tile, half, workspace)
 
 
 @pytest.mark.gpu
