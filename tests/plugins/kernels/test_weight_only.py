@@ -34,7 +34,7 @@ LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 @pytest.fixture
 def multiplier(device):
     made = Multiplier(device)
-    made._workspace.partials.fill_(float("nan"))
+    made.workspace.partials.fill_(float("nan"))
     return made
 
 
@@ -108,7 +108,7 @@ def test_programs_that_share_a_tile_leave_their_counters_at_zero(multiplier, dev
     operands = Operands(4, 64, 2048, 128, device, half)
     first, second = (multiplier.by_tiles(operands.x, *operands.packed, None, False, SHARED) for _ in range(2))
     assert torch.equal(first, second)
-    assert not multiplier._workspace.arrivals.any()
+    assert not multiplier.workspace.arrivals.any()
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
