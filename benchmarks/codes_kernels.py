@@ -2,10 +2,10 @@
 
     python benchmarks/codes_kernels.py [--kinds fp8 int8] [--shapes down ...] [--rows 64 128 ...]
 
-Shapes are those of Llama-3.1-8B. Weights rotate over more memory than the L2 cache keeps; x is quantized already.
-Printed are microseconds, 10^12 operations a second and the error relative to float32, the fastest first. `row-wise`
-and `tensor-wise` are torch._scaled_mm by one scale a row and by one alone (not what is needed, but what can be had),
-`_int_mm` is torch's without scales, which writes sums as int32.
+Shapes are those of Llama-3.1-8B and, if asked for, Qwen3-0.6B. Weights rotate over more memory than the L2 cache keeps,
+as far as so many are needed; x is quantized already. Printed are microseconds, 10^12 operations a second and the error
+relative to float32, the fastest first. `row-wise` and `tensor-wise` are torch._scaled_mm by one scale a row and by one
+alone (not what is needed, but what can be had), `_int_mm` is torch's without scales, which writes sums as int32.
 """
 
 from __future__ import annotations
@@ -31,10 +31,18 @@ DEVICE = torch.device("cuda", 0)
 KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LINEARS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Rows of W, inputs."""
+SMALL = {
+    "small_qkv": (4096, 1024),
+    "small_output": (1024, 2048),
+    "small_gate_up": (6144, 1024),
+    "small_down": (1024, 3072),
+}
 ROWS = (64, 128, 256, 8192)
 COLD_BYTES = 150e6
 MOST_COPIES = 8
 CHECKED_ROWS = 300
+UNSCALED = ("tensor-wise", "_int_mm")
+"""Compute something else."""
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -114,21 +122,20 @@ def show(product: Product, title: str, timer: GraphTimer) -> None:
     timed = []
     for name, call in product.ways():
         try:
-            timed.append((product.seconds(timer, call), name, product.error(call)))
-        except (OutOfResources, RuntimeError) as error:
-            print(f"    {name}: {error}")
+            error = "" if name in UNSCALED else f"error {product.error(call):.4f}"
+            timed.append((product.seconds(timer, call), name, error))
+        except (OutOfResources, RuntimeError) as failure:
+            print(f"    {name}: {failure}")
     print(title)
     for seconds, name, error in sorted(timed):
-        print(
-            f"    {seconds * 1e6:8.1f} us {operations / seconds / 1e12:6.0f} T/s  error {error:.4f}  {name}", flush=True
-        )
+        print(f"    {seconds * 1e6:8.1f} us {operations / seconds / 1e12:6.0f} T/s  {error:<12}  {name}", flush=True)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--shapes", nargs="*", choices=list(LINEARS), default=list(LINEARS))
+    parser.add_argument("--shapes", nargs="*", choices=[*LINEARS, *SMALL], default=list(LINEARS))
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -137,7 +144,7 @@ def main() -> None:
         for kind in arguments.kinds:
             for shape in arguments.shapes:
                 for rows in arguments.rows:
-                    product = Product.make(kind, rows, *LINEARS[shape], workspace)
+                    product = Product.make(kind, rows, *(LINEARS | SMALL)[shape], workspace)
                     show(product, f"{shape} {kind}, {rows} rows", timer)
 
 
