@@ -87,15 +87,12 @@ def _send(out, pieces, values, begin_m, begin_n, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS: gl.constexpr):
-    """As in scaled_matmul, piece by piece."""
-    m = begin_m + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
-    n = begin_n + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
-    result = total.to(gl.float32)
-    result *= gl.expand_dims(gl.load(scale + n, mask=n < outputs, other=0.0), 0)
-    result *= gl.expand_dims(gl.load(x_scale + m, mask=m < rows, other=0.0), 1)
+def _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, BIAS: gl.constexpr):
+    """Scale and store a tile. x_scale: [rows of x]; scale, bias: [rows of W], in any layout."""
+    line: gl.constexpr = gl.SliceLayout(0, total.type.layout)
+    result = total.to(gl.float32) * gl.expand_dims(gl.convert_layout(scale, line), 0) * gl.expand_dims(x_scale, 1)
     if BIAS:
-        result += gl.expand_dims(gl.load(bias + n, mask=n < outputs, other=0.0).to(gl.float32), 0)
+        result += gl.expand_dims(gl.convert_layout(bias, line).to(gl.float32), 0)
     left, right = _halves(result.to(out.dtype))
     if 2 * out.block_shape[1] == total.shape[1]:
         _send(out, pieces, left, begin_m, begin_n, 0)
@@ -138,6 +135,7 @@ def _matmul_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDTH, 32]
     )
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     release(PDL)
     x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     weight_stages = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
@@ -167,6 +165,12 @@ def _matmul_kernel(
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         begin_m, begin_n = _place(tile, rows, outputs, BLOCK_M, BLOCK_N)
+        m = begin_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA))
+        n = begin_n + gl.arange(0, BLOCK_N, LINE)
+        # Asked for now, so that they are there when the sums are.
+        row_scale = gl.load(x_scale + m, mask=m < rows, other=0.0)
+        output_scale = gl.load(scale + n, mask=n < outputs, other=0.0)
+        output_bias = gl.load(bias + n, mask=n < outputs, other=0.0) if BIAS else output_scale
         total = gl.zeros((BLOCK_M, BLOCK_N), gl.int32 if INTEGER else gl.float32, MMA)
         for _ in range(first, end, BLOCK_K):
             mbarrier.wait(filled.index(stage), phase)
@@ -191,9 +195,9 @@ def _matmul_kernel(
             mine = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)
             if is_last(total, lane, mine, arrivals + tile, SPLITS):
                 total = add_others(total, lane, mine, arrivals + tile, SPLITS)
-                _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS)
+                _store(out, pieces, total, row_scale, output_scale, output_bias, begin_m, begin_n, BIAS)
         else:
-            _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS)
+            _store(out, pieces, total, row_scale, output_scale, output_bias, begin_m, begin_n, BIAS)
     tma.store_wait(0)
 
 
