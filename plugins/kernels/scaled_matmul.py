@@ -40,7 +40,7 @@ class MatmulTile:
     splits: int = 1
     """Programs that share the inputs of one tile: 1, 2 or 4."""
     persistent: bool = False
-    """By the kernel of persistent_matmul; one with splits is a program of its own."""
+    """By the kernel of persistent_matmul, where a GPU has wgmma. With splits a program takes one tile only."""
 
     def __str__(self) -> str:
         more = (", persistent" if self.persistent else "") + (f", {self.splits} splits" if self.splits > 1 else "")
