@@ -184,7 +184,9 @@ class Layers:
         def call(x: torch.Tensor, one: Copy) -> torch.Tensor:
             codes, x_scale = quantize_rows(x, one.codes.dtype)
             if tile is not None:
-                return self.activate(matmul(codes, x_scale, one.codes, one.scales, None, x.dtype, tile))
+                return self.activate(
+                    matmul(codes, x_scale, one.codes, one.scales, None, x.dtype, tile, self.multiplier.workspace)
+                )
             y = torch._scaled_mm(
                 codes, one.codes.t(), scale_a=x_scale[:, None], scale_b=one.scales[None, :], out_dtype=x.dtype,
                 use_fast_accum=fast,

@@ -35,7 +35,8 @@ class Multiplier:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._workspace = Workspace(device)
+        self.workspace = Workspace(device)
+        """For other kernels of the same layers, too."""
         self._dependent = dependent_launch(device)
         self._asm = self._knows_assembly()
         self._chosen: dict[tuple[Problem, int], Tile | VectorTile | None] = {}
@@ -195,7 +196,7 @@ class Multiplier:
             "EARLY": tile.early,
             "SPLIT": tile.splits > 1,
         }
-        scratch = (self._workspace.partials, self._workspace.arrivals)
+        scratch = (self.workspace.partials, self.workspace.arrivals)
         return weight_only.matmul_kernel, (*tensors, *scratch, *sizes), constants
 
     def _constants(self, layout: Layout | CodeLayout, scales: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:

@@ -44,7 +44,9 @@ class GpuKernel(EightBitKernel):
         slow_tiles = self.scale_rows > 0 or is_without_tma(torch.device(spec.device))
         self._quantizes = form.activations != NONE and not slow_tiles
         outputs = sum(spec.rank_outputs(part) for part in spec.parts)
-        self._codes = CodesMultiplier(torch.device(spec.device), form.torch_dtype, outputs, self.compute_dtype)
+        self._codes = CodesMultiplier(
+            multiplier.workspace, form.torch_dtype, outputs, spec.rank_inputs, self.compute_dtype
+        )
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Codes and scales. Raises CheckpointError for float8 codes that are no numbers."""

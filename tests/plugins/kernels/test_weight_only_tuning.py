@@ -113,7 +113,7 @@ def multiplier(device, monkeypatch):
     monkeypatch.setattr(weight_only_tuning, "num_sms", lambda device: SMS)
     monkeypatch.setattr(weight_only_tuning, "shared_memory", lambda device: HOPPER)
     made = Multiplier(device)
-    made._workspace.partials.fill_(float("nan"))
+    made.workspace.partials.fill_(float("nan"))
     return made
 
 
