@@ -149,7 +149,7 @@ def quantize_rows(
 def row_warps(rows: int, inputs: int) -> int:
     """Warps for a program that has a row: many where rows are few, and how long one takes is what counts."""
     numbers = LATENT if rows <= FEW else BUSY
-    return min(max(triton.next_power_of_2(inputs) // numbers, 1), 32)
+    return min(max(int(triton.next_power_of_2(inputs)) // numbers, 1), 32)
 
 
 def empty_codes(rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -145,6 +145,11 @@ def choose(problem: Problem, rows: int, sms: int, shared: int) -> Tile | VectorT
         return VectorTile(
             rows=4 if problem.weight_rows >= 16 * sms else 2, blocks=VECTOR_PAIRS * 2 // problem.layout.span, warps=2
         )
+    return matrix_tile(problem, rows, sms, shared)
+
+
+def matrix_tile(problem: Problem, rows: int, sms: int, shared: int) -> Tile | None:
+    """The same of those that go through the tensor cores."""
     if rows > MOST_ROWS:
         return None
     wanted = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
@@ -218,7 +223,7 @@ def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile 
 
     sms: multiprocessors of the GPU; shared: bytes of shared memory that a program may have.
     """
-    usual = choose(problem, rows, sms, shared)
+    usual = matrix_tile(problem, rows, sms, shared)
     if usual is None:  # no tile fits
         return [None]
     wanted = [

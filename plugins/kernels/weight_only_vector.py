@@ -138,11 +138,57 @@ def _row(R: tl.constexpr, TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
 
 
 @triton.jit
+def _word_places(first, row_pairs, outputs, TILE: tl.constexpr, EPILOGUE: tl.constexpr):
+    """Of each row of a tile; first: of W's first row."""
+    places = (first + _row(0, TILE, outputs, EPILOGUE) * row_pairs,) * TILE
+    for r in tl.static_range(1, TILE):
+        places = _with(places, r, first + _row(r, TILE, outputs, EPILOGUE) * row_pairs)
+    return places
+
+
+@triton.jit
+def _entry_place(first, row, number, between, blocks, scale_rows, SCALES: tl.constexpr):
+    """Of a block's entry with this number, for a row of W; first: of W's first row, number 0."""
+    return first + (row // scale_rows * blocks if SCALES == BLOCKS else row + number * between)
+
+
+@triton.jit
+def _entry_places(
+    first,
+    between,
+    blocks,
+    scale_rows,
+    outputs,
+    TILE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALES: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """Of each row of a tile, ENTRIES side by side."""
+    row = _row(0, TILE, outputs, EPILOGUE)
+    places = (_entry_place(first, row, 0, between, blocks, scale_rows, SCALES),) * (TILE * ENTRIES)
+    for n in tl.static_range(1, TILE * ENTRIES):
+        row = _row(n // ENTRIES, TILE, outputs, EPILOGUE)
+        place = _entry_place(first, row, n % ENTRIES, between, blocks, scale_rows, SCALES)
+        places = _with(places, n, place)
+    return places
+
+
+@triton.jit
 def _load_all(places, offset, mask):
     """What is at each of some places, so much further on."""
     found = (tl.load(places[0] + offset, mask=mask, other=0),)
     for number in tl.static_range(1, len(places)):
         found = found + (tl.load(places[number] + offset, mask=mask, other=0),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _all_float16s(tile, ASM: tl.constexpr):
+    """Of each row its lower words' and its upper words' pairs."""
+    found = _float16s(tile[0], ASM)
+    for r in tl.static_range(1, len(tile)):
+        found = found + _float16s(tile[r], ASM)
     return found
 
 
@@ -202,18 +248,13 @@ def vector_kernel(
     words_first = words.to(tl.pointer_type(tl.int32)) + (block * step)[:, None] + pair
     between = outputs * 2 if EPILOGUE == GATED else outputs
     entry_step = 1 if SCALES == BLOCKS else between * ENTRIES
-    places = ()
-    entry_places = ()
-    for r in tl.static_range(TILE):
-        row = _row(r, TILE, outputs, EPILOGUE)
-        places = places + (words_first + row * (row_stride // 2),)  # noqa: RUF005
-        if SCALES != OUTPUTS:
-            entry_row = row // scale_rows * blocks if SCALES == BLOCKS else row
-            for number in tl.static_range(ENTRIES):
-                place = scales + (entry_row + number * between) + block * entry_step
-                entry_places = entry_places + (place,)  # noqa: RUF005
+    places = _word_places(words_first, row_stride // 2, outputs, TILE, EPILOGUE)
     tile = _load_all(places, 0, (block < blocks)[:, None])
     if SCALES != OUTPUTS:
+        entries_first = scales + block * entry_step
+        entry_places = _entry_places(
+            entries_first, between, blocks, scale_rows, outputs, TILE, ENTRIES, SCALES, EPILOGUE
+        )
         entries = _load_all(entry_places, 0, block < blocks)
     output, row = rows_of(TILE, outputs, EPILOGUE)
     row = tl.where(output < outputs, row, 0)
@@ -232,7 +273,8 @@ def vector_kernel(
         if SCALES != OUTPUTS:
             following_entries = _load_all(entry_places, (start + AT_ONCE) * entry_step, more)
         inside = (start + block < blocks)[:, None]
-        numbers = ()
+        if CODE == FLOAT8:
+            numbers = _all_float16s(tile, ASM)
         for field in tl.static_range(FIELDS):
             if field % SPANS == 0:
                 parts = totals if SCALES == OUTPUTS else (none,) * TILE
@@ -251,8 +293,6 @@ def vector_kernel(
                     sums += both
             for r in tl.static_range(TILE):
                 if CODE == FLOAT8:
-                    if field == 0:
-                        numbers = numbers + _float16s(tile[r], ASM)
                     left = _wide(numbers[2 * r], field, tl.float16, ASM)
                     right = _wide(numbers[2 * r + 1], field, tl.float16, ASM)
                 else:
