@@ -106,7 +106,6 @@ def _matmul_kernel(
     SPLITS: programs that differ in their second number share the inputs of a tile; partials: [tiles, splits, BLOCK_M,
     BLOCK_N] in the type of sums; arrivals: [tiles] int32, 0 before and after.
     """
-    release(PDL)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(outputs, BLOCK_N)
     tile = tl.program_id(0)
@@ -127,6 +126,7 @@ def _matmul_kernel(
         left = x.load([begin_m, start])
         right = weight.load([begin_n, start])
         total = tl.dot(left, right.T, total, out_dtype=tl.int32 if INTEGER else tl.float32)
+    release(PDL)  # see kernels.launch
     if SPLITS > 1:
         lane = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         mine = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)

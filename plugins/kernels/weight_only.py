@@ -212,7 +212,6 @@ def matmul_kernel(
     programs that differ in their second number share the blocks of a tile; partials: [tiles, splits, TILE, COLUMNS]
     float32; arrivals: [tiles] int32, 0 before and after.
     """
-    release(PDL)
     FIELDS: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = FIELDS * SPAN // GROUP
     ENTRIES: tl.constexpr = GROUPS if ZEROS else GROUPS // 2
@@ -272,6 +271,7 @@ def matmul_kernel(
         # between. As W comes from registers that does not work out: ptxas then waits after every single wgmma (C7515).
         if ASM and COLUMNS > 8 and (EARLY or not SCALED):
             total = _settled(total)
+    release(PDL)  # see kernels.launch
     if SCALES == OUTPUTS:
         total *= tl.load(scales + row)[:, None]
     if SPLIT:

@@ -128,8 +128,8 @@ FEW_LARGE_CODES = Tile(rows=128, columns=FEW, warps=4, stages=4)
 """For a CodeLayout where all multiprocessors have one, without splits."""
 FEW_LARGE_GROUPS = Tile(rows=128, columns=FEW, warps=4, stages=6)
 """For a Layout where all multiprocessors have one, with splits."""
-VECTOR_PAIRS = 256
-"""Of words of a row of W that a VectorTile has: four for each thread of two warps."""
+WARP_PAIRS = 128
+"""Pairs of words of a row of W that a warp has at once, by a VectorTile: four a thread."""
 MOST_VECTOR_BYTES = 2**24
 """Of 4-bit words: to go through more of them number by number takes longer than to read them."""
 BUSY_WARPS = 5
@@ -142,9 +142,7 @@ def choose(problem: Problem, rows: int, sms: int, shared: int) -> Tile | VectorT
     sms: multiprocessors of the GPU; shared: bytes of shared memory that a program may have.
     """
     if rows == 1 and _suits_vector(problem, sms):
-        return VectorTile(
-            rows=4 if problem.weight_rows >= 16 * sms else 2, blocks=VECTOR_PAIRS * 2 // problem.layout.span, warps=2
-        )
+        return _vector(problem, sms)
     return matrix_tile(problem, rows, sms, shared)
 
 
@@ -169,6 +167,14 @@ def _suits_vector(problem: Problem, sms: int) -> bool:
     if problem.layout.scaled != "groups":
         return FEW_LARGE_CODES.programs(problem, 1) < sms
     return problem.layout.bits == 8 or problem.weight_rows * problem.inputs // 2 <= MOST_VECTOR_BYTES
+
+
+def _vector(problem: Problem, sms: int) -> VectorTile:
+    """More rows of W at once where there are enough for all multiprocessors; then 4-bit ones, of which a thread has
+    more to do, a warp at a time."""
+    many = problem.weight_rows >= 16 * sms
+    warps = 1 if many and problem.layout.bits == 4 else 2
+    return VectorTile(rows=4 if many else 2, blocks=WARP_PAIRS * warps * 2 // problem.layout.span, warps=warps)
 
 
 def _usual(problem: Problem, columns: int, sms: int) -> Tile:

@@ -317,7 +317,7 @@ def vector_kernel(
         if SCALES != OUTPUTS:
             entries = following_entries
         x_place += AT_ONCE * FIELDS * PAIRS
-    release(PDL)  # not before: programs of the next kernel would take the place of this one's
+    release(PDL)  # see kernels.launch
     total = tl.sum(tl.reshape(_join(totals, 0, 1, TILE), [AT_ONCE * PAIRS, TILE]), axis=0)
     if SCALES == OUTPUTS:
         total *= scale_of_row

@@ -285,6 +285,8 @@ def test_real_sizes(multiplier, device, dtype, rows, outputs, inputs):
 def tried(problem, rows):
     """The tile chosen, with other numbers of warps and stages."""
     tile = choose(problem, rows, 132, HOPPER)
+    if isinstance(tile, VectorTile):
+        return [tile, evolve(tile, rows=8), evolve(tile, warps=4, blocks=2 * tile.blocks)]
     warps_tried = {tile.warps, 4 if tile.columns <= 64 else tile.warps}  # four have no registers for more sums
     return [evolve(tile, warps=warps, stages=stages) for warps in warps_tried for stages in (2, tile.stages)]
 
