@@ -150,8 +150,8 @@ def paged_decode(
 
 @triton.jit
 def as_type(cached, DTYPE: tl.constexpr):
-    """Keys or values in the type of queries. Float8 goes by way of float32: from float16, to which the compiler turns it
-    first, a GPU converts to bfloat16 at an eighth of the speed."""
+    """Keys or values in the type of queries. Float8 goes by way of float32: a GPU converts float16, which the compiler
+    makes of it otherwise, to bfloat16 at an eighth of the speed."""
     if cached.dtype.is_fp8():
         cached = cached.to(tl.float32)
     return cached.to(DTYPE)
