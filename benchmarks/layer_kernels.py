@@ -1,10 +1,10 @@
 """The fused kernels by themselves: microseconds replayed from a CUDA graph, beside what reading and writing must take.
 
-    python benchmarks/layer_kernels.py [--tune] [--only norm rope silu argmax host linear] [--json FILE]
+    python benchmarks/layer_kernels.py [--tune] [--only norm rope silu quantize argmax host linear] [--json FILE]
 
 Operands rotate over more memory than the L2 cache keeps. Floor: bytes read and written over 4.2 TB/s. For the linears,
 `pair` is the time with a norm before each, as the choice at load measures it, and `alone` without. --tune: the best
-three tiles of each linear.
+three tiles of each linear. quantize: norm and activation that quantize to float8, beside a kernel for each.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from engine.core.layers.skinny import FewRowsTables
 from engine.core.layers.timing import GraphTimer
 from engine.core.layers.tunable import Multiplication, Operands
 from engine.core.layers.tuning import Work, group, measure
+from engine.plugins.kernels.norm_quantize import add_rms_norm_quantize
+from engine.plugins.kernels.quantize_rows import quantize_rows
+from engine.plugins.kernels.silu_quantize import silu_and_mul_quantize
 
 BANDWIDTH = 4.2e12
 DEVICE = torch.device("cuda", 0)
@@ -34,7 +37,11 @@ DTYPE = torch.bfloat16
 COLD_BYTES = 150e6
 """Operands of one replay together, three L2 caches of an H200."""
 ROWS = (1, 8, 32, 256, 8192)
+MANY_ROWS = (33, 64, 128, 256, 1024, 4096, 16384)
+"""That are quantized."""
 HIDDEN = (1024, 4096)
+INTERMEDIATE = (3072, 14336)
+CODES = torch.float8_e4m3fn
 LINEARS = (
     ("plain", 6144, 4096),
     ("plain", 4096, 4096),
@@ -84,6 +91,22 @@ def make_silu(rows: int, size: int) -> Callable[[], object]:
     return lambda: silu_and_mul(x)
 
 
+def make_norm_quantize(rows: int, size: int, fused: bool) -> Callable[[], object]:
+    """Residual, norm and codes."""
+    x, residual, weight = randn(rows, size), randn(rows, size), randn(size)
+    if fused:
+        return lambda: add_rms_norm_quantize(x, residual, weight, 1e-5, CODES)
+    return lambda: quantize_rows(add_rms_norm(x, residual, weight, 1e-5)[0], CODES)
+
+
+def make_silu_quantize(rows: int, size: int, fused: bool) -> Callable[[], object]:
+    """Activation and codes."""
+    x = randn(rows, 2 * size)
+    if fused:
+        return lambda: silu_and_mul_quantize(x, CODES)
+    return lambda: quantize_rows(silu_and_mul(x), CODES)
+
+
 def make_argmax(rows: int, size: int) -> Callable[[], object]:
     """Over the vocabulary."""
     logits = randn(rows, size)
@@ -120,9 +143,26 @@ def time_silu(timer: GraphTimer) -> list[Timed]:
     """Reads two, writes one."""
     return [
         (f"silu_and_mul {rows}x{size}", rotated(timer, nbytes, make_silu, rows, size), nbytes)
-        for size in (3072, 14336)
+        for size in INTERMEDIATE
         for rows in ROWS
         for nbytes in [3 * rows * size * DTYPE.itemsize]
+    ]
+
+
+def time_quantize(timer: GraphTimer) -> list[Timed]:
+    """Fused: reads what norm or activation reads, writes codes and, of the norm, the residual; two: the 16-bit result
+    too, written and read."""
+    kinds: list[tuple[str, Callable[..., Callable[[], object]], Sequence[int], int]] = [
+        ("norm", make_norm_quantize, HIDDEN, 3),
+        ("silu", make_silu_quantize, INTERMEDIATE, 2),
+    ]
+    return [
+        (f"{name}, quantize {rows}x{size}, {way}", rotated(timer, nbytes, make, rows, size, fused), nbytes)
+        for name, make, sizes, numbers in kinds
+        for size in sizes
+        for rows in MANY_ROWS
+        for way, fused, more in (("fused", True, 0), ("two", False, 2))
+        for nbytes in [rows * size * ((numbers + more) * DTYPE.itemsize + 1)]
     ]
 
 
@@ -162,6 +202,9 @@ def time_host() -> list[Timed]:
         "F.linear": lambda: torch.nn.functional.linear(x, matrix),
         "add_rms_norm": lambda: add_rms_norm(x, residual, weight, 1e-5),
         "silu_and_mul": lambda: silu_and_mul(wide),
+        "quantize_rows": lambda: quantize_rows(x, CODES),
+        "add_rms_norm_quantize": lambda: add_rms_norm_quantize(x, residual, weight, 1e-5, CODES),
+        "silu_and_mul_quantize": lambda: silu_and_mul_quantize(wide, CODES),
         "rotate_and_write": lambda: rotate_and_write(qkv, pages[0], pages[1], slots, cos, sin, 32),
         "skinny": lambda: launch(x, matrix),
     }
@@ -234,14 +277,20 @@ def main() -> None:
     """Measure, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--only", nargs="*", default=["norm", "rope", "silu", "argmax", "host", "linear"])
+    parser.add_argument("--only", nargs="*", default=["norm", "rope", "silu", "quantize", "argmax", "host", "linear"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows: list[Row] = []
     with torch.inference_mode():
         timer = GraphTimer(DEVICE)
-        sections = {"norm": time_norm, "rope": time_rope, "silu": time_silu, "argmax": time_argmax}
+        sections = {
+            "norm": time_norm,
+            "rope": time_rope,
+            "silu": time_silu,
+            "quantize": time_quantize,
+            "argmax": time_argmax,
+        }
         for name, section in sections.items():
             if name in arguments.only:
                 rows += show(section(timer))

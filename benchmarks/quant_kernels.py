@@ -3,10 +3,11 @@
     python benchmarks/quant_kernels.py [--tune] [--kinds fp8 int8 4bit ...] [--rows 1 16 ...] [--json FILE]
 
 Shapes are those of Llama-3.1-8B. Weights rotate over more memory than the L2 cache keeps. What is timed is what a layer
-does, behind the norm that makes its input: activations quantized where they are, SiLU * up for gate and up. Floor:
-bytes of weights and scales over 4.2 TB/s. `bf16` is cuBLAS by plain weights, `engine` what the engine launches once it
-has measured at start, `table` what it launches unmeasured. --tune: the choices at start, and more tiles and libraries
-than are candidates there; the best printed.
+does, behind the norm that makes its input: activations quantized where they are, by a kernel of its own (in
+layer_kernels.py are those that quantize what they make), SiLU * up for gate and up. Floor: bytes of weights and scales
+over 4.2 TB/s. `bf16` is cuBLAS by plain weights, `engine` what the engine launches once it has measured at start,
+`table` what it launches unmeasured. --tune: the choices at start, and more tiles and libraries than are candidates
+there; the best printed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from triton.runtime.errors import OutOfResources
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.kernels.activation import silu_and_mul
+from engine.core.kernels.launch import shared_memory
 from engine.core.kernels.norm import add_rms_norm
 from engine.core.layers import tuning
 from engine.core.layers.timing import GraphTimer
@@ -54,8 +56,20 @@ CODES = {"fp8": ("float8_e4m3fn", "channel"), "block": ("float8_e4m3fn", "block"
 GROUPED = {"4bit": (4, 128, False), "4bit-zeros": (4, 128, True), "8bit": (8, 128, False)}
 """Bits, inputs a group, zero points."""
 FEW_SHAPES = ((32, 2), (64, 4), (64, 2), (128, 4))
-MANY_SHAPES = ((64, 4), (128, 4), (128, 8))
-"""Rows of W and warps of the tiles that --tune tries, for up to 32 rows of x and for more."""
+"""Rows of W and warps of the tiles that --tune tries, for up to FEW_COLUMNS rows of x."""
+FEW_COLUMNS, EITHER_ORDER = 32, 64
+"""Rows of x: up to so many sums are scaled, for so many sums or weights, beyond weights."""
+MANY_SHAPES = {
+    64: (
+        (64, 64, 4, 3, 256), (64, 64, 4, 4, 128), (128, 64, 4, 3, 128), (128, 64, 4, 4, 128), (128, 64, 8, 3, 256),
+        (128, 64, 8, 3, 128), (128, 64, 8, 4, 128), (256, 64, 8, 4, 128), (256, 64, 16, 4, 128),
+    ),
+    128: (
+        (64, 128, 4, 3, 128), (128, 128, 8, 3, 256), (128, 128, 8, 3, 128), (128, 128, 8, 4, 128), (128, 64, 8, 4, 128),
+        (256, 128, 8, 3, 128), (256, 128, 8, 4, 128), (256, 128, 16, 3, 128), (256, 128, 16, 4, 128),
+    ),
+}  # fmt: skip
+"""Rows of W, rows of x, warps, stages and inputs a step of those for up to so many."""
 MATMULS = [
     MatmulTile(rows=rows, outputs=outputs, warps=warps, stages=stages, block_k=block_k)
     for rows, outputs, block_k, warps, stages in (
@@ -170,7 +184,9 @@ class Layers:
         def call(x: torch.Tensor, one: Copy) -> torch.Tensor:
             codes, x_scale = quantize_rows(x, one.codes.dtype)
             if tile is not None:
-                return self.activate(matmul(codes, x_scale, one.codes, one.scales, None, x.dtype, tile))
+                return self.activate(
+                    matmul(codes, x_scale, one.codes, one.scales, None, x.dtype, tile, self.multiplier.workspace)
+                )
             y = torch._scaled_mm(
                 codes, one.codes.t(), scale_a=x_scale[:, None], scale_b=one.scales[None, :], out_dtype=x.dtype,
                 use_fast_accum=fast,
@@ -181,7 +197,7 @@ class Layers:
 
     def ways(self, rows: int, sms: int) -> Iterator[tuple[str, list[Call]]]:
         """All worth a try, by name."""
-        if rows <= MOST_ROWS:
+        if rows <= 2 * MOST_ROWS:
             for tile in self.tiles(rows, sms):
                 yield f"tile {tile}", self.by_tile(tile)
         if rows >= 64 and self.kind in CODES and not self.layout.scale_rows:
@@ -196,13 +212,22 @@ class Layers:
     def tiles(self, rows: int, sms: int) -> list[Tile]:
         """With several splits."""
         columns = next((size for size in COLUMNS if size >= rows), COLUMNS[-1])
-        few = columns <= 32
-        scaled_early = (False,) if few or self.layout.scaled == "outputs" else (False, True)
+        scaled, block = self.layout.scaled != "outputs", self.layout.block
+        tried = [
+            Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages)
+            for (tile_rows, warps), stages in itertools.product(FEW_SHAPES, (4, 6))
+        ]
+        if columns > FEW_COLUMNS:
+            tried = [
+                Tile(rows=one[0], columns=one[1], warps=one[2], stages=one[3], step=step, early=early)
+                for one in MANY_SHAPES[columns]
+                for step in {min(one[4], block), one[4] * block // 256}
+                for early in ({False, scaled} if columns == EITHER_ORDER else {scaled})
+            ]
         found = []
-        for (tile_rows, warps), stages, early in itertools.product(
-            FEW_SHAPES if few else MANY_SHAPES, (4, 6) if few else (3, 4), scaled_early
-        ):
-            tile = Tile(rows=tile_rows, columns=columns, warps=warps, stages=stages, early=early)
+        for tile in dict.fromkeys(tried):
+            if tile.shared_memory(self.layout) > shared_memory(DEVICE):
+                continue
             usual = split(tile, self.problem, rows, sms).splits
             for splits in sorted({max(usual // 2, 1), usual, usual * 2}):
                 one = evolve(tile, splits=splits)
@@ -221,7 +246,7 @@ class Layers:
         ):
             for count in rows:
                 x = torch.empty(count, self.problem.inputs, device=DEVICE, dtype=torch.bfloat16)
-                tiles = self.tiles(count, sms) if count <= MOST_ROWS else []
+                tiles = self.tiles(count, sms) if count <= 2 * MOST_ROWS else []
                 for tile in {evolve(tile, splits=min(tile.splits, 2)) for tile in tiles}:
                     self.multiplier.compile(x, one.words, one.scales, self.layout, None, self.gated, tile)
 

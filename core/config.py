@@ -188,6 +188,15 @@ class ServerConfig:
         " executor.device on; on a CPU they share the cores.",
         flag="--replicas",
     )
+    replica_restarts: int = setting(
+        5,
+        "Times that a dead replica, where there are several, is started anew before it is given up; 10 minutes of life"
+        " give all of them back. 0: never.",
+        flag="--replica-restarts",
+    )
+    replica_restart_pause: float = setting(
+        1.0, "Seconds until a dead replica is started anew; doubled each time, up to a minute."
+    )
     api_key: str = setting(
         "", "Key that clients must send as a bearer token; empty: none.", flag="--api-key", secret=True
     )

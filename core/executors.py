@@ -54,7 +54,10 @@ class Executor(ABC):
     @classmethod
     @abstractmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
-        """Why it cannot run this configuration, and what would work; None if it can."""
+        """Why it cannot run this configuration, and what would work; None if it can.
+
+        device: the first of its devices, in whatever process it is asked.
+        """
 
     @abstractmethod
     def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:

@@ -21,6 +21,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.port": (0, 65535),
     "server.api_workers": (0, 256),
     "server.replicas": (1, 256),
+    "server.replica_restarts": (0, 1_000_000),
+    "server.replica_restart_pause": (0, 60),
     "server.shutdown_timeout": (0, 86400),
     "server.health_timeout": (2, 86400),
     "server.health_interval": (0, 86400),

@@ -45,7 +45,8 @@ class LinearSpec:
     parallel: str = "none"
     """How ranks share it: column (each has some outputs), row (each has some inputs) or none (each has all)."""
     gated: bool = False
-    """Whether its two parts are the gate and up projections of a gated MLP, so that `apply_gated` alone is called."""
+    """Whether its two parts are the gate and up projections of a gated MLP, so that `apply_gated` alone is called, but
+    for rows of which `gates_at_once` says otherwise."""
     ranks: int = 1
     """How many share it; outputs or inputs divide evenly, as `parallel` says."""
 
@@ -91,6 +92,47 @@ class KVScaleNames:
     values: tuple[str, ...]
 
 
+class LinearInput:
+    """What a `Prologue` makes for one linear layer, which alone knows what it is: codes and scales, say."""
+
+    __slots__ = ()
+
+
+class Prologue(ABC):
+    """How a kernel has its input made, in its own form, by the very kernel that computes it.
+
+    Whoever computes an input of a linear layer asks for it there (`RMSNorm.into`, `Linear.gated_into`), with as many
+    rows as it `takes`. Results are to be those of the steps one after the other. On a GPU all of it is captured in
+    CUDA graphs: it may choose by the shape of its arguments, but must not wait for the device.
+    """
+
+    @abstractmethod
+    def takes(self, rows: int) -> bool:
+        """Whether so many rows come this way; others go to `LinearKernel.apply`, as they are."""
+
+    @abstractmethod
+    def normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weights: Mapping[str, torch.Tensor],
+    ) -> tuple[LinearInput, torch.Tensor]:
+        """The norm (root mean square) of x + residual, and the sum, which may overwrite `residual`.
+
+        x, residual: [rows, in_features]; norm_weight: [in_features]; all of one type. weights: as for `apply`.
+        """
+
+    @abstractmethod
+    def activated(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> LinearInput:
+        """silu(gate) * up. x: [rows, 2 * in_features], gate and up side by side."""
+
+    @abstractmethod
+    def apply(self, made: LinearInput, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        """As `LinearKernel.apply`, of what one of the others made: [rows, out_features]."""
+
+
 class LinearKernel(ABC):
     """One linear layer under one quantization method."""
 
@@ -119,6 +161,17 @@ class LinearKernel(ABC):
         from engine.core.layers.activation import silu_and_mul
 
         return silu_and_mul(self.apply(x, weights, bias))
+
+    def gates_at_once(self, rows: int) -> bool:
+        """Whether `apply_gated` activates so many rows where it multiplies them.
+
+        If not, `apply` may be called in its place, and what comes next activates.
+        """
+        return type(self).apply_gated is not LinearKernel.apply_gated
+
+    def prologue(self) -> Prologue | None:
+        """How its input is made for it; None: it takes tensors alone."""
+        return None
 
     def multiplications(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None

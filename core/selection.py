@@ -68,13 +68,15 @@ def resolve(
     device: DeviceInfo,
     checkpoint: Mapping[str, Any],
     overrides: Mapping[str, object] = {},
+    first: DeviceInfo | None = None,
 ) -> Parts:
     """The plugin of each seam: the one passed in, the one named, or for auto the most preferred that does not refuse.
 
     Attention may name two, "PREFILL,DECODE".
 
     checkpoint: the model's config.json. overrides: section of the configuration (attention, quant, scheduler, executor,
-    model) -> a class that need not be registered; for scheduler an instance too.
+    model) -> a class that need not be registered; for scheduler an instance too. first: the first of the executor's
+    devices, about which the executor is asked; None: that is `device`.
     Raises PluginError for an unknown, broken or refusing plugin, ConfigError for options it does not have.
     """
     sections = {seam.section: seam for seam in SEAMS}
@@ -105,7 +107,7 @@ def resolve(
     choose("model", model_question(checkpoint))
     choose("quant", quant_question(checkpoint, device))
     questions = {"attention": attention_question(config, device, checkpoint, chosen["model"], chosen["quant"])}
-    for section, question in (questions | questions_of_machine(config, device)).items():
+    for section, question in (questions | questions_of_machine(config, first or device)).items():
         choose(section, question)
     policy = chosen["scheduler"]
     return Parts(
@@ -159,7 +161,7 @@ def find_quant(
 
 
 def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, Question]:
-    """By section, for the plug points that depend on no model."""
+    """By section, for the plug points that depend on no model; device: the executor's, the first one of several."""
     return {"scheduler": lambda cls: cls.refuses(), "executor": lambda cls: cls.refuses(config, device)}
 
 

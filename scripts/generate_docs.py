@@ -22,6 +22,8 @@ from engine.core.structure import show
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 REFERENCES = ROOT / "benchmarks" / "references.json"
+METHODS = {"none": "bfloat16", "fp8": "fp8", "int8": "int8", "w4a16": "4 bits, groups of 128"}
+"""As results are named -> as tables say it."""
 
 
 def settings_tables() -> str:
@@ -186,6 +188,33 @@ def compared(report: dict[str, Any], references: list[dict[str, Any]], versions:
     return table(("", "engine", *versions.values(), "against the better", "goal", "of roofline"), rows)
 
 
+def methods_tables() -> str:
+    """Each model's figures by quantization method, side by side."""
+    metrics = ("decode step", "prefill", "output tokens a second", "start-up")
+    parts = []
+    for model, title in {"llama-3.1-8b": "Llama-3.1-8B", "qwen3-0.6b": "Qwen3-0.6B"}.items():
+        found = {title: load_result(f"h200-{model}-{quant}") for quant, title in METHODS.items()}
+        reports = {method: report for method, report in found.items() if report is not None}
+        if len(reports) < len(METHODS):
+            continue
+        values = {
+            (row["metric"], row["case"], row["unit"], method): row["value"]
+            for method, report in reports.items()
+            for row in report["rows"]
+        }
+        rows = [
+            (
+                f"{metric if case is None or metric in case else f'{metric}, {case}'}, {unit}",
+                *(number(values[metric, case, unit, method]) for method in reports),
+            )
+            for metric, case, unit in dict.fromkeys(key[:3] for key in values)
+            if metric in metrics and not (metric == metrics[2] and case.startswith("batch"))
+        ]
+        parts.append(f"### {title}\n\n{where(reports['bfloat16'])}\n\n{table(('', *reports), rows)}")
+    text = "The same workloads as in [performance](performance.md), which has them beside vLLM and SGLang."
+    return section("Speed by method", text, parts)
+
+
 def ablation_table() -> str:
     """What each optimisation is worth."""
     report = load_result("h200-ablation")
@@ -330,6 +359,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "startup": ("docs/performance.md", startup_table),
     "ablation": ("docs/performance.md", ablation_table),
     "perplexity": ("docs/quantization.md", perplexity_table),
+    "methods": ("docs/quantization.md", methods_tables),
     "ring": ("docs/executors.md", ring_table),
     "timeline": ("docs/performance.md", timeline_figure),
 }

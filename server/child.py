@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -16,28 +19,52 @@ from engine.server.control import LENGTH, frame
 
 T = TypeVar("T")
 
+PR_SET_CHILD_SUBREAPER = 36
+"""See prctl(2)."""
+POLL = 0.02
+"""Seconds between two looks for processes that nobody tells about."""
 DEATH_GRACE = 0.2
 """Seconds for the end of the connection to a dead process, which some child of its own may hold open."""
+
+
+def adopt_orphans() -> None:
+    """From now on this process is the parent of what its children leave behind, for Child.end_family to bury. Else they
+    go to the first process, and in a container that one may bury nobody."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 class Child(Generic[T]):
     """A running process and the connection to it; T: what it says."""
 
-    def __init__(self, process: subprocess.Popen[bytes], kind: Any) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], kind: Any, leads: bool) -> None:
         """Use `start`."""
         self._process = process
+        self._leads = leads
         self._decoder: Decoder[T] = Decoder(kind)
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._exited = asyncio.Event()
 
     @classmethod
-    async def start(cls, command: Sequence[str], kind: Any, launch: Any, inherit: Sequence[int] = ()) -> Child[T]:
+    async def start(
+        cls, command: Sequence[str], kind: Any, launch: Any, inherit: Sequence[int] = (), *, leads: bool = False
+    ) -> Child[T]:
         """Start a process; `launch` is its first message, `inherit` the file descriptors that it gets, and `kind` the
-        type of what it says."""
+        type of what it says. leads: whether it leads a process group of its own, by which its own children are found.
+        Raises OSError when there can be no process.
+        """
         ours, theirs = socket.socketpair()
+        group = 0 if leads else None
         with theirs:
-            child = cls(subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=inherit), kind)
+            try:
+                process = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=inherit, process_group=group)
+            except OSError:
+                ours.close()
+                raise
+        child = cls(process, kind, leads)
         child._watch()
         child._reader, child._writer = await asyncio.open_unix_connection(sock=ours)
         child.send(launch)
@@ -83,11 +110,31 @@ class Child(Generic[T]):
             return f"was killed by {name}{hint}"
         return f"exited with code {code}"
 
+    def strike(self) -> None:
+        """Kill it, and the group that it leads; not dead yet on return."""
+        if self._leads and self._process.poll() is None:  # else the number may be another group's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
     def kill(self) -> None:
         """Leave nothing behind, at once."""
-        self._process.kill()
+        self.strike()
         self._process.wait()
         self._writer.transport.abort()
+
+    async def end_family(self) -> None:
+        """Kill what a dead process that led a group has left there, and wait until it is gone."""
+        group = self._process.pid
+        while True:
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            with contextlib.suppress(ChildProcessError):  # there are none that this process has adopted
+                while os.waitpid(-group, os.WNOHANG)[0]:
+                    pass
+            await asyncio.sleep(POLL)
 
     async def _wait_and_linger(self) -> None:
         await self._exited.wait()

@@ -12,11 +12,11 @@ from types import TracebackType
 import zmq
 from attrs import define
 
-from engine.core.config import ServerConfig
+from engine.core.config import EngineConfig
 from engine.core.types import Output, Request
 from engine.server.errors import ApiError
 from engine.server.link import Link
-from engine.server.messages import Abort, Add, EngineGone, Hello, Outputs
+from engine.server.messages import Abort, Add, EngineGone, Outputs, Started
 from engine.server.metrics import Board
 from engine.server.routing import Router
 
@@ -119,11 +119,12 @@ class _Open:
 class EngineClient:
     """The connections of one front end to the replicas of the engine. Use from the event loop's thread only."""
 
-    def __init__(self, limits: ServerConfig, board: Board, row: int) -> None:
+    def __init__(self, config: EngineConfig, board: Board, row: int) -> None:
         """row: where on the board this front end counts."""
         self.board = board
         self.metrics = board.fronts[row]
-        self._limits = limits
+        self._limits = limits = config.server
+        self._cache = config.cache
         self._open: dict[int, _Open] = {}
         self._numbered = 0
         self._touched: list[Group] = []
@@ -133,14 +134,15 @@ class EngineClient:
         self.links = [
             Link(self._context, replica, self._hand_out, self._wake_all) for replica in range(limits.replicas)
         ]
-        self.router = Router([0] * limits.replicas, page_size=1)
-        """Knows nothing of prefixes until the engines have started."""
+        self.router = Router([0] * limits.replicas, config.cache.page_size)
 
-    def connect(self, directory: str, name: str) -> None:
-        """Begin to talk, as `name`, to the engine processes of the server that has this directory."""
-        for link in self.links:
-            link.connect(directory, name)
-            link.send(Hello())
+    def open(self, directory: str, name: str, started: Started) -> None:
+        """Begin to talk, as `name`, to an engine process that has started, of the server that has this directory.
+
+        Where a dead one was there before, its prefix cache is forgotten.
+        """
+        self.links[started.replica].open(directory, name, started)
+        self.router.renew(started.replica, started.cache.num_blocks if self._cache.prefix_caching else 0)
 
     def submit(self, requests: Sequence[Request]) -> Group:
         """Send requests to the engine. Raises ApiError when it is gone, or has no room for them."""
@@ -229,7 +231,9 @@ class EngineClient:
     def _engine_failed(self, failure: EngineGone) -> ApiError:
         """What those are told who wait for a dead engine."""
         if all(link.failure is not None for link in self.links):
-            what = f"the engine is gone: {failure.reason}; the server needs a restart"
+            coming = any(link.failure.coming for link in self.links if link.failure is not None)
+            then = "it is started anew, so try again later" if coming else "the server needs a restart"
+            what = f"the engine is gone: {failure.reason}; {then}"
         else:
             what = f"replica {failure.replica} of the engine is gone: {failure.reason}; the others go on, so try again"
         return ApiError(503, what, code="engine_failed")

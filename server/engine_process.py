@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from engine.core.config import EngineConfig
-from engine.core.errors import EngineError, InvalidRequestError
+from engine.core.errors import ConfigError, EngineError, InvalidRequestError, PluginError
 from engine.core.types import FINISH_ERROR, EngineStats, Output
 from engine.core.wire import Decoder, encode
 from engine.server.control import Control
@@ -59,14 +59,15 @@ def main() -> int:
 
 def run(make_engine: Callable[[EngineConfig], Engine]) -> int:
     """The whole life of the process, around the engine that `make_engine` gives."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # this group is never a terminal's own, but may write to it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     control: Control[ToEngine] = Control(ToEngine)
     launch: EngineLaunch = control.launch(EngineLaunch)
     name = "engine" if launch.config.server.replicas == 1 else f"engine {launch.replica}"
     logging.basicConfig(format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     context = zmq.Context()
-    channel = Channel(context, Path(launch.directory) / SOCKET.format(launch.replica))
+    channel = Channel(context, Path(launch.directory) / SOCKET.format(launch.replica, launch.life))
     control.listen(channel.told, launch.directory)
     try:
         return _run(make_engine, launch, channel, control)
@@ -85,7 +86,7 @@ def _run(
     except Exception as error:
         if not isinstance(error, EngineError):
             log.exception("the engine could not start")
-        control.send(Failed(_sentence(error)))
+        control.send(Failed(_sentence(error), for_good=isinstance(error, ConfigError | PluginError)))
         return 1
     try:
         pulse.beat(None)
@@ -94,6 +95,7 @@ def _run(
         control.send(
             Started(
                 replica=launch.replica,
+                life=launch.life,
                 cache=engine.cache_info,
                 choices=engine.parts.choices,
                 max_len=engine.max_len,

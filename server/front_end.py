@@ -35,8 +35,6 @@ from engine.server.messages import (
     ToFrontEnd,
 )
 from engine.server.metrics import Board
-from engine.server.pulse import Pulse
-from engine.server.routing import Router
 from engine.server.service import Service
 
 LAST_WORDS = 2.0
@@ -72,7 +70,7 @@ class _FrontEnd:
         self._config = launch.config
         self._told: asyncio.Queue[ToFrontEnd] = asyncio.Queue()
         board = Board.map(Path(launch.directory) / BOARD, launch.rows, launch.config.server.replicas)
-        self._client = EngineClient(launch.config.server, board, launch.row)
+        self._client = EngineClient(launch.config, board, launch.row)
         self._channel = socket.socket(fileno=launch.connections)
 
     async def run(self, open_tokenizer: OpenTokenizer) -> int:
@@ -88,7 +86,6 @@ class _FrontEnd:
         except EngineError as error:
             self._control.send(Failed(str(error)))
             return 1
-        self._client.connect(self._launch.directory, self._launch.name)
         try:
             started = await self._engines()
             if started is not None:
@@ -97,23 +94,23 @@ class _FrontEnd:
             self._client.close()
         return 0
 
-    async def _engines(self) -> list[Started] | None:
-        """Wait until all replicas have started; what each has said, or None when this process is to stop before."""
-        started: dict[int, Started] = {}
-        while len(started) < len(self._client.links):
+    async def _engines(self) -> Started | None:
+        """Wait until all replicas have started once; what one has said, or None when this process is to stop before."""
+        while not all(link.started for link in self._client.links):
             match await self._told.get():
-                case Started() as message:
-                    started[message.replica] = message
-                case EngineGone() as failure:
-                    self._client.bury(failure)
+                case Started() | EngineGone() as news:
+                    self._follow(news)
                 case Shutdown():
                     return None
-        for link in self._client.links:
-            link.pulse = Pulse.map(self._launch.directory, link.replica)
-        cache = self._config.cache
-        blocks = [started[link.replica].cache.num_blocks if cache.prefix_caching else 0 for link in self._client.links]
-        self._client.router = Router(blocks, started[0].cache.page_size)
-        return [started[link.replica] for link in self._client.links]
+        return self._client.links[0].started
+
+    def _follow(self, news: Started | EngineGone) -> None:
+        """A replica takes requests, or none any more."""
+        match news:
+            case Started():
+                self._client.open(self._launch.directory, self._launch.name, news)
+            case EngineGone():
+                self._client.bury(news)
 
     async def _serve(self, service: Service) -> None:
         """Answer until told to shut down."""
@@ -141,8 +138,8 @@ class _FrontEnd:
         draining: asyncio.Task[None] | None = None
         while True:
             match await self._told.get():
-                case EngineGone() as failure:
-                    self._client.bury(failure)
+                case Started() | EngineGone() as news:
+                    self._follow(news)
                 case Drain():
                     draining = asyncio.create_task(self._drain(service))
                 case Shutdown():

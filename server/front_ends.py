@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from attrs import define, field
 
@@ -76,8 +77,8 @@ class FrontEnds:
         self._places = [_Place(row, numbers) for row, numbers in enumerate(board.fronts)]
         self._created = int(time.time())
         self._lives = 0
-        self._news: list[Started | EngineGone] = []
-        """What a front end that starts later must know too."""
+        self._news: dict[int, list[Started | EngineGone]] = {}
+        """Of each replica, what a front end that starts later must know too."""
         self._draining = False
         self.stopped = False
         """Whether they have been told to stop."""
@@ -100,7 +101,9 @@ class FrontEnds:
 
     def tell(self, news: Started | EngineGone) -> None:
         """Tell all, now and later."""
-        self._news.append(news)
+        old = self._news.get(news.replica, [])
+        started = [] if isinstance(news, Started) else [each for each in old if isinstance(each, Started)]
+        self._news[news.replica] = [*started, news]
         self._send(news)
 
     async def accept(self, listener: socket.socket) -> None:
@@ -203,7 +206,7 @@ class FrontEnds:
                 )
                 child = await Child[FromFrontEnd].start(self._command, FromFrontEnd, launch, [theirs.fileno()])
             place.child = child
-            for news in self._news:
+            for news in chain.from_iterable(self._news.values()):
                 child.send(news)
             if self._draining:
                 child.send(Drain())

@@ -10,18 +10,18 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import define, frozen
+from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig
-from engine.core.errors import ConfigError, EngineError
-from engine.server.child import Child
+from engine.core.errors import ConfigError
+from engine.server.child import adopt_orphans
+from engine.server.engines import Engines
 from engine.server.front_ends import FrontEnds
-from engine.server.messages import BOARD, EngineGone, EngineLaunch, Failed, FromEngine, Shutdown, Started
+from engine.server.messages import BOARD
 from engine.server.metrics import Board
 from engine.server.replicas import cores, count_gpus, finds_devices, replica_configs
 from engine.server.summary import summary
@@ -41,37 +41,33 @@ class Commands:
 
 
 def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Commands) -> int:
-    """Serve until told to stop; the exit code: 0 after SIGTERM or SIGINT, 1 when the engine failed meanwhile.
+    """Serve until told to stop; the exit code: 0 after SIGTERM or SIGINT, 1 when an engine process was dead then.
 
     announce: given the summary when the server is ready.
     Raises EngineError, with the failing process's own words, when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
-    replicas = [_Replica(each) for each in replica_configs(config, count_gpus, finds_devices)]
+    replicas = replica_configs(config, count_gpus, finds_devices)
+    adopt_orphans()
     return asyncio.run(_Server(config, replicas, announce, commands).run())
-
-
-@define(eq=False)
-class _Replica:
-    """A replica of the engine."""
-
-    config: EngineConfig
-    child: Child[FromEngine] | None = None
 
 
 class _Server:
     """One life of the server."""
 
     def __init__(
-        self, config: EngineConfig, replicas: Sequence[_Replica], announce: Callable[[str], None], commands: Commands
+        self,
+        config: EngineConfig,
+        replicas: Sequence[EngineConfig],
+        announce: Callable[[str], None],
+        commands: Commands,
     ) -> None:
         self._replicas = replicas
         self._config = config
         self._announce = announce
         self._commands = commands
         self._directory = tempfile.mkdtemp(prefix="engine-")  # mode 0700: nobody else can connect
-        self._failed = False
-        """Whether an engine process has died."""
+        self._engines: Engines | None = None
         self._fronts: FrontEnds | None = None
         self._stop = asyncio.Event()
         self._signal = 0
@@ -90,15 +86,10 @@ class _Server:
     async def _run(self, listener: socket.socket) -> int:
         rows = workers(self._config.server)
         board = Board.map(Path(self._directory) / BOARD, rows, len(self._replicas), create=True)
-        self._fronts = FrontEnds(self._config, self._directory, board, self._commands.front_end, self._tell_engines)
+        engines = self._engines = Engines(self._replicas, self._directory, self._commands.engine)
+        fronts = self._fronts = FrontEnds(self._config, self._directory, board, self._commands.front_end, engines.tell)
         stop = asyncio.ensure_future(self._stop.wait())
-        engines_started: list[asyncio.Future[Started]] = [asyncio.Future() for _ in self._replicas]
-        engines = [
-            asyncio.ensure_future(self._follow_engine(number, started))
-            for number, started in enumerate(engines_started)
-        ]
-        fronts_started = asyncio.ensure_future(self._fronts.start())
-        start = asyncio.gather(asyncio.gather(*engines_started), fronts_started)
+        start = asyncio.gather(engines.start(fronts.tell), fronts.start())
         accept: asyncio.Task[None] | None = None
         try:
             await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -107,76 +98,30 @@ class _Server:
             started, _ = start.result()
             listener.listen(2048)
             listener.setblocking(False)
-            accept = asyncio.ensure_future(self._fronts.accept(listener))
+            accept = asyncio.ensure_future(fronts.accept(listener))
             slowest = max(started, key=lambda each: each.seconds)
             self._announce(summary(slowest, self._config, _url(listener)))
             await asyncio.wait((stop, accept), return_when=asyncio.FIRST_COMPLETED)
-            await self._fronts.drain()
-            code = 1 if self._failed else 0
+            engines.drain()
+            await fronts.drain()
+            code = 1 if engines.failed else 0
             accept.cancel()
             listener.close()
-            await self._fronts.shutdown(SHUTDOWN_SECONDS)
-            await self._shut_engines_down()
+            await fronts.shutdown(SHUTDOWN_SECONDS)
+            await engines.shutdown(SHUTDOWN_SECONDS)
             return code
         finally:
-            tasks: list[asyncio.Future[Any]] = [stop, start, *engines, fronts_started]
-            tasks += [] if accept is None else [accept]
+            tasks: list[asyncio.Future[Any]] = [stop, start, *([] if accept is None else [accept])]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _follow_engine(self, number: int, started: asyncio.Future[Started]) -> None:
-        """Start the engine process of a replica, and tell the front ends when it takes requests and when it is dead."""
-        assert self._fronts is not None
-        replica = self._replicas[number]
-        launch = EngineLaunch(config=replica.config, directory=self._directory, replica=number)
-        engine = replica.child = await Child[FromEngine].start(self._commands.engine, FromEngine, launch)
-        last_words = ""
-        try:
-            async for message in engine.messages():
-                match message:
-                    case Started():
-                        self._fronts.tell(message)
-                        if not started.done():
-                            started.set_result(message)
-                    case Failed(error):
-                        last_words = error
-        except EngineError as unreadable:
-            last_words = str(unreadable)
-            engine.kill()
-        name = "the engine" if len(self._replicas) == 1 else f"replica {number} of the engine"
-        if not started.done():
-            words = last_words or f"{name} could not start: its process {engine.fate}"
-            started.set_exception(EngineError(words if len(self._replicas) == 1 else f"replica {number}: {words}"))
-            return
-        self._failed = True
-        failure = EngineGone(last_words or f"its process {engine.fate}", time.time(), number)
-        if not self._fronts.stopped:
-            log.error("%s is gone: %s", name, failure.reason)
-        self._fronts.tell(failure)
-
-    def _tell_engines(self, message: object) -> None:
-        for replica in self._replicas:
-            if replica.child is not None:
-                replica.child.send(message)
-
-    async def _shut_engines_down(self) -> None:
-        self._tell_engines(Shutdown())
-        ends = [asyncio.ensure_future(replica.child.wait()) for replica in self._replicas if replica.child is not None]
-        _, late = await asyncio.wait(ends, timeout=SHUTDOWN_SECONDS)
-        for end in late:
-            end.cancel()
-        if late:
-            many = "the engine process" if len(self._replicas) == 1 else f"{len(late)} engine processes"
-            log.warning("%s did not stop within %g s and is killed", many, SHUTDOWN_SECONDS)
 
     def _kill(self) -> None:
         """Leave nothing behind, at once."""
         if self._fronts is not None:
             self._fronts.kill()
-        for replica in self._replicas:
-            if replica.child is not None:
-                replica.child.kill()
+        if self._engines is not None:
+            self._engines.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _on_signal(self, number: int) -> None:

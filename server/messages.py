@@ -12,8 +12,8 @@ from engine.core.config import EngineConfig
 from engine.core.selection import Choice
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
 
-SOCKET = "engine-{}"
-"""The ZeroMQ socket of a replica's engine process in the server's directory."""
+SOCKET = "engine-{}.{}"
+"""The ZeroMQ socket of a replica's engine process, of this life, in the server's directory."""
 BOARD = "board"
 """The file of the front ends' numbers (server/metrics.py) there."""
 
@@ -33,6 +33,8 @@ class EngineLaunch(Launch, frozen=True, kw_only=True):
     """What an engine process is told at first; the configuration is the one of its replica."""
 
     replica: int = 0
+    life: int = 0
+    """How many engine processes this replica has had before."""
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
@@ -52,6 +54,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """The engine takes requests. The supervisor passes it on to the front ends."""
 
     replica: int = 0
+    life: int = 0
     cache: CacheInfo
     choices: tuple[Choice, ...]
     max_len: int
@@ -67,6 +70,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The process could not start, or cannot go on; it exits."""
 
     error: str
+    for_good: bool = False
+    """Whether it would fail again in the same way: by a setting, or a plugin."""
 
 
 # --- supervisor to front end ---
@@ -87,12 +92,20 @@ class FrontEndLaunch(Launch, frozen=True, kw_only=True):
 
 
 class EngineGone(msgspec.Struct, frozen=True, tag="engine gone"):
-    """The engine process is dead."""
+    """The engine process is dead, and the next one, if there is to be one, takes no requests yet."""
 
     reason: str
+    """What the last one died of."""
     since: float
-    """time.time(), seconds."""
+    """When a replica took its last requests, time.time(), seconds."""
     replica: int = 0
+    life: int = 0
+    starting: bool = False
+    """Whether the next one has begun its `life`."""
+    coming: bool = False
+    """Whether there is or will be a next one."""
+    restart: str = ""
+    """What is done about it, in a few words; empty where nothing ever is."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):

@@ -159,10 +159,12 @@ class EngineReport:
     """What is known of one replica of the engine."""
 
     up: bool
-    """Whether its process lives."""
+    """Whether its process lives and has started."""
     stats: EngineStats
     startup: Sequence[tuple[str, float]] = ()
-    """(phase, seconds) of its start."""
+    """(phase, seconds) of its latest start."""
+    restarts: int = 0
+    """How often it was started anew."""
 
 
 class Exporter(Collector):
@@ -182,21 +184,22 @@ class Exporter(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         engines = _Engines(self._engines())
-        yield engines.gauge("up", "1 while the engine process lives.", lambda of: of.up)
+        yield engines.gauge("up", "1 while the engine process takes requests.", lambda of: of.up)
+        yield engines.counter("restarts", "Engine processes started in a dead one's place.", lambda of: of.restarts)
         yield engines.gauge("num_requests_running", "Sequences in the batch.", lambda of: of.stats.running)
         yield engines.gauge("num_requests_waiting", "Requests not yet scheduled.", lambda of: of.stats.waiting)
         yield engines.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", _usage)
         yield engines.by_state()
         yield engines.counter(
-            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda of: of.prefix_queries
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda of: of.stats.prefix_queries
         )
         yield engines.counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda of: of.prefix_hits
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda of: of.stats.prefix_hits
         )
-        yield engines.counter("num_preemptions", "Sequences put back to make room.", lambda of: of.preemptions)
-        yield engines.counter("prompt_tokens", "Prompt tokens computed.", lambda of: of.prompt_tokens)
-        yield engines.counter("generation_tokens", "Tokens generated.", lambda of: of.generation_tokens)
-        yield engines.counter("steps", "Batches run.", lambda of: of.steps)
+        yield engines.counter("num_preemptions", "Sequences put back to make room.", lambda of: of.stats.preemptions)
+        yield engines.counter("prompt_tokens", "Prompt tokens computed.", lambda of: of.stats.prompt_tokens)
+        yield engines.counter("generation_tokens", "Tokens generated.", lambda of: of.stats.generation_tokens)
+        yield engines.counter("steps", "Batches run.", lambda of: of.stats.steps)
         yield from engines.by_phase()
         metrics = self._board.total()
         finished = CounterMetricFamily("engine_requests_finished", "Requests by end.", labels=["finish_reason"])
@@ -221,10 +224,9 @@ class _Engines:
         """One number of each."""
         return self._fill(GaugeMetricFamily(f"engine_{name}", text, labels=self._label), lambda of: [([], value(of))])
 
-    def counter(self, name: str, text: str, value: Callable[[EngineStats], float]) -> Metric:
+    def counter(self, name: str, text: str, value: Callable[[EngineReport], float]) -> Metric:
         """One number of each that only grows."""
-        family = CounterMetricFamily(f"engine_{name}", text, labels=self._label)
-        return self._fill(family, lambda of: [([], value(of.stats))])
+        return self._fill(CounterMetricFamily(f"engine_{name}", text, labels=self._label), lambda of: [([], value(of))])
 
     def by_state(self) -> Metric:
         """KV blocks."""

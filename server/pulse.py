@@ -29,15 +29,21 @@ class Fault:
     """What is wrong with an engine."""
 
     level: str
-    """process (it is dead), loop (it does not go round) or step (none is computed)."""
+    """process (it is dead, or not ready yet), loop (it does not go round) or step (none is computed)."""
     reason: str
     since: float
     """time.time(), seconds."""
+    starting: bool = False
+    """Whether a dead process has a successor, which takes no requests yet."""
+    restart: str = ""
+    """What is done about it; empty where nothing ever is."""
 
     def body(self) -> dict[str, str]:
         """As /health answers it."""
         since = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="milliseconds")
-        return {"status": "failed", "level": self.level, "reason": self.reason, "since": since}
+        status = "starting" if self.starting else "failed"
+        body = {"status": status, "level": self.level, "reason": self.reason, "since": since}
+        return body | ({"restart": self.restart} if self.restart else {})
 
 
 class Pulse:
@@ -50,12 +56,16 @@ class Pulse:
 
     @classmethod
     def map(cls, directory: str, replica: int, *, create: bool = False) -> Pulse:
-        """The pulse of a replica of the server that has this directory; its engine process makes the file."""
+        """The pulse of a replica of the server that has this directory; its first engine process makes the file, and
+        each begins anew."""
         file = Path(directory) / FILE.format(replica)
-        if create:
+        if create and not file.exists():
             file.write_bytes(bytes(8 * CELLS))
         with file.open("r+b") as opened:
-            return cls(memoryview(mmap.mmap(opened.fileno(), 8 * CELLS)).cast("d"))
+            cells = memoryview(mmap.mmap(opened.fileno(), 8 * CELLS)).cast("d")
+        if create:  # in place: front ends have mapped the file
+            cells[:] = memoryview(bytes(8 * CELLS)).cast("d")
+        return cls(cells)
 
     def beat(self, idle: Health | None) -> None:
         """The engine's loop goes round. idle: what the executor says, when there is nothing to compute."""

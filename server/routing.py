@@ -70,8 +70,13 @@ class Router:
         """blocks: in each replica's prefix cache; 0: it has none. page_size: tokens a block."""
         self._page_size = page_size
         self._prefixes = [Prefixes(min(most, MOST_KNOWN)) for most in blocks]
-        self._caches = len(blocks) > 1 and any(blocks)
+        self._caches = any(blocks)
         self._turn = count()
+
+    def renew(self, replica: int, blocks: int) -> None:
+        """The replica's prefix cache is empty, and has so many blocks; 0: it has none."""
+        self._prefixes[replica] = Prefixes(min(blocks, MOST_KNOWN))
+        self._caches = self._caches or blocks > 0
 
     def place(self, requests: Sequence[Request], loads: Sequence[float | None]) -> list[Place]:
         """A place for each request; neighbours with one prompt, the choices of n, stay together.

@@ -38,19 +38,18 @@ class Service:
         config: EngineConfig,
         client: EngineClient,
         tokenizer: Tokenizer,
-        started: Sequence[Started],
+        started: Started,
         created: int,
     ) -> None:
-        """started: what each replica of the engine has said. created: when the server was started, time.time()."""
+        """started: what a replica of the engine has said. created: when the server was started, time.time()."""
         self.limits: ServerConfig = config.server
         self.client = client
         self.tokenizer = tokenizer
         self.name = served_name(config)
         self.created = created
-        self.max_len = started[0].max_len
-        self.vocab_size = started[0].vocab_size
-        self.default_params: SamplingParams = started[0].default_params
-        self._startup = [each.cache.phases for each in started]
+        self.max_len = started.max_len
+        self.vocab_size = started.vocab_size
+        self.default_params: SamplingParams = started.default_params
         self.draining = False
         self.active = 0
         """Requests with a body that are being answered."""
@@ -58,8 +57,13 @@ class Service:
     def engines(self) -> list[EngineReport]:
         """What /metrics tells of each replica."""
         return [
-            EngineReport(up=link.failure is None, stats=link.stats, startup=startup)
-            for link, startup in zip(self.client.links, self._startup, strict=True)
+            EngineReport(
+                up=link.failure is None,
+                stats=link.stats,
+                startup=link.started.cache.phases if link.started is not None else (),
+                restarts=link.life,
+            )
+            for link in self.client.links
         ]
 
     def faults(self) -> list[Fault | None]:

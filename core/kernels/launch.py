@@ -3,6 +3,10 @@
 From compute capability 9.0 on, a kernel launched with the attribute is set up, and may read what no earlier kernel
 writes (weights), before its predecessor has finished; `wait` is where it stops until all memory is as the predecessor
 left it. Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+
+When to release the next kernel: at once, if this one is over soon. Programs of the next one then stand where there is
+room, and wait. If they are no more than fit at once they are shared out unevenly so, and the multiprocessors that have
+most of them are late. A kernel that takes long, as one that reads large weights, releases it at the end of its loop.
 """
 
 from __future__ import annotations

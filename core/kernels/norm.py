@@ -14,6 +14,26 @@ FEW = 512
 """Up to so many rows a program takes one, so that all of a GPU works."""
 LEAST = 2048
 """Elements a program takes at least when rows are many."""
+LEAST_COLUMNS = 128
+"""Of a program, which are no work for one warp."""
+
+
+@triton.jit
+def add_norm(x, residual, place, mask, scale, eps, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """The norm of rows of x + residual at `place`, [rows, columns] float32; the sum overwrites `residual`.
+
+    scale: the norm's weight, [columns] float32. How rows are added up follows from the shape and the number of warps
+    (`norm_tile`): with the same ones every kernel comes to the same digits.
+    """
+    total = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        # What is normalised is what is kept, so that a row means the same to this layer and to the next.
+        kept = total.to(residual.dtype.element_ty)
+        tl.store(residual + place, kept, mask=mask)
+        total = kept.to(tl.float32)
+    mean = tl.sum(total * total, axis=1) / SIZE
+    return total * tl.rsqrt(mean + eps)[:, None] * scale[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -37,15 +57,7 @@ def _add_norm_kernel(
     place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     wait(PDL)
-    total = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-        # What is normalised is what is kept, so that a row means the same to this layer and to the next.
-        kept = total.to(residual.dtype.element_ty)
-        tl.store(residual + place, kept, mask=mask)
-        total = kept.to(tl.float32)
-    mean = tl.sum(total * total, axis=1) / SIZE
-    normed = total * tl.rsqrt(mean + eps)[:, None] * scale[None, :]
+    normed = add_norm(x, residual, place, mask, scale, eps, SIZE, HAS_RESIDUAL)
     tl.store(out + place, normed.to(out.dtype.element_ty), mask=mask)
 
 
@@ -65,7 +77,7 @@ def add_rms_norm(
     total = x if residual is None else residual if residual.is_contiguous() else residual.contiguous()
     if rows == 0:
         return out, total
-    block, per_program, warps = _tile(size, rows > FEW)
+    block, per_program, warps = norm_tile(size, rows)
     _add_norm_kernel[(-(-rows // per_program),)](
         out,
         total,
@@ -83,9 +95,13 @@ def add_rms_norm(
     return out, total
 
 
+def norm_tile(size: int, rows: int) -> tuple[int, int, int]:
+    """Columns (a power of two, LEAST_COLUMNS or more), rows and warps of a program."""
+    return _tile(size, rows > FEW)
+
+
 @cache
 def _tile(size: int, many: bool) -> tuple[int, int, int]:
-    """Columns (a power of two), rows and warps of a program."""
-    block = triton.next_power_of_2(size)
+    block = max(triton.next_power_of_2(size), LEAST_COLUMNS)
     rows = max(1, LEAST // block) if many else 1
     return block, rows, min(max(block * rows // 512, 1), 16)

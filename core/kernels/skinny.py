@@ -55,7 +55,7 @@ def _fetch(rows, begin, end, ahead, TILE: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
+def store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
     """total: [tile], sums of row m of x."""
     valid = output < outputs
     if BIAS:
@@ -95,10 +95,13 @@ def vector_kernel(
     THREADS: tl.constexpr,
     EPILOGUE: tl.constexpr,
     BIAS: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x: [rows, inputs] with rows <= ROWS (1, 2 or 4); weight: [outputs (twice if gated), inputs]; both dense."""
-    release(PDL)
+    """x: [rows, inputs] with rows <= ROWS (1, 2 or 4); weight: [outputs (twice if gated), inputs]; both dense.
+    LATE: W is large."""
+    if not LATE:
+        release(PDL)
     output, row = rows_of(TILE, outputs, EPILOGUE)
     valid = (output < outputs)[:, None]
     k = tl.arange(0, BLOCK_K)
@@ -126,12 +129,14 @@ def vector_kernel(
             sum2 += wide * tl.load(here + 2 * inputs, mask=inside & (rows > 2), other=0.0).to(tl.float32)[None, :]
             sum3 += wide * tl.load(here + 3 * inputs, mask=inside & (rows > 3), other=0.0).to(tl.float32)[None, :]
         tile = following
-    _store_vector(out, tokens, tl.sum(sum0, axis=1), bias, output, row, 0, rows, outputs, EPILOGUE, BIAS)
+    if LATE:
+        release(PDL)  # see kernels.launch
+    store_vector(out, tokens, tl.sum(sum0, axis=1), bias, output, row, 0, rows, outputs, EPILOGUE, BIAS)
     if ROWS > 1:
-        _store_vector(out, tokens, tl.sum(sum1, axis=1), bias, output, row, 1, rows, outputs, EPILOGUE, BIAS)
+        store_vector(out, tokens, tl.sum(sum1, axis=1), bias, output, row, 1, rows, outputs, EPILOGUE, BIAS)
     if ROWS > 2:
-        _store_vector(out, tokens, tl.sum(sum2, axis=1), bias, output, row, 2, rows, outputs, EPILOGUE, BIAS)
-        _store_vector(out, tokens, tl.sum(sum3, axis=1), bias, output, row, 3, rows, outputs, EPILOGUE, BIAS)
+        store_vector(out, tokens, tl.sum(sum2, axis=1), bias, output, row, 2, rows, outputs, EPILOGUE, BIAS)
+        store_vector(out, tokens, tl.sum(sum3, axis=1), bias, output, row, 3, rows, outputs, EPILOGUE, BIAS)
 
 
 @triton.jit

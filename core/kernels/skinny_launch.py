@@ -14,10 +14,12 @@ MOST_ROWS = 16
 VECTOR_ROWS = (1, 2, 4)
 """Rows of x that `vector` is compiled for."""
 EPILOGUES = {"plain": skinny.PLAIN, "gated": skinny.GATED, "argmax": skinny.ARGMAX}
+LARGE = 2**23
+"""Weights from which on the next kernel is released at the end: they take some microseconds to read."""
 MOST_SPLITS = 16
 MOST_PROGRAMS = 4096
 """Tiles of W, where the columns of each are shared out."""
-MOST_SUMS = 2**21
+MOST_SUMS = 2**22
 """Numbers that all programs together may leave for the last of each tile."""
 
 
@@ -106,6 +108,7 @@ class SkinnyLaunch:
         if tile.form == "vector":
             self._kernel = skinny.vector_kernel
             constants["ROWS"] = next(size for size in VECTOR_ROWS if size >= rows)
+            constants["LATE"] = problem.weight_rows * problem.inputs >= LARGE
         else:
             self._kernel = skinny.matrix_kernel
             constants |= {"STAGES": tile.stages, "SPLIT": tile.splits > 1}

@@ -123,7 +123,7 @@ class LayerFactory:
         parts: (name, outputs) of each of the checkpoint's layers to merge: their outputs come side by side.
         parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed) or none.
         summed: False leaves it to the norm that comes next to sum the results of a row-parallel layer (`norm`).
-        gated: the two parts are gate and up projections of one size, and the layer is called by `gated` alone.
+        gated: the two parts are gate and up projections of one size; the layer is called by `gated` or `gated_into`.
         Sizes are over all ranks.
         """
         if parallel == "column":

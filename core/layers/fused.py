@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
     from engine.core.batch import ForwardPass
     from engine.core.distributed import RankGroup
+    from engine.core.kernels.peers import RowSums
     from engine.core.layers.embedding import Embedding
+    from engine.core.layers.linear import Linear, Rows
     from engine.core.quant import LinearKernel, LinearSpec
 
 
@@ -43,6 +45,15 @@ class FusedRMSNorm(RMSNorm):
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See RMSNorm; `residual` is overwritten with the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def into(
+        self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[Rows, torch.Tensor]:
+        """See RMSNorm; `residual` is overwritten with the sum."""
+        prologue = following.prologue(x)
+        if prologue is None:
+            return self(x, residual)
+        return prologue.normed(x, residual, self.weight, self.eps, following.weights)
 
 
 class FusedSummingNorm(FusedRMSNorm):
@@ -56,10 +67,23 @@ class FusedSummingNorm(FusedRMSNorm):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """See SummingNorm; `residual` is overwritten with the sum."""
-        sums = self._sums
-        if sums is not None and x.numel() <= sums.most_rows * self._size:
+        sums = self._sums_for(x)
+        if sums is not None:
             return sum_rms_norm(x, residual, self.weight, self.eps, sums)
-        return add_rms_norm(self._group.all_reduce(x), residual, self.weight, self.eps)
+        return super().__call__(self._group.all_reduce(x), residual)
+
+    def into(
+        self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[Rows, torch.Tensor]:
+        """See FusedRMSNorm. Rows that are summed in the norm's own kernel come as tensors."""
+        if self._sums_for(x) is not None or following.prologue(x) is None:
+            return self(x, residual)
+        return super().into(following, self._group.all_reduce(x), residual)
+
+    def _sums_for(self, x: torch.Tensor) -> RowSums | None:
+        """Memory for the sums of these rows; None: they are too many, or there is none."""
+        sums = self._sums
+        return sums if sums is not None and x.numel() <= sums.most_rows * self._size else None
 
 
 class FusedRotary(RotaryEmbedding):

@@ -11,13 +11,15 @@ from attrs import evolve
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.matmul import multiply, pack
-from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
+from engine.core.quant import LinearInput, LinearKernel, LinearPart, LinearSpec, Prologue, TensorSpec
 
 if TYPE_CHECKING:
     from engine.core.layers.tunable import Multiplication
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all ranks."""
+Rows = torch.Tensor | LinearInput
+"""What a linear layer multiplies: [..., its inputs], or what was made for it alone."""
 
 WEIGHT_SHARD_DIM = {"none": None, "column": 0, "row": 1}
 BIAS_SHARD_DIM = {"none": None, "column": 0, "row": None}
@@ -71,19 +73,40 @@ class Linear(Layer):
         self._adds_bias = adds_bias
         in_one_pass = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         self._apply_gated = kernel.apply_gated if in_one_pass else None
+        self._prologue = kernel.prologue()
+        self._apply_made = self._refuse if self._prologue is None else self._prologue.apply
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
+        apply: Callable[..., torch.Tensor] = self._apply_made if isinstance(x, LinearInput) else self._apply
         if self._reduce is None:
-            return self._apply(x, self.weights, self.bias)
-        y = self._reduce(self._apply(x, self.weights, None))
+            return apply(x, self.weights, self.bias)
+        y = self._reduce(apply(x, self.weights, None))
         return y if self.bias is None else y + self.bias
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: Rows) -> torch.Tensor:
         """silu(gate) * up of the outputs, the first half of which is the gate: [..., half this rank's out_features]."""
-        if self._apply_gated is None:
+        if self._apply_gated is None or isinstance(x, LinearInput):
             return self._activate(self(x))
         return self._apply_gated(x, self.weights, self.bias)
+
+    def gated_into(self, following: Linear, x: Rows) -> Rows:
+        """`gated`, for `following` alone, which may have it made in its own form."""
+        if not isinstance(x, LinearInput) and self._apply_gated and self.kernel.gates_at_once(x.shape[0]):
+            return self.gated(x)
+        y = self(x)
+        prologue = following.prologue(y)
+        return self._activate(y) if prologue is None else prologue.activated(y, following.weights)
+
+    def prologue(self, x: torch.Tensor) -> Prologue | None:
+        """The kernel's, if it takes as many rows as x has: [rows, any number]."""
+        prologue = self._prologue
+        return prologue if prologue is not None and x.dim() == 2 and prologue.takes(x.shape[0]) else None
+
+    def _refuse(
+        self, made: LinearInput, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        raise TypeError(f"{self.spec.parts[0].name} takes tensors alone; this was made for another layer")
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The kernel's tensors, and NAME.bias of each part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 from engine.core.distributed import RankGroup
 from engine.core.layers.base import Layer, TensorLayer, plain_tensor, torch_dtype
 from engine.core.quant import TensorSpec
+
+if TYPE_CHECKING:
+    from engine.core.layers.linear import Linear, Rows
 
 
 class RMSNorm(TensorLayer):
@@ -23,6 +27,12 @@ class RMSNorm(TensorLayer):
         """The norm of x + residual, and x + residual itself, the next residual; both [..., size]."""
         total = x if residual is None else x + residual
         return F.rms_norm(total, self.shape, self.weight, self.eps), total
+
+    def into(
+        self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[Rows, torch.Tensor]:
+        """As the call; the norm is for `following` alone, which may have it made in its own form."""
+        return self(x, residual)
 
 
 class SummingNorm(RMSNorm):

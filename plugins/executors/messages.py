@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from engine.core.config import EngineConfig
+from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError, CheckpointError, ConfigError, EngineError, ExecutorError, PluginError
 from engine.core.rendezvous import Rendezvous
 from engine.core.shm import RingHandle
@@ -34,6 +35,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """The plugins that the executor's process has loaded."""
     device: str
     """cpu or cuda:N."""
+    first: DeviceInfo
+    """The first of the executor's devices, as the executor's process sees it."""
     rendezvous: Rendezvous
 
 

@@ -126,6 +126,7 @@ class MultiprocExecutor(RemoteExecutor):
             executor=f"{type(self).__module__}:{type(self).__qualname__}",
             manifest=self._manifest,
             device=evolve(device, index=device.index + rank).torch_name,
+            first=device,
             rendezvous=Rendezvous(rank=rank, ranks=ranks, place=f"/proc/self/fd/{store}"),
             steps=self._steps.handle,
             results=results,

@@ -139,6 +139,7 @@ class RayExecutor(RemoteExecutor):
                 executor=f"{type(self).__module__}:{type(self).__qualname__}",
                 manifest=self._manifest,
                 device=evolve(device, index=index).torch_name,
+                first=device,
                 rendezvous=Rendezvous(
                     rank=rank,
                     ranks=len(places),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.core.config import EngineConfig
-from engine.core.device import DeviceInfo, find_device
+from engine.core.device import DeviceInfo
 from engine.plugins.executors.multiproc import MultiprocExecutor, refuses_system
 
 
@@ -19,8 +19,7 @@ class TensorParallelExecutor(MultiprocExecutor):
         if device.type == "cuda":
             import torch
 
-            first = find_device(config.executor.device)  # a worker asks too, and `device` is its own there
-            there = torch.cuda.device_count() - first.index
+            there = torch.cuda.device_count() - device.index
             if ranks > there:
-                return f"there are {there} GPUs from {first.torch_name} on, and --tp wants {ranks}; use --tp {there}"
+                return f"there are {there} GPUs from {device.torch_name} on, and --tp wants {ranks}; use --tp {there}"
         return refuses_system()

@@ -166,7 +166,8 @@ def make_runner(assignment: Assignment, phases: Phases) -> Runner:
         plugins = load_plugins(config.plugins)
         plugins.verify(assignment.manifest)
         checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
-        parts = resolve(config, plugins, device, checkpoint.config, {"executor": lazy(assignment.executor)()})
+        executor = {"executor": lazy(assignment.executor)()}
+        parts = resolve(config, plugins, device, checkpoint.config, executor, assignment.first)
     with phases.phase("ranks"):
         group = join(assignment.rendezvous, device)
     return Runner(config, parts, checkpoint, device, group)

@@ -15,7 +15,7 @@ import triton.language as tl
 from attrs import frozen
 
 from engine.core.kernels.launch import dependent_launch, release, wait
-from engine.plugins.kernels.paged_decode import capped, score_factor
+from engine.plugins.kernels.paged_decode import as_type, capped, score_factor
 
 
 @frozen(kw_only=True)
@@ -262,7 +262,7 @@ def _attend(
             k = tl.load(keys_ptr + at)
             v = tl.load(values_ptr + at)
 
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(as_type(k, q.dtype)), input_precision="ieee")
         if SOFTCAP:
             scores = capped(scores * scale, softcap)
         if MASKED:
@@ -275,6 +275,6 @@ def _attend(
         p = tl.exp2(scores * factor - new_top[:, None])
         fade = tl.exp2(top - new_top)
         weight = weight * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), as_type(v, q.dtype), acc * fade[:, None], input_precision="ieee")
         top = new_top
     return top, weight, acc

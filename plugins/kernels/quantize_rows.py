@@ -13,23 +13,81 @@ BLOCK = 128
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a small float32 to an integer, ties to even."""
-
-
+FEW = 512
+"""Rows: up to so many a warp has LATENT numbers, with more BUSY, so that less is spent on each."""
+LATENT, BUSY = 256, 1024
+NEXT_TO_NOTHING = tl.constexpr(1e-30)
 HALF = tl.constexpr(BLOCK // 2)
+"""Of a block: inputs so far apart lie side by side."""
 
 
 @triton.jit
-def _clean(values):
-    """Values without those that have no code in int8, and which those were."""
-    broken = (values != values) | (tl.abs(values) == float("inf"))
-    return tl.where(broken, 0.0, values), broken
+def magnitudes(values):
+    """Of float32 numbers. A NaN's is infinite, so that a row's largest tells whether one of its numbers has no code."""
+    return tl.where(values != values, float("inf"), tl.abs(values))
 
 
 @triton.jit
-def _codes(values, inverse, LIMIT: tl.constexpr, INT8: tl.constexpr):
+def scale_of(peak, LIMIT: tl.constexpr):
+    """The scale that gives a row's largest number the largest code; 1 for zeros, and for rows that are next to nothing,
+    since float32 has no inverse of theirs."""
+    return tl.where(peak > NEXT_TO_NOTHING, tl.div_rn(peak, tl.full([], LIMIT, tl.float32)), 1.0)
+
+
+@triton.jit
+def marked(scale, peak):
+    """The scale to store: NaN for a row with a NaN or infinity, since int8 has no code that would say so."""
+    return tl.where(peak < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def inverse_of(scale):
+    """What numbers are multiplied by."""
+    return tl.div_rn(tl.full([], 1.0, tl.float32), scale)
+
+
+@triton.jit
+def to_codes(values, inverse, LIMIT: tl.constexpr, INT8: tl.constexpr, GIVEN: tl.constexpr):
+    """float32 numbers that are codes, or, in float8, have to be rounded to one. GIVEN: they may be beyond LIMIT."""
+    if INT8:
+        values = tl.where(tl.abs(values) < float("inf"), values, 0.0)
     code = values * inverse
-    code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
+    if GIVEN:
+        code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
     return (code + ROUND) - ROUND if INT8 else code
+
+
+@triton.jit
+def store_row(
+    codes,
+    scales,
+    row,
+    left,
+    right,
+    given,
+    inputs,
+    LIMIT: tl.constexpr,
+    INT8: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
+    """Quantize and store a row: the halves of its blocks, [BLOCKS, 64] float32 each, zeros beyond its inputs.
+
+    given: its scale, where GIVEN.
+    """
+    larger = tl.maximum(tl.abs(left), tl.abs(right), propagate_nan=tl.PropagateNan.ALL)
+    peak = tl.max(tl.max(magnitudes(larger), axis=1), axis=0)
+    scale = given
+    if not GIVEN:
+        scale = scale_of(peak, LIMIT)
+    inverse = inverse_of(scale)
+    pairs = tl.join(to_codes(left, inverse, LIMIT, INT8, GIVEN), to_codes(right, inverse, LIMIT, INT8, GIVEN))
+    count = tl.cdiv(inputs, 2 * HALF)
+    block = tl.arange(0, BLOCKS)
+    place = block[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
+    stored = tl.reshape(pairs, [BLOCKS, 2 * HALF]).to(codes.dtype.element_ty)
+    tl.store(codes + row * count * (2 * HALF) + place, stored, mask=(block < count)[:, None])
+    tl.store(scales + row, marked(scale, peak))
 
 
 @triton.jit
@@ -45,14 +103,10 @@ def _quantize_kernel(
     GIVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has a row, seen as [BLOCKS, 128]. GIVEN: all rows have the scale at `given`.
-
-    The scale of a row with a NaN or infinity is NaN: int8 has no code that would say so.
-    """
+    """A program has a row, seen as [BLOCKS, 128]. GIVEN: all rows have the scale at `given`."""
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, BLOCKS)
-    left_column = block[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    left_column = tl.arange(0, BLOCKS)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
     right_column = left_column + HALF
     scale = 1.0
     if GIVEN:
@@ -61,19 +115,7 @@ def _quantize_kernel(
     here = x + row * inputs
     left = tl.load(here + left_column, mask=left_column < inputs, other=0.0).to(tl.float32)
     right = tl.load(here + right_column, mask=right_column < inputs, other=0.0).to(tl.float32)
-    left, left_broken = _clean(left)
-    right, right_broken = _clean(right)
-    if not GIVEN:
-        peak = tl.max(tl.maximum(tl.max(tl.abs(left), axis=1), tl.max(tl.abs(right), axis=1)), axis=0)
-        scale = tl.where(peak > 0.0, tl.div_rn(peak, tl.full([], LIMIT, tl.float32)), 1.0)
-    inverse = tl.div_rn(tl.full([], 1.0, tl.float32), scale)
-    pairs = tl.join(_codes(left, inverse, LIMIT, INT8), _codes(right, inverse, LIMIT, INT8))
-    count = tl.cdiv(inputs, 2 * HALF)
-    place = block[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
-    stored = tl.reshape(pairs, [BLOCKS, 2 * HALF]).to(codes.dtype.element_ty)
-    tl.store(codes + row * count * (2 * HALF) + place, stored, mask=(block < count)[:, None])
-    broken = tl.max(tl.max((left_broken | right_broken).to(tl.int32), axis=1), axis=0)
-    tl.store(scales + row, tl.where(broken > 0, float("nan"), scale))
+    store_row(codes, scales, row, left, right, scale, inputs, LIMIT, INT8, BLOCKS, GIVEN)
 
 
 def quantize_rows(
@@ -83,12 +125,10 @@ def quantize_rows(
 
     Codes are in the order of a CodeLayout, padded with zeros to a multiple of 128.
     scale: [1] float32, the scale of all rows, known beforehand; codes beyond the type's range are clamped. Without it a
-    row's largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale.
+    row's largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale, and any codes.
     """
     rows, inputs = x.shape
-    blocks = -(-inputs // BLOCK)
-    codes = torch.empty((rows, blocks * BLOCK), dtype=dtype, device=x.device)
-    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    codes, scales = empty_codes(rows, inputs, dtype, x.device)
     if rows:
         _quantize_kernel[(rows,)](
             codes,
@@ -98,9 +138,22 @@ def quantize_rows(
             inputs,
             LIMIT=LIMITS[dtype],
             INT8=dtype == torch.int8,
-            BLOCKS=triton.next_power_of_2(blocks),
+            BLOCKS=triton.next_power_of_2(codes.shape[1] // BLOCK),
             GIVEN=scale is not None,
-            num_warps=min(max(triton.next_power_of_2(inputs) // 1024, 1), 16),
+            num_warps=row_warps(rows, inputs),
             **dependent_launch(x.device),
         )
     return codes, scales
+
+
+def row_warps(rows: int, inputs: int) -> int:
+    """Warps for a program that has a row: many where rows are few, and how long one takes is what counts."""
+    numbers = LATENT if rows <= FEW else BUSY
+    return min(max(int(triton.next_power_of_2(inputs)) // numbers, 1), 32)
+
+
+def empty_codes(rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for codes and scales of so many rows."""
+    padded = -(-inputs // BLOCK) * BLOCK
+    codes = torch.empty((rows, padded), dtype=dtype, device=device)
+    return codes, torch.empty((rows,), dtype=torch.float32, device=device)

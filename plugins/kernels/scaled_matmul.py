@@ -2,6 +2,8 @@
 
 x is made of codes of W's type with scales of its own, its inputs in the same order as W's. Tiles come through tensor
 descriptors (TMA from compute capability 9.0 on), which fill with zeros what lies outside.
+
+Where there are fewer tiles than multiprocessors, several programs share the inputs of a tile (split_sums.py).
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ from attrs import frozen
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.core.kernels.launch import dependent_launch, release, wait
+from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS, Workspace
+from engine.plugins.kernels import persistent_matmul
+from engine.plugins.kernels.split_sums import add_others, is_last
 
 SWIZZLE = tl.constexpr(8)
 """Programs next to each other take so many tiles of rows of x before the next tile of W, so that both stay in the L2
 cache."""
+HALF_OF_SHARED = 112 * 1024
+"""Bytes of a multiprocessor's shared memory for each of two programs, from compute capability 9.0 on."""
 
 
 @frozen(kw_only=True)
@@ -30,13 +37,46 @@ class MatmulTile:
     stages: int
     """Tiles in shared memory at once."""
     block_k: int = 128
+    splits: int = 1
+    """Programs that share the inputs of one tile: 1, 2 or 4."""
+    persistent: bool = False
+    """By the kernel of persistent_matmul, where a GPU has wgmma. With splits a program takes one tile only."""
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.outputs}x{self.block_k}, {self.warps} warps, {self.stages} stages"
+        more = (", persistent" if self.persistent else "") + (f", {self.splits} splits" if self.splits > 1 else "")
+        return f"{self.rows}x{self.outputs}x{self.block_k}, {self.warps} warps, {self.stages} stages{more}"
 
     def programs(self, rows: int, outputs: int) -> int:
         """Tiles of a result."""
         return -(-rows // self.rows) * -(-outputs // self.outputs)
+
+    def fits(self, rows: int, outputs: int) -> bool:
+        """Whether a Workspace has room for the sums of all programs."""
+        programs = self.programs(rows, outputs)
+        sums = programs * self.splits * self.rows * self.outputs
+        return self.splits == 1 or (programs <= MOST_PROGRAMS and sums <= MOST_SUMS)
+
+    @property
+    def resident(self) -> int:
+        """Programs that a multiprocessor runs at once, of one or two: as shared memory and registers allow it."""
+        shared = self.stages * (self.rows + self.outputs) * self.block_k
+        return 2 if self.warps <= 4 and shared <= HALF_OF_SHARED else 1
+
+
+@triton.jit
+def _store(out, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS: tl.constexpr):
+    """total: [BLOCK_M, BLOCK_N] float32 or int32, of the products of codes."""
+    m = begin_m + tl.arange(0, total.shape[0])
+    n = begin_n + tl.arange(0, total.shape[1])
+    present = m < rows
+    valid = n < outputs
+    result = total.to(tl.float32)
+    result *= tl.load(scale + n, mask=valid, other=0.0)[None, :]
+    result *= tl.load(x_scale + m, mask=present, other=0.0)[:, None]
+    if BIAS:
+        result += tl.load(bias + n, mask=valid, other=0.0).to(tl.float32)[None, :]
+    target = out + m.to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=present[:, None] & valid[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -47,6 +87,8 @@ def _matmul_kernel(
     x_scale,
     scale,
     bias,
+    partials,
+    arrivals,
     rows,
     outputs,
     inputs,
@@ -54,36 +96,45 @@ def _matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
     INTEGER: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x, weight: descriptors of [rows, inputs] and [outputs, inputs]; the scales as in `matmul`."""
-    release(PDL)
+    """x, weight: descriptors of [rows, inputs] and [outputs, inputs]; the scales as in `matmul`. Grid: tiles, splits.
+
+    SPLITS: programs that differ in their second number share the inputs of a tile; partials: [tiles, splits, BLOCK_M,
+    BLOCK_N] in the type of sums; arrivals: [tiles] int32, 0 before and after.
+    """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(outputs, BLOCK_N)
-    strip = tl.program_id(0) // (SWIZZLE * tiles_n)
+    tile = tl.program_id(0)
+    strip = tile // (SWIZZLE * tiles_n)
     height = tl.minimum(tiles_m - strip * SWIZZLE, SWIZZLE)
-    place = tl.program_id(0) % (SWIZZLE * tiles_n)
+    place = tile % (SWIZZLE * tiles_n)
     begin_m = (strip * SWIZZLE + place % height) * BLOCK_M
     begin_n = place // height * BLOCK_N
-    m = begin_m + tl.arange(0, BLOCK_M)
-    n = begin_n + tl.arange(0, BLOCK_N)
-    present = m < rows
-    valid = n < outputs
+    first = 0
+    end = inputs
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
+        first = tl.program_id(1) * share
+        end = tl.minimum(first + share, inputs)
     wait(PDL)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if INTEGER else tl.float32)
-    for start in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         left = x.load([begin_m, start])
         right = weight.load([begin_n, start])
         total = tl.dot(left, right.T, total, out_dtype=tl.int32 if INTEGER else tl.float32)
-    result = total.to(tl.float32)
-    result *= tl.load(scale + n, mask=valid, other=0.0)[None, :]
-    result *= tl.load(x_scale + m, mask=present, other=0.0)[:, None]
-    if BIAS:
-        result += tl.load(bias + n, mask=valid, other=0.0).to(tl.float32)[None, :]
-    target = out + m.to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=present[:, None] & valid[None, :])
+    release(PDL)  # see kernels.launch
+    if SPLITS > 1:
+        lane = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        mine = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)
+        if is_last(total, lane, mine, arrivals + tile, SPLITS):
+            total = add_others(total, lane, mine, arrivals + tile, SPLITS)
+            _store(out, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS)
+    else:
+        _store(out, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS)
 
 
 def matmul(
@@ -94,17 +145,20 @@ def matmul(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     tile: MatmulTile,
+    workspace: Workspace,
 ) -> torch.Tensor:
     """x: [rows, inputs] -> [rows, outputs] in `dtype`, added up in float32 (int8: in int32).
 
     x: codes of weight's type; x_scale: [rows] float32. weight: [outputs, inputs]; scale: [outputs] float32. All dense,
-    rows of a multiple of 16 bytes.
+    rows of a multiple of 16 bytes. workspace: of the same device; where the tile has splits, they must fit it.
     """
     rows, outputs = x.shape[0], weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
-    if rows:
-        arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile)
-        _matmul_kernel[(tile.programs(rows, outputs),)](*arguments, **constants)
+    if rows and tile.persistent:
+        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace)
+    elif rows:
+        arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace)
+        _matmul_kernel[(tile.programs(rows, outputs), tile.splits)](*arguments, **constants)
     return out
 
 
@@ -116,10 +170,14 @@ def compile_matmul(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     tile: MatmulTile,
+    workspace: Workspace,
 ) -> None:
     """What `matmul` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
-    arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile)
+    if tile.persistent:
+        persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=True)
+        return
+    arguments, constants = _launch(out, x, x_scale, weight, scale, bias, tile, workspace)
     _matmul_kernel.warmup(*arguments, grid=(1,), **constants)
 
 
@@ -131,8 +189,10 @@ def _launch(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     tile: MatmulTile,
+    workspace: Workspace,
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Arguments of the kernel, and its constants."""
+    is_integer = weight.dtype == torch.int8
     arguments = (
         out,
         TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k]),
@@ -140,6 +200,8 @@ def _launch(
         x_scale,
         scale,
         scale if bias is None else bias,
+        workspace.partials.view(torch.int32) if is_integer else workspace.partials,
+        workspace.arrivals,
         x.shape[0],
         weight.shape[0],
         x.shape[1],
@@ -149,7 +211,8 @@ def _launch(
         "BLOCK_N": tile.outputs,
         "BLOCK_K": tile.block_k,
         "STAGES": tile.stages,
-        "INTEGER": weight.dtype == torch.int8,
+        "SPLITS": tile.splits,
+        "INTEGER": is_integer,
         "BIAS": bias is not None,
         "num_warps": tile.warps,
         **dependent_launch(x.device),

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from engine.core.kernels.activation import silu
 from engine.core.kernels.launch import release, wait
-from engine.core.kernels.skinny import GATED, rows_of
+from engine.core.kernels.skinny import GATED
 
 UNSIGNED = tl.constexpr(0)
 """A field is a whole number; what it is less than the zero point counts."""
@@ -45,6 +45,12 @@ def _fma(a, b, c):
             "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2
         )
     return total
+
+
+@triton.jit
+def _settled(total):
+    """The same sums, as something that is computed from them, at no instruction."""
+    return tl.inline_asm_elementwise("// $0", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -116,26 +122,45 @@ def _numbers(
 
 
 @triton.jit
-def _half(entry, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+def half_of(entry, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     """The low or the high half of int32 entries, as numbers."""
     return (entry >> (16 * HIGH)).to(tl.int16).to(DTYPE, bitcast=True)
 
 
+TOGETHER = tl.constexpr(8)
+"""So many rows of W's first half come before those of the second that they are multiplied with: a thread that has one
+number of a matrix instruction's result has the one so many rows further on too."""
+
+
 @triton.jit
-def _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
-    """total: [TILE, COLUMNS] float32, of rows `first` and on of x."""
+def _rows_of(TILE: tl.constexpr, RUN: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
+    """For each row of a tile: the output it belongs to, and its row in W; RUN of either half follow each other."""
+    lane = tl.arange(0, TILE)
+    if EPILOGUE == GATED:
+        output = tl.program_id(0) * (TILE // 2) + lane // (2 * RUN) * RUN + lane % RUN
+        row = output + lane // RUN % 2 * outputs
+    else:
+        output = tl.program_id(0) * TILE + lane
+        row = output
+    return output, tl.where(output < outputs, row, 0)  # what lies beyond is computed from row 0, and not stored
+
+
+@triton.jit
+def _store(out, total, bias, first, rows, outputs, RUN: tl.constexpr, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
+    """total: [TILE, COLUMNS] float32, of rows `first` and on of x; its rows as `_rows_of` has them."""
     COLUMNS: tl.constexpr = total.shape[1]
+    output, row = _rows_of(total.shape[0], RUN, outputs, EPILOGUE)
     m = first + tl.arange(0, COLUMNS)
     if BIAS:
         total += tl.load(bias + row, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
     if EPILOGUE == GATED:
         HALF: tl.constexpr = total.shape[0] // 2
-        pair = tl.reshape(total, [2, HALF, COLUMNS])
-        is_gate = (tl.arange(0, 2) == 0)[:, None, None]
-        gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=0)
-        up = tl.sum(tl.where(is_gate, 0.0, pair), axis=0)
+        pair = tl.reshape(total, [HALF // RUN, 2, RUN, COLUMNS])
+        is_gate = (tl.arange(0, 2) == 0)[None, :, None, None]
+        gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=1)
+        up = tl.sum(tl.where(is_gate, 0.0, pair), axis=1)
         n = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        value = silu(gate) * up
+        value = tl.reshape(silu(gate) * up, [HALF, COLUMNS])
     else:
         n = output
         value = total
@@ -170,6 +195,7 @@ def matmul_kernel(
     EVEN: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -181,19 +207,18 @@ def matmul_kernel(
     """x: [rows, inputs] dense. Grid: tiles of W's rows, splits, tiles of x's rows.
 
     row_stride, block_stride: in words. SCALE: the type of scales of groups. EVEN: the last block is full. EARLY: W is
-    scaled, and rounded to x's type, before it is multiplied; otherwise the sums of each group are, in float32. SPLIT:
+    scaled, and rounded to x's type, before it is multiplied; otherwise the sums of each group are, in float32. PARTS:
+    steps that a block takes, each with so large a part of every field, and of the x it meets in shared memory. SPLIT:
     programs that differ in their second number share the blocks of a tile; partials: [tiles, splits, TILE, COLUMNS]
     float32; arrivals: [tiles] int32, 0 before and after.
     """
-    release(PDL)
     FIELDS: tl.constexpr = 16 // BITS
     GROUPS: tl.constexpr = FIELDS * SPAN // GROUP
     ENTRIES: tl.constexpr = GROUPS if ZEROS else GROUPS // 2
     DTYPE: tl.constexpr = x.dtype.element_ty
     SCALED: tl.constexpr = SCALES != OUTPUTS  # in the loop
-    output, row = rows_of(TILE, outputs, EPILOGUE)
+    row = _rows_of(TILE, TOGETHER, outputs, EPILOGUE)[1]
     weight_rows = outputs * (2 if EPILOGUE == GATED else 1)
-    row = tl.where(output < outputs, row, 0)  # what lies beyond is computed from row 0, and not stored
     blocks = tl.cdiv(inputs, FIELDS * SPAN)
     splits = tl.num_programs(1)
     share = tl.cdiv(blocks, splits)
@@ -205,11 +230,14 @@ def matmul_kernel(
     m = first + tl.arange(0, COLUMNS)
     present = (m < rows)[:, None]
     x_row = x + m.to(tl.int64)[:, None] * inputs
-    k = tl.arange(0, SPAN)
+    WIDTH: tl.constexpr = SPAN // PARTS
+    k = tl.arange(0, WIDTH)
     offset = tl.full([TILE], -(POWER + 2 ** (BITS - 1)), DTYPE)
     total = tl.zeros([TILE, COLUMNS], tl.float32)
-    for block in tl.range(begin, end, num_stages=STAGES):
-        tile = tl.load((words_row + tl.cast(block, tl.int64) * block_stride)[:, None] + k[None, :])
+    for step in tl.range(begin * PARTS, end * PARTS, num_stages=STAGES):
+        block = step // PARTS
+        i = step % PARTS * WIDTH + k
+        tile = tl.load((words_row + tl.cast(block, tl.int64) * block_stride)[:, None] + i[None, :])
         for group in tl.static_range(GROUPS):
             if SCALES == BLOCKS:
                 scale = tl.load(scales + row // scale_rows * blocks + block)
@@ -217,17 +245,17 @@ def matmul_kernel(
                 if ZEROS or group % 2 == 0:
                     entry_row = block * ENTRIES + (group if ZEROS else group // 2)
                     entry = tl.load(scales + entry_row * weight_rows + row)
-                scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
+                scale = half_of(entry, 0 if ZEROS else group % 2, SCALE)
                 if ZEROS:
-                    offset = _half(entry, 1, DTYPE)
+                    offset = half_of(entry, 1, DTYPE)
             part = tl.zeros([TILE, COLUMNS], tl.float32) if SCALED and not EARLY else total
             for span in tl.static_range(GROUP // SPAN):
-                column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
+                column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + i
                 mask = present if EVEN else present & (column < inputs)[None, :]
                 columns = tl.load(x_row + column[None, :], mask=mask, other=0.0)
                 numbers = _numbers(
                     tile,
-                    tl.broadcast_to(offset[:, None], [TILE, SPAN]),
+                    tl.broadcast_to(offset[:, None], [TILE, WIDTH]),
                     group * (GROUP // SPAN) + span,
                     BITS,
                     CODE,
@@ -235,27 +263,36 @@ def matmul_kernel(
                     ASM,
                 )
                 if SCALED and EARLY:
-                    factor = tl.broadcast_to(scale.to(DTYPE)[:, None], [TILE, SPAN])
-                    numbers = _fma(numbers, factor, tl.full([TILE, SPAN], -0.0, DTYPE)) if ASM else numbers * factor
+                    factor = tl.broadcast_to(scale.to(DTYPE)[:, None], [TILE, WIDTH])
+                    numbers = _fma(numbers, factor, tl.full([TILE, WIDTH], -0.0, DTYPE)) if ASM else numbers * factor
                 part = tl.dot(numbers, tl.trans(columns), part)
             total = total + part * scale.to(tl.float32)[:, None] if SCALED and not EARLY else part
+        # Triton lets the last multiplication of an iteration overlap with the next one if nothing uses its result in
+        # between. As W comes from registers that does not work out: ptxas then waits after every single wgmma (C7515).
+        if ASM and COLUMNS > 8 and (EARLY or not SCALED):
+            total = _settled(total)
+    release(PDL)  # see kernels.launch
     if SCALES == OUTPUTS:
         total *= tl.load(scales + row)[:, None]
     if SPLIT:
         tile_number = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
-        lane = tl.arange(0, TILE)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        mine = partials + tile_number * splits * (TILE * COLUMNS) + lane
-        tl.store(mine + tl.program_id(1) * (TILE * COLUMNS), total)
+        HALF: tl.constexpr = TILE // 2
+        lane = tl.arange(0, TILE)
+        place = lane
+        if EPILOGUE == GATED:  # the halves one after the other, as who reads them has both in the same thread
+            place = lane // (2 * TOGETHER) * TOGETHER + lane % TOGETHER + lane // TOGETHER % 2 * HALF
+        ours = partials + tile_number * splits * (TILE * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
+        tl.store(ours + (tl.program_id(1) * TILE + place)[:, None] * COLUMNS, total)
         tl.debug_barrier()  # all of this program's sums are written before it says so
         arrived = tl.atomic_add(arrivals + tile_number, 1, sem="acq_rel")
         if arrived == splits - 1:
             total = tl.zeros([TILE, COLUMNS], tl.float32)
             for split in range(splits):
-                total += tl.load(mine + split * (TILE * COLUMNS), cache_modifier=".cg")
+                total += tl.load(ours + (split * TILE + lane)[:, None] * COLUMNS, cache_modifier=".cg")
             tl.store(arrivals + tile_number, 0)
-            _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE, BIAS)
+            _store(out, total, bias, first, rows, outputs, HALF, EPILOGUE, BIAS)
     else:
-        _store(out, total, bias, output, row, first, rows, outputs, EPILOGUE, BIAS)
+        _store(out, total, bias, first, rows, outputs, TOGETHER, EPILOGUE, BIAS)
 
 
 @triton.jit
@@ -304,9 +341,9 @@ def dequantize_kernel(
             if ZEROS or group % 2 == 0:
                 entry_row = block * ENTRIES + (group if ZEROS else group // 2)
                 entry = tl.load(scales + entry_row * outputs + row, mask=valid, other=0)
-            scale = _half(entry, 0 if ZEROS else group % 2, SCALE)
+            scale = half_of(entry, 0 if ZEROS else group % 2, SCALE)
             if ZEROS:
-                offset = _half(entry, 1, DTYPE)
+                offset = half_of(entry, 1, DTYPE)
         for span in tl.static_range(GROUP // SPAN):
             column = (block * FIELDS + group * (GROUP // SPAN) + span) * SPAN + k
             numbers = _numbers(

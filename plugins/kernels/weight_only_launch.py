@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
 import triton.language as tl
@@ -10,9 +12,12 @@ from engine.core.kernels import skinny
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.kernels.launch import dependent_launch, num_sms, shared_memory
 from engine.core.kernels.skinny_launch import Workspace
-from engine.plugins.kernels import weight_only
-from engine.plugins.kernels.weight_only_tiles import ROW_CLASSES, Problem, Tile, choose
+from engine.plugins.kernels import weight_only, weight_only_vector
+from engine.plugins.kernels.weight_only_tiles import ROW_CLASSES, Problem, Tile, VectorTile, choose
 from engine.plugins.quant.layout import CodeLayout, Layout
+
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
 
 SCALE_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 CODES = {"unsigned": weight_only.UNSIGNED, "signed": weight_only.SIGNED, "float8": weight_only.FLOAT8}
@@ -30,19 +35,20 @@ class Multiplier:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._workspace = Workspace(device)
+        self.workspace = Workspace(device)
+        """For other kernels of the same layers, too."""
         self._dependent = dependent_launch(device)
         self._asm = self._knows_assembly()
-        self._chosen: dict[tuple[Problem, int], Tile | None] = {}
-        self._tiles: dict[tuple[object, ...], Tile | None] = {}
+        self._chosen: dict[tuple[Problem, int], Tile | VectorTile | None] = {}
+        self._tiles: dict[tuple[object, ...], Tile | VectorTile | None] = {}
 
-    def choose(self, problem: Problem, rows: int, tile: Tile | None) -> None:
+    def choose(self, problem: Problem, rows: int, tile: Tile | VectorTile | None) -> None:
         """From now on multiply by this tile where x has so many rows, of ROW_CLASSES, or fewer, down to the class
         before; None: by the library."""
         self._chosen[problem, rows] = tile
         self._tiles.clear()
 
-    def tile(self, problem: Problem, rows: int) -> Tile | None:
+    def tile(self, problem: Problem, rows: int) -> Tile | VectorTile | None:
         """What was chosen for so many rows, else what `choose` says."""
         last = next((most for most in ROW_CLASSES if most >= rows), rows)
         if (problem, last) in self._chosen:
@@ -97,7 +103,7 @@ class Multiplier:
         layout: Layout | CodeLayout,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: Tile,
+        tile: Tile | VectorTile,
     ) -> torch.Tensor:
         """As the call, with a tile of one's own."""
         x = x if x.is_contiguous() else x.contiguous()
@@ -105,12 +111,8 @@ class Multiplier:
         outputs = words.shape[1] // 2 if gated else words.shape[1]
         out = x.new_empty((rows, outputs))
         if rows:
-            grid = (-(-words.shape[1] // tile.rows), tile.splits, -(-rows // tile.columns))
-            tensors = (out, x, words, _as_read(scales, layout), words if bias is None else bias)
-            scratch = (self._workspace.partials, self._workspace.arrivals)
-            sizes = (rows, outputs, x.shape[1], *_strides(words, layout))
-            constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)
-            weight_only.matmul_kernel[grid](*tensors, *scratch, *sizes, **constants)
+            kernel, arguments, constants = self._launch(out, x, words, scales, layout, bias, gated, tile)
+            kernel[tile.grid(words.shape[1], rows)](*arguments, **constants)
         return out
 
     def compile(
@@ -121,15 +123,11 @@ class Multiplier:
         layout: Layout | CodeLayout,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: Tile,
+        tile: Tile | VectorTile,
     ) -> None:
         """What `by_tiles` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
-        tensors = (x, x, words, _as_read(scales, layout), words if bias is None else bias)
-        scratch = (self._workspace.partials, self._workspace.arrivals)
-        outputs = words.shape[1] // 2 if gated else words.shape[1]
-        sizes = (x.shape[0], outputs, x.shape[1], *_strides(words, layout))
-        constants = self._constants_of(tile, x, scales, layout, bias is not None, gated)
-        weight_only.matmul_kernel.warmup(*tensors, *scratch, *sizes, grid=(1,), **constants)
+        kernel, arguments, constants = self._launch(x, x, words, scales, layout, bias, gated, tile)
+        kernel.warmup(*arguments, grid=(1,), **constants)
 
     def dequantize(
         self, words: torch.Tensor, scales: torch.Tensor, layout: Layout | CodeLayout, x: torch.Tensor
@@ -166,21 +164,40 @@ class Multiplier:
             )
         return out
 
-    def _constants_of(
-        self, tile: Tile, x: torch.Tensor, scales: torch.Tensor, layout: Layout | CodeLayout, biased: bool, gated: bool
-    ) -> dict[str, object]:
-        return {
+    def _launch(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        layout: Layout | CodeLayout,
+        bias: torch.Tensor | None,
+        gated: bool,
+        tile: Tile | VectorTile,
+    ) -> tuple[JITFunction[Any], tuple[object, ...], dict[str, object]]:
+        """A tile's kernel, its arguments and its constants."""
+        outputs = words.shape[1] // 2 if gated else words.shape[1]
+        tensors = (out, x, words, _as_read(scales, layout), words if bias is None else bias)
+        sizes = (x.shape[0], outputs, x.shape[1], *_strides(words, layout))
+        constants = {
             **self._constants(layout, scales, x.dtype),
             "EVEN": x.shape[1] % layout.block == 0,
             "TILE": tile.rows,
+            "EPILOGUE": skinny.GATED.value if gated else skinny.PLAIN.value,
+            "BIAS": bias is not None,
+            "num_warps": tile.warps,
+        }
+        if isinstance(tile, VectorTile):
+            return weight_only_vector.vector_kernel, (*tensors, *sizes), {**constants, "AT_ONCE": tile.blocks}
+        constants |= {
             "COLUMNS": tile.columns,
+            "PARTS": tile.parts(layout),
             "STAGES": tile.stages,
             "EARLY": tile.early,
             "SPLIT": tile.splits > 1,
-            "EPILOGUE": skinny.GATED.value if gated else skinny.PLAIN.value,
-            "BIAS": biased,
-            "num_warps": tile.warps,
         }
+        scratch = (self.workspace.partials, self.workspace.arrivals)
+        return weight_only.matmul_kernel, (*tensors, *scratch, *sizes), constants
 
     def _constants(self, layout: Layout | CodeLayout, scales: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
         return {

@@ -166,10 +166,10 @@ class DecoderBlock:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: [tokens, hidden_size], what the block before adds to `residual`, on several ranks (but for the first
         block) this rank's part of it; returns the same two."""
-        hidden, residual = self._attention_norm(hidden, residual)
-        hidden = self._output(self._attention(run, self._qkv(hidden), angles))
-        hidden, residual = self._mlp_norm(hidden, residual)
-        return self._down(self._gate_up.gated(hidden)), residual
+        normed, residual = self._attention_norm.into(self._qkv, hidden, residual)
+        hidden = self._output(self._attention(run, self._qkv(normed), angles))
+        normed, residual = self._mlp_norm.into(self._gate_up, hidden, residual)
+        return self._down(self._gate_up.gated_into(self._down, normed)), residual
 
 
 def parse_decoder(config: Mapping[str, Any]) -> DecoderConfig:

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from engine.core.errors import CheckpointError
 from engine.core.kernels.activation import silu_and_mul
 from engine.core.layers.tunable import Multiplication, Operands
-from engine.core.quant import LinearSpec
+from engine.core.quant import LinearSpec, Prologue
 from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.kernels.weight_only_tiles import MOST_ROWS, Problem
 from engine.plugins.kernels.weight_only_tuning import WeightOnly
 from engine.plugins.quant.eight_bit import NONE, EightBitFormat, EightBitKernel
 from engine.plugins.quant.eight_bit_codes import HOPPER, CodesMultiplier, has_capability
+from engine.plugins.quant.eight_bit_prologue import QuantizingPrologue
 from engine.plugins.quant.eight_bit_tuning import ByCodes
 from engine.plugins.quant.layout import CodeLayout
 from engine.plugins.quant.rounding import dequantize
@@ -43,7 +44,9 @@ class GpuKernel(EightBitKernel):
         slow_tiles = self.scale_rows > 0 or is_without_tma(torch.device(spec.device))
         self._quantizes = form.activations != NONE and not slow_tiles
         outputs = sum(spec.rank_outputs(part) for part in spec.parts)
-        self._codes = CodesMultiplier(torch.device(spec.device), form.torch_dtype, outputs, self.compute_dtype)
+        self._codes = CodesMultiplier(
+            multiplier.workspace, form.torch_dtype, outputs, spec.rank_inputs, self.compute_dtype
+        )
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Codes and scales. Raises CheckpointError for float8 codes that are no numbers."""
@@ -70,7 +73,7 @@ class GpuKernel(EightBitKernel):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         if self.spec.dtype == "float32":  # of which the tensor cores would drop digits
             y = F.linear(flat, self.widen(weights, x.dtype, x.shape[-1]), bias)
-        elif not self._quantizes or flat.shape[0] <= FEW_ROWS:
+        elif not self._by_codes(flat.shape[0]):
             words = self._layout.words(weights["weight"])
             y = self._multiplier(flat, words, weights["scale"], self._layout, bias, gated=gated)
             return y.view(*x.shape[:-1], y.shape[-1])
@@ -78,6 +81,19 @@ class GpuKernel(EightBitKernel):
             y = self._codes(flat, weights, bias)
         y = silu_and_mul(y) if gated else y
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def gates_at_once(self, rows: int) -> bool:
+        """See LinearKernel."""
+        return not self._by_codes(rows)
+
+    def prologue(self) -> Prologue | None:
+        """Where there are rows whose activations are quantized."""
+        can = self._quantizes and self.spec.dtype != "float32"
+        return QuantizingPrologue(self._codes, self._by_codes) if can else None
+
+    def _by_codes(self, rows: int) -> bool:
+        """Whether so many rows are quantized, but for float32 ones."""
+        return self._quantizes and rows > FEW_ROWS
 
     def multiplications(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
@@ -127,6 +143,10 @@ class GpuKernel(EightBitKernel):
 
 class WideningKernel(GpuKernel):
     """For GPUs without float8: weights are widened at every multiplication."""
+
+    def prologue(self) -> Prologue | None:
+        """None: activations are not quantized."""
+        return None
 
     def multiplications(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None

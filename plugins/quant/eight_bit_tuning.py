@@ -8,7 +8,7 @@ import torch
 
 from engine.core.kernels import launch
 from engine.core.layers.tunable import Operands, Tunable, version_of
-from engine.plugins.kernels import quantize_rows, scaled_matmul
+from engine.plugins.kernels import persistent_matmul, quantize_rows, scaled_matmul, split_sums
 from engine.plugins.kernels.scaled_matmul import MatmulTile
 from engine.plugins.quant import eight_bit_codes
 from engine.plugins.quant.eight_bit_codes import ROW_CLASSES, CodesMultiplier
@@ -36,7 +36,7 @@ class ByCodes(Tunable[MatmulTile | None]):
     @property
     def version(self) -> str:
         """See Tunable."""
-        return version_of(launch, quantize_rows, scaled_matmul, eight_bit_codes)
+        return version_of(launch, quantize_rows, scaled_matmul, persistent_matmul, split_sums, eight_bit_codes)
 
     @property
     def inputs(self) -> int:

@@ -205,6 +205,9 @@ def test_refuses_is_asked_with_what_the_contract_says() -> None:
         "schedulers": (),
         "executors": (config, GPU),
     }
+    second = evolve(GPU, index=1)  # as in a worker
+    resolve(config, plugins, second, checkpoint, first=GPU)
+    assert [asked[seam][-1] for seam in ("attention", "quant", "executors")] == [second, second, GPU]
 
 
 def test_ranks_are_asked_for_their_share_and_refused_where_there_is_none() -> None:

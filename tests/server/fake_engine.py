@@ -3,7 +3,9 @@
 How it behaves is in executor.options of its configuration:
     delay: seconds a step takes; die_after: steps until the process kills itself; raise_after: steps until one fails;
     start_error: fail at start with this sentence; exit: leave at start with this code; stuck: steps come to nothing;
-    silent_rank: of a worker whose loop went round at the engine's start and never again.
+    silent_rank: of a worker whose loop went round at the engine's start and never again;
+    at_start: a file that may say how a start goes: "wait" as long as it is there, or "refuse";
+    helper: have a child process.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ from __future__ import annotations
 import os
 import signal
 import string
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve
 
 from engine.core.config import EngineConfig
-from engine.core.errors import CapacityError, ExecutorError, InvalidRequestError
+from engine.core.errors import CapacityError, ConfigError, ExecutorError, InvalidRequestError
 from engine.core.executors import Health
 from engine.core.selection import Choice
 from engine.core.types import (
@@ -31,6 +35,7 @@ from engine.core.types import (
     TokenLogprobs,
 )
 
+HELPER = "import time; time.sleep(60)"
 EOS = 256
 MAX_LEN = 256
 
@@ -56,6 +61,9 @@ class FakeEngine:
             raise CapacityError(options["start_error"])
         if "exit" in options:
             sys.exit(options["exit"])
+        follow(Path(options["at_start"]) if "at_start" in options else None)
+        if options.get("helper"):
+            subprocess.Popen([sys.executable, "-c", HELPER])
         self._stuck = options.get("stuck", False)
         self._silent_rank = options.get("silent_rank")
         self._started = time.monotonic()
@@ -141,6 +149,14 @@ class FakeEngine:
 
     def close(self) -> None:
         pass
+
+
+def follow(file: Path | None) -> None:
+    """Do as the file says, if there is one."""
+    while file is not None and file.exists():
+        if file.read_text() == "refuse":
+            raise ConfigError("the setting is wrong by now")
+        time.sleep(0.01)
 
 
 def _token(index: int) -> int:

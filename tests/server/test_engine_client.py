@@ -10,6 +10,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from engine.core.types import Request, SamplingParams
 from engine.server.child import Child
 from engine.server.engine_client import EngineClient, Group, News
 from engine.server.errors import ApiError
-from engine.server.messages import EngineGone, Failed, FromEngine, Gone, Launch, Shutdown, Started
+from engine.server.messages import EngineGone, EngineLaunch, Failed, FromEngine, Gone, Launch, Shutdown, Started
 from engine.server.metrics import Board, Metrics
 from engine.server.routing import ANSWER_TOKENS
 
@@ -56,12 +57,14 @@ def run(fake_config: Callable[..., EngineConfig], fake_command: list[str]) -> Ca
     def start(body: Body, fronts: int = 1, **kwargs: Any) -> None:
         config = fake_config(**kwargs)
 
-        async def follow(child: Child[FromEngine], clients: list[EngineClient], started: asyncio.Event) -> None:
+        async def follow(
+            child: Child[FromEngine], clients: list[EngineClient], started: asyncio.Future[Started]
+        ) -> None:
             words = ""
             async for message in child.messages():
                 match message:
                     case Started():
-                        started.set()
+                        started.set_result(message)
                     case Failed(error):
                         words = error
             for client in clients:
@@ -69,13 +72,13 @@ def run(fake_config: Callable[..., EngineConfig], fake_command: list[str]) -> Ca
 
         async def main(directory: str) -> None:
             child = await Child[FromEngine].start(fake_command, FromEngine, Launch(config=config, directory=directory))
-            shared, started = board(fronts), asyncio.Event()
-            clients = [EngineClient(config.server, shared, row) for row in range(fronts)]
+            shared, started = board(fronts), asyncio.get_running_loop().create_future()
+            clients = [EngineClient(config, shared, row) for row in range(fronts)]
             following = asyncio.create_task(follow(child, clients, started))
             try:
-                await started.wait()
+                first = await started
                 for row, client in enumerate(clients):
-                    client.connect(directory, f"{row}.1")
+                    client.open(directory, f"{row}.1", first)
                 await body(*clients, child) if fronts > 1 else await body(*clients)
                 if not following.done():
                     child.send(Shutdown())
@@ -218,6 +221,47 @@ def test_a_killed_process_fails_open_requests(run: Callable[..., None]) -> None:
             client.submit([request("b")])
 
     run(body, options={"die_after": 3, "delay": 0.01})
+
+
+def test_nothing_of_what_the_dead_were_asked_reaches_their_successor(
+    fake_config: Callable[..., EngineConfig], fake_command: list[str], tmp_path: Path
+) -> None:
+    config = fake_config(options={"delay": 0.001})
+
+    async def live(life: int) -> tuple[Child[FromEngine], Started]:
+        launch = EngineLaunch(config=config, directory=str(tmp_path), life=life)
+        child = await Child[FromEngine].start(fake_command, FromEngine, launch)
+        started = await anext(child.messages())
+        assert isinstance(started, Started)
+        return child, started
+
+    async def main() -> None:
+        client = EngineClient(config, board(), 0)
+        first, started = await live(0)
+        client.open(str(tmp_path), "0.1", started)
+        with client.submit([request("a", 10_000)]) as running:
+            await running.next()
+            first.kill()
+            with client.submit([request("b", 10_000)]) as unheard:  # nobody has told the client yet
+                second, successor = await live(1)
+                client.bury(EngineGone("it was killed", 0.0, coming=True))
+                for group in (running, unheard):
+                    with pytest.raises(ApiError, match="it is started anew, so try again later"):
+                        await collect(group, 1)
+                client.open(str(tmp_path), "0.1", successor)
+        try:
+            assert client.links[0].life == 1
+            assert client.links[0].failure is None
+            with client.submit([request("c", 3)]) as group:
+                assert len(await collect(group, 1)) == 3
+            await until(lambda: client.links[0].stats.generation_tokens > 0)
+            assert client.links[0].stats.generation_tokens == 3
+            assert client.links[0].stats.running == 0
+        finally:
+            client.close()
+            second.kill()
+
+    asyncio.run(main())
 
 
 def test_a_failed_step_is_told_in_its_own_words(run: Callable[..., None]) -> None:

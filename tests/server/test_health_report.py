@@ -31,6 +31,15 @@ def test_one_that_is_well_is_enough() -> None:
     assert body["replicas"] == [{"replica": 0, "status": "ok"}, {"replica": 1, **DEAD.body()}]
 
 
+def test_one_that_is_started_anew() -> None:
+    starting = Fault(level="process", reason="it died", since=5.0, starting=True, restart="try 1 of 5")
+    status, body = report([None, starting])
+    assert (status, body["status"]) == (200, "degraded")
+    assert body["replicas"][1] == {"replica": 1, **DEAD.body(), "status": "starting", "restart": "try 1 of 5"}
+    status, body = report([DEAD, starting])
+    assert status == 503
+
+
 def test_when_none_is_left_the_last_reason_stands_first() -> None:
     status, body = report([HANGS, DEAD])
     assert (status, body["status"], body["level"], body["since"]) == (503, "failed", "loop", HANGS.body()["since"])

@@ -143,12 +143,14 @@ def test_several_engines_are_told_apart() -> None:
     stats = EngineStats(running=2, steps=3, blocks_total=4, blocks_used=1, seconds=(("wait", 1.5),))
     reports = [
         EngineReport(up=True, stats=stats, startup=(("weights", 2.5),)),
-        EngineReport(up=False, stats=EngineStats()),
+        EngineReport(up=False, stats=EngineStats(), restarts=2),
     ]
     found = read(Exporter(board(), lambda: reports))
     expected = {
         ("engine_up", "0"): 1,
         ("engine_up", "1"): 0,
+        ("engine_restarts_total", "0"): 0,
+        ("engine_restarts_total", "1"): 2,
         ("engine_num_requests_running", "0"): 2,
         ("engine_num_requests_running", "1"): 0,
         ("engine_kv_cache_usage_perc", "0"): 0.25,

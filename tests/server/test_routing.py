@@ -90,6 +90,18 @@ def test_choices_of_one_prompt_stay_together_and_prompts_spread() -> None:
     assert {place.answer for place in places} == {10}
 
 
+def test_what_a_new_engine_was_not_sent_is_not_known() -> None:
+    router = Router([100] * 2, PAGE)
+    for seed, loads in ((1, [0, 1000]), (2, [1000, 0])):
+        one(router, prompt(seed, 8), loads)
+    router.renew(1, 100)
+    assert [one(router, prompt(seed, 8), loads) for seed, loads in ((1, [PAGE, 0]), (2, [0, PAGE]))] == [0, 0]
+    router.renew(0, 4)  # with less memory for its cache
+    for _ in range(2):
+        places = router.place([request(prompt(3, 8))], [0, None])
+    assert places[0].prompt == 4 * PAGE + 1
+
+
 def test_without_prefix_caches_only_loads_count() -> None:
     router = Router([0, 0], PAGE)
     assert one(router, prompt(1, 50), [0, 1]) == 0

@@ -76,7 +76,7 @@ def test_choices_of_a_prompt_stay_together_and_prompts_of_a_request_spread(serve
 
 
 def test_one_replica_dies_and_then_the_other(serve_fake: Serve) -> None:
-    with serve_fake(replicas=2, api_workers=2, options={"delay": 0.01}) as server:
+    with serve_fake(replicas=2, api_workers=2, replica_restarts=0, options={"delay": 0.01}) as server:
         first, second = server.engine_pids()
 
         def kill() -> None:
@@ -220,11 +220,20 @@ def test_two_real_replicas(
     assert sorted(end == "" for end in ends) == [False, True]
     assert "replica 1 of the engine is gone" in max(ends)
     health = httpx.get(f"{server.url}/health").json()
-    assert [(each["replica"], each["status"]) for each in health["replicas"]] == [(0, "ok"), (1, "failed")]
+    assert [(each["replica"], each["status"] == "ok") for each in health["replicas"]] == [(0, True), (1, False)]
     for prompt in prompts:
         openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
     assert alive(survivor)
-    assert server.stop() == 1  # as ever when an engine has died
+    server.until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "ok", 60)
+    assert by_replica(server, "restarts_total") == [0, 1]
+    streams = [openai_client.completions.create(prompt=each, **asked | {"max_tokens": 9}) for each in ("one", "two")]
+    assert [how_it_ends(stream) for stream in streams] == ["", ""]
+    server.until(lambda: min(by_replica(server, "generation_tokens_total")) > 0)  # the new one has its share
+    for prompt, text in zip(prompts, texts, strict=False):
+        made = openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0)
+        assert made.choices[0].text == text
+    children |= server.children()
+    assert server.stop() == 0
     assert not any(map(alive, children))
     assert server.leftovers() == []
 

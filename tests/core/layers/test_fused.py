@@ -93,6 +93,43 @@ def test_norm_of_sums():
         close(one, other)
 
 
+class Following:
+    """A layer whose kernel has norms of three rows and more made for it."""
+
+    weights = "its weights"
+
+    def prologue(self, x):
+        return self if len(x) >= 3 else None
+
+    def normed(self, *given):
+        return "made", given
+
+
+def test_a_norm_is_made_for_the_layer_that_follows():
+    norm = both(lambda layers: layers.norm("norm", 48, 1e-5))[1]
+    x, residual = randn(3, 48), randn(3, 48) + 1
+    assert norm.into(Following(), x, residual) == ("made", (x, residual, norm.weight, 1e-5, "its weights"))
+    assert norm.into(Following(), x)[1][1] is None
+    normed, total = norm.into(Following(), x[:2], residual[:2].clone())
+    assert torch.equal(total, x[:2] + residual[:2])
+    assert torch.equal(normed, norm(total)[0])
+
+
+def test_a_norm_of_sums_is_made_for_the_layer_that_follows_unless_it_sums():
+    def build(layers):
+        return layers.norm("norm", 48, 1e-5, sums=True)
+
+    x, theirs, residual = randn(4, 48), randn(3, 48) + 2, randn(4, 48) + 1
+    alone = both(build)[0]
+    norm = both(build, group=Reaching(theirs, 3))[1]
+    close(norm.into(Following(), x[:3], residual[:3].clone())[0], alone(x[:3] + theirs, residual[:3])[0])
+    made, (summed, *_) = norm.into(Following(), x, residual)
+    assert made == "made"
+    assert torch.equal(summed, 2 * x)
+    norm = both(build, group=Doubling(0, 2))[1]
+    close(norm.into(Following(), x[:2], residual[:2].clone())[0], alone(2 * x[:2], residual[:2])[0])
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 16, 17, 40])
 @pytest.mark.parametrize(("bias", "parallel", "ranks"), [(False, "none", 1), (True, "column", 2), (True, "row", 2)])
 def test_linear(rows, bias, parallel, ranks):

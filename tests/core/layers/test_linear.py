@@ -5,7 +5,7 @@ import torch
 
 from engine.core.errors import ConfigError
 from engine.core.layers import LayerFactory, Linear, PlainKernel, silu_and_mul
-from engine.core.quant import LinearKernel, QuantMethod, TensorSpec
+from engine.core.quant import LinearInput, LinearKernel, Prologue, QuantMethod, TensorSpec
 from engine.testing.ranks import LoneRank
 
 
@@ -138,3 +138,100 @@ def test_sizes_that_ranks_cannot_share(parallel, said):
 def test_unknown_type_to_compute_in():
     with pytest.raises(ConfigError, match="cannot compute in 'int8'; use one of float32"):
         make(dtype="int8")
+
+
+class Made(LinearInput):
+    """Rows that only Particular takes."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+
+class Particular(Doubled, Prologue):
+    """Wants two rows and more made for it, with a factor of its own before it multiplies."""
+
+    def prologue(self):
+        return self
+
+    def takes(self, rows):
+        return rows >= 2
+
+    def normed(self, x, residual, norm_weight, eps, weights):
+        total = x if residual is None else x + residual
+        return Made(norm_weight * total), total
+
+    def activated(self, x, weights):
+        return Made(silu_and_mul(x) + weights["factor"])
+
+    def apply(self, x, weights, bias):
+        return super().apply(x.rows + 7 if isinstance(x, Made) else x, weights, bias)
+
+
+class Gating(Doubled):
+    """Activates one row where it multiplies."""
+
+    def apply_gated(self, x, weights, bias):
+        return x[:, :4] - 1
+
+    def gates_at_once(self, rows):
+        return rows == 1
+
+
+def linear(kernel, **settings):
+    layer = Linear(make().linear([("a", 8)], 8).spec, kernel, **settings)
+    layer.weights = {"factor": torch.tensor(0.5)}
+    return layer
+
+
+def test_a_kernel_has_its_input_made_from_the_rows_on_that_it_takes():
+    down = linear(Particular())
+    x = torch.randn(3, 8)
+    for gate_up in (linear(Doubled()), linear(PlainKernel(down.spec))):
+        gate_up.weights |= {"weight": torch.eye(8) * 0.5}
+        y = gate_up(x)
+        made = gate_up.gated_into(down, x)
+        assert torch.equal(made.rows, silu_and_mul(y) + 0.5)
+        assert torch.equal(down(made), 0.5 * (made.rows + 7))
+        assert torch.equal(gate_up.gated_into(down, x[:1]), silu_and_mul(gate_up(x[:1])))
+        assert torch.equal(gate_up.gated_into(down, x[None]), silu_and_mul(y)[None])
+        assert torch.equal(gate_up.gated_into(gate_up, x), silu_and_mul(y))
+    summed = linear(Particular(), reduce=lambda y: 3 * y)
+    assert torch.equal(summed(made), 1.5 * (made.rows + 7))
+
+
+def test_what_was_made_for_one_layer_may_be_gated_by_it():
+    gate_up, down = linear(Particular()), linear(Particular())
+    made, _ = gate_up.prologue(torch.ones(2, 8)).normed(torch.randn(2, 8), None, torch.ones(8), 1e-5, gate_up.weights)
+    y = 0.5 * (made.rows + 7)
+    assert torch.equal(gate_up.gated(made), silu_and_mul(y))
+    assert torch.equal(gate_up.gated_into(down, made).rows, silu_and_mul(y) + 0.5)
+    assert torch.equal(gate_up.gated_into(linear(Doubled()), made), silu_and_mul(y))
+
+
+def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
+    down = linear(Particular())
+    x = torch.randn(2, 8)
+
+    class Always(Gating):
+        gates_at_once = LinearKernel.gates_at_once
+
+    assert torch.equal(linear(Always()).gated_into(down, x), x[:, :4] - 1)
+    assert torch.equal(linear(Gating()).gated_into(down, x[:1]), x[:1, :4] - 1)
+    assert torch.equal(linear(Gating()).gated_into(down, x).rows, silu_and_mul(0.5 * x) + 0.5)
+    assert not Doubled().gates_at_once(1)
+    assert Doubled().prologue() is None
+
+
+def test_a_layer_refuses_what_was_made_for_another():
+    with pytest.raises(TypeError, match="a takes tensors alone; this was made for another layer"):
+        linear(Doubled())(Made(torch.ones(2, 8)))
+
+
+def test_plain_norms_leave_tensors():
+    layers = make()
+    norm = layers.norm("norm", 8, 1e-5)
+    norm.fill({"norm.weight": torch.randn(8)})
+    x, residual = torch.randn(2, 2, 8)
+    for given in (residual, None):
+        for one, other in zip(norm.into(linear(Particular()), x, given), norm(x, given), strict=True):
+            assert torch.equal(one, other)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import attrs
@@ -15,8 +17,13 @@ import torch
 from engine.core import Engine, SamplingParams
 from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.device import DeviceInfo
-from engine.core.errors import ExecutorError
+from engine.core.errors import ExecutorError, PluginError
+from engine.core.registry import load_plugins
+from engine.core.rendezvous import Rendezvous
+from engine.core.startup import Phases
 from engine.plugins.executors import tp
+from engine.plugins.executors.messages import Assignment
+from engine.plugins.executors.worker_loop import make_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
@@ -44,15 +51,31 @@ def test_the_same_tokens_as_one_rank_and_the_death_of_one_of_two(engine_checkpoi
 
 
 def test_ranks_need_devices_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked by the engine and by each rank's worker, about its own device."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(tp, "find_device", lambda name: DeviceInfo(type="cuda", index=int(name.partition(":")[2] or 0)))
     for first, ranks, refusal in (
-        ("cuda", 2, None),
-        ("cuda:1", 2, None),
-        ("cuda:1", 3, "there are 2 GPUs from cuda:1 on, and --tp wants 3; use --tp 2"),
+        (0, 2, None),
+        (1, 2, None),
+        (1, 3, "there are 2 GPUs from cuda:1 on, and --tp wants 3; use --tp 2"),
     ):
-        config = EngineConfig(model=ModelConfig(path="x"), executor=ExecutorConfig(device=first, tensor_parallel=ranks))
-        for index in range(3):
-            device = DeviceInfo(type="cuda", index=index)
-            assert tp.TensorParallelExecutor.refuses(config, device) == refusal
+        config = EngineConfig(model=ModelConfig(path="x"), executor=ExecutorConfig(tensor_parallel=ranks))
+        assert tp.TensorParallelExecutor.refuses(config, DeviceInfo(type="cuda", index=first)) == refusal
+
+
+def test_a_worker_asks_its_executor_about_the_first_device(
+    engine_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = ModuleType("asked")
+    module.Asked = type(
+        "Asked", (tp.TensorParallelExecutor,), {"refuses": classmethod(lambda _, __, device: device.name)}
+    )
+    monkeypatch.setitem(sys.modules, "asked", module)
+    assignment = Assignment(
+        config=EngineConfig(model=ModelConfig(path=str(engine_checkpoint))),
+        executor="asked:Asked",
+        manifest=load_plugins().manifest(),
+        device="cpu",
+        first=DeviceInfo(type="cpu", name="the first"),
+        rendezvous=Rendezvous(rank=1, ranks=2, place=""),
+    )
+    with pytest.raises(PluginError, match=r"refuses: the first$"):
+        make_runner(assignment, Phases(None))

@@ -9,11 +9,15 @@ from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
 from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.kernels.weight_only_tiles import (
     COLUMNS,
+    FEW_LARGE_CODES,
+    FEW_LARGE_GROUPS,
+    FEW_SMALL,
     MOST_ROWS,
     MOST_SPLITS,
     TILES,
     Problem,
     Tile,
+    VectorTile,
     choose,
     split,
 )
@@ -24,6 +28,10 @@ from .eight_bit import Operands as CodeOperands
 SMALL = Tile(rows=32, columns=16, warps=2, stages=3)
 SHARED = evolve(SMALL, splits=3)
 EARLY = Tile(rows=64, columns=32, warps=4, stages=2, early=True)
+STEPS = evolve(EARLY, stages=3, step=64, splits=2)
+"""Takes blocks in parts."""
+VECTOR = VectorTile(rows=4, blocks=2, warps=2)
+"""For one row of x; the interpreter takes long for more."""
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
 HOPPER = 227 * 2**10
@@ -34,7 +42,7 @@ LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 @pytest.fixture
 def multiplier(device):
     made = Multiplier(device)
-    made._workspace.partials.fill_(float("nan"))
+    made.workspace.partials.fill_(float("nan"))
     return made
 
 
@@ -73,7 +81,7 @@ def gated(operands, bias=None):
     return F.silu(gate) * up
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, 256), (4, -1), (8, 32), (8, 128)])
 def test_layouts(multiplier, device, half, bits, group_size, zeros, tile):
@@ -81,7 +89,7 @@ def test_layouts(multiplier, device, half, bits, group_size, zeros, tile):
     check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), linear(operands))
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 256), (33, 96), (8, 32), (100, 600), (66, 832)])
 def test_ragged_sizes(multiplier, device, half, outputs, inputs, tile):
     operands = Operands(3, outputs, inputs, 32 if inputs % 64 else 64, device, half)
@@ -89,14 +97,14 @@ def test_ragged_sizes(multiplier, device, half, outputs, inputs, tile):
     check(multiplier.by_tiles(operands.x, *operands.packed, bias, False, tile), linear(operands, bias))
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
 def test_rows(multiplier, device, half, rows, tile):
     operands = Operands(rows, 64, 512, 128, device, half, zeros=False)
     check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), linear(operands))
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize(("outputs", "biased"), [(64, False), (80, True)])
 def test_gated(multiplier, device, half, outputs, biased, tile):
     operands = Operands(6, outputs, 512, 64, device, half)
@@ -104,11 +112,35 @@ def test_gated(multiplier, device, half, outputs, biased, tile):
     check(multiplier.by_tiles(operands.x, *operands.packed, bias, True, tile), gated(operands, bias))
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 32), (8, 128)])
+def test_one_row(multiplier, device, half, bits, group_size, zeros):
+    operands = Operands(1, 10, 768, group_size, device, half, bits=bits, zeros=zeros)
+    bias = torch.randn(10, device=device).to(half)
+    check(multiplier.by_tiles(operands.x, *operands.packed, bias, False, VECTOR), linear(operands, bias))
+
+
+def test_one_row_and_part_of_a_block(multiplier, device, half):
+    operands = Operands(1, 7, 352, 32, device, half)
+    check(multiplier.by_tiles(operands.x, *operands.packed, None, False, VECTOR), linear(operands))
+
+
+def test_one_row_gated(multiplier, device, half):
+    operands = Operands(1, 12, 512, 64, device, half)
+    bias = torch.randn(12, device=device).to(half)
+    check(multiplier.by_tiles(operands.x, *operands.packed, bias, True, VECTOR), gated(operands, bias))
+
+
+def test_one_row_after_the_other(multiplier, device, half):
+    operands = Operands(3, 8, 256, 128, device, half, zeros=False)
+    check(multiplier.by_tiles(operands.x, *operands.packed, None, False, VECTOR), linear(operands))
+
+
 def test_programs_that_share_a_tile_leave_their_counters_at_zero(multiplier, device, half):
     operands = Operands(4, 64, 2048, 128, device, half)
     first, second = (multiplier.by_tiles(operands.x, *operands.packed, None, False, SHARED) for _ in range(2))
     assert torch.equal(first, second)
-    assert not multiplier._workspace.arrivals.any()
+    assert not multiplier.workspace.arrivals.any()
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -146,7 +178,7 @@ LAYOUTS = [Layout.choose(4, 64), CodeLayout(dtype="int8"), CodeLayout(dtype="flo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 200, 256])
+@pytest.mark.parametrize("rows", [2, 16, 17, 64, 200, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (256, 64), (128256, 4096)])
 def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
     problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
@@ -162,10 +194,10 @@ def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
-    ("shared", "most_stages"), [(HOPPER, 6), (164 * 2**10 - 1024, 6), (99 * 2**10, 6), (48 * 2**10, 3)]
+    ("shared", "most_stages"), [(HOPPER, 6), (164 * 2**10 - 1024, 6), (99 * 2**10, 6), (48 * 2**10, 5)]
 )
 def test_tiles_fit_shared_memory(layout, shared, most_stages):
-    for rows in (1, 16, 32, 64, 128, 256):
+    for rows in (2, 16, 32, 64, 128, 256):
         problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=layout)
         tile = choose(problem, rows, 132, shared)
         assert tile.shared_memory(layout) <= shared
@@ -177,13 +209,36 @@ def test_shared_memory_is_what_the_compiler_takes():
     """For compute capability 9.0, by Triton 3.6 and 3.7."""
     four, eight = Layout.choose(4, 128), CodeLayout(dtype="float8_e4m3fn")
     for tile, layout, compiled in (
-        (TILES[128], four, 230400),
+        (TILES[128], four, 115712),
+        (evolve(TILES[128], step=256), four, 230400),
         (TILES[64], four, 115200),
-        (TILES[8], four, 104960),
+        (FEW_LARGE_GROUPS, four, 104960),
         (TILES[128], eight, 131072),
         (TILES[16], eight, 106496),
     ):
         assert tile.shared_memory(layout) == pytest.approx(compiled, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    ("layout", "outputs", "inputs", "one", "few"),
+    [
+        (CodeLayout(dtype="int8"), 4096, 4096, VectorTile(rows=4, blocks=8, warps=2), FEW_SMALL),
+        (CodeLayout(dtype="int8"), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
+        (CodeLayout(dtype="int8"), 28672, 4096, FEW_LARGE_CODES, FEW_LARGE_CODES),
+        (CodeLayout(dtype="int8"), 4096, 4095, FEW_SMALL, FEW_SMALL),
+        (Layout.choose(4, 128), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
+        (Layout.choose(4, 32), 1024, 2048, VectorTile(rows=2, blocks=16, warps=2), FEW_SMALL),
+        (Layout.choose(4, 128), 4096, 14336, FEW_LARGE_GROUPS, FEW_LARGE_GROUPS),
+        (Layout.choose(8, 128), 4096, 14336, VectorTile(rows=4, blocks=8, warps=2), FEW_LARGE_GROUPS),
+    ],
+)
+def test_what_multiplies_one_row_and_few(layout, outputs, inputs, one, few):
+    problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+    for rows, expected in ((1, one), (2, few), (8, few)):
+        tile = choose(problem, rows, 132, HOPPER)
+        if isinstance(tile, Tile):
+            tile = evolve(tile, splits=1, step=expected.step)
+        assert tile == expected
 
 
 def test_few_tiles_are_split_and_many_are_not():
@@ -207,12 +262,12 @@ def test_each_code_is_read_as_what_it_is(multiplier, device, half, dtype):
     layout = CodeLayout(dtype=str(dtype).removeprefix("torch."))
     words, scales = layout.words(layout.pack(codes)), torch.ones(2, device=device)
     x = torch.eye(128, device=device, dtype=half)
-    for tile in (SMALL, evolve(SMALL, columns=64)):
+    for tile in (SMALL, evolve(SMALL, columns=64), VectorTile(rows=2, blocks=1, warps=1)):
         assert torch.equal(multiplier.by_tiles(x, words, scales, layout, None, False, tile).float(), codes.float().T)
     assert torch.equal(multiplier.dequantize(words, scales, layout, x).float(), codes.float())
 
 
-@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 384), (66, 200), (8, 64)])
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
 def test_codes(multiplier, device, half, kind, scale_rows, outputs, inputs, tile):
@@ -224,6 +279,17 @@ def test_codes(multiplier, device, half, kind, scale_rows, outputs, inputs, tile
     gate, up = exact.chunk(2, -1)
     check(both, F.silu(gate) * up)
     check(multiplier.by_library(operands.x, words, operands.scale, layout, operands.bias, False), exact)
+
+
+@pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
+def test_one_row_of_codes(multiplier, device, half, kind, scale_rows):
+    operands = CodeOperands(kind, 1, 10, 328, device, scale_rows=scale_rows, biased=True, half=half)
+    layout, words = coded(operands, scale_rows)
+    exact = operands.exact(codes=False)
+    packed = (words, operands.scale, layout, operands.bias)
+    check(multiplier.by_tiles(operands.x, *packed, False, VECTOR), exact)
+    gate, up = exact.chunk(2, -1)
+    check(multiplier.by_tiles(operands.x, *packed, True, VECTOR), F.silu(gate) * up)
 
 
 def coded(operands, scale_rows):
@@ -255,7 +321,10 @@ def test_real_sizes(multiplier, device, dtype, rows, outputs, inputs):
 def tried(problem, rows):
     """The tile chosen, with other numbers of warps and stages."""
     tile = choose(problem, rows, 132, HOPPER)
-    return [evolve(tile, warps=warps, stages=stages) for warps in {tile.warps, 4} for stages in (2, tile.stages)]
+    if isinstance(tile, VectorTile):
+        return [tile, evolve(tile, rows=8), evolve(tile, warps=4, blocks=2 * tile.blocks)]
+    warps_tried = {tile.warps, 4 if tile.columns <= 64 else tile.warps}  # four have no registers for more sums
+    return [evolve(tile, warps=warps, stages=stages) for warps in warps_tried for stages in (2, tile.stages)]
 
 
 @pytest.mark.gpu

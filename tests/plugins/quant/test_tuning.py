@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.core import Engine, SamplingParams
+from engine.core.kernels.skinny_launch import Workspace
 from engine.core.layers import LayerFactory
 from engine.core.layers.tuning import apply, collect
 from engine.core.layers.tuning_cache import TuningCache
@@ -59,7 +60,7 @@ def taken(monkeypatch):
     names = []
     by_tiles, matmul = Multiplier.by_tiles, scaled_matmul.matmul
     monkeypatch.setattr(Multiplier, "by_tiles", lambda *given: names.append(str(given[-1])) or by_tiles(*given))
-    monkeypatch.setattr(eight_bit_codes, "matmul", lambda *given: names.append(str(given[-1])) or matmul(*given))
+    monkeypatch.setattr(eight_bit_codes, "matmul", lambda *given: names.append(str(given[6])) or matmul(*given))
     return names
 
 
@@ -150,14 +151,15 @@ def test_packed_weights_by_the_tiles_chosen(taken):
 def test_candidates_by_codes_are_few_and_begin_with_the_usual(outputs, by_torch, monkeypatch):
     monkeypatch.setattr(eight_bit_codes, "has_capability", lambda device, least: by_torch)
     monkeypatch.setattr(eight_bit_codes, "num_sms", lambda device: 132)
-    codes = CodesMultiplier(torch.device("cpu"), torch.float8_e4m3fn, outputs, torch.bfloat16)
+    workspace = Workspace(torch.device("cpu"))
+    codes = CodesMultiplier(workspace, torch.float8_e4m3fn, outputs, 4096, torch.bfloat16)
     tunable = ByCodes(codes, 4096, static=False)
     for rows in tunable.classes:
         found = tunable.candidates(rows)
         assert found[0] == codes.tile(rows)
         assert len({tunable.name(tile) for tile in found}) == len(found) <= MOST_CANDIDATES
         assert (None in found) == by_torch
-    other = CodesMultiplier(torch.device("cpu"), torch.int8, outputs, torch.bfloat16)
+    other = CodesMultiplier(workspace, torch.int8, outputs, 4096, torch.bfloat16)
     assert not other.by_torch
 
 
@@ -243,7 +245,7 @@ def tuned(tmp_path):
 
 def test_layers_of_one_size_share_a_measurement_which_the_next_start_finds(tmp_path, taken):
     layers, report, timer = tuned(tmp_path)
-    assert report.measured == len(report.choices) == 5
+    assert report.measured == len(report.choices) == 2 + len(ROW_CLASSES)  # of few rows, and of many
     assert {choice.problem for choice in report.choices} == {FEW, f"{MANY} with a scale a row"}
     assert all(len(set(asked)) == len(asked) for asked in timer.asked.values())
     again, second, timer = tuned(tmp_path)

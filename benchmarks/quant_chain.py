@@ -1,0 +1,184 @@
+"""The packed linear layers of a decoder's block one behind the other, as a decode step has them: microseconds a block.
+
+    python benchmarks/quant_chain.py [--models llama-3.1-8b qwen3-0.6b] [--kinds fp8 int8 4bit] [--rows 1 8]
+
+Attention is left out; norms are not. Few rows tell too little when a layer is timed by itself, since its programs share
+the GPU with those of the kernels before and behind it. The rules of weight_only_tiles.choose for up to 8 rows stand on
+this: printed is a block by the tiles that they choose, and for each layer the tiles that did best in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import triton
+from attrs import frozen
+from triton.errors import TritonError
+
+from engine.core.kernels.launch import num_sms, shared_memory
+from engine.core.kernels.norm import add_rms_norm
+from engine.core.layers.timing import GraphTimer
+from engine.plugins.kernels.weight_only_launch import Multiplier
+from engine.plugins.kernels.weight_only_tiles import FEW, Problem, Tile, VectorTile, choose, split
+from engine.plugins.quant.layout import CodeLayout, Layout
+
+BANDWIDTH = 4.2e12
+DTYPE = torch.bfloat16
+COLD_BYTES = 400e6
+"""Weights of one replay together, some L2 caches of an H200."""
+MODELS = {
+    "llama-3.1-8b": {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "qwen3-0.6b": {"qkv": (4096, 1024), "output": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)},
+}
+"""Rows of W, inputs."""
+LAYOUTS: dict[str, Layout | CodeLayout] = {
+    "fp8": CodeLayout(dtype="float8_e4m3fn"),
+    "int8": CodeLayout(dtype="int8"),
+    "4bit": Layout.choose(4, 128),
+}
+VECTORS = ((2, 8, 2), (4, 4, 1), (4, 8, 2), (4, 16, 4), (8, 4, 1), (8, 8, 2))
+"""Rows of W, blocks and warps of tiles for one row of x."""
+MATRICES = ((16, 1, 6), (32, 1, 6), (32, 2, 6), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6))
+"""Rows of W, warps and stages of those for up to FEW."""
+BEST = 4
+
+Chosen = Mapping[str, Tile | VectorTile]
+
+
+@frozen(kw_only=True, eq=False)
+class Packed:
+    """One weight matrix."""
+
+    words: torch.Tensor
+    scales: torch.Tensor
+
+
+class Chain:
+    """Blocks of random weights, more than the cache keeps."""
+
+    def __init__(self, model: str, kind: str, device: torch.device) -> None:
+        self.device = device
+        self.layout = LAYOUTS[kind]
+        self.shapes = MODELS[model]
+        weights = sum(rows * inputs for rows, inputs in self.shapes.values())
+        self.nbytes = weights * self.layout.bits / 8
+        self.blocks = [
+            {name: self._pack(*shape) for name, shape in self.shapes.items()}
+            for _ in range(max(4, int(COLD_BYTES / self.nbytes)))
+        ]
+        self._norm = torch.ones(self.shapes["qkv"][1], dtype=DTYPE, device=device)
+        self._multiplier = Multiplier(device)
+
+    def _pack(self, outputs: int, inputs: int) -> Packed:
+        if isinstance(self.layout, CodeLayout):
+            codes = torch.randint(-127, 127, (outputs, inputs), device=self.device)
+            if self.layout.dtype != "int8":
+                codes = codes / 64
+            packed = self.layout.pack(codes.to(getattr(torch, self.layout.dtype)))
+            return Packed(words=self.layout.words(packed), scales=torch.rand(outputs, device=self.device) / inputs)
+        values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=self.device)
+        scales = (torch.rand(inputs // 128, outputs, device=self.device) / inputs).to(DTYPE)
+        words, entries = self.layout.pack(values, scales, None, 128, str(DTYPE).removeprefix("torch."))
+        return Packed(words=words, scales=entries)
+
+    def problem(self, name: str) -> Problem:
+        """Of one of the layers."""
+        rows, inputs = self.shapes[name]
+        return Problem(gated=name == "gate_up", weight_rows=rows, inputs=inputs, layout=self.layout, dtype=DTYPE)
+
+    def usual(self, name: str, rows: int) -> Tile | VectorTile:
+        """What the engine takes."""
+        tile = choose(self.problem(name), rows, num_sms(self.device), shared_memory(self.device))
+        assert tile is not None, "few rows are not left to the library"
+        return tile
+
+    def tiles(self, name: str, rows: int) -> list[Tile | VectorTile]:
+        """To try in its place, itself first."""
+        found: list[Tile | VectorTile] = [self.usual(name, rows)]
+        if rows == 1:
+            found += [VectorTile(rows=count, blocks=blocks, warps=warps) for count, blocks, warps in VECTORS]
+        for count, warps, stages in MATRICES:
+            tile = Tile(rows=count, columns=FEW, warps=warps, stages=stages, step=min(256, self.layout.block))
+            if tile.shared_memory(self.layout) <= shared_memory(self.device):
+                found.append(split(tile, self.problem(name), rows, num_sms(self.device)))
+        return list(dict.fromkeys(found))
+
+    def compile(self, rows: int) -> None:
+        """All of them, in threads."""
+        with (
+            ThreadPoolExecutor(os.cpu_count() or 1) as threads,
+            triton.AsyncCompileMode(threads, ignore_errors=True),
+        ):
+            for name, (_, inputs) in self.shapes.items():
+                x, one = torch.empty(rows, inputs, dtype=DTYPE, device=self.device), self.blocks[0][name]
+                for tile in self.tiles(name, rows):
+                    gated = name == "gate_up"
+                    self._multiplier.compile(x, one.words, one.scales, self.layout, None, gated, tile)
+
+    def run(self, x: torch.Tensor, residual: torch.Tensor, chosen: Chosen) -> torch.Tensor:
+        """x, residual: [rows, hidden size] -> the same after all blocks. Attention's result is the queries."""
+
+        def multiply(block: Mapping[str, Packed], name: str, x: torch.Tensor) -> torch.Tensor:
+            one = block[name]
+            gated = name == "gate_up"
+            return self._multiplier.by_tiles(x, one.words, one.scales, self.layout, None, gated, chosen[name])
+
+        for block in self.blocks:
+            x, residual = add_rms_norm(x, residual, self._norm, 1e-5)
+            queries = multiply(block, "qkv", x)[:, : self.shapes["output"][1]]
+            x, residual = add_rms_norm(multiply(block, "output", queries), residual, self._norm, 1e-5)
+            x = multiply(block, "down", multiply(block, "gate_up", x))
+        return x
+
+
+def measure(chain: Chain, rows: int, timer: GraphTimer) -> None:
+    """Print a block's time, and for each layer the best tiles while the others have the usual ones."""
+    chain.compile(rows)
+    hidden = chain.shapes["qkv"][1]
+    x, residual = torch.randn(2, rows, hidden, device=chain.device).to(DTYPE)
+
+    def seconds(chosen: Chosen) -> float:
+        return min(timer.replayed(lambda: chain.run(x, residual.clone(), chosen)) for _ in range(2)) / len(chain.blocks)
+
+    usual = {name: chain.usual(name, rows) for name in chain.shapes}
+    floor = chain.nbytes / BANDWIDTH * 1e6
+    print(f"{rows} rows: {seconds(usual) * 1e6:.1f} us a block, reading takes {floor:.1f}", flush=True)
+    for name in chain.shapes:
+        timed = []
+        for tile in chain.tiles(name, rows):
+            try:
+                timed.append((seconds({**usual, name: tile}) * 1e6, tile))
+            except (TritonError, RuntimeError) as error:  # the compiler's passes raise the latter
+                print(f"    {name}: {tile} fails: {error}")
+        timed.sort(key=lambda pair: pair[0])
+        for time, tile in timed[:BEST]:
+            print(f"    {name:8s} {time:7.1f}  {tile}{'  (chosen)' if tile == usual[name] else ''}", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--kinds", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--rows", nargs="*", type=int, choices=range(1, FEW + 1), default=[1, FEW])
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device("cuda", 0)
+    with torch.inference_mode():
+        timer = GraphTimer(device)
+        for model in arguments.models:
+            for kind in arguments.kinds:
+                print(f"{model}, {kind}", flush=True)
+                chain = Chain(model, kind, device)
+                for rows in arguments.rows:
+                    measure(chain, rows, timer)
+                del chain
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

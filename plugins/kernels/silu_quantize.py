@@ -1,0 +1,75 @@
+"""silu(gate) * up and quantization in one pass over the rows: what a multiplication by codes takes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.core.kernels.activation import silu
+from engine.core.kernels.launch import dependent_launch, release, wait
+from engine.plugins.kernels.quantize_rows import BLOCK, HALF, LIMITS, empty_codes, row_warps, store_row
+
+
+@triton.jit
+def _activated(x, column, inputs):
+    """silu(gate) * up of a row, rounded as if it had been written."""
+    mask = column < inputs
+    gate = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + inputs + column, mask=mask, other=0.0).to(tl.float32)
+    return (silu(gate) * up).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _silu_quantize_kernel(
+    codes,
+    scales,
+    x,
+    given,
+    inputs,
+    LIMIT: tl.constexpr,
+    INT8: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program has a row, seen as [BLOCKS, 128]. GIVEN: all rows have the scale at `given`."""
+    release(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    left_column = tl.arange(0, BLOCKS)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    scale = 1.0
+    if GIVEN:
+        scale = tl.load(given)
+    wait(PDL)
+    here = x + row * 2 * inputs
+    left = _activated(here, left_column, inputs)
+    right = _activated(here, left_column + HALF, inputs)
+    store_row(codes, scales, row, left, right, scale, inputs, LIMIT, INT8, BLOCKS, GIVEN)
+
+
+def silu_and_mul_quantize(
+    x: torch.Tensor, dtype: torch.dtype, *, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales as quantize_rows makes them of silu_and_mul's result.
+
+    x: [rows, 2 * size], gate and up side by side. dtype, scale: as of quantize_rows.
+    """
+    if not x.is_contiguous():
+        x = x.contiguous()
+    rows, inputs = x.shape[0], x.shape[1] // 2
+    codes, scales = empty_codes(rows, inputs, dtype, x.device)
+    if rows:
+        _silu_quantize_kernel[(rows,)](
+            codes,
+            scales,
+            x,
+            scales if scale is None else scale,
+            inputs,
+            LIMIT=LIMITS[dtype],
+            INT8=dtype == torch.int8,
+            BLOCKS=triton.next_power_of_2(codes.shape[1] // BLOCK),
+            GIVEN=scale is not None,
+            num_warps=row_warps(rows, inputs),
+            **dependent_launch(x.device),
+        )
+    return codes, scales
