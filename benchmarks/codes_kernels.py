@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import models
 import torch
 import torch.nn.functional as F
 import triton
@@ -29,14 +30,8 @@ from engine.plugins.quant.eight_bit_codes import ROW_CLASSES, CodesMultiplier
 
 DEVICE = torch.device("cuda", 0)
 KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LINEARS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-"""Rows of W, inputs."""
-SMALL = {
-    "small_qkv": (4096, 1024),
-    "small_output": (1024, 2048),
-    "small_gate_up": (6144, 1024),
-    "small_down": (1024, 3072),
-}
+LINEARS = models.LINEARS["llama-3.1-8b"]
+SMALL = {f"small_{name}": shape for name, shape in models.LINEARS["qwen3-0.6b"].items()}
 ROWS = (64, 128, 256, 8192)
 COLD_BYTES = 150e6
 MOST_COPIES = 8

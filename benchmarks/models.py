@@ -111,6 +111,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": TINY,
 }
 
+LINEARS = {
+    "llama-3.1-8b": {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "qwen3-0.6b": {"qkv": (4096, 1024), "output": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)},
+}
+"""The linear layers of a block, merged as the engine merges them: rows of W, inputs."""
+
 
 def write_model(root: Path, name: str, *, tokenizer: bool = False) -> Path:
     """Write one of MODELS below `root`; returns its directory."""

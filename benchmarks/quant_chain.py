@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import triton
 from attrs import frozen
+from models import LINEARS
 from triton.errors import TritonError
 
 from engine.core.kernels.launch import num_sms, shared_memory
@@ -30,11 +31,6 @@ BANDWIDTH = 4.2e12
 DTYPE = torch.bfloat16
 COLD_BYTES = 400e6
 """Weights of one replay together, some L2 caches of an H200."""
-MODELS = {
-    "llama-3.1-8b": {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
-    "qwen3-0.6b": {"qkv": (4096, 1024), "output": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)},
-}
-"""Rows of W, inputs."""
 LAYOUTS: dict[str, Layout | CodeLayout] = {
     "fp8": CodeLayout(dtype="float8_e4m3fn"),
     "int8": CodeLayout(dtype="int8"),
@@ -63,7 +59,7 @@ class Chain:
     def __init__(self, model: str, kind: str, device: torch.device) -> None:
         self.device = device
         self.layout = LAYOUTS[kind]
-        self.shapes = MODELS[model]
+        self.shapes = LINEARS[model]
         weights = sum(rows * inputs for rows, inputs in self.shapes.values())
         self.nbytes = weights * self.layout.bits / 8
         self.blocks = [
@@ -162,7 +158,7 @@ def measure(chain: Chain, rows: int, timer: GraphTimer) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=list(LINEARS), default=list(LINEARS))
     parser.add_argument("--kinds", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--rows", nargs="*", type=int, choices=range(1, FEW + 1), default=[1, FEW])
     arguments = parser.parse_args()

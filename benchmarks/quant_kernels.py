@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import models
 import torch
 import torch.nn.functional as F
 import triton
@@ -50,8 +51,7 @@ COLD_BYTES = 150e6
 """Weights of one replay together, three L2 caches of an H200."""
 MOST_COPIES = 16
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 2048)
-LINEARS = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-"""Rows of W, inputs; of Llama-3.1-8B."""
+LINEARS = models.LINEARS["llama-3.1-8b"]
 CODES = {"fp8": ("float8_e4m3fn", "channel"), "block": ("float8_e4m3fn", "block"), "int8": ("int8", "channel")}
 GROUPED = {"4bit": (4, 128, False), "4bit-zeros": (4, 128, True), "8bit": (8, 128, False)}
 """Bits, inputs a group, zero points."""

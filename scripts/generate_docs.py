@@ -172,12 +172,9 @@ def compared(report: dict[str, Any], references: list[dict[str, Any]], versions:
         smaller = reference["unit"] in ("ms", "s", "cores")
         others = [reference[name] for name in versions if reference[name] is not None]
         best = (min if smaller else max)(others)
-        name = reference["metric"]
-        if reference["case"]:
-            name = reference["case"] if reference["metric"] in reference["case"] else f"{name}, {reference['case']}"
         rows.append(
             (
-                f"{name}, {reference['unit']}",
+                label(reference["metric"], reference["case"], reference["unit"]),
                 number(row["value"]),
                 *(number(reference[other]) if reference[other] is not None else "" for other in versions),
                 f"{best / row['value'] if smaller else row['value'] / best:.2f} x",
@@ -204,7 +201,7 @@ def methods_tables() -> str:
         }
         rows = [
             (
-                f"{metric if case is None or metric in case else f'{metric}, {case}'}, {unit}",
+                label(metric, case, unit),
                 *(number(values[metric, case, unit, method]) for method in reports),
             )
             for metric, case, unit in dict.fromkeys(key[:3] for key in values)
@@ -232,7 +229,7 @@ def ranks_table() -> str:
     values: dict[tuple[str, str], dict[int, float]] = {}
     for row in report["rows"]:
         ranks, case = row["case"].split(" x, ")
-        name = case if row["metric"] in case else f"{row['metric']}, {case}"
+        name = label(row["metric"], case, row["unit"])
         values.setdefault((name, row["unit"]), {})[int(ranks)] = row["value"]
     counts = sorted({ranks for each in values.values() for ranks in each})
     rows = []
@@ -241,7 +238,7 @@ def ranks_table() -> str:
         if len(each) == len(counts):
             ratio = each[counts[-1]] / each[counts[0]]
             gain = f"{1 / ratio if unit == 'ms' else ratio:.2f} x"
-        rows.append((f"{name}, {unit}", *(number(each[ranks]) if ranks in each else "" for ranks in counts), gain))
+        rows.append((name, *(number(each[ranks]) if ranks in each else "" for ranks in counts), gain))
     text = f"{report['settings']['model']}, bfloat16, {report['settings']['inputs']} tokens in. {where(report)}"
     columns = ("", *(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in counts), "gain")
     return section("Tensor parallel", text, [table(columns, rows)])
@@ -323,6 +320,11 @@ def by_case(report: dict[str, Any], show: Callable[[float], str]) -> str:
     cases = dict.fromkeys(row["case"] for row in report["rows"])
     rows = [(case, *(values.get((case, metric), "") for metric, _ in metrics)) for case in cases]
     return table(("", *(f"{metric}, {unit}" for metric, unit in metrics)), rows)
+
+
+def label(metric: str, case: str | None, unit: str) -> str:
+    """A row's name in a table: a case that says what is measured says it alone."""
+    return f"{metric if not case else case if metric in case else f'{metric}, {case}'}, {unit}"
 
 
 def where(report: dict[str, Any]) -> str:

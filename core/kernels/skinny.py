@@ -29,9 +29,8 @@ COLUMNS = tl.constexpr(16)
 
 
 @triton.jit
-def rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
-    """For each row of a tile: the output it belongs to, and its row in W."""
-    lane = tl.arange(0, TILE)
+def place_of(lane, TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
+    """For rows of a tile, by their numbers: the output each belongs to, and its row in W."""
     if EPILOGUE == GATED:
         output = tl.program_id(0) * (TILE // 2) + lane % (TILE // 2)
         row = output + (lane // (TILE // 2)) * outputs
@@ -39,6 +38,12 @@ def rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
         output = tl.program_id(0) * TILE + lane
         row = output
     return output, row
+
+
+@triton.jit
+def rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
+    """`place_of` of all rows of a tile."""
+    return place_of(tl.arange(0, TILE), TILE, outputs, EPILOGUE)
 
 
 @triton.jit

@@ -24,29 +24,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from engine.core.kernels.launch import dependent_launch, num_sms, release, wait
 from engine.core.kernels.skinny_launch import Workspace
 from engine.plugins.kernels.split_sums import add_others, is_last
+from engine.plugins.kernels.tile_order import place_of_tile, share_of_inputs
 
 if TYPE_CHECKING:
     from engine.plugins.kernels.scaled_matmul import MatmulTile
 
-SWIZZLE = gl.constexpr(8)
-"""As in scaled_matmul."""
 MOST_INTEGER_OUTPUTS = gl.constexpr(128)
 """Of one instruction, for int8: the compiler knows no wider ones."""
 PIECE = 64
 """Outputs that are stored at once: 128 bytes a row."""
 ALIGNMENT = 8
 """Outputs must be a multiple of it, for rows of the result to begin at multiples of 16 bytes."""
-
-
-@gluon.jit
-def _place(tile, rows, outputs, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Where a tile begins: row of x, row of W."""
-    tiles_m = gl.cdiv(rows, BLOCK_M)
-    tiles_n = gl.cdiv(outputs, BLOCK_N)
-    strip = tile // (SWIZZLE * tiles_n)
-    height = gl.minimum(tiles_m - strip * SWIZZLE, SWIZZLE)
-    place = tile % (SWIZZLE * tiles_n)
-    return (strip * SWIZZLE + place % height) * BLOCK_M, place // height * BLOCK_N
 
 
 @gluon.jit
@@ -65,7 +53,7 @@ def _step(tile, begin_m, begin_n, start, rows, outputs, first, end, BLOCK_K: gl.
     if start >= end:
         start = first
         tile += gl.num_programs(0)
-        begin_m, begin_n = _place(tile, rows, outputs, SIZES[0], SIZES[1])
+        begin_m, begin_n = place_of_tile(tile, rows, outputs, SIZES[0], SIZES[1])
     return tile, begin_m, begin_n, start
 
 
@@ -145,13 +133,11 @@ def _matmul_kernel(
         mbarrier.init(filled.index(stage), count=1)
     tiles = gl.cdiv(rows, BLOCK_M) * gl.cdiv(outputs, BLOCK_N)
     next_tile = gl.program_id(0)
-    next_m, next_n = _place(next_tile, rows, outputs, BLOCK_M, BLOCK_N)
+    next_m, next_n = place_of_tile(next_tile, rows, outputs, BLOCK_M, BLOCK_N)
     first = 0
     end = inputs
     if SPLITS > 1:
-        share = gl.cdiv(gl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
-        first = gl.program_id(1) * share
-        end = gl.minimum(first + share, inputs)
+        first, end = share_of_inputs(inputs, BLOCK_K, SPLITS)
         if first >= end:
             next_tile = tiles  # there is nothing to fetch
     next_start = first
@@ -164,7 +150,7 @@ def _matmul_kernel(
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        begin_m, begin_n = _place(tile, rows, outputs, BLOCK_M, BLOCK_N)
+        begin_m, begin_n = place_of_tile(tile, rows, outputs, BLOCK_M, BLOCK_N)
         m = begin_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA))
         n = begin_n + gl.arange(0, BLOCK_N, LINE)
         # Asked for now, so that they are there when the sums are.

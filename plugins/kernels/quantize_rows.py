@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import triton
 import triton.language as tl
 
 from engine.core.kernels.launch import dependent_launch, release, wait
+
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
 
 BLOCK = 128
 """Of a CodeLayout."""
@@ -127,10 +132,20 @@ def quantize_rows(
     scale: [1] float32, the scale of all rows, known beforehand; codes beyond the type's range are clamped. Without it a
     row's largest number gets the largest code. A row with a NaN or infinity gets a NaN for scale, and any codes.
     """
-    rows, inputs = x.shape
+    return launch_by_rows(_quantize_kernel, x, x.shape[1], dtype, scale)
+
+
+def launch_by_rows(
+    kernel: JITFunction[Any], x: torch.Tensor, inputs: int, dtype: torch.dtype, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What quantize_rows returns, by a kernel with the arguments of its own: a program for each row of x.
+
+    inputs: numbers of a row that are quantized.
+    """
+    rows = x.shape[0]
     codes, scales = empty_codes(rows, inputs, dtype, x.device)
     if rows:
-        _quantize_kernel[(rows,)](
+        kernel[(rows,)](
             codes,
             scales,
             x,

@@ -18,10 +18,8 @@ from engine.core.kernels.launch import dependent_launch, release, wait
 from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS, Workspace
 from engine.plugins.kernels import persistent_matmul
 from engine.plugins.kernels.split_sums import add_others, is_last
+from engine.plugins.kernels.tile_order import place_of_tile, share_of_inputs
 
-SWIZZLE = tl.constexpr(8)
-"""Programs next to each other take so many tiles of rows of x before the next tile of W, so that both stay in the L2
-cache."""
 HALF_OF_SHARED = 112 * 1024
 """Bytes of a multiprocessor's shared memory for each of two programs, from compute capability 9.0 on."""
 
@@ -106,20 +104,12 @@ def _matmul_kernel(
     SPLITS: programs that differ in their second number share the inputs of a tile; partials: [tiles, splits, BLOCK_M,
     BLOCK_N] in the type of sums; arrivals: [tiles] int32, 0 before and after.
     """
-    tiles_m = tl.cdiv(rows, BLOCK_M)
-    tiles_n = tl.cdiv(outputs, BLOCK_N)
     tile = tl.program_id(0)
-    strip = tile // (SWIZZLE * tiles_n)
-    height = tl.minimum(tiles_m - strip * SWIZZLE, SWIZZLE)
-    place = tile % (SWIZZLE * tiles_n)
-    begin_m = (strip * SWIZZLE + place % height) * BLOCK_M
-    begin_n = place // height * BLOCK_N
+    begin_m, begin_n = place_of_tile(tile, rows, outputs, BLOCK_M, BLOCK_N)
     first = 0
     end = inputs
     if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
-        first = tl.program_id(1) * share
-        end = tl.minimum(first + share, inputs)
+        first, end = share_of_inputs(inputs, BLOCK_K, SPLITS)
     wait(PDL)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if INTEGER else tl.float32)
     for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from engine.core.kernels.activation import silu
-from engine.core.kernels.launch import dependent_launch, release, wait
-from engine.plugins.kernels.quantize_rows import BLOCK, HALF, LIMITS, empty_codes, row_warps, store_row
+from engine.core.kernels.launch import release, wait
+from engine.plugins.kernels.quantize_rows import HALF, launch_by_rows, store_row
 
 
 @triton.jit
@@ -56,20 +56,4 @@ def silu_and_mul_quantize(
     """
     if not x.is_contiguous():
         x = x.contiguous()
-    rows, inputs = x.shape[0], x.shape[1] // 2
-    codes, scales = empty_codes(rows, inputs, dtype, x.device)
-    if rows:
-        _silu_quantize_kernel[(rows,)](
-            codes,
-            scales,
-            x,
-            scales if scale is None else scale,
-            inputs,
-            LIMIT=LIMITS[dtype],
-            INT8=dtype == torch.int8,
-            BLOCKS=triton.next_power_of_2(codes.shape[1] // BLOCK),
-            GIVEN=scale is not None,
-            num_warps=row_warps(rows, inputs),
-            **dependent_launch(x.device),
-        )
-    return codes, scales
+    return launch_by_rows(_silu_quantize_kernel, x, x.shape[1] // 2, dtype, scale)

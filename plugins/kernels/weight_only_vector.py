@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from engine.core.kernels.launch import release, wait
-from engine.core.kernels.skinny import GATED, rows_of, store_vector
+from engine.core.kernels.skinny import GATED, place_of, rows_of, store_vector
 from engine.plugins.kernels.weight_only import (
     BLOCKS,
     FLOAT8,
@@ -127,13 +127,8 @@ def _with(several, NUMBER: tl.constexpr, one):
 
 @triton.jit
 def _row(R: tl.constexpr, TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
-    """Row R of a tile, as rows_of has it; row 0 in place of one that lies beyond, which is not stored."""
-    if EPILOGUE == GATED:
-        output = tl.program_id(0) * (TILE // 2) + R % (TILE // 2)
-        row = output + (R // (TILE // 2)) * outputs
-    else:
-        output = tl.program_id(0) * TILE + R
-        row = output
+    """Row R of a tile in W; row 0 in place of one that lies beyond, which is not stored."""
+    output, row = place_of(R, TILE, outputs, EPILOGUE)
     return tl.where(output < outputs, row, 0).to(tl.int64)
 
 

@@ -117,7 +117,7 @@ class GpuKernel(EightBitKernel):
             )
         ]
         if self._quantizes:
-            tunable = ByCodes(self._codes, spec.rank_inputs, static="input_scale" in weights)
+            tunable = ByCodes(self._codes, static="input_scale" in weights)
             found.append(Multiplication(tunable=tunable, operands=Operands(weights=weights, bias=bias)))
         return found
 

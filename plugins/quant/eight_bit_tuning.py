@@ -8,7 +8,7 @@ import torch
 
 from engine.core.kernels import launch
 from engine.core.layers.tunable import Operands, Tunable, version_of
-from engine.plugins.kernels import persistent_matmul, quantize_rows, scaled_matmul, split_sums
+from engine.plugins.kernels import persistent_matmul, quantize_rows, scaled_matmul, split_sums, tile_order
 from engine.plugins.kernels.scaled_matmul import MatmulTile
 from engine.plugins.quant import eight_bit_codes
 from engine.plugins.quant.eight_bit_codes import ROW_CLASSES, CodesMultiplier
@@ -20,10 +20,9 @@ class ByCodes(Tunable[MatmulTile | None]):
     Weights of its operands: as a CodesMultiplier has them.
     """
 
-    def __init__(self, multiplier: CodesMultiplier, inputs: int, *, static: bool) -> None:
+    def __init__(self, multiplier: CodesMultiplier, *, static: bool) -> None:
         """static: whether activations have a stored scale."""
         self._multiplier = multiplier
-        self._inputs = inputs
         self._static = static
 
     @property
@@ -31,17 +30,19 @@ class ByCodes(Tunable[MatmulTile | None]):
         """See Tunable."""
         names = [str(dtype).removeprefix("torch.") for dtype in (self._multiplier.codes, self.dtype)]
         scale = "a stored scale" if self._static else "a scale a row"
-        return f"codes {self._multiplier.outputs}x{self._inputs} {names[0]}, {names[1]} with {scale}"
+        return f"codes {self._multiplier.outputs}x{self.inputs} {names[0]}, {names[1]} with {scale}"
 
     @property
     def version(self) -> str:
         """See Tunable."""
-        return version_of(launch, quantize_rows, scaled_matmul, persistent_matmul, split_sums, eight_bit_codes)
+        return version_of(
+            launch, quantize_rows, scaled_matmul, persistent_matmul, split_sums, tile_order, eight_bit_codes
+        )
 
     @property
     def inputs(self) -> int:
         """See Tunable."""
-        return self._inputs
+        return self._multiplier.inputs
 
     @property
     def dtype(self) -> torch.dtype:

@@ -153,7 +153,7 @@ def test_candidates_by_codes_are_few_and_begin_with_the_usual(outputs, by_torch,
     monkeypatch.setattr(eight_bit_codes, "num_sms", lambda device: 132)
     workspace = Workspace(torch.device("cpu"))
     codes = CodesMultiplier(workspace, torch.float8_e4m3fn, outputs, 4096, torch.bfloat16)
-    tunable = ByCodes(codes, 4096, static=False)
+    tunable = ByCodes(codes, static=False)
     for rows in tunable.classes:
         found = tunable.candidates(rows)
         assert found[0] == codes.tile(rows)
