@@ -43,7 +43,8 @@ class DecodeConfig:
 
 @frozen
 class Sizes:
-    """Of a launch, whatever the heads: up to how many sequences, bytes of a tile of keys, and the rest of its config."""
+    """Of a launch, whatever the heads: how many sequences it is for, at most; bytes of a tile of keys; the others as in
+    DecodeConfig."""
 
     most_sequences: float
     tile_bytes: int
