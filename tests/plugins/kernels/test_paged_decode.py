@@ -211,8 +211,8 @@ def test_launches_are_those_measured_where_the_memory_is_as_large():
     """228 KB a multiprocessor, heads of 128 numbers."""
     assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472)] == [
         (32, 4, 4, 1),
-        (64, 4, 3, 1),
         (64, 4, 4, 2),
+        (64, 2, 2, 4),
         (16, 1, 3, 8),
     ]
     assert attrs.astuple(decode_configs(128, 1, 233472)[-1][1]) == (32, 1, 3, 10)

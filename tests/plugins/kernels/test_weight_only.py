@@ -9,8 +9,7 @@ from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
 from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.kernels.weight_only_tiles import (
     COLUMNS,
-    FEW_LARGE_CODES,
-    FEW_LARGE_GROUPS,
+    FEW_LARGE,
     FEW_SMALL,
     MOST_ROWS,
     MOST_SPLITS,
@@ -212,7 +211,7 @@ def test_shared_memory_is_what_the_compiler_takes():
         (TILES[128], four, 115712),
         (evolve(TILES[128], step=256), four, 230400),
         (TILES[64], four, 115200),
-        (FEW_LARGE_GROUPS, four, 104960),
+        (evolve(FEW_LARGE, stages=6), four, 104960),
         (TILES[128], eight, 131072),
         (TILES[16], eight, 106496),
     ):
@@ -224,12 +223,12 @@ def test_shared_memory_is_what_the_compiler_takes():
     [
         (CodeLayout(dtype="int8"), 4096, 4096, VectorTile(rows=4, blocks=8, warps=2), FEW_SMALL),
         (CodeLayout(dtype="int8"), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
-        (CodeLayout(dtype="int8"), 28672, 4096, FEW_LARGE_CODES, FEW_LARGE_CODES),
+        (CodeLayout(dtype="int8"), 28672, 4096, FEW_LARGE, FEW_LARGE),
         (CodeLayout(dtype="int8"), 4096, 4095, FEW_SMALL, FEW_SMALL),
         (Layout.choose(4, 128), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
         (Layout.choose(4, 32), 1024, 2048, VectorTile(rows=2, blocks=16, warps=2), FEW_SMALL),
-        (Layout.choose(4, 128), 4096, 14336, FEW_LARGE_GROUPS, FEW_LARGE_GROUPS),
-        (Layout.choose(8, 128), 4096, 14336, VectorTile(rows=4, blocks=8, warps=2), FEW_LARGE_GROUPS),
+        (Layout.choose(4, 128), 4096, 14336, FEW_LARGE, FEW_LARGE),
+        (Layout.choose(8, 128), 4096, 14336, VectorTile(rows=4, blocks=8, warps=2), FEW_LARGE),
     ],
 )
 def test_what_multiplies_one_row_and_few(layout, outputs, inputs, one, few):
