@@ -66,7 +66,7 @@ One sequence goes to few programs, since pieces take their time to be put togeth
 programs fill each other's gaps: 256 contexts of 210 tokens take 58.7 us, and 64.8 by tiles four times as large.
 """
 FLOAT8_LAUNCHES = (*LAUNCHES[:2], Sizes(math.inf, 4096, warps=1, stages=3, programs=10))
-"""The same of caches of one byte a number: 256 contexts of 640 take 143.8 us by small tiles, and 243.9 by large ones."""
+"""The same of caches of one byte a number: 256 contexts of 640 take 143.8 us by small tiles, 243.9 by large ones."""
 
 
 def decode_configs(head_dim: int, itemsize: int, shared_memory: int) -> tuple[tuple[float, DecodeConfig], ...]:
