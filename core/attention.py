@@ -93,7 +93,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
-        """Prepare what all layers share for this batch; called once a step, before the first `forward`."""
+        """Prepare what all layers share for this batch; called once an iteration of a step, before its first `forward`.
+
+        The batch is read and never written. Without `graph` a plan serves until the next one is made; with it, for as
+        long as the engine runs, whatever is planned and computed in between.
+        """
 
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
