@@ -19,7 +19,7 @@ from engine.core.config import (
     SchedulerConfig,
 )
 from engine.core.device import DeviceInfo
-from engine.core.errors import ConfigError, PluginError
+from engine.core.errors import CheckpointError, ConfigError, PluginError
 from engine.core.executors import Executor
 from engine.core.hooks import hookimpl
 from engine.core.models import Model, ModelSpec
@@ -338,6 +338,41 @@ def test_classes_and_policies_can_be_passed_in() -> None:
 def test_what_is_passed_in_must_keep_the_contract(overrides: dict[str, object], message: str) -> None:
     with pytest.raises(PluginError, match=message):
         resolve(EngineConfig(), registry(), CPU, {}, overrides)
+
+
+def raising(error: Exception) -> Any:
+    def call(*arguments: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_a_policy_that_cannot_be_made_is_named() -> None:
+    faulty = concrete(SchedulingPolicy, __init__=raising(KeyError("tide")))
+    with pytest.raises(PluginError, match="scheduling policy Filled could not be made: KeyError: 'tide'"):
+        resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": faulty})
+    told = concrete(SchedulingPolicy, __init__=raising(ConfigError("give it a tide")))
+    with pytest.raises(ConfigError, match=r"^give it a tide$"):
+        resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": told})
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (
+            raising(KeyError("hidden_size")),
+            PluginError,
+            r"Filled failed in spec\(\): KeyError: 'hidden_size'; .*read_key",
+        ),
+        (raising(CheckpointError("it lacks a key")), CheckpointError, "^it lacks a key$"),
+        (lambda *_: {}, PluginError, r"Filled answers spec\(\) with {}; it must be an engine.core.models.ModelSpec"),
+        (lambda *_: evolve(SHAPE, sliding_windows=()), PluginError, "sliding_windows of 0 layers for 2"),
+    ],
+)
+def test_a_model_class_that_cannot_say_its_shape_is_named(spec: Any, error: type[Exception], message: str) -> None:
+    offer = ("models", "mine", concrete(Model, refuses=refusing(None), spec=classmethod(spec)), 1)
+    with pytest.raises(error, match=message):
+        resolve(EngineConfig(), registry(offer), CPU, {})
 
 
 def test_options_beside_a_finished_policy_are_not_ignored() -> None:
