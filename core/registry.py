@@ -300,13 +300,18 @@ class _Host:
             claims.append((seam.name, name))
             if not isinstance(name, str) or not name or name == AUTO or "," in name:
                 raise PluginError(f"{what}; a name is a non-empty string other than {AUTO}, without a comma")
+            if not isinstance(api, str):
+                raise PluginError(f"{what} with api = {api!r}; give the version as text, as api={seam.api!r}")
             if api != seam.api:
                 raise PluginError(
                     f"{what} for version {api!r} of the {seam.name} contract, but this "
                     f"engine has version {seam.api!r}; install a version of {info.distribution} made for it"
                 )
-            if not callable(loader):
-                raise PluginError(f"{what} with a loader that is no function: {loader!r}")
+            if not callable(loader) or isinstance(loader, type):
+                raise PluginError(
+                    f"{what} with a loader that is no function: {loader!r}; give one that returns the class, as "
+                    '`lambda: Class` or `lazy("module:Class")`'
+                )
             if not isinstance(summary, str):
                 raise PluginError(f"{what} with the summary {summary!r}; give one line of text")
             if type(preference) is not int or preference < 0:

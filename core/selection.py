@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
-from engine.core.attention import AttentionSpec
+from engine.core.attention import GRAPHS, AttentionSpec
 from engine.core.config import AUTO, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, near_misses
 from engine.core.kv_scales import FLOAT8
@@ -177,9 +177,16 @@ def settle(config: EngineConfig, device: DeviceInfo) -> EngineConfig:
 
 
 def use_graphs(config: EngineConfig, attention: AttentionBackend, device: DeviceInfo) -> bool:
-    """Whether decode steps are replayed as CUDA graphs. Raises ConfigError where they are asked for and cannot be."""
+    """Whether decode steps are replayed as CUDA graphs.
+
+    Raises ConfigError where they are asked for and cannot be, and PluginError where the backend says nothing valid.
+    """
     if config.executor.graphs == "off":
         return False
+    if attention.graphs not in GRAPHS:
+        raise PluginError(
+            f"{type(attention).__name__} has set graphs = {attention.graphs!r}; it must be one of {', '.join(GRAPHS)}"
+        )
     obstacle = None
     if device.type != "cuda":
         obstacle = f"{device.torch_name} has no CUDA graphs"

@@ -37,6 +37,25 @@ def register_schedulers(register):
     register("{name}", lambda: Policy, api="1", summary="for a test")
 """
 
+
+class Incomplete(AttentionBackend):
+    api = "1"
+
+    def plan(self, batch, graph=None):
+        return None
+
+
+class Complete(Incomplete):
+    def __init__(self, spec, pool, options) -> None: ...
+
+    def forward(self, layer, q, k, v, plan):
+        return q
+
+    @classmethod
+    def refuses(cls, spec, device):
+        return None
+
+
 Install = Callable[..., None]
 
 
@@ -200,13 +219,16 @@ def test_another_contract_version_is_refused_with_both_versions(install: Install
         ({"preference": -1}, "with the preference -1; give a whole number"),
         ({"preference": True}, "with the preference True; give a whole number"),
         ({"summary": None}, "with the summary None; give one line of text"),
+        ({"api": 1}, "with api = 1; give the version as text, as api='1'"),
+        ({"loader": Complete}, r"Complete'>; give one that returns the class, as `lambda: Class` or `lazy"),
+        ({"loader": "module:Class"}, "a loader that is no function: 'module:Class'; give one that returns the class"),
     ],
 )
 def test_an_impossible_offer_is_refused(offer: dict[str, object], message: str) -> None:
     class Plugin:
         @hookimpl
         def register_schedulers(self, register) -> None:
-            register("mine", lambda: None, **{"api": "1", "summary": "", **offer})
+            register("mine", **{"loader": lambda: None, "api": "1", "summary": "", **offer})
 
     with pytest.raises(PluginError, match=message):
         load_plugins(extra=[Plugin()])
@@ -357,24 +379,6 @@ class Offer:
     @hookimpl
     def register_attention(self, register) -> None:
         register("offered", self.loader, api="1", summary="")
-
-
-class Incomplete(AttentionBackend):
-    api = "1"
-
-    def plan(self, batch, graph=None):
-        return None
-
-
-class Complete(Incomplete):
-    def __init__(self, spec, pool, options) -> None: ...
-
-    def forward(self, layer, q, k, v, plan):
-        return q
-
-    @classmethod
-    def refuses(cls, spec, device):
-        return None
 
 
 class Outdated(Complete):

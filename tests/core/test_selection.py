@@ -34,6 +34,7 @@ from engine.core.selection import (
     resolve,
     resolve_dtype,
     resolve_kv_dtype,
+    use_graphs,
 )
 
 CPU = DeviceInfo(type="cpu")
@@ -400,6 +401,16 @@ def test_dtype(wanted: str, checkpoint: dict[str, Any], device: DeviceInfo, dtyp
 def test_a_dtype_nobody_computes_in_is_refused() -> None:
     with pytest.raises(ConfigError, match="dtype is float8_e4m3fn; choose --dtype"):
         resolve_dtype(EngineConfig(), {"dtype": "float8_e4m3fn"}, GPU)
+
+
+def test_graphs_that_an_instance_sets_must_be_among_those_there_are() -> None:
+    backend = concrete(AttentionBackend)()
+    assert not use_graphs(EngineConfig(), backend, GPU)
+    backend.graphs = "decode"
+    assert use_graphs(EngineConfig(), backend, GPU)
+    backend.graphs = "decodes"
+    with pytest.raises(PluginError, match="Filled has set graphs = 'decodes'; it must be one of none, decode, any"):
+        use_graphs(EngineConfig(), backend, GPU)
 
 
 def test_max_len() -> None:
