@@ -232,4 +232,7 @@ def _sentences(error: BaseException, where: str) -> list[str]:
         return ["; ".join([f"{where}: {error}", *reasons])]
     if isinstance(error, KeyError):
         return [f"{where}: this option has no default; give it"]
-    return [f"{where}: {error}" if str(error) else f"{where}: {type(error).__name__}"]
+    told = (
+        error.args[0] if len(error.args) > 1 and isinstance(error.args[0], str) else str(error)
+    )  # validators of attrs
+    return [f"{where}: {told or type(error).__name__}"]
