@@ -77,6 +77,13 @@ def test_forms_of_a_prompt(http: httpx.Client, prompt: Any, echoes: list[str]) -
     assert [choice["text"] for choice in choices] == [echo + "abcd" for echo in echoes]
 
 
+@pytest.mark.parametrize(("skip", "echoed"), [(None, "xy"), (True, "xy"), (False, "x<eos>y")])
+def test_an_echo_has_special_tokens_if_they_are_asked_for(http: httpx.Client, skip: bool | None, echoed: str) -> None:
+    prompt = [ord("x"), 256, ord("y")]
+    (choice,) = complete(http, prompt=prompt, echo=True, skip_special_tokens=skip)["choices"]
+    assert choice["text"] == echoed + "abcd"
+
+
 def test_n_choices_of_several_prompts_have_seeds_of_their_own(http: httpx.Client) -> None:
     body = complete(http, prompt=["x", "yy"], n=3, seed=1)
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
