@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import triton
-from attrs import frozen
 from models import LINEARS
 from triton.errors import TritonError
 
@@ -25,7 +24,7 @@ from engine.core.kernels.norm import add_rms_norm
 from engine.core.layers.timing import GraphTimer
 from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.kernels.weight_only_tiles import FEW, Problem, Tile, VectorTile, choose, split
-from engine.plugins.quant.layout import CodeLayout, Layout
+from engine.plugins.quant.layout import CodeLayout, Layout, PackedMatrix
 
 BANDWIDTH = 4.2e12
 DTYPE = torch.bfloat16
@@ -45,14 +44,6 @@ BEST = 4
 Chosen = Mapping[str, Tile | VectorTile]
 
 
-@frozen(kw_only=True, eq=False)
-class Packed:
-    """One weight matrix."""
-
-    words: torch.Tensor
-    scales: torch.Tensor
-
-
 class Chain:
     """Blocks of random weights, more than the cache keeps."""
 
@@ -69,17 +60,18 @@ class Chain:
         self._norm = torch.ones(self.shapes["qkv"][1], dtype=DTYPE, device=device)
         self._multiplier = Multiplier(device)
 
-    def _pack(self, outputs: int, inputs: int) -> Packed:
+    def _pack(self, outputs: int, inputs: int) -> PackedMatrix:
         if isinstance(self.layout, CodeLayout):
             codes = torch.randint(-127, 127, (outputs, inputs), device=self.device)
             if self.layout.dtype != "int8":
                 codes = codes / 64
-            packed = self.layout.pack(codes.to(getattr(torch, self.layout.dtype)))
-            return Packed(words=self.layout.words(packed), scales=torch.rand(outputs, device=self.device) / inputs)
+            words = self.layout.words(self.layout.pack(codes.to(getattr(torch, self.layout.dtype))))
+            scales = torch.rand(outputs, device=self.device) / inputs
+            return PackedMatrix(words=words, scales=scales, layout=self.layout)
         values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=self.device)
         scales = (torch.rand(inputs // 128, outputs, device=self.device) / inputs).to(DTYPE)
         words, entries = self.layout.pack(values, scales, None, 128, str(DTYPE).removeprefix("torch."))
-        return Packed(words=words, scales=entries)
+        return PackedMatrix(words=words, scales=entries, layout=self.layout)
 
     def problem(self, name: str) -> Problem:
         """Of one of the layers."""
@@ -110,18 +102,15 @@ class Chain:
             triton.AsyncCompileMode(threads, ignore_errors=True),
         ):
             for name, (_, inputs) in self.shapes.items():
-                x, one = torch.empty(rows, inputs, dtype=DTYPE, device=self.device), self.blocks[0][name]
+                x = torch.empty(rows, inputs, dtype=DTYPE, device=self.device)
                 for tile in self.tiles(name, rows):
-                    gated = name == "gate_up"
-                    self._multiplier.compile(x, one.words, one.scales, self.layout, None, gated, tile)
+                    self._multiplier.compile(x, self.blocks[0][name], None, name == "gate_up", tile)
 
     def run(self, x: torch.Tensor, residual: torch.Tensor, chosen: Chosen) -> torch.Tensor:
         """x, residual: [rows, hidden size] -> the same after all blocks. Attention's result is the queries."""
 
-        def multiply(block: Mapping[str, Packed], name: str, x: torch.Tensor) -> torch.Tensor:
-            one = block[name]
-            gated = name == "gate_up"
-            return self._multiplier.by_tiles(x, one.words, one.scales, self.layout, None, gated, chosen[name])
+        def multiply(block: Mapping[str, PackedMatrix], name: str, x: torch.Tensor) -> torch.Tensor:
+            return self._multiplier.by_tiles(x, block[name], None, name == "gate_up", chosen[name])
 
         for block in self.blocks:
             x, residual = add_rms_norm(x, residual, self._norm, 1e-5)

@@ -43,7 +43,7 @@ from engine.plugins.kernels.weight_only_tiles import COLUMNS, MOST_ROWS, Problem
 from engine.plugins.kernels.weight_only_tuning import WeightOnly
 from engine.plugins.quant.eight_bit import EightBitFormat
 from engine.plugins.quant.eight_bit_gpu import GpuKernel
-from engine.plugins.quant.layout import CodeLayout, Layout
+from engine.plugins.quant.layout import CodeLayout, Layout, PackedMatrix
 
 BANDWIDTH = 4.2e12
 DEVICE = torch.device("cuda", 0)
@@ -82,14 +82,19 @@ MOST_ERROR = 0.1
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False)
 class Copy:
     """One layer's weights."""
 
-    words: torch.Tensor
-    scales: torch.Tensor
+    matrix: PackedMatrix
     codes: torch.Tensor | None
-    """The same as a matrix, where they are."""
+    """The same memory as the matrix's words, where these are codes."""
+
+    def duplicate(self) -> Copy:
+        """In memory of its own."""
+        codes = None if self.codes is None else self.codes.clone()
+        words = self.matrix.words.clone() if codes is None else self.matrix.layout.words(codes)
+        return Copy(matrix=evolve(self.matrix, words=words, scales=self.matrix.scales.clone()), codes=codes)
 
 
 class Layers:
@@ -100,21 +105,16 @@ class Layers:
         self.gated = shape == "gate_up"
         self.multiplier = multiplier
         rows, inputs = LINEARS[shape]
-        self.layout, copy = coded(kind, rows, inputs, multiplier) if kind in CODES else grouped(kind, rows, inputs)
+        copy = coded(kind, rows, inputs, multiplier) if kind in CODES else grouped(kind, rows, inputs)
+        matrix, self.layout = copy.matrix, copy.matrix.layout
         self.problem = Problem(
-            gated=self.gated,
-            weight_rows=rows,
-            inputs=inputs,
-            layout=self.layout,
-            zeros=self.layout.has_zeros(copy.scales),
+            gated=self.gated, weight_rows=rows, inputs=inputs, layout=self.layout, zeros=matrix.zeros
         )
         self.kernel = eight_bit(kind, self.problem, multiplier) if kind in CODES else None
-        self.nbytes = copy.words.nbytes + copy.scales.nbytes
+        self.nbytes = matrix.words.nbytes + matrix.scales.nbytes
         count = min(max(int(COLD_BYTES / self.nbytes), 2), MOST_COPIES)
-        self.copies = [copy, *(duplicate(copy, self.layout) for _ in range(count - 1))]
-        plain = multiplier.dequantize(
-            copy.words, copy.scales, self.layout, torch.empty(1, inputs, device=DEVICE).bfloat16()
-        )
+        self.copies = [copy, *(copy.duplicate() for _ in range(count - 1))]
+        plain = multiplier.dequantize(matrix, torch.empty(1, inputs, device=DEVICE).bfloat16())
         self.plain = [plain.clone() for _ in range(max(count // 2, 2))]
 
     def error(self, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -134,9 +134,9 @@ class Layers:
         """What the engine measures at start."""
         for one in self.copies:
             if self.kernel is not None:
-                yield from self.kernel.multiplications({"weight": one.codes, "scale": one.scales}, None)
+                yield from self.kernel.multiplications({"weight": one.codes, "scale": one.matrix.scales}, None)
             else:
-                operands = Operands(weights={"words": one.words, "scales": one.scales})
+                operands = Operands(weights=one.matrix.tensors)
                 yield Multiplication(tunable=WeightOnly(self.multiplier, self.problem), operands=operands)
 
     def choose(self, rows: Sequence[int], timer: GraphTimer, *, show: bool) -> None:
@@ -157,40 +157,34 @@ class Layers:
         if self.kernel is not None:
             apply = self.kernel.apply_gated if self.gated else self.kernel.apply
             return [
-                lambda x, one=one: apply(x, {"weight": one.codes, "scale": one.scales}, None) for one in self.copies
+                lambda x, one=one: apply(x, {"weight": one.codes, "scale": one.matrix.scales}, None)
+                for one in self.copies
             ]
-        return [
-            lambda x, one=one: self.multiplier(x, one.words, one.scales, self.layout, gated=self.gated)
-            for one in self.copies
-        ]
+        return [lambda x, one=one: self.multiplier(x, one.matrix, gated=self.gated) for one in self.copies]
 
     def by_tile(self, tile: Tile) -> list[Call]:
         """By the weight-only kernel."""
         return [
-            lambda x, one=one: self.multiplier.by_tiles(x, one.words, one.scales, self.layout, None, self.gated, tile)
-            for one in self.copies
+            lambda x, one=one: self.multiplier.by_tiles(x, one.matrix, None, self.gated, tile) for one in self.copies
         ]
 
     def by_library(self) -> list[Call]:
         """By cuBLAS and unpacked weights."""
-        return [
-            lambda x, one=one: self.multiplier.by_library(x, one.words, one.scales, self.layout, None, self.gated)
-            for one in self.copies
-        ]
+        return [lambda x, one=one: self.multiplier.by_library(x, one.matrix, None, self.gated) for one in self.copies]
 
     def by_codes(self, tile: MatmulTile | None, fast: bool = True) -> list[Call]:
         """Activations quantized; tile None: by torch's kernel for float8."""
 
         def call(x: torch.Tensor, one: Copy) -> torch.Tensor:
             codes, x_scale = quantize_rows(x, one.codes.dtype)
+            scales = one.matrix.scales
             if tile is not None:
-                return self.activate(
-                    matmul(codes, x_scale, one.codes, one.scales, None, x.dtype, tile, self.multiplier.workspace)
-                )
-            y = torch._scaled_mm(
-                codes, one.codes.t(), scale_a=x_scale[:, None], scale_b=one.scales[None, :], out_dtype=x.dtype,
-                use_fast_accum=fast,
-            )  # fmt: skip
+                y = matmul(codes, x_scale, one.codes, scales, None, x.dtype, tile, self.multiplier.workspace)
+            else:
+                y = torch._scaled_mm(
+                    codes, one.codes.t(), scale_a=x_scale[:, None], scale_b=scales[None, :], out_dtype=x.dtype,
+                    use_fast_accum=fast,
+                )  # fmt: skip
             return self.activate(y)
 
         return [lambda x, one=one: call(x, one) for one in self.copies]
@@ -239,7 +233,7 @@ class Layers:
 
     def compile(self, rows: Sequence[int], sms: int) -> None:
         """What `ways` will launch, in threads."""
-        one = self.copies[0]
+        matrix = self.copies[0].matrix
         with (
             ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads,
             triton.AsyncCompileMode(threads, ignore_errors=True),
@@ -248,17 +242,18 @@ class Layers:
                 x = torch.empty(count, self.problem.inputs, device=DEVICE, dtype=torch.bfloat16)
                 tiles = self.tiles(count, sms) if count <= 2 * MOST_ROWS else []
                 for tile in {evolve(tile, splits=min(tile.splits, 2)) for tile in tiles}:
-                    self.multiplier.compile(x, one.words, one.scales, self.layout, None, self.gated, tile)
+                    self.multiplier.compile(x, matrix, None, self.gated, tile)
 
 
-def coded(kind: str, rows: int, inputs: int, multiplier: Multiplier) -> tuple[CodeLayout, Copy]:
+def coded(kind: str, rows: int, inputs: int, multiplier: Multiplier) -> Copy:
     """Random float8 or int8 weights."""
     dtype, granularity = CODES[kind]
     layout = CodeLayout(dtype=dtype, scale_rows=128 if granularity == "block" else 0)
     problem = Problem(gated=False, weight_rows=rows, inputs=inputs, layout=layout)
     weight = torch.randn(rows, inputs, device=DEVICE).bfloat16() / inputs**0.5
     prepared = eight_bit(kind, problem, multiplier).prepare({"w.weight": weight})
-    return layout, Copy(words=layout.words(prepared["weight"]), scales=prepared["scale"], codes=prepared["weight"])
+    codes, scales = prepared["weight"], prepared["scale"]
+    return Copy(matrix=PackedMatrix(words=layout.words(codes), scales=scales, layout=layout), codes=codes)
 
 
 def eight_bit(kind: str, problem: Problem, multiplier: Multiplier) -> GpuKernel:
@@ -272,7 +267,7 @@ def eight_bit(kind: str, problem: Problem, multiplier: Multiplier) -> GpuKernel:
     return GpuKernel(spec, form, multiplier)
 
 
-def grouped(kind: str, rows: int, inputs: int) -> tuple[Layout, Copy]:
+def grouped(kind: str, rows: int, inputs: int) -> Copy:
     """Random whole numbers with scales of groups."""
     bits, group_size, has_zeros = GROUPED[kind]
     layout = Layout.choose(bits, group_size)
@@ -280,15 +275,7 @@ def grouped(kind: str, rows: int, inputs: int) -> tuple[Layout, Copy]:
     scales = (torch.rand(-(-inputs // group_size), rows, device=DEVICE) / 100).half()
     zeros = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8, device=DEVICE) if has_zeros else None
     words, entries = layout.pack(values, scales, zeros, group_size, "bfloat16")
-    return layout, Copy(words=words, scales=entries, codes=None)
-
-
-def duplicate(copy: Copy, layout: Layout | CodeLayout) -> Copy:
-    """In memory of its own."""
-    if copy.codes is None:
-        return Copy(words=copy.words.clone(), scales=copy.scales.clone(), codes=None)
-    codes = copy.codes.clone()
-    return Copy(words=layout.words(codes), scales=copy.scales.clone(), codes=codes)
+    return Copy(matrix=PackedMatrix(words=words, scales=entries, layout=layout), codes=None)
 
 
 def seconds(timer: GraphTimer, x: torch.Tensor, calls: Sequence[Call]) -> float:

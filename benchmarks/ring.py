@@ -1,10 +1,11 @@
 """A hop from one writer to four readers: how long it takes and what it burns, beside ZeroMQ and a ring that spins.
 
     python benchmarks/ring.py --json benchmarks/results/ring.json
+    python benchmarks/ring.py --only "ring, anticipates" "spinning Python ring" --intervals 300
 
 Five processes. The writer sends a message every so many microseconds, as an engine sends steps, and sleeps in between;
 a reader blocks in its receive. The hop is the time from before the send to after the receive, for each message and
-reader, and the cores burnt are processor time over wall time of a reader, while messages come and while none does. All
+reader, and the cores burnt are processor time over wall time of a reader, while messages come and while none does. The
 transports take turns in one run. It needs a core for each process; with fewer, the figures are those of the scheduler.
 """
 
@@ -138,7 +139,7 @@ class ZmqTransport(Transport):
 
 
 TRANSPORTS: dict[str, Callable[[int], Transport]] = {
-    "ring, anticipates": lambda size: RingTransport(size, "futex", 20, 0.06),
+    "ring, anticipates": lambda size: RingTransport(size, "futex", 20, 0.05),
     "ring, spins up to 20 us": lambda size: RingTransport(size, "futex", 20, 0.0),
     "ring, never spins": lambda size: RingTransport(size, "futex", 0, 0.0),
     "ring of pipes": lambda size: RingTransport(size, "pipe", 0, 0.0),
@@ -218,15 +219,18 @@ def main() -> None:
     parser.add_argument("--intervals", type=int, nargs="+", default=[300, 4000], help="microseconds between messages")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--idle", type=float, default=2.0, help="seconds without a message, in each turn")
+    parser.add_argument(
+        "--only", nargs="+", choices=TRANSPORTS, default=[*TRANSPORTS], metavar="NAME", help="; ".join(TRANSPORTS)
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
     table: dict[tuple[str, int], Figures] = {}
     for _ in range(arguments.turns):
         for interval in arguments.intervals:
-            for name, make in TRANSPORTS.items():
+            for name in arguments.only:
                 figures = table.setdefault((name, interval), Figures())
-                play(make(max(arguments.bytes, 8)), interval, arguments.messages, arguments.idle, figures)
+                play(TRANSPORTS[name](max(arguments.bytes, 8)), interval, arguments.messages, arguments.idle, figures)
 
     from engine.cli.bench.report import Row, report, write  # after the forks, which need not copy all that
     from engine.core.device import find_device

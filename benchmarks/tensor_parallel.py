@@ -3,20 +3,25 @@
     python benchmarks/tensor_parallel.py [--model llama-3.1-8b] [--ranks 1 2] [--json FILE]
 
 Each rank is an engine in a process of its own which plans the same steps, so that the profiler sees a rank's kernels;
-`engine bench latency --tp N` measures the same steps as they are served, with the ranks as workers. Random weights. A
-sum waits for the slowest rank, which counts as its time; a sum in one kernel with the norm behind it counts whole.
+`engine bench latency --tp N` measures the same steps as they are served, with the ranks as workers. Random weights.
+
+A sum waits for the slowest rank, and under the profiler ranks drift apart. So of each sum the time counts that it took
+on the rank that came to it last, the shortest of all; a sum in one kernel with the norm behind it counts whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attrs import asdict, frozen
 from models import MODELS, write_model
 
 from engine.cli.bench.load import opened
@@ -47,8 +52,29 @@ def rank_executor(rank: int, ranks: int, meet: str) -> type[UniprocExecutor]:
     return OneRankOfThem
 
 
-def measure_rank(arguments: argparse.Namespace) -> list[Row]:
-    """The figures of this rank, whose share of the work is that of each other."""
+@frozen(kw_only=True)
+class Sums:
+    """What one rank spent on sums over ranks, in steps of one batch."""
+
+    batch: int
+    step: float
+    """us, without the profiler."""
+    a_step: float
+    """How many there are in one."""
+    spent: list[float]
+    """us of each, in the order in which they ran."""
+
+
+def share_of_sums(ranks: Sequence[Sums]) -> float:
+    """The share of a step that goes into sums, by what all ranks spent on the same ones."""
+    # Steps were under way as the profiler began, but none as it ended.
+    count = min(len(one.spent) for one in ranks)
+    least = [min(same) for same in zip(*(one.spent[-count:] for one in ranks), strict=True)]
+    return statistics.mean(least) * ranks[0].a_step / ranks[0].step
+
+
+def measure_rank(arguments: argparse.Namespace) -> tuple[list[Row], list[Sums]]:
+    """The figures of this rank, whose share of the work is that of each other, and what it spends on sums."""
     from engine.cli.bench import latency
     from engine.cli.bench.profile import profile_decode
 
@@ -74,29 +100,35 @@ def measure_rank(arguments: argparse.Namespace) -> list[Row]:
             assert measured.prefill is not None
             case = f"{ranks} x, {measured.prefill.name}"
             rows.append(Row(metric="prefill", case=case, value=measured.prefill.rate, unit="tokens/s"))
+            sums = []
             for batch in arguments.batches if on_gpu and ranks > 1 else ():
                 profile = profile_decode(engine, batch, INPUTS, 20)
-                spent = sum(us for name, _, us in profile.kernels() if any(part in name for part in SUMS))
-                share = spent / profile.busy
-                case = f"{ranks} x, batch {batch}"
-                rows.append(Row(metric="sums over ranks, of a decode step", case=case, value=100 * share, unit="%"))
-    return rows
+                ran = sorted(profile.ran, key=lambda one: one.end)
+                spent = [one.own for one in ran if any(part in one.name for part in SUMS)]
+                a_step = len(spent) / profile.steps
+                sums.append(Sums(batch=batch, step=profile.wall, a_step=a_step, spent=spent))
+    return rows, sums
 
 
 def run_ranks(ranks: int, arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
-    """Rank 0's figures, of one run by so many."""
-    meet, result = directory / f"meet-{ranks}", directory / f"result-{ranks}"
+    """Rank 0's figures, of one run by so many, and the share of sums."""
+    meet, results = directory / f"meet-{ranks}", [directory / f"result-{ranks}-{rank}" for rank in range(ranks)]
     command = [sys.executable, __file__, "--model", arguments.model, "--device", arguments.device]
     command += ["--steps", str(arguments.steps), "--batches", *map(str, arguments.batches), "--meet", str(meet)]
     command += [f"--set={one}" for one in arguments.set]
     started = [
-        subprocess.Popen([*command, "--rank", str(rank), str(ranks), *(["--json", str(result)] if rank == 0 else [])])
-        for rank in range(ranks)
+        subprocess.Popen([*command, "--rank", str(rank), str(ranks), "--json", str(result)])
+        for rank, result in enumerate(results)
     ]
     codes = [process.wait() for process in started]
     if any(codes):
         sys.exit(f"error: {ranks} ranks ended with exit codes {codes}; their own words are above")
-    rows: list[dict[str, Any]] = json.loads(result.read_text())["rows"]
+    found = [json.loads(result.read_text()) for result in results]
+    rows: list[dict[str, Any]] = found[0]["rows"]
+    for same in zip(*([Sums(**one) for one in each["sums"]] for each in found), strict=True):
+        case = f"{ranks} x, batch {same[0].batch}"
+        share = Row(metric="sums over ranks, of a decode step", case=case, value=100 * share_of_sums(same), unit="%")
+        rows.append(asdict(share))
     return rows
 
 
@@ -113,13 +145,14 @@ def main() -> None:
     parser.add_argument("--meet", default="", help="with --rank: a file where they meet")
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        rows = measure_rank(arguments)
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            found = [row for ranks in arguments.ranks for row in run_ranks(ranks, arguments, Path(directory))]
-        rows = [Row(**row) for row in found]
-        for row in rows:
-            print(f"{row.metric:<36}{row.case:<28}{row.value:12,.3f} {row.unit}")
+        rows, sums = measure_rank(arguments)
+        arguments.json.write_text(json.dumps({"rows": list(map(asdict, rows)), "sums": list(map(asdict, sums))}))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        found = [row for ranks in arguments.ranks for row in run_ranks(ranks, arguments, Path(directory))]
+    rows = [Row(**row) for row in found]
+    for row in rows:
+        print(f"{row.metric:<36}{row.case:<28}{row.value:12,.3f} {row.unit}")
     if arguments.json is not None:
         import torch
 

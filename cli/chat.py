@@ -36,7 +36,7 @@ def chat(
         interactive = sys.stdin.isatty()
         if interactive:
             typer.echo(HELP)
-        converse(engine, params, prompted_lines() if interactive else sys.stdin, system, forgiving=interactive)
+        converse(engine, params, prompted_lines() if interactive else piped_lines(), system, forgiving=interactive)
 
 
 def converse(
@@ -76,6 +76,15 @@ def answer(engine: Engine, params: SamplingParams, messages: list[Message]) -> s
         typer.echo(" (stopped)", nl=False)
     typer.echo()
     return "".join(parts)
+
+
+def piped_lines() -> Iterator[str]:
+    """Lines of standard input. Raises InvalidRequestError for one that is not UTF-8."""
+    for line in sys.stdin.buffer:
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"standard input is not UTF-8 text: {error}", "messages") from error
 
 
 def prompted_lines() -> Iterator[str]:

@@ -118,14 +118,14 @@ def _check_pairs(
 
 
 def _ask(seam: str, name: str, cls: type[Any], question: Callable[[type[Any]], str | None] | str) -> Verdict:
+    from engine.core.selection import ask
+
     if isinstance(question, str):
         return Verdict(seam=seam, name=name, status="loads", reason=question)
     try:
-        reason = question(cls)
-    except Exception as error:
-        return Verdict(
-            seam=seam, name=name, status="broken", reason=f"refuses() raised {type(error).__name__}: {error}"
-        )
+        reason = ask(cls, f"{seam} {name!r}", question)
+    except PluginError as error:
+        return Verdict(seam=seam, name=name, status="broken", reason=str(error))
     return Verdict(seam=seam, name=name, status="refused" if reason else "usable", reason=reason or "")
 
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 API = "1"
 """Version of this contract. A backend names the version it was written for in `api`."""
+LAYOUTS = ("NHD",)
+"""What `kv_layout` may be."""
+GRAPHS = ("none", "decode", "any")
+"""What `graphs` may be."""
 
 
 @frozen(kw_only=True)
@@ -72,7 +76,7 @@ class AttentionBackend(ABC):
     """Which batches may be captured in a CUDA graph: none, decode or any. The class says what it can do at best; an
     instance sets its own where that depends on the spec, and the runner asks the instance."""
     page_sizes: ClassVar[tuple[int, ...] | None] = None
-    """Page sizes it can read, the preferred one first; None: any."""
+    """Page sizes it can read, a tuple with the preferred one first; None: any."""
     reads_float8: ClassVar[bool] = False
     """Whether it reads a float8 cache, by pool.scales; one that does not is not asked to."""
     options_class: ClassVar[type | None] = None
@@ -89,7 +93,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
-        """Prepare what all layers share for this batch; called once a step, before the first `forward`."""
+        """Prepare what all layers share for this batch; called once an iteration of a step, before its first `forward`.
+
+        The batch is read and never written. Without `graph` a plan serves until the next one is made; with it, for as
+        long as the engine runs, whatever is planned and computed in between.
+        """
 
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -108,6 +116,18 @@ class AttentionBackend(ABC):
         backend that can write there saves the copy.
         """
         out.copy_(self.forward(layer, q, k, v, plan))
+
+
+def flaw(cls: type[AttentionBackend]) -> str | None:
+    """What the class says of itself that nobody would honour, and what would be; None if there is nothing."""
+    if cls.kv_layout not in LAYOUTS:
+        return f"kv_layout = {cls.kv_layout!r}, but the KV cache is laid out as {' or '.join(LAYOUTS)} only; read that"
+    if cls.graphs not in GRAPHS:
+        return f"graphs = {cls.graphs!r}; it must be one of {', '.join(GRAPHS)}"
+    sizes = cls.page_sizes
+    if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(type(size) is int for size in sizes)):
+        return f"page_sizes = {sizes!r}; it must be a tuple of numbers, as (16, 32), or None for any"
+    return None
 
 
 def window_of(spec: AttentionSpec) -> Mapping[int | None, tuple[int, ...]]:

@@ -56,7 +56,8 @@ class Executor(ABC):
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
         """Why it cannot run this configuration, and what would work; None if it can.
 
-        device: the first of its devices, in whatever process it is asked.
+        device: the first of its devices, in whatever process it is asked. One that runs a single device refuses more
+        (config.executor.tensor_parallel): nobody else does.
         """
 
     @abstractmethod
@@ -73,11 +74,14 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self) -> CacheInfo:
-        """Load the model and make the KV cache. Raises CheckpointError or CapacityError."""
+        """Load the model and make the KV cache. Raises CheckpointError or CapacityError.
+
+        If it raises, it has freed everything itself: `shutdown` is not called.
+        """
 
     @abstractmethod
     def submit(self, step: Step) -> PendingResult:
-        """Begin a step; at most MOST_STEPS are under way at once."""
+        """Begin a step; at most MOST_STEPS are under way at once. Raises ExecutorError if it cannot be begun."""
 
     @abstractmethod
     def check(self) -> Health:

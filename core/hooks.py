@@ -27,13 +27,17 @@ class Register(Protocol):
         loader: imports and returns the class; called only when it is selected or considered by "auto".
         api: version of the contract it was written for.
         summary: one line for `engine plugins list`.
-        preference: above 0, "auto" considers it, highest first; 0: used only when named.
+        preference: a whole number; above 0, "auto" considers it, highest first; 0: used only when named.
+
+        Raises PluginError for what cannot be offered, which takes all that the plugin offers with it.
         """
 
 
 def lazy(path: str) -> Callable[[], type]:
-    """A loader for "module:Class" that imports the module when called."""
+    """A loader for "module:Class" that imports the module when called. Raises ValueError for a path without both."""
     module, _, name = path.partition(":")
+    if not module or not name:
+        raise ValueError(f'lazy({path!r}) does not name a class; write it as "module:Class"')
 
     def load() -> type:
         found: Any = getattr(import_module(module), name)

@@ -53,7 +53,10 @@ class Model(ABC):
     @classmethod
     @abstractmethod
     def spec(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """The shape of the model of this config.json. Raises CheckpointError for a config that lacks something."""
+        """The shape of the model of this config.json.
+
+        Raises CheckpointError for a config that lacks something, as `checkpoint.read_key` does.
+        """
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], layers: LayerFactory, options: Any = None) -> None:

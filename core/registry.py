@@ -29,6 +29,8 @@ GROUP = "engine"
 """Entry point group of plugins."""
 HOME = "pluggable-llm-engine"
 """The distribution that core itself belongs to; its entry points are the built-ins."""
+OBJECT = "object"
+"""What stands for the distribution of a plugin passed in from Python."""
 Manifest = tuple[tuple[str, str, str], ...]
 """(plugin, distribution, version) of each plugin loaded, in the order of loading."""
 
@@ -99,7 +101,7 @@ class Registration(Generic[T]):
         """Import the class. Raises PluginError if that fails or the class breaks the seam's contract."""
         try:
             found = self.loader()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(f"{self} could not be imported: {type(error).__name__}: {error}") from error
         self.seam.check(found, str(self))
         return found
@@ -227,7 +229,7 @@ def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object]
         _log.warning("%s", failure)
     for plugin in extra:
         name = getattr(plugin, "__name__", type(plugin).__name__)
-        info = PluginInfo(name=name, entry_point=name, distribution="object", version="")
+        info = PluginInfo(name=name, entry_point=name, distribution=OBJECT, version="")
         failed = host.load(info, plugin)
         if failed is not None:
             raise PluginError(str(failed)) from failed.error
@@ -274,7 +276,12 @@ class _Host:
             trial.register(plugin, name=info.name)
             _check_hooks(trial, plugin, info)
             for seam in SEAMS:
-                getattr(trial.hook, seam.hook)(register=self._register(seam, info, staged, claims))
+                returned = getattr(trial.hook, seam.hook)(register=self._register(seam, info, staged, claims))
+                if returned:
+                    raise PluginError(
+                        f"{info} returns {returned[0]!r} from {seam.hook}(), which is read by nobody; call "
+                        "register(name, loader, api=..., summary=...) in it once for each implementation"
+                    )
             self.manager.register(plugin, name=f"{info.distribution}/{info.name}/{len(self.loaded)}")
         except (Exception, SystemExit) as error:
             return PluginFailure(plugin=info, error=error, claims=tuple(claims))
@@ -293,13 +300,25 @@ class _Host:
             claims.append((seam.name, name))
             if not isinstance(name, str) or not name or name == AUTO or "," in name:
                 raise PluginError(f"{what}; a name is a non-empty string other than {AUTO}, without a comma")
+            if not isinstance(api, str):
+                raise PluginError(f"{what} with api = {api!r}; give the version as text, as api={seam.api!r}")
             if api != seam.api:
                 raise PluginError(
                     f"{what} for version {api!r} of the {seam.name} contract, but this "
                     f"engine has version {seam.api!r}; install a version of {info.distribution} made for it"
                 )
-            if not callable(loader):
-                raise PluginError(f"{what} with a loader that is no function: {loader!r}")
+            if not callable(loader) or isinstance(loader, type):
+                raise PluginError(
+                    f"{what} with a loader that is no function: {loader!r}; give one that returns the class, as "
+                    '`lambda: Class` or `lazy("module:Class")`'
+                )
+            if not isinstance(summary, str):
+                raise PluginError(f"{what} with the summary {summary!r}; give one line of text")
+            if type(preference) is not int or preference < 0:
+                raise PluginError(
+                    f"{what} with the preference {preference!r}; give a whole number: 0 to be used only when named, 1 "
+                    f"or more to be considered by {AUTO}"
+                )
             if any(one.seam == seam and one.name == name for one in staged):
                 raise PluginError(f"{what} twice; give each its own name")
             rival = self.registrations[seam.name].get(name)
@@ -307,7 +326,7 @@ class _Host:
                 raise PluginError(
                     f"two plugins offer {seam.section} {name!r}: {rival.plugin.provenance} (entry point "
                     f"{rival.plugin.entry_point!r}) and {info.provenance} (entry point {info.entry_point!r}); "
-                    "put one of the entry points into [plugins] deny"
+                    f"{_way_out(rival.plugin, info)}"
                 )
             staged.append(
                 Registration(
@@ -316,6 +335,22 @@ class _Host:
             )
 
         return register
+
+
+def _way_out(first: PluginInfo, second: PluginInfo) -> str:
+    """What helps where two plugins offer one name; to deny an entry point denies all that have its name."""
+    if second.distribution == OBJECT:
+        return "give what you pass in another name"
+    if first.distribution == second.distribution:
+        return "give one of them another name"
+    if first.distribution == HOME:
+        return (
+            f"give that of {second.distribution} another name, or put {second.entry_point!r} into [plugins] deny to do "
+            "without it"
+        )
+    if first.entry_point == second.entry_point:
+        return "uninstall one of the distributions"
+    return "put one of the entry points into [plugins] deny"
 
 
 def _manager() -> pluggy.PluginManager:
@@ -331,9 +366,9 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: object, info: PluginInfo
     except pluggy.PluginValidationError as error:
         raise PluginError(f"{info}: {error}; the hooks are {', '.join(known)}") from error
     if not manager.get_hookcallers(plugin):
-        kind = "module" if isinstance(plugin, types.ModuleType) else "object"
+        kind = "a module" if isinstance(plugin, types.ModuleType) else "an object"
         raise PluginError(
-            f"{info} is a {kind} without hooks; mark its functions with engine.core.hooks.hookimpl "
+            f"{info} is {kind} without hooks; mark its functions with engine.core.hooks.hookimpl "
             f"(the hooks are {', '.join(known)})"
         )
 

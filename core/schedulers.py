@@ -67,7 +67,7 @@ class SchedulingPolicy(ABC):
 
     @classmethod
     def refuses(cls) -> str | None:
-        """Why this policy cannot be used here, and what would work; None if it can."""
+        """A sentence that says why this policy cannot be used here and what would work; None if it can."""
         return None
 
     def __init__(self, options: Any = None) -> None:

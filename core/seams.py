@@ -58,7 +58,7 @@ class Seam:
                 f"{owner} is {found.__qualname__}, which lacks {', '.join(missing)} of {wanted}; add them"
             )
         options = getattr(found, "options_class", None)
-        if options is not None and not has(options):
+        if options is not None and not (isinstance(options, type) and has(options)):
             raise PluginError(
                 f"{owner} has options_class = {options!r}, which is no attrs class; decorate it with @frozen"
             )
@@ -68,6 +68,9 @@ class Seam:
                 f"{owner} is {found.__qualname__} with api = {api!r}, but this engine has version {self.api!r} of "
                 f"{wanted}; install a version of the plugin made for it"
             )
+        flaw = self.module.flaw(found) if hasattr(self.module, "flaw") else None
+        if flaw is not None:
+            raise PluginError(f"{owner} is {found.__qualname__} with {flaw}")
 
 
 SEAMS = (

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
-from engine.core.attention import AttentionSpec
+from engine.core.attention import GRAPHS, AttentionSpec
 from engine.core.config import AUTO, KV_DTYPES, EngineConfig
-from engine.core.errors import ConfigError, PluginError, near_misses
+from engine.core.errors import ConfigError, EngineError, PluginError, near_misses
 from engine.core.kv_scales import FLOAT8
+from engine.core.models import ModelSpec
 from engine.core.seams import SEAMS, Seam
 from engine.core.structure import structure_options
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from engine.core.attention import AttentionBackend
     from engine.core.device import DeviceInfo
     from engine.core.executors import Executor
-    from engine.core.models import Model, ModelSpec
+    from engine.core.models import Model
     from engine.core.quant import QuantMethod
     from engine.core.registry import Manifest, Plugins, Registry
     from engine.core.schedulers import SchedulingPolicy
@@ -114,7 +115,7 @@ def resolve(
         model=chosen["model"],
         attention=chosen["attention"],
         quant=chosen["quant"],
-        policy=policy(options.pop("schedulers")) if isinstance(policy, type) else policy,
+        policy=_make_policy(policy, options.pop("schedulers")) if isinstance(policy, type) else policy,
         executor=chosen["executor"],
         options=options,
         choices=tuple(choices),
@@ -139,8 +140,11 @@ def attention_question(
     model: type[Model],
     quant: type[QuantMethod],
 ) -> Question:
-    """Whether an attention backend refuses this model, quantized so. Raises CheckpointError or ConfigError."""
-    shape, ranks = model.spec(checkpoint), config.executor.tensor_parallel
+    """Whether an attention backend refuses this model, quantized so.
+
+    Raises CheckpointError or ConfigError, and PluginError for a model class that cannot say what its shape is.
+    """
+    shape, ranks = _shape(model, checkpoint), config.executor.tensor_parallel
     refusal = refuses_ranks(shape, ranks)
     if refusal is not None:
         raise ConfigError(refusal)
@@ -173,9 +177,16 @@ def settle(config: EngineConfig, device: DeviceInfo) -> EngineConfig:
 
 
 def use_graphs(config: EngineConfig, attention: AttentionBackend, device: DeviceInfo) -> bool:
-    """Whether decode steps are replayed as CUDA graphs. Raises ConfigError where they are asked for and cannot be."""
+    """Whether decode steps are replayed as CUDA graphs.
+
+    Raises ConfigError where they are asked for and cannot be, and PluginError where the backend says nothing valid.
+    """
     if config.executor.graphs == "off":
         return False
+    if attention.graphs not in GRAPHS:
+        raise PluginError(
+            f"{type(attention).__name__} has set graphs = {attention.graphs!r}; it must be one of {', '.join(GRAPHS)}"
+        )
     obstacle = None
     if device.type != "cuda":
         obstacle = f"{device.torch_name} has no CUDA graphs"
@@ -293,14 +304,14 @@ def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, re
         return _passed_in(seam, override, refuses)
     if seam.pairs and "," in name:
         cls, provenance = load_pair(seam, registry, name)
-        refusal = _ask(cls, f"{seam.section} {name!r}", refuses)
+        refusal = ask(cls, f"{seam.section} {name!r}", refuses)
         if refusal:
             raise PluginError(f"{seam.section} {name!r} refuses: {refusal}")
         return cls, Choice(seam=seam.name, name=name, provenance=provenance, reason="asked for by name")
     if name != AUTO:
         registration = registry.get(name)
         cls = registration.load()
-        refusal = _ask(cls, str(registration), refuses)
+        refusal = ask(cls, str(registration), refuses)
         if refusal:
             raise PluginError(f"{registration} refuses: {refusal}")
         return cls, Choice(
@@ -310,7 +321,7 @@ def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, re
     for candidate in registry.candidates():
         try:
             cls = candidate.load()
-            refusal = _ask(cls, str(candidate), refuses)
+            refusal = ask(cls, str(candidate), refuses)
         except PluginError as error:
             refusal = str(error)
         if refusal is None:
@@ -345,13 +356,50 @@ def _passed_in(seam: Seam, override: object, refuses: Question) -> tuple[Any, Ch
         raise PluginError(
             f"{owner} is an instance of {cls.__qualname__}; pass the class, the engine makes the instance"
         )
-    refusal = _ask(cls, owner, refuses)
+    refusal = ask(cls, owner, refuses)
     if refusal:
         raise PluginError(f"{owner} ({cls.__qualname__}) refuses: {refusal}")
     return override, Choice(seam=seam.name, name=cls.__qualname__, provenance="object", reason="passed in from Python")
 
 
-def _ask(cls: type, owner: str, refuses: Question) -> str | None:
+def _make_policy(cls: type[SchedulingPolicy], options: Any) -> SchedulingPolicy:
+    try:
+        return cls(options)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"scheduling policy {cls.__qualname__} could not be made: {type(error).__name__}: {error}; mend it or "
+            "choose another policy"
+        ) from error
+
+
+def _shape(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
+    owner = f"model class {model.__qualname__}"
+    try:
+        shape = model.spec(checkpoint)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{owner} failed in spec(): {type(error).__name__}: {error}; where config.json lacks something, it should "
+            "raise CheckpointError (engine.core.checkpoint.read_key does)"
+        ) from error
+    if not isinstance(shape, ModelSpec):
+        raise PluginError(f"{owner} answers spec() with {shape!r}; it must be an engine.core.models.ModelSpec")
+    if len(shape.sliding_windows) != shape.num_layers:
+        raise PluginError(
+            f"{owner} answers spec() with sliding_windows of {len(shape.sliding_windows)} layers for "
+            f"{shape.num_layers}; give one number or None for each layer"
+        )
+    return shape
+
+
+def ask(cls: type, owner: str, refuses: Question) -> str | None:
+    """The sentence with which a class refuses, or None.
+
+    Raises PluginError, naming `owner`, where it fails or answers with something else.
+    """
     try:
         answer = refuses(cls)
     except Exception as error:

@@ -232,4 +232,6 @@ def _sentences(error: BaseException, where: str) -> list[str]:
         return ["; ".join([f"{where}: {error}", *reasons])]
     if isinstance(error, KeyError):
         return [f"{where}: this option has no default; give it"]
-    return [f"{where}: {error}" if str(error) else f"{where}: {type(error).__name__}"]
+    # Validators of attrs have their sentence first, and what it is about behind it.
+    told = error.args[0] if len(error.args) > 1 and isinstance(error.args[0], str) else str(error)
+    return [f"{where}: {told or type(error).__name__}"]

@@ -112,9 +112,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text, with what the tokenizer puts around it (as a rule: the beginning-of-text token)."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: only then does the library let other threads run, and a long text takes seconds.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:  # what the library says of a lone surrogate, which JSON can smuggle in
             raise InvalidRequestError("the text has half of a surrogate pair, so it is not Unicode") from error
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -221,27 +221,44 @@ def ablation_table() -> str:
     return section("What each optimisation is worth", text, [by_case(report, number)])
 
 
+SERVED = {1: "h200-serve-llama-3.1-8b", 2: "h200-serve-llama-3.1-8b-tp2", 4: "h200-serve-llama-3.1-8b-tp4"}
+"""Results of one model served, by number of GPUs."""
+SERVED_METRICS = ("output tokens a second", "TTFT p50", "TPOT p50", "CPU cores of the server")
+
+
 def ranks_table() -> str:
-    """Steps of a model that several devices share, beside one."""
-    report = load_result("h200-x2-tensor-parallel")
+    """Steps and serving of a model that several devices share, beside one."""
+    report = load_result("h200-x4-tensor-parallel")
     if report is None:
         return ""
-    values: dict[tuple[str, str], dict[int, float]] = {}
+    steps: dict[tuple[str, str], dict[int, float]] = {}
     for row in report["rows"]:
         ranks, case = row["case"].split(" x, ")
-        name = label(row["metric"], case, row["unit"])
-        values.setdefault((name, row["unit"]), {})[int(ranks)] = row["value"]
+        steps.setdefault((label(row["metric"], case, row["unit"]), row["unit"]), {})[int(ranks)] = row["value"]
+    served: dict[tuple[str, str], dict[int, float]] = {}
+    reports = {ranks: found for ranks, name in SERVED.items() if (found := load_result(name)) is not None}
+    for ranks, one in reports.items():
+        for row in one["rows"]:
+            if row["metric"] in SERVED_METRICS:
+                name = label(row["metric"], row["case"], row["unit"])
+                served.setdefault((name, row["unit"]), {})[ranks] = row["value"]
+    text = f"{report['settings']['model']}, bfloat16, {report['settings']['inputs']} tokens in. {where(report)}"
+    commits = ", ".join(f"{one['commit']} ({ranks})" for ranks, one in reports.items())
+    as_served = f"The same model served, 512 tokens in, 128 out, at commits {commits}:"
+    return section("Tensor parallel", text, [by_ranks(steps), as_served, by_ranks(served)])
+
+
+def by_ranks(values: dict[tuple[str, str], dict[int, float]]) -> str:
+    """A table of figures, (name, unit), by number of GPUs."""
     counts = sorted({ranks for each in values.values() for ranks in each})
     rows = []
     for (name, unit), each in values.items():
         gain = ""
-        if len(each) == len(counts):
+        if len(each) == len(counts) and unit != "cores":
             ratio = each[counts[-1]] / each[counts[0]]
             gain = f"{1 / ratio if unit == 'ms' else ratio:.2f} x"
         rows.append((name, *(number(each[ranks]) if ranks in each else "" for ranks in counts), gain))
-    text = f"{report['settings']['model']}, bfloat16, {report['settings']['inputs']} tokens in. {where(report)}"
-    columns = ("", *(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in counts), "gain")
-    return section("Tensor parallel", text, [table(columns, rows)])
+    return table(("", *(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in counts), "gain"), rows)
 
 
 def startup_table() -> str:

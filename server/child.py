@@ -54,16 +54,20 @@ class Child(Generic[T]):
     ) -> Child[T]:
         """Start a process; `launch` is its first message, `inherit` the file descriptors that it gets, and `kind` the
         type of what it says. leads: whether it leads a process group of its own, by which its own children are found.
+        SIGINT is blocked in it from its first moment: a Ctrl-C reaches it too, but is for this process to act upon.
         Raises OSError when there can be no process.
         """
         ours, theirs = socket.socketpair()
         group = 0 if leads else None
         with theirs:
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process inherits
             try:
                 process = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=inherit, process_group=group)
             except OSError:
                 ours.close()
                 raise
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         child = cls(process, kind, leads)
         child._watch()
         child._reader, child._writer = await asyncio.open_unix_connection(sock=ours)

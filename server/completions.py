@@ -71,7 +71,8 @@ async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
             prompt = Prompt(await service.encode(item), item)
         elif isinstance(item, list):
             parameters.check_tokens(item, service.vocab_size, "prompt")
-            prompt = Prompt(item, service.tokenizer.decode(item) if body.echo else "")
+            skip = body.skip_special_tokens is not False
+            prompt = Prompt(item, service.tokenizer.decode(item, skip_special_tokens=skip) if body.echo else "")
         else:
             raise invalid("prompt must be a text, a list of texts, of token ids, or of lists of token ids", "prompt")
         if not prompt.tokens:
@@ -165,7 +166,7 @@ class _Job:
             offsets = [before + offset for offset in delta.offsets]
             if echo:
                 entries = [None, *(delta.prompt_logprobs or ()), *entries]
-                offsets = prompt_offsets(self._service.tokenizer, prompt.tokens) + offsets
+                offsets = prompt_offsets(self._service.tokenizer, prompt.tokens, prompt.text) + offsets
             if entries:
                 logprobs = completion_logprobs(
                     self._service.tokenizer, entries, offsets, self._body.logprobs, prompt.tokens[0]

@@ -13,7 +13,7 @@ import zmq
 from attrs import define
 
 from engine.core.config import EngineConfig
-from engine.core.types import Output, Request
+from engine.core.types import FINISH_STOP, Output, Request
 from engine.server.errors import ApiError
 from engine.server.link import Link
 from engine.server.messages import Abort, Add, EngineGone, Outputs, Started
@@ -175,11 +175,14 @@ class EngineClient:
         return group
 
     def abort(self, number: int, reason: str) -> None:
-        """Stop a request; use Group.abort."""
+        """Stop a request; use Group.abort. One that a stop string has ended is finished, and its duration counts."""
         entry = self._open.get(number)
         if entry is not None:
             self._forget(number, entry)
-            self.metrics.ended(reason)
+            if reason == FINISH_STOP:
+                self.metrics.finish(reason, None, time.monotonic() - entry.arrival)
+            else:
+                self.metrics.ended(reason)
             self.links[entry.replica].send(Abort((number,)))
 
     def fail(self, error: ApiError) -> None:

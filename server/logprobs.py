@@ -63,13 +63,18 @@ def completion_logprobs(
     }
 
 
-def prompt_offsets(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """Where in the prompt's text each of its tokens begins, characters; special tokens are no part of the text."""
+def prompt_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
+    """Where in the prompt's text each of its tokens begins, characters.
+
+    A special token takes room only where the text has it: one that the tokenizer has put around the text, or that was
+    left out when the tokens were decoded, takes none.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets = []
     length = 0
     for token in prompt:
         offsets.append(length)
-        if token not in tokenizer.special_tokens:
-            length += len(decoder.decode(tokenizer.token_bytes(token)))
+        data = tokenizer.token_bytes(token)
+        if token not in tokenizer.special_tokens or text.startswith(data.decode(errors="replace"), length):
+            length += len(decoder.decode(data))
     return offsets

@@ -14,7 +14,7 @@ from engine.server.errors import ApiError, invalid
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """stream_options of both APIs."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +103,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """Of a prompt; None: true. A chat template says itself which there are."""
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -111,7 +112,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     tokens: list[int]
-    skip_special_tokens: bool = False
+    skip_special_tokens: bool | None = None
 
 
 T = TypeVar("T", bound=msgspec.Struct)

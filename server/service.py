@@ -22,8 +22,8 @@ from engine.server.metrics import EngineReport
 from engine.server.protocol import Message
 from engine.server.pulse import Fault
 
-TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""What Tokenizer.chat is given by itself, and chat_template_kwargs must not change."""
+TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
+"""The parameters of Tokenizer.chat itself, which chat_template_kwargs must not hold."""
 LOOK_AGAIN = 0.01
 """Seconds between two looks for the proof that a step was computed."""
 THREAD_CHARS = 8192
@@ -107,9 +107,18 @@ class Service:
         priority: int | None,
         salt: str | None,
     ) -> list[Request]:
-        """One request for each of the `params`, which are the choices of the prompts in order, equally many each."""
+        """One request for each of the `params`, which are the choices of the prompts in order, equally many each.
+
+        Raises ApiError for more than the server ever takes.
+        """
         now = time.monotonic()
         each = len(params) // len(prompts)
+        if len(params) > self.limits.max_waiting:
+            raise invalid(
+                f"the request asks for {len(params)} choices, but the server takes at most {self.limits.max_waiting} "
+                "at a time (server.max_waiting); ask for fewer",
+                "n" if each > 1 else "prompt",
+            )
         tokens = [tuple(prompt) for prompt in prompts]  # of which all choices have the same, as routing.py sees at once
         return [
             Request(

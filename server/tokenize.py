@@ -23,7 +23,9 @@ def routes(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", "prompt")
         if body.prompt is not None:
-            tokens = await service.encode(body.prompt, special=body.add_special_tokens)
+            tokens = await service.encode(body.prompt, special=body.add_special_tokens is not False)
+        elif body.add_special_tokens is not None:
+            raise invalid("add_special_tokens is allowed only with prompt", "add_special_tokens")
         else:
             tokens = await service.encode_chat(body.messages or [])
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_len})
@@ -33,7 +35,7 @@ def routes(service: Service) -> APIRouter:
         body = await read(request, DetokenizeBody, service.limits.max_body_bytes)
         service.check_model(body.model)
         check_tokens(body.tokens, service.vocab_size, "tokens")
-        text = service.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        text = service.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
         return json_response({"prompt": text})
 
     return router

@@ -143,6 +143,23 @@ class AttentionConformance:
             self._close(found, expected, "strided")
 
     @pytest.mark.parametrize("name", BATCHES)
+    def test_forward_into(self, name: str) -> None:
+        """The same result in the middle of a longer buffer, whose other rows are left alone."""
+        spec = self.spec()
+        self._skip_if_refused(spec)
+        work = self.make(spec, BATCHES[name])
+        backend = self._backend(spec, work)
+        tokens = len(work.batch.tokens)
+        with torch.inference_mode():
+            plan = backend.plan(work.batch)
+            for layer, inputs in enumerate(work.inputs):
+                buffer = torch.full_like(inputs[0], 3.0).repeat(3, 1, 1)
+                backend.forward_into(layer, *inputs, plan, buffer[tokens : 2 * tokens])
+                self._close(buffer[tokens : 2 * tokens], work.expected[layer], f"forward_into, layer {layer}")
+                rest = torch.cat((buffer[:tokens], buffer[2 * tokens :]))
+                assert bool((rest == 3.0).all()), f"forward_into, layer {layer}: rows beyond `out` were written"
+
+    @pytest.mark.parametrize("name", BATCHES)
     def test_float8_cache(self, name: str) -> None:
         """Codes, with scales of keys and of values that are not those of the next layer."""
         self.check(self.spec(kv_dtype=FLOAT8), BATCHES[name])
@@ -169,7 +186,8 @@ class AttentionConformance:
         """A plan made for a graph: lengths, tables and queries change in place, and a replay follows them.
 
         On a GPU the passes are replays of one captured graph; elsewhere they are calls. Rows beyond the sequences of a
-        pass stand for one token in the scratch block, and their outputs for nothing.
+        pass stand for one token in the scratch block, and their outputs for nothing. Between two passes the backend
+        serves batches of other plans.
         """
         self._check_changing_buffers(self.spec(sliding_windows=(window, window)))
 
@@ -200,14 +218,25 @@ class AttentionConformance:
             batch.block_tables[:count, : work.batch.block_tables.shape[1]] = work.batch.block_tables[chosen]
             for layer, tensors in enumerate(work.inputs):
                 packed[layer][:count] = torch.cat(tensors, 1)[chosen]
+            self._serve_another(backend, spec, work)
             for layer, out in enumerate(replay()):
                 self._close(out[:count], work.expected[layer][chosen], f"layer {layer}, sequences {chosen}")
 
+    def _serve_another(self, backend: AttentionBackend, spec: AttentionSpec, work: Work) -> None:
+        """Other batches of the same backend: one without a graph, and the plan of a smaller graph."""
+        with torch.inference_mode():
+            plan = backend.plan(work.batch)
+            for layer, inputs in enumerate(work.inputs):
+                backend.forward(layer, *inputs, plan)
+            backend.plan(self._slot(spec, work, 2), GraphSlot(num_sequences=2))
+
     def test_nothing_is_changed(self) -> None:
-        """Neither the pool nor the inputs are written to."""
+        """Neither the pool nor the inputs nor the batch, which core uses again, are written to."""
         spec = self.spec()
         work = self.make(spec, BATCHES["mixed"])
+        batch = attrs.asdict(work.batch, recurse=False).values()
         tensors = [*work.pool.keys, *work.pool.values, *(tensor for layer in work.inputs for tensor in layer)]
+        tensors += [torch.as_tensor(part) for part in batch if not isinstance(part, int)]
         before = [tensor.clone() for tensor in tensors]
         self.run(spec, work)
         for old, new in zip(before, tensors, strict=True):

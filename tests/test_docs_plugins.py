@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import typer
 from typer.testing import CliRunner
 
 from engine.core.engine import Engine
-from engine.core.errors import ConfigError
+from engine.core.errors import CapacityError, ConfigError, ExecutorError, PluginError
 from engine.core.registry import load_plugins
 from engine.core.settings import load_config
 from engine.core.types import SamplingParams
@@ -60,12 +61,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def mini(checkpoint: Path, tmp_path: Path) -> Path:
+    """A model directory for the example of an architecture, without weights."""
+    model = tmp_path / "mini"
+    shutil.copytree(checkpoint, model)
+    (model / "model.safetensors").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["MiniForCausalLM"]}))
+    return model
+
+
+@pytest.fixture
 def run(checkpoint: Path) -> Run:
     """Greedy tokens for the prompts, from an engine that knows these plugins too."""
 
     def generate(*plugins: ModuleType, model: Path = checkpoint, **settings: Any) -> list[tuple[int, ...]]:
         common = {"cache__memory": "4MiB", "executor__device": "cpu"}
-        engine = Engine(str(model), plugins=load_plugins(extra=plugins), **common, **settings)
+        engine = Engine(str(model), plugins=load_plugins(extra=plugins), **{**common, **settings})
         try:
             return [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)]
         finally:
@@ -155,16 +167,80 @@ def test_executor(example: Example, run: Run) -> None:
     assert run(example("thread_executor"), executor="thread") == run()
 
 
-def test_model(example: Example, run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    model = tmp_path / "mini"
-    shutil.copytree(checkpoint, model)
-    (model / "model.safetensors").unlink()
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "architectures": ["MiniForCausalLM"]}))
+def test_executor_refuses_what_it_would_ignore(example: Example, run: Run) -> None:
+    with pytest.raises(PluginError, match="thread runs one device; use --executor tp, or --tp 1"):
+        run(example("thread_executor"), executor="thread", executor__tensor_parallel=2)
+
+
+def test_executor_tells_of_any_failure(example: Example, checkpoint: Path) -> None:
+    module = example("loop_attention")
+
+    class Failing(module.LoopAttention):  # type: ignore[misc, name-defined]
+        def plan(self, batch, graph=None):
+            raise KeyError("tide")
+
+    engine = Engine(
+        str(checkpoint),
+        plugins=load_plugins(extra=[example("thread_executor")]),
+        executor="thread",
+        attention=Failing,
+        cache__memory="4MiB",
+        executor__device="cpu",
+    )
+    with engine:
+        with pytest.raises(ExecutorError, match="step 1 failed: 'tide'"):
+            engine.generate(PROMPTS, GREEDY)
+        assert not engine.check().ok
+
+
+def test_executor_that_cannot_start_leaves_no_thread(example: Example, run: Run) -> None:
+    before = threading.active_count()
+    with pytest.raises(CapacityError):
+        run(example("thread_executor"), executor="thread", cache__memory="1KiB")
+    assert threading.active_count() == before
+
+
+def test_a_model_may_have_a_layer_of_its_own(example: Example, run: Run, mini: Path) -> None:
+    import torch
+
+    from engine.core.hooks import hookimpl
+    from engine.core.layers import Layer
+    from engine.core.quant import TensorSpec
+
+    class Bias(Layer):
+        nbytes = 0
+
+        def tensors(self):
+            return {"bias": TensorSpec(shape=(64,), dtypes=("float32",))}
+
+        def fill(self, loaded):
+            self.filled = loaded["bias"]
+
+    class Biased(example("mini_model").Mini):  # type: ignore[misc]
+        def __init__(self, config, layers, options=None):
+            super().__init__(config, layers, options)
+            self.bias = Bias()
+            layers.layers.append(self.bias)
+
+        def forward(self, run):
+            assert self.bias.filled.shape == (64,)
+            return super().forward(run) + torch.linspace(-3, 3, 64)
+
+    class Plugin:
+        @hookimpl
+        def register_models(self, register):
+            register("biased", lambda: Biased, api="1", summary="")
+
+    common = {"model": mini, "model__load_format": "dummy"}
     plugin = example("mini_model")
-    found = run(plugin, model=model, model__load_format="dummy")
+    assert run(plugin, Plugin(), **common, model__name="biased") != run(plugin, **common)
+
+
+def test_model(example: Example, run: Run, mini: Path) -> None:
+    plugin = example("mini_model")
+    found = run(plugin, model=mini, model__load_format="dummy")
     assert [len(tokens) for tokens in found] == [12] * len(PROMPTS)
-    assert found == run(plugin, model=model, model__load_format="dummy", scheduler__max_batch_tokens=3)
+    assert found == run(plugin, model=mini, model__load_format="dummy", scheduler__max_batch_tokens=3)
 
 
 def test_the_tests_of_the_page_pass(folder: Path) -> None:

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.core.kernels.fast_math import reciprocal
 from engine.core.kernels.launch import dependent_launch, release, wait
 
 BLOCK = 1024
@@ -14,8 +15,8 @@ BLOCK = 1024
 @triton.jit
 def silu(x):
     """x * sigmoid(x), float32; no intermediate overflows, whatever x."""
-    small = tl.exp(-tl.abs(x))
-    return x * tl.where(x >= 0, 1.0, small) / (1.0 + small)
+    small = tl.exp2(tl.abs(x) * -1.4426950408889634)
+    return x * tl.where(x >= 0, 1.0, small) * reciprocal(1.0 + small)
 
 
 @triton.jit

@@ -24,8 +24,7 @@ def _begin(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait(PDL)
-    release(PDL)
+    wait(PDL)  # the next one is released at the end, see kernels.launch
     sequence = tl.program_id(0)
     row = tl.load(rows + sequence)
     position = tl.load(positions + sequence)

@@ -7,6 +7,9 @@ left it. Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and 
 When to release the next kernel: at once, if this one is over soon. Programs of the next one then stand where there is
 room, and wait. If they are no more than fit at once they are shared out unevenly so, and the multiprocessors that have
 most of them are late. A kernel that takes long, as one that reads large weights, releases it at the end of its loop.
+
+What kernels before the predecessor wrote may be read before `wait` if one of those in between released only after its
+own wait. The first kernel of a pass does (rope.angles), so all others have the batch as it stands from the beginning.
 """
 
 from __future__ import annotations

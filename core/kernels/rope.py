@@ -33,11 +33,11 @@ def _angles_kernel(
     BLOCK_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    release(PDL)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     pair = tl.arange(0, BLOCK_HALF)
     frequency = tl.load(frequencies + pair, mask=pair < HALF, other=0.0)
     wait(PDL)
+    release(PDL)  # not before, see kernels.launch
     position = tl.load(positions + token, mask=token < tokens, other=0)
     angle = position.to(tl.float32)[:, None] * frequency[None, :]
     # Whole turns are taken off in float64: the sine of a large float32 depends on who computes it.

@@ -26,9 +26,10 @@ class Prompts:
 
 @frozen
 class Plan:
-    """What a step's layers share."""
+    """What a step's layers share; `launch` is how its decodes are launched: a DecodeConfig and its DecodeWorkspace."""
 
     decodes: int
+    launch: Any
     tables: torch.Tensor
     lengths: torch.Tensor
     query_starts: torch.Tensor
@@ -68,25 +69,24 @@ class TritonAttention(AttentionBackend):
         return None
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
-        from engine.plugins.kernels.paged_decode import MANY, DecodeWorkspace, decode_config
+        from engine.plugins.kernels.paged_decode import DecodeWorkspace, decode_configs
 
         self._spec = spec
         self._pool = pool
         self._group = spec.num_heads // spec.num_kv_heads
         keys = pool.keys[0]
         self._shared_memory = _shared_memory(keys.device)
-        self._launches: list[tuple[Any, Any]] = []  # for few sequences, and for many
-        for sequences in (1, MANY):
-            config = decode_config(sequences, spec.head_dim, keys.itemsize, self._shared_memory)
+        self._launches: list[tuple[float, Any]] = []  # up to so many sequences
+        for most, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory):
             programs = config.programs_a_head(spec.num_kv_heads, keys.device)
             workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
-            self._launches.append((config, workspace))
-        self._many = MANY
+            self._launches.append((most, (config, workspace)))
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
         """See AttentionBackend. Decodes need nothing, in a graph or not: the device reads lengths and tables."""
         return Plan(
             decodes=batch.num_decodes,
+            launch=next(launch for most, launch in self._launches if batch.num_decodes <= most),
             tables=batch.block_tables,
             lengths=batch.context_lens,
             query_starts=batch.query_starts,
@@ -109,7 +109,7 @@ class TritonAttention(AttentionBackend):
         spec = self._spec
         keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
         if plan.decodes:
-            config, workspace = self._launches[plan.decodes >= self._many]
+            config, workspace = plan.launch
             paged_decode(
                 q,
                 keys,

@@ -11,6 +11,8 @@ The query heads of one KV head are the rows of the matrix product, so keys and v
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -39,26 +41,51 @@ class DecodeConfig:
         return max(1, num_sms(device) * self.programs // num_kv_heads)
 
 
-MANY = 64
-"""From so many sequences on, the launch for many."""
+@frozen
+class Sizes:
+    """Of a launch, whatever the heads: how many sequences it is for, at most; bytes of a tile of keys; the others as in
+    DecodeConfig."""
+
+    most_sequences: float
+    tile_bytes: int
+    warps: int
+    stages: int
+    programs: int
 
 
-def decode_config(num_sequences: int, head_dim: int, itemsize: int, shared_memory: int) -> DecodeConfig:
-    """The launch for so many sequences with heads of `head_dim` in a cache of `itemsize` bytes a number.
+LAUNCHES = (
+    Sizes(1, 8192, warps=4, stages=4, programs=1),
+    Sizes(63, 16384, warps=4, stages=4, programs=2),
+    Sizes(96, 16384, warps=2, stages=2, programs=4),
+    Sizes(math.inf, 4096, warps=1, stages=3, programs=8),
+)
+"""The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200.
 
-    A tile of keys or of values takes 16 KB. Few sequences give each program one piece of one of them: two programs
-    share a multiprocessor, and take as many stages as its `shared_memory` (bytes) holds, up to 4: on Hopper 64 to 128
-    KB are in flight. With many, a program goes through several, and at each border its loads run dry; four smaller
-    programs then fill each other's gaps: 78 to 71 us on an H200 for 256 contexts of 256 tokens with 8 KV heads.
+One sequence goes to few programs, since pieces take their time to be put together: 2048 tokens take 9.8 us a layer, and
+17.4 in twice as many. Many go through small tiles in small programs, so that little is left over at the end of each and
+programs fill each other's gaps: 256 contexts of 210 tokens take 58.7 us, and 64.8 by tiles four times as large.
+"""
+FLOAT8_LAUNCHES = (*LAUNCHES[:2], Sizes(math.inf, 4096, warps=1, stages=3, programs=10))
+"""The same of caches of one byte a number: 256 contexts of 640 take 143.8 us by small tiles, 243.9 by large ones."""
+
+
+def decode_configs(head_dim: int, itemsize: int, shared_memory: int) -> tuple[tuple[float, DecodeConfig], ...]:
+    """The launches for heads of `head_dim` in a cache of `itemsize` bytes a number, each with the most sequences it is
+    for, in their order.
+
+    shared_memory: bytes of a multiprocessor, for the tiles in flight of all its programs. One stage is in registers;
+    queries, weights and sums between warps take under 1 KB a warp and 4 more.
     """
     numbers = triton.next_power_of_2(head_dim) * itemsize
-    tile = max(16, min(128, 16384 // numbers))
-    stage = 2 * tile * numbers
-    # One stage is in registers; queries, weights and sums between warps take under 8 KB.
-    if num_sequences >= MANY and shared_memory // 4 - 8192 >= stage:
-        return DecodeConfig(tile=tile, warps=2, stages=2, programs=4)
-    room = shared_memory // 2 - 8192
-    return DecodeConfig(tile=tile, warps=4, stages=max(2, min(4, 1 + room // stage)), programs=2)
+    found = []
+    for sizes in LAUNCHES if itemsize > 1 else FLOAT8_LAUNCHES:
+        tile = max(16, min(128, sizes.tile_bytes // numbers))
+        stage, others = 2 * tile * numbers, 4096 + 1024 * sizes.warps
+        stages = max(2, min(sizes.stages, 1 + (shared_memory - others) // stage))
+        programs = max(1, min(sizes.programs, shared_memory // ((stages - 1) * stage + others)))
+        config = DecodeConfig(tile=tile, warps=sizes.warps, stages=stages, programs=programs)
+        found.append((sizes.most_sequences, config))
+    return tuple(found)
 
 
 @frozen
@@ -209,9 +236,6 @@ def _decode_kernel(
     # Heads change fastest: programs that run together read the same tokens, which are neighbours in memory.
     head = tl.program_id(0) % HEADS
     program = tl.program_id(0) // HEADS
-    wait(PDL)
-    release(PDL)
-
     indices = tl.arange(0, BLOCK_SEQUENCES)
     lengths = tl.load(lengths_ptr + indices, mask=indices < num_sequences, other=0)
     counts = tl.cdiv(lengths, TILE) - _first_tile(lengths, window, WINDOWED, TILE)
@@ -220,13 +244,14 @@ def _decode_kernel(
     share = tl.cdiv(total, programs)
     begin = program * share
     end = tl.minimum(begin + share, total)
+    earlier = ends <= begin
+    first_sequence = tl.sum(earlier.to(tl.int32), 0)
+    # Tiles of the sequences before the one at hand.
+    before = tl.sum(tl.where(earlier, counts, 0), 0)
+    last_sequence = tl.sum((ends < end).to(tl.int32), 0)
+    wait(PDL)  # not for the lengths: see kernels.launch
+    release(PDL)
     if begin < total:
-        earlier = ends <= begin
-        first_sequence = tl.sum(earlier.to(tl.int32), 0)
-        # Tiles of the sequences before the one at hand.
-        before = tl.sum(tl.where(earlier, counts, 0), 0)
-        last_sequence = tl.sum((ends < end).to(tl.int32), 0)
-
         rows = tl.arange(0, BLOCK_ROWS)
         columns = tl.arange(0, BLOCK_DIM)
         offsets = tl.arange(0, TILE)

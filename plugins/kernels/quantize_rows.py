@@ -17,10 +17,12 @@ BLOCK = 128
 """Of a CodeLayout."""
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2^23: adding and subtracting it rounds a small float32 to an integer, ties to even."""
+"""1.5 * 2^23: a small float32 added to it is rounded to an integer, ties to even, which stands in the lowest bits."""
 FEW = 512
 """Rows: up to so many a warp has LATENT numbers, with more BUSY, so that less is spent on each."""
 LATENT, BUSY = 256, 1024
+MOST_WARPS = 16
+"""So that a multiprocessor has room for two programs, whose registers are full."""
 NEXT_TO_NOTHING = tl.constexpr(1e-30)
 HALF = tl.constexpr(BLOCK // 2)
 """Of a block: inputs so far apart lie side by side."""
@@ -53,13 +55,14 @@ def inverse_of(scale):
 
 @triton.jit
 def to_codes(values, inverse, LIMIT: tl.constexpr, INT8: tl.constexpr, GIVEN: tl.constexpr):
-    """float32 numbers that are codes, or, in float8, have to be rounded to one. GIVEN: they may be beyond LIMIT."""
+    """What converted to the type of codes is the code: for float8 float32, for int8 int32 with the code in its lowest
+    byte, as converting float32 takes a GPU eight times as long. GIVEN: values may be beyond LIMIT."""
     if INT8:
         values = tl.where(tl.abs(values) < float("inf"), values, 0.0)
     code = values * inverse
     if GIVEN:
         code = tl.where(code > LIMIT, LIMIT, tl.where(code < -LIMIT, -LIMIT, code))
-    return (code + ROUND) - ROUND if INT8 else code
+    return (code + ROUND).to(tl.int32, bitcast=True) if INT8 else code
 
 
 @triton.jit
@@ -164,7 +167,7 @@ def launch_by_rows(
 def row_warps(rows: int, inputs: int) -> int:
     """Warps for a program that has a row: many where rows are few, and how long one takes is what counts."""
     numbers = LATENT if rows <= FEW else BUSY
-    return min(max(int(triton.next_power_of_2(inputs)) // numbers, 1), 32)
+    return min(max(int(triton.next_power_of_2(inputs)) // numbers, 1), MOST_WARPS)
 
 
 def empty_codes(rows: int, inputs: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,17 +7,18 @@ import triton
 import triton.language as tl
 
 from engine.core.kernels.activation import silu
+from engine.core.kernels.fast_math import round_both
 from engine.core.kernels.launch import release, wait
 from engine.plugins.kernels.quantize_rows import HALF, launch_by_rows, store_row
 
 
 @triton.jit
 def _activated(x, column, inputs):
-    """silu(gate) * up of a row, rounded as if it had been written."""
+    """silu(gate) * up of a row."""
     mask = column < inputs
     gate = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + inputs + column, mask=mask, other=0.0).to(tl.float32)
-    return (silu(gate) * up).to(x.dtype.element_ty).to(tl.float32)
+    return silu(gate) * up
 
 
 @triton.jit
@@ -44,6 +45,7 @@ def _silu_quantize_kernel(
     here = x + row * 2 * inputs
     left = _activated(here, left_column, inputs)
     right = _activated(here, left_column + HALF, inputs)
+    left, right = round_both(left, right, x.dtype.element_ty)  # as if they had been written
     store_row(codes, scales, row, left, right, scale, inputs, LIMIT, INT8, BLOCKS, GIVEN)
 
 

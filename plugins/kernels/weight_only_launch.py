@@ -14,7 +14,7 @@ from engine.core.kernels.launch import dependent_launch, num_sms, shared_memory
 from engine.core.kernels.skinny_launch import Workspace
 from engine.plugins.kernels import weight_only, weight_only_vector
 from engine.plugins.kernels.weight_only_tiles import ROW_CLASSES, Problem, Tile, VectorTile, choose
-from engine.plugins.quant.layout import CodeLayout, Layout
+from engine.plugins.quant.layout import PackedMatrix
 
 if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
@@ -56,96 +56,64 @@ class Multiplier:
         return choose(problem, rows, num_sms(self.device), shared_memory(self.device))
 
     def __call__(
-        self,
-        x: torch.Tensor,
-        words: torch.Tensor,
-        scales: torch.Tensor,
-        layout: Layout | CodeLayout,
-        bias: torch.Tensor | None = None,
-        *,
-        gated: bool = False,
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None, *, gated: bool = False
     ) -> torch.Tensor:
         """x: [rows, inputs] -> [rows, outputs], in x's type, added up in float32.
 
-        words, scales: as the layout has them; gated: silu(gate) * up of their first and second half of outputs.
+        gated: silu(gate) * up, the first and the second half of W's rows.
         """
         rows, inputs = x.shape
-        zeros = layout.has_zeros(scales)
-        key = (rows, words.shape[1], inputs, layout, gated, x.dtype, zeros)
+        weight_rows, layout, zeros = matrix.rows, matrix.layout, matrix.zeros
+        key = (rows, weight_rows, inputs, layout, gated, x.dtype, zeros)
         if key not in self._tiles:
             problem = Problem(
-                gated=gated, weight_rows=words.shape[1], inputs=inputs, layout=layout, dtype=x.dtype, zeros=zeros
+                gated=gated, weight_rows=weight_rows, inputs=inputs, layout=layout, dtype=x.dtype, zeros=zeros
             )
             self._tiles[key] = self.tile(problem, rows)
         tile = self._tiles[key]
         if tile is None:
-            return self.by_library(x, words, scales, layout, bias, gated)
-        return self.by_tiles(x, words, scales, layout, bias, gated, tile)
+            return self.by_library(x, matrix, bias, gated)
+        return self.by_tiles(x, matrix, bias, gated, tile)
 
-    def by_library(
-        self,
-        x: torch.Tensor,
-        words: torch.Tensor,
-        scales: torch.Tensor,
-        layout: Layout | CodeLayout,
-        bias: torch.Tensor | None,
-        gated: bool,
-    ) -> torch.Tensor:
+    def by_library(self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
         """As the call, from unpacked weights."""
-        y = F.linear(x, self.dequantize(words, scales, layout, x), bias)
+        y = F.linear(x, self.dequantize(matrix, x), bias)
         return silu_and_mul(y) if gated else y
 
     def by_tiles(
-        self,
-        x: torch.Tensor,
-        words: torch.Tensor,
-        scales: torch.Tensor,
-        layout: Layout | CodeLayout,
-        bias: torch.Tensor | None,
-        gated: bool,
-        tile: Tile | VectorTile,
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, gated: bool, tile: Tile | VectorTile
     ) -> torch.Tensor:
         """As the call, with a tile of one's own."""
         x = x if x.is_contiguous() else x.contiguous()
         rows = x.shape[0]
-        outputs = words.shape[1] // 2 if gated else words.shape[1]
-        out = x.new_empty((rows, outputs))
+        out = x.new_empty((rows, _outputs(matrix, gated)))
         if rows:
-            kernel, arguments, constants = self._launch(out, x, words, scales, layout, bias, gated, tile)
-            kernel[tile.grid(words.shape[1], rows)](*arguments, **constants)
+            kernel, arguments, constants = self._launch(out, x, matrix, bias, gated, tile)
+            kernel[tile.grid(matrix.rows, rows)](*arguments, **constants)
         return out
 
     def compile(
-        self,
-        x: torch.Tensor,
-        words: torch.Tensor,
-        scales: torch.Tensor,
-        layout: Layout | CodeLayout,
-        bias: torch.Tensor | None,
-        gated: bool,
-        tile: Tile | VectorTile,
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, gated: bool, tile: Tile | VectorTile
     ) -> None:
         """What `by_tiles` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
-        kernel, arguments, constants = self._launch(x, x, words, scales, layout, bias, gated, tile)
+        kernel, arguments, constants = self._launch(x, x, matrix, bias, gated, tile)
         kernel.warmup(*arguments, grid=(1,), **constants)
 
-    def dequantize(
-        self, words: torch.Tensor, scales: torch.Tensor, layout: Layout | CodeLayout, x: torch.Tensor
-    ) -> torch.Tensor:
-        """The weights as a plain matrix for x, [outputs, x's columns] in its type.
+    def dequantize(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
+        """W as a plain matrix for x, [rows of W, x's columns] in its type.
 
         Memory is taken and given back at each call: the allocator hands the same to all layers, one after the other.
         """
-        inputs, outputs = x.shape[1], words.shape[1]
+        inputs, outputs = x.shape[1], matrix.rows
         out = x.new_empty((outputs, inputs))
-        weight_only.dequantize_kernel[(-(-outputs // UNPACK_ROWS), words.shape[0])](
+        weight_only.dequantize_kernel[(-(-outputs // UNPACK_ROWS), matrix.words.shape[0])](
             out,
-            words,
-            _as_read(scales, layout),
+            matrix.words,
+            _as_read(matrix),
             outputs,
             inputs,
-            *_strides(words, layout),
-            **self._constants(layout, scales, x.dtype),
+            *_strides(matrix),
+            **self._constants(matrix, x.dtype),
             TILE=UNPACK_ROWS,
             num_warps=4,
         )
@@ -168,20 +136,18 @@ class Multiplier:
         self,
         out: torch.Tensor,
         x: torch.Tensor,
-        words: torch.Tensor,
-        scales: torch.Tensor,
-        layout: Layout | CodeLayout,
+        matrix: PackedMatrix,
         bias: torch.Tensor | None,
         gated: bool,
         tile: Tile | VectorTile,
     ) -> tuple[JITFunction[Any], tuple[object, ...], dict[str, object]]:
         """A tile's kernel, its arguments and its constants."""
-        outputs = words.shape[1] // 2 if gated else words.shape[1]
-        tensors = (out, x, words, _as_read(scales, layout), words if bias is None else bias)
-        sizes = (x.shape[0], outputs, x.shape[1], *_strides(words, layout))
+        rows, inputs = x.shape
+        tensors = (out, x, matrix.words, _as_read(matrix), matrix.words if bias is None else bias)
+        sizes = (rows, _outputs(matrix, gated), inputs, *_strides(matrix))
         constants = {
-            **self._constants(layout, scales, x.dtype),
-            "EVEN": x.shape[1] % layout.block == 0,
+            **self._constants(matrix, x.dtype),
+            "EVEN": inputs % matrix.layout.block == 0,
             "TILE": tile.rows,
             "EPILOGUE": skinny.GATED.value if gated else skinny.PLAIN.value,
             "BIAS": bias is not None,
@@ -191,7 +157,7 @@ class Multiplier:
             return weight_only_vector.vector_kernel, (*tensors, *sizes), {**constants, "AT_ONCE": tile.blocks}
         constants |= {
             "COLUMNS": tile.columns,
-            "PARTS": tile.parts(layout),
+            "PARTS": tile.parts(matrix.layout),
             "STAGES": tile.stages,
             "EARLY": tile.early,
             "SPLIT": tile.splits > 1,
@@ -199,16 +165,18 @@ class Multiplier:
         scratch = (self.workspace.partials, self.workspace.arrivals)
         return weight_only.matmul_kernel, (*tensors, *scratch, *sizes), constants
 
-    def _constants(self, layout: Layout | CodeLayout, scales: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
+    def _constants(self, matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, object]:
+        """Those that follow from the matrix and from x's type."""
+        layout = matrix.layout
         return {
             "BITS": layout.bits,
             "SPAN": layout.span,
             "GROUP": layout.group,
             "CODE": CODES[layout.code].value,
             "SCALES": SCALES[layout.scaled].value,
-            "SCALE": SCALE_TYPES[scales.dtype],
+            "SCALE": SCALE_TYPES[matrix.scales.dtype],
             "POWER": layout.power(dtype),
-            "ZEROS": layout.has_zeros(scales),
+            "ZEROS": matrix.zeros,
             "ASM": self._asm,
             **self._dependent,
         }
@@ -220,11 +188,17 @@ class Multiplier:
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
 
-def _as_read(scales: torch.Tensor, layout: Layout | CodeLayout) -> torch.Tensor:
-    """Entries of groups are read as one number."""
-    return scales.view(torch.int32) if layout.scaled == "groups" else scales
+def _outputs(matrix: PackedMatrix, gated: bool) -> int:
+    """Columns of the result."""
+    return matrix.rows // 2 if gated else matrix.rows
 
 
-def _strides(words: torch.Tensor, layout: Layout | CodeLayout) -> tuple[int, int, int]:
+def _as_read(matrix: PackedMatrix) -> torch.Tensor:
+    """Scales; entries of groups are read as one number."""
+    return matrix.scales.view(torch.int32) if matrix.layout.scaled == "groups" else matrix.scales
+
+
+def _strides(matrix: PackedMatrix) -> tuple[int, int, int]:
     """From row to row and from block to block, in words; and the rows that share a scale of blocks."""
-    return words.stride(1), words.stride(0), max(layout.scale_rows, 1)
+    block_stride, row_stride, _ = matrix.words.stride()
+    return row_stride, block_stride, max(matrix.layout.scale_rows, 1)

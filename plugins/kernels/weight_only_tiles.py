@@ -124,10 +124,8 @@ FEW = 8
 overlaps with those before and behind it. The rules say what was fastest in a chain of all linear layers of a block, of
 Llama-3.1-8B and of Qwen3-0.6B, on an H200."""
 FEW_SMALL = Tile(rows=64, columns=FEW, warps=4, stages=6)
-FEW_LARGE_CODES = Tile(rows=128, columns=FEW, warps=4, stages=4)
-"""For a CodeLayout where all multiprocessors have one, without splits."""
-FEW_LARGE_GROUPS = Tile(rows=128, columns=FEW, warps=4, stages=6)
-"""For a Layout where all multiprocessors have one, with splits."""
+FEW_LARGE = Tile(rows=128, columns=FEW, warps=4, stages=4)
+"""Where all multiprocessors have one: for a CodeLayout without splits, for a Layout with them."""
 WARP_PAIRS = 128
 """Pairs of words of a row of W that a warp has at once, by a VectorTile: four a thread."""
 MOST_VECTOR_BYTES = 2**24
@@ -165,7 +163,7 @@ def _suits_vector(problem: Problem, sms: int) -> bool:
     if problem.inputs % 2:  # which it reads in pairs
         return False
     if problem.layout.scaled != "groups":
-        return FEW_LARGE_CODES.programs(problem, 1) < sms
+        return FEW_LARGE.programs(problem, 1) < sms
     return problem.layout.bits == 8 or problem.weight_rows * problem.inputs // 2 <= MOST_VECTOR_BYTES
 
 
@@ -181,7 +179,7 @@ def _usual(problem: Problem, columns: int, sms: int) -> Tile:
     """The tile with room for so many rows of x, if it fits; not split yet."""
     codes = problem.layout.scaled != "groups"
     if columns == FEW:
-        large = FEW_LARGE_CODES if codes else split(FEW_LARGE_GROUPS, problem, columns, sms)
+        large = FEW_LARGE if codes else split(FEW_LARGE, problem, columns, sms)
         return evolve(large, splits=1) if large.programs(problem, columns) * large.splits >= sms else FEW_SMALL
     return TILE_OF_32_CODES if codes and columns == TILE_OF_32_CODES.columns else TILES[columns]
 

@@ -13,10 +13,11 @@ from engine.plugins.kernels import weight_only, weight_only_launch, weight_only_
 from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.kernels.weight_only_tiles import MEASURED_CLASSES, Problem, Tile, candidates, other_splits
 from engine.plugins.quant import layout
+from engine.plugins.quant.layout import PackedMatrix
 
 
 class WeightOnly(Tunable[Tile | None]):
-    """A multiplication by packed weights. None: by the library. Weights of its operands: words and scales."""
+    """A multiplication by packed weights. None: by the library. Weights of its operands: PackedMatrix.tensors."""
 
     def __init__(self, multiplier: Multiplier, problem: Problem, most_rows: int = MEASURED_CLASSES[-1]) -> None:
         """most_rows: more are multiplied in another way."""
@@ -66,19 +67,20 @@ class WeightOnly(Tunable[Tile | None]):
     def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
         """See Tunable."""
         if candidate is not None:
-            words, scales = operands.weights["words"], operands.weights["scales"]
-            x = torch.empty((rows, self.inputs), dtype=self.dtype, device=words.device)
-            problem = self.problem
-            self._multiplier.compile(x, words, scales, problem.layout, operands.bias, problem.gated, candidate)
+            matrix = self._matrix(operands)
+            x = torch.empty((rows, self.inputs), dtype=self.dtype, device=matrix.words.device)
+            self._multiplier.compile(x, matrix, operands.bias, self.problem.gated, candidate)
 
     def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
         """See Tunable."""
-        words, scales = operands.weights["words"], operands.weights["scales"]
-        packed = (words, scales, self.problem.layout, operands.bias, self.problem.gated)
+        matrix, gated = self._matrix(operands), self.problem.gated
         if candidate is None:
-            return self._multiplier.by_library(x, *packed)
-        return self._multiplier.by_tiles(x, *packed, candidate)
+            return self._multiplier.by_library(x, matrix, operands.bias, gated)
+        return self._multiplier.by_tiles(x, matrix, operands.bias, gated, candidate)
 
     def choose(self, rows: int, candidate: Tile | None) -> None:
         """See Tunable."""
         self._multiplier.choose(self.problem, rows, candidate)
+
+    def _matrix(self, operands: Operands) -> PackedMatrix:
+        return PackedMatrix(**operands.weights, layout=self.problem.layout)

@@ -15,14 +15,7 @@ import triton.language as tl
 
 from engine.core.kernels.launch import release, wait
 from engine.core.kernels.skinny import GATED, place_of, rows_of, store_vector
-from engine.plugins.kernels.weight_only import (
-    BLOCKS,
-    FLOAT8,
-    GROUPS_OF_INPUTS,
-    OUTPUTS,
-    SIGNED,
-    half_of,
-)
+from engine.plugins.kernels.weight_only import BLOCKS, FLOAT8, GROUPS_OF_INPUTS, OUTPUTS, SIGNED, half_of
 
 ONE = tl.constexpr(0x3F800000)
 """The bits of 1.0."""
@@ -59,7 +52,7 @@ def _place(bit, bits):
 @triton.constexpr_function
 def _factor(bit, bits):
     """What one is worth there, inverted."""
-    return 2.0 ** (23 - (8 if bits == 8 else 12 if bit % 8 == 4 and bit < 28 else 16))
+    return 2.0 ** (23 - _place(bit, bits))
 
 
 @triton.jit

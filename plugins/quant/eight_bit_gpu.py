@@ -24,7 +24,7 @@ from engine.plugins.quant.eight_bit import NONE, EightBitFormat, EightBitKernel
 from engine.plugins.quant.eight_bit_codes import HOPPER, CodesMultiplier, has_capability
 from engine.plugins.quant.eight_bit_prologue import QuantizingPrologue
 from engine.plugins.quant.eight_bit_tuning import ByCodes
-from engine.plugins.quant.layout import CodeLayout
+from engine.plugins.quant.layout import CodeLayout, PackedMatrix
 from engine.plugins.quant.rounding import dequantize
 
 FEW_ROWS = 32
@@ -47,6 +47,8 @@ class GpuKernel(EightBitKernel):
         self._codes = CodesMultiplier(
             multiplier.workspace, form.torch_dtype, outputs, spec.rank_inputs, self.compute_dtype
         )
+        self._last: tuple[Mapping[str, torch.Tensor], PackedMatrix] | None = None
+        """The weights given last, and their matrix."""
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Codes and scales. Raises CheckpointError for float8 codes that are no numbers."""
@@ -73,14 +75,20 @@ class GpuKernel(EightBitKernel):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         if self.spec.dtype == "float32":  # of which the tensor cores would drop digits
             y = F.linear(flat, self.widen(weights, x.dtype, x.shape[-1]), bias)
-        elif not self._by_codes(flat.shape[0]):
-            words = self._layout.words(weights["weight"])
-            y = self._multiplier(flat, words, weights["scale"], self._layout, bias, gated=gated)
-            return y.view(*x.shape[:-1], y.shape[-1])
-        else:
+            y = silu_and_mul(y) if gated else y
+        elif self._by_codes(flat.shape[0]):
             y = self._codes(flat, weights, bias)
-        y = silu_and_mul(y) if gated else y
+            y = silu_and_mul(y) if gated else y
+        else:
+            y = self._multiplier(flat, self._matrix(weights), bias, gated=gated)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _matrix(self, weights: Mapping[str, torch.Tensor]) -> PackedMatrix:
+        """Kept, as a layer gives the same mapping, unchanged, at each call."""
+        if self._last is None or self._last[0] is not weights:
+            words = self._layout.words(weights["weight"])
+            self._last = weights, PackedMatrix(words=words, scales=weights["scale"], layout=self._layout)
+        return self._last[1]
 
     def gates_at_once(self, rows: int) -> bool:
         """See LinearKernel."""
@@ -99,26 +107,23 @@ class GpuKernel(EightBitKernel):
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> Sequence[Multiplication]:
         """One of few rows and one of many, or one of all where activations are not quantized."""
-        spec, weight = self.spec, weights["weight"]
+        spec = self.spec
         if spec.dtype == "float32":
             return ()
+        matrix = self._matrix(weights)
         problem = Problem(
             gated=spec.gated,
-            weight_rows=weight.shape[0],
+            weight_rows=matrix.rows,
             inputs=spec.rank_inputs,
             layout=self._layout,
             dtype=self.compute_dtype,
         )
-        packed = {"words": self._layout.words(weight), "scales": weights["scale"]}
         most_rows = FEW_ROWS if self._quantizes else MOST_ROWS
-        found = [
-            Multiplication(
-                tunable=WeightOnly(self._multiplier, problem, most_rows), operands=Operands(weights=packed, bias=bias)
-            )
-        ]
+        few = WeightOnly(self._multiplier, problem, most_rows)
+        found = [Multiplication(tunable=few, operands=Operands(weights=matrix.tensors, bias=bias))]
         if self._quantizes:
-            tunable = ByCodes(self._codes, static="input_scale" in weights)
-            found.append(Multiplication(tunable=tunable, operands=Operands(weights=weights, bias=bias)))
+            many = ByCodes(self._codes, static="input_scale" in weights)
+            found.append(Multiplication(tunable=many, operands=Operands(weights=weights, bias=bias)))
         return found
 
     def widen(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, inputs: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ within each block, and activations must be in the same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -164,3 +165,27 @@ class CodeLayout:
     def words(self, packed: torch.Tensor) -> torch.Tensor:
         """The same memory as [blocks, outputs, span] int16."""
         return packed.view(torch.int16).view(packed.shape[0], -1, self.span).transpose(0, 1)
+
+
+@frozen(kw_only=True, eq=False)
+class PackedMatrix:
+    """A weight matrix W, [rows, inputs], as its layout has it and kernels read it."""
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    layout: Layout | CodeLayout
+
+    @property
+    def rows(self) -> int:
+        """Of W."""
+        return self.words.shape[1]
+
+    @property
+    def zeros(self) -> bool:
+        """Whether there are zero points."""
+        return self.layout.has_zeros(self.scales)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """What is in memory, by name."""
+        return {"words": self.words, "scales": self.scales}

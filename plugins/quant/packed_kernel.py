@@ -18,7 +18,7 @@ from engine.core.layers.base import torch_dtype
 from engine.core.layers.matmul import multiply, pack
 from engine.core.layers.tunable import Multiplication, Operands
 from engine.core.quant import LinearKernel, LinearSpec, TensorSpec
-from engine.plugins.quant.layout import Layout
+from engine.plugins.quant.layout import Layout, PackedMatrix
 from engine.plugins.quant.w4a16 import Reader, Sorted, check_shares
 
 if TYPE_CHECKING:
@@ -44,14 +44,17 @@ class Multipliers:
 
 
 @frozen(kw_only=True, eq=False)
-class Matrix:
-    """A packed weight matrix; see Layout."""
+class Section:
+    """Outputs side by side whose inputs come in one order."""
 
-    words: torch.Tensor
-    scales: torch.Tensor
+    matrix: PackedMatrix
     order: torch.Tensor | None
     """Where its inputs come from; None: they are x's."""
-    bias: torch.Tensor | None
+    outputs: slice
+
+    def part_of(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The layer's bias, as far as it is of these outputs."""
+        return None if bias is None else bias[self.outputs]
 
 
 class PackedKernel(LinearKernel):
@@ -70,6 +73,8 @@ class PackedKernel(LinearKernel):
         self.reader = reader
         self.layout = Layout.choose(reader.scheme.bits, reader.scheme.group_size)
         self._multipliers = multipliers
+        self._last: tuple[Mapping[str, torch.Tensor], Sequence[Section]] = {}, ()
+        """The weights given last, and their sections."""
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Those of the reader, for each part."""
@@ -142,18 +147,16 @@ class PackedKernel(LinearKernel):
             return silu_and_mul(y) if gated else y
         multiplier = self._multipliers.on(x.device)
         rows = x.reshape(-1, x.shape[-1])
-        matrices = list(self._matrices(weights, bias))
-        gated_at_once = gated and len(matrices) == 1
+        sections = self._sections_of(weights)
+        gated_at_once = gated and len(sections) == 1
         results = [
             multiplier(
                 rows if one.order is None else multiplier.gather(rows, one.order),
-                one.words,
-                one.scales,
-                self.layout,
-                one.bias,
+                one.matrix,
+                one.part_of(bias),
                 gated=gated_at_once,
             )
-            for one in matrices
+            for one in sections
         ]
         y = results[0] if len(results) == 1 else torch.cat(results, -1)
         y = silu_and_mul(y) if gated and not gated_at_once else y
@@ -168,37 +171,36 @@ class PackedKernel(LinearKernel):
         from engine.plugins.kernels.weight_only_tiles import Problem
         from engine.plugins.kernels.weight_only_tuning import WeightOnly
 
-        matrices = list(self._matrices(weights, bias))
+        sections = self._sections_of(weights)
         found = []
-        for one in matrices:
+        for one in sections:
+            matrix = one.matrix
             problem = Problem(
-                gated=self.spec.gated and len(matrices) == 1,
-                weight_rows=one.words.shape[1],
+                gated=self.spec.gated and len(sections) == 1,
+                weight_rows=matrix.rows,
                 inputs=self.spec.rank_inputs if one.order is None else len(one.order),
                 layout=self.layout,
                 dtype=torch_dtype(self.spec.dtype),
-                zeros=self.layout.has_zeros(one.scales),
+                zeros=matrix.zeros,
             )
-            found.append(
-                Multiplication(
-                    tunable=WeightOnly(self._multipliers.on(one.words.device), problem),
-                    operands=Operands(weights={"words": one.words, "scales": one.scales}, bias=one.bias),
-                )
-            )
+            tunable = WeightOnly(self._multipliers.on(matrix.words.device), problem)
+            operands = Operands(weights=matrix.tensors, bias=one.part_of(bias))
+            found.append(Multiplication(tunable=tunable, operands=operands))
         return found
 
-    @staticmethod
-    def _matrices(weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> Iterator[Matrix]:
-        """What `packed` named by numbers, with its part of the bias."""
+    def _sections_of(self, weights: Mapping[str, torch.Tensor]) -> Sequence[Section]:
+        """Kept, as a layer gives the same mapping, unchanged, at each call."""
+        if self._last[0] is not weights:
+            self._last = weights, tuple(self._read(weights))
+        return self._last[1]
+
+    def _read(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Section]:
+        """What `packed` named by numbers."""
         first, number = 0, 0
         while (words := weights.get(f"words{number}")) is not None:
             last = first + words.shape[1]
-            yield Matrix(
-                words=words,
-                scales=weights[f"scales{number}"],
-                order=weights.get(f"order{number}"),
-                bias=None if bias is None else bias[first:last],
-            )
+            matrix = PackedMatrix(words=words, scales=weights[f"scales{number}"], layout=self.layout)
+            yield Section(matrix=matrix, order=weights.get(f"order{number}"), outputs=slice(first, last))
             first, number = last, number + 1
 
 

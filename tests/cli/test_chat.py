@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import builtins
+import io
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from engine.cli.chat import converse, prompted_lines
+from engine.cli.chat import converse, piped_lines, prompted_lines
 from engine.core.errors import InvalidRequestError
 from engine.core.types import SamplingParams
 
@@ -106,3 +108,13 @@ def test_piped_lines_are_answered_one_by_one(run, engine_checkpoint):
 
 def test_what_chat_cannot_show_is_no_option(run):
     assert run("chat", "--logprobs", "1").exit_code == 2
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_piped_lines_are_utf8_whatever_the_locale(monkeypatch, errors):
+    stdin = io.TextIOWrapper(io.BytesIO("é\n".encode() + b"\xff\n"), encoding="ascii", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    lines = piped_lines()
+    assert next(lines) == "é\n"
+    with pytest.raises(InvalidRequestError, match="not UTF-8"):
+        next(lines)

@@ -38,6 +38,14 @@ class Crashing(Fussy):
         raise RuntimeError("out of order")
 
 
+class Mumbling(Fussy):
+    """Refuses without a sentence."""
+
+    @classmethod
+    def refuses(cls) -> str | None:
+        return False
+
+
 class Unfinished(SchedulingPolicy):
     """Lacks all methods."""
 
@@ -51,7 +59,7 @@ class LargePages(TorchAttention):
 
 
 class Extra:
-    """Three policies that have something against working, and a backend that wants other pages."""
+    """Four policies that have something against working, and a backend that wants other pages."""
 
     @hookimpl
     def register_attention(self, register) -> None:
@@ -59,7 +67,7 @@ class Extra:
 
     @hookimpl
     def register_schedulers(self, register) -> None:
-        for cls in (Fussy, Crashing, Unfinished):
+        for cls in (Fussy, Crashing, Mumbling, Unfinished):
             register(cls.__name__.lower(), lambda cls=cls: cls, api=API, summary="for tests")
 
 
@@ -116,6 +124,8 @@ def test_check_tells_refused_from_broken(run, with_extra, engine_checkpoint):
     assert found["fussy"] == ("refused", "it needs a tide table; install one")
     assert found["crashing"][0] == "broken"
     assert "out of order" in found["crashing"][1]
+    assert found["mumbling"][0] == "broken"
+    assert "with False; it must be a sentence or None" in found["mumbling"][1]
     assert found["unfinished"][0] == "broken"
     assert "victim" in found["unfinished"][1]
     assert found["largepages"][0] == "refused"

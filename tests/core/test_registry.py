@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from attrs import frozen
 
 from engine.core.attention import AttentionBackend
 from engine.core.config import PluginsConfig
@@ -35,6 +36,25 @@ class Policy(SchedulingPolicy):
 def register_schedulers(register):
     register("{name}", lambda: Policy, api="1", summary="for a test")
 """
+
+
+class Incomplete(AttentionBackend):
+    api = "1"
+
+    def plan(self, batch, graph=None):
+        return None
+
+
+class Complete(Incomplete):
+    def __init__(self, spec, pool, options) -> None: ...
+
+    def forward(self, layer, q, k, v, plan):
+        return q
+
+    @classmethod
+    def refuses(cls, spec, device):
+        return None
+
 
 Install = Callable[..., None]
 
@@ -166,12 +186,21 @@ def test_two_plugins_of_one_name_are_refused_and_deny_resolves_it(install: Insta
         assert not plugins.failures
 
 
+def test_two_plugins_of_one_name_that_deny_cannot_tell_apart(install: Install) -> None:
+    install("engine-first", "1.1", POLICY.format(name="same"), entry="one")
+    install("engine-second", "2.2", POLICY.format(name="same"), entry="one")
+    with pytest.raises(PluginError, match=r"two plugins offer scheduler 'same'.*; uninstall one of the distributions"):
+        load_plugins().schedulers.get("same")
+
+
 def test_a_name_of_a_builtin_cannot_be_taken_over(install: Install) -> None:
     name = load_plugins().schedulers.names()[0]
     install("engine-thief", "1", POLICY.format(name=name), entry="thief")
     plugins = load_plugins()
     assert [one.distribution for one in plugins.schedulers.candidates()] == ["pluggable-llm-engine"]
-    with pytest.raises(PluginError, match="two plugins offer scheduler"):
+    with pytest.raises(
+        PluginError, match=r"two plugins offer scheduler.*; give that of engine-thief another name, or put 'thief'"
+    ):
         plugins.schedulers.get(name)
 
 
@@ -181,6 +210,50 @@ def test_another_contract_version_is_refused_with_both_versions(install: Install
     )
     with pytest.raises(PluginError, match=r"version '0' of the schedulers contract.*version '1'"):
         load_plugins().schedulers.get("old")
+
+
+@pytest.mark.parametrize(
+    ("offer", "message"),
+    [
+        ({"preference": "high"}, "with the preference 'high'; give a whole number"),
+        ({"preference": -1}, "with the preference -1; give a whole number"),
+        ({"preference": True}, "with the preference True; give a whole number"),
+        ({"summary": None}, "with the summary None; give one line of text"),
+        ({"api": 1}, "with api = 1; give the version as text, as api='1'"),
+        ({"loader": Complete}, r"Complete'>; give one that returns the class, as `lambda: Class` or `lazy"),
+        ({"loader": "module:Class"}, "a loader that is no function: 'module:Class'; give one that returns the class"),
+    ],
+)
+def test_an_impossible_offer_is_refused(offer: dict[str, object], message: str) -> None:
+    class Plugin:
+        @hookimpl
+        def register_schedulers(self, register) -> None:
+            register("mine", **{"loader": lambda: None, "api": "1", "summary": "", **offer})
+
+    with pytest.raises(PluginError, match=message):
+        load_plugins(extra=[Plugin()])
+
+
+def test_a_hook_that_returns_in_place_of_registering_is_refused() -> None:
+    class Returns:
+        @hookimpl
+        def register_attention(self, register):
+            return [Complete]
+
+    class Yields:
+        @hookimpl
+        def register_attention(self, register):
+            yield register("mine", lambda: Complete, api="1", summary="")
+
+    for plugin in (Returns(), Yields()):
+        with pytest.raises(PluginError, match=r"from register_attention\(\), which is read by nobody; call register\("):
+            load_plugins(extra=[plugin])
+
+
+@pytest.mark.parametrize("path", ["engine.core", "engine.core.quant:", ":Thing", ""])
+def test_a_lazy_path_without_a_class_is_refused_at_once(path: str) -> None:
+    with pytest.raises(ValueError, match='write it as "module:Class"'):
+        lazy(path)
 
 
 @pytest.mark.parametrize("name", ["", "auto", "one,two", 3])
@@ -234,6 +307,14 @@ def test_a_pack_loads_each_of_its_modules_by_itself(install: Install, tmp_path: 
     assert plugins.manifest()[-1] == ("pack:pack_good", "engine-pack", "3")
     [failure] = plugins.failures
     assert failure.plugin.name == "pack:pack_bad"
+
+
+def test_two_modules_of_a_pack_that_offer_one_name_must_be_renamed(install: Install, tmp_path: Path) -> None:
+    for module in ("pack_one", "pack_two"):
+        (tmp_path / f"{module}.py").write_text(POLICY.format(name="same"))
+    install("engine-pack", "3", 'PACK = ("pack_one", "pack_two")', entry="pack", target="engine_pack_module:PACK")
+    with pytest.raises(PluginError, match=r"two plugins offer scheduler 'same'.*; give one of them another name"):
+        load_plugins().schedulers.get("same")
 
 
 def test_processes_compare_what_they_have_loaded(install: Install) -> None:
@@ -300,24 +381,6 @@ class Offer:
         register("offered", self.loader, api="1", summary="")
 
 
-class Incomplete(AttentionBackend):
-    api = "1"
-
-    def plan(self, batch, graph=None):
-        return None
-
-
-class Complete(Incomplete):
-    def __init__(self, spec, pool, options) -> None: ...
-
-    def forward(self, layer, q, k, v, plan):
-        return q
-
-    @classmethod
-    def refuses(cls, spec, device):
-        return None
-
-
 class Outdated(Complete):
     api = "0"
 
@@ -326,12 +389,43 @@ class Dictionary(Complete):
     options_class = dict
 
 
+@frozen
+class Options:
+    number: int = 1
+
+
+class MadeOptions(Complete):
+    options_class = Options()
+
+
+class OtherLayout(Complete):
+    kv_layout = "HND"
+
+
+class MisspeltGraphs(Complete):
+    graphs = "decodes"
+
+
+class OnePageSize(Complete):
+    page_sizes = 16
+
+
+class NoPageSize(Complete):
+    page_sizes = ()
+
+
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
         (lambda: Incomplete, "lacks __init__, forward, refuses of engine.core.attention.AttentionBackend"),
         (lambda: Outdated, r"api = '0', but this engine has version '1'"),
         (lambda: Dictionary, "is no attrs class"),
+        (lambda: MadeOptions, "is no attrs class"),
+        (lambda: OtherLayout, "kv_layout = 'HND', but the KV cache is laid out as NHD only"),
+        (lambda: MisspeltGraphs, "graphs = 'decodes'; it must be one of none, decode, any"),
+        (lambda: OnePageSize, "page_sizes = 16; it must be a tuple of numbers"),
+        (lambda: NoPageSize, "must be a tuple of numbers"),
+        (lambda: sys.exit(3), "could not be imported: SystemExit: 3"),
         (lambda: dict, "not a subclass of engine.core.attention.AttentionBackend"),
         (lambda: 3, "not a subclass"),
         (lazy("no_such_module:Thing"), "could not be imported: ModuleNotFoundError"),

@@ -19,7 +19,7 @@ from engine.core.config import (
     SchedulerConfig,
 )
 from engine.core.device import DeviceInfo
-from engine.core.errors import ConfigError, PluginError
+from engine.core.errors import CheckpointError, ConfigError, PluginError
 from engine.core.executors import Executor
 from engine.core.hooks import hookimpl
 from engine.core.models import Model, ModelSpec
@@ -34,6 +34,7 @@ from engine.core.selection import (
     resolve,
     resolve_dtype,
     resolve_kv_dtype,
+    use_graphs,
 )
 
 CPU = DeviceInfo(type="cpu")
@@ -340,6 +341,41 @@ def test_what_is_passed_in_must_keep_the_contract(overrides: dict[str, object], 
         resolve(EngineConfig(), registry(), CPU, {}, overrides)
 
 
+def raising(error: Exception) -> Any:
+    def call(*arguments: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_a_policy_that_cannot_be_made_is_named() -> None:
+    faulty = concrete(SchedulingPolicy, __init__=raising(KeyError("tide")))
+    with pytest.raises(PluginError, match="scheduling policy Filled could not be made: KeyError: 'tide'"):
+        resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": faulty})
+    told = concrete(SchedulingPolicy, __init__=raising(ConfigError("give it a tide")))
+    with pytest.raises(ConfigError, match=r"^give it a tide$"):
+        resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": told})
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (
+            raising(KeyError("hidden_size")),
+            PluginError,
+            r"Filled failed in spec\(\): KeyError: 'hidden_size'; .*read_key",
+        ),
+        (raising(CheckpointError("it lacks a key")), CheckpointError, "^it lacks a key$"),
+        (lambda *_: {}, PluginError, r"Filled answers spec\(\) with {}; it must be an engine.core.models.ModelSpec"),
+        (lambda *_: evolve(SHAPE, sliding_windows=()), PluginError, "sliding_windows of 0 layers for 2"),
+    ],
+)
+def test_a_model_class_that_cannot_say_its_shape_is_named(spec: Any, error: type[Exception], message: str) -> None:
+    offer = ("models", "mine", concrete(Model, refuses=refusing(None), spec=classmethod(spec)), 1)
+    with pytest.raises(error, match=message):
+        resolve(EngineConfig(), registry(offer), CPU, {})
+
+
 def test_options_beside_a_finished_policy_are_not_ignored() -> None:
     config = evolve(EngineConfig(), scheduler=SchedulerConfig(options={"splits": 1}))
     with pytest.raises(ConfigError, match=r"scheduler.options is set"):
@@ -365,6 +401,16 @@ def test_dtype(wanted: str, checkpoint: dict[str, Any], device: DeviceInfo, dtyp
 def test_a_dtype_nobody_computes_in_is_refused() -> None:
     with pytest.raises(ConfigError, match="dtype is float8_e4m3fn; choose --dtype"):
         resolve_dtype(EngineConfig(), {"dtype": "float8_e4m3fn"}, GPU)
+
+
+def test_graphs_that_an_instance_sets_must_be_among_those_there_are() -> None:
+    backend = concrete(AttentionBackend)()
+    assert not use_graphs(EngineConfig(), backend, GPU)
+    backend.graphs = "decode"
+    assert use_graphs(EngineConfig(), backend, GPU)
+    backend.graphs = "decodes"
+    with pytest.raises(PluginError, match="Filled has set graphs = 'decodes'; it must be one of none, decode, any"):
+        use_graphs(EngineConfig(), backend, GPU)
 
 
 def test_max_len() -> None:

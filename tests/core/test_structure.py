@@ -43,6 +43,8 @@ class Options:
     order: Sequence[int] = ()
     inner: Inner = Inner()
     table: Mapping[str, int] = {}
+    code: str = field(default="ab", validator=validators.matches_re("[ab]+"))
+    tide: str = field(default="high", validator=validators.in_(("high", "low")))
     color: Color = Color.RED
     anything: Any = None
 
@@ -113,6 +115,8 @@ def test_values_of_the_right_type_are_taken(name: str, given: object, value: obj
         ({"many": [{"deep": 1}]}, r"mine.options.many\[0\]: there is no option 'deep'; did you mean depth"),
         ({"table": {"a": "x"}}, "mine.options.table"),
         ({"color": "blue"}, "mine.options.color"),
+        ({"tide": "ebb"}, r"^mine\.options: 'tide' must be in \('high', 'low'\) \(got 'ebb'\)$"),
+        ({"code": "xyz"}, r"^mine\.options: 'code' must match regex '\[ab\]\+' \('xyz' doesn't\)$"),
     ],
 )
 def test_anything_else_is_refused_with_its_place(values: dict[str, object], message: str) -> None:

@@ -2,6 +2,7 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import assume, given, settings
@@ -191,6 +192,25 @@ def test_encode_neither_cuts_nor_fills():
         )
         == "the other thing"
     )
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    tokenizer = Tokenizer(wrap(byte_level()))
+    begun, ended = threading.Event(), threading.Event()
+
+    def encode():
+        begun.set()
+        tokenizer.encode("x " * 100_000)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    turns = 0
+    while not ended.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 3
 
 
 def save(path, backend, **config):

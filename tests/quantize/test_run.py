@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -72,7 +73,9 @@ quantize(model, output, settings, calibration=calibration, device="cpu", progres
 def test_a_killed_run_goes_on_and_writes_the_same_checkpoint(model, text, calibration, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(model), str(out), str(text), "gptq"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Sums of as many threads as here, to the last digit.
+    env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (out / "config.json").exists()
     assert not list(out.glob("*.safetensors"))

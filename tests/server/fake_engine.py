@@ -10,6 +10,7 @@ How it behaves is in executor.options of its configuration:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import string
@@ -153,10 +154,11 @@ class FakeEngine:
 
 def follow(file: Path | None) -> None:
     """Do as the file says, if there is one."""
-    while file is not None and file.exists():
-        if file.read_text() == "refuse":
-            raise ConfigError("the setting is wrong by now")
-        time.sleep(0.01)
+    with contextlib.suppress(FileNotFoundError):
+        while file is not None:
+            if file.read_text() == "refuse":
+                raise ConfigError("the setting is wrong by now")
+            time.sleep(0.01)
 
 
 def _token(index: int) -> int:

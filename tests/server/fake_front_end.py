@@ -33,7 +33,8 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return b"".join(map(self.own_bytes, ids)).decode(errors="replace")
+        table = TABLES[skip_special_tokens]
+        return b"".join(table[token] for token in ids).decode(errors="replace")
 
     def decode_plainly(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self.decode(ids, skip_special_tokens)

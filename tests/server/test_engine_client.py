@@ -135,6 +135,18 @@ def test_a_request_the_engine_refuses_is_an_output(run: Callable[..., None]) -> 
     run(body)
 
 
+def test_a_stop_string_finishes_a_request_and_its_duration_counts(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient) -> None:
+        with client.submit([request("a", 10_000), request("b", 10_000)]) as group:
+            await group.next()
+            group.abort(0, "stop")
+        assert client.metrics.finished["stop"] == 1
+        assert client.metrics.finished["abort"] == 1
+        assert client.metrics.end_to_end.buckets()[-1] == ("+Inf", 1)
+
+    run(body)
+
+
 def test_leaving_the_group_aborts_what_runs(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", 10_000), request("b", 7)]) as group:

@@ -77,6 +77,13 @@ def test_forms_of_a_prompt(http: httpx.Client, prompt: Any, echoes: list[str]) -
     assert [choice["text"] for choice in choices] == [echo + "abcd" for echo in echoes]
 
 
+@pytest.mark.parametrize(("skip", "echoed"), [(None, "xy"), (True, "xy"), (False, "x<eos>y")])
+def test_an_echo_has_special_tokens_if_they_are_asked_for(http: httpx.Client, skip: bool | None, echoed: str) -> None:
+    prompt = [ord("x"), 256, ord("y")]
+    (choice,) = complete(http, prompt=prompt, echo=True, skip_special_tokens=skip)["choices"]
+    assert choice["text"] == echoed + "abcd"
+
+
 def test_n_choices_of_several_prompts_have_seeds_of_their_own(http: httpx.Client) -> None:
     body = complete(http, prompt=["x", "yy"], n=3, seed=1)
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
@@ -95,6 +102,7 @@ def test_a_stop_string_ends_the_text_and_the_request(server: Any, http: httpx.Cl
     body = complete(http, stop=["zz", "de"], max_tokens=200)
     assert body["choices"][0]["text"] == "abc"
     assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 5
     server.until(lambda: server.metrics()["engine_num_requests_running"] == 0)
 
 
@@ -203,6 +211,7 @@ def test_chat_template_variables(http: httpx.Client) -> None:
         ("/v1/completions", COMPLETION | {"stream_options": {"include_usage": True}}, "stream_options"),
         ("/v1/chat/completions", CHAT | {"tools": [{}]}, "tools"),
         ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -215,6 +224,7 @@ def test_chat_template_variables(http: httpx.Client) -> None:
             "messages[0].content[0]",
         ),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": False}, "add_special_tokens"),
         ("/detokenize", {"tokens": [999]}, "tokens"),
     ],
 )
@@ -298,11 +308,23 @@ def test_api_key(serve_fake: Serve) -> None:
 
 
 def test_too_many_requests(serve_fake: Serve) -> None:
+    with serve_fake(max_waiting=3, options={"delay": 0.01}) as server, server.client() as http:
+        long = COMPLETION | {"max_tokens": 250, "n": 2, "stream": True}
+        with http.stream("POST", "/v1/completions", json=long) as stream:
+            lines = stream.iter_lines()  # dropping it would close the connection
+            next(lines)
+            response = httpx.post(f"{server.url}/v1/completions", json=COMPLETION | {"n": 2})
+            assert refusal(response, 503)["code"] == "overloaded"
+            assert response.headers["retry-after"] == "1"
+        server.until(lambda: http.post("/v1/completions", json=COMPLETION | {"n": 3}).status_code == 200)
+
+
+@pytest.mark.parametrize(("body", "param"), [({"n": 4}, "n"), ({"prompt": ["a", "b", "c", "d"]}, "prompt")])
+def test_more_than_the_server_ever_takes_is_no_overload(serve_fake: Serve, body: dict[str, Any], param: str) -> None:
     with serve_fake(max_waiting=3) as server, server.client() as http:
-        response = http.post("/v1/completions", json=COMPLETION | {"n": 4})
-        assert refusal(response, 503)["code"] == "overloaded"
-        assert response.headers["retry-after"] == "1"
-        assert http.post("/v1/completions", json=COMPLETION | {"n": 3}).status_code == 200
+        error = refusal(http.post("/v1/completions", json=COMPLETION | body))
+        assert error["param"] == param
+        assert "server.max_waiting" in error["message"]
 
 
 @pytest.mark.parametrize("cause", ["die_after", "raise_after"])

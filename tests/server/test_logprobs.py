@@ -9,12 +9,13 @@ from engine.server.logprobs import LOWEST, chat_logprobs, completion_logprobs, p
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes; 256 is special, 300 a whole euro sign."""
+    """A tokenizer whose tokens are bytes; 256 is special, written <s>, 300 a whole euro sign."""
 
     special_tokens = frozenset({256})
 
     def token_bytes(self, token: int) -> bytes:
-        return "€".encode() if token == 300 else bytes([token])
+        whole = {256: "<s>", 300: "€"}
+        return whole[token].encode() if token in whole else bytes([token])
 
 
 TOKENIZER = cast(Tokenizer, Bytes())
@@ -31,7 +32,14 @@ def test_token_names() -> None:
 
 def test_offsets_count_whole_characters() -> None:
     prompt = [ord("a"), *"€".encode(), ord("b"), 256, 300, ord("c")]
-    assert prompt_offsets(TOKENIZER, prompt) == [0, 1, 1, 1, 2, 3, 3, 4]
+    assert prompt_offsets(TOKENIZER, prompt, "a€b€c") == [0, 1, 1, 1, 2, 3, 3, 4]
+
+
+def test_offsets_count_special_tokens_that_the_text_has() -> None:
+    prompt = [256, ord("a"), 256, ord("b")]
+    assert prompt_offsets(TOKENIZER, prompt, "a<s>b") == [0, 0, 1, 4]
+    assert prompt_offsets(TOKENIZER, prompt, "<s>a<s>b") == [0, 3, 4, 7]
+    assert prompt_offsets(TOKENIZER, prompt, "ab") == [0, 0, 1, 1]
 
 
 def test_top_logprobs_hold_the_sampled_token_too() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.server.errors import ApiError
-from engine.server.protocol import ChatBody, CompletionBody, decode
+from engine.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode
 
 COMPLETION = {"model": "m", "prompt": "p"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -40,6 +40,12 @@ def test_forms_of_a_prompt(prompt: Any) -> None:
 def test_null_means_not_given() -> None:
     names = set(msgspec.json.schema(ChatBody)["$defs"]["ChatBody"]["properties"]) - {"model", "messages"}
     assert decode(msgspec.json.encode(CHAT | dict.fromkeys(names)), ChatBody).n is None
+    options = {"stream_options": {"include_usage": None}}
+    assert decode(msgspec.json.encode(COMPLETION | options), CompletionBody).stream_options is not None
+    tokenize = dict.fromkeys(("model", "prompt", "messages", "add_special_tokens"))
+    assert decode(msgspec.json.encode(tokenize), TokenizeBody).prompt is None
+    detokenize = {"tokens": [1], "model": None, "skip_special_tokens": None}
+    assert decode(msgspec.json.encode(detokenize), DetokenizeBody).tokens == [1]
 
 
 @pytest.mark.parametrize(

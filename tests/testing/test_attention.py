@@ -159,6 +159,38 @@ class Worst(Replayed):
         return attrs.evolve(batch, context_lens=torch.from_numpy(batch.context_lens_host))
 
 
+class Shared(Replayed):
+    """Has one place for the lengths and tables of all plans."""
+
+    def plan(self, batch, graph=None):
+        self.planned = batch
+
+    def forward(self, layer, q, k, v, plan):
+        return super().forward(layer, q, k, v, self.planned)
+
+
+class Elsewhere(Plain):
+    def forward_into(self, layer, q, k, v, plan, out):
+        self.forward(layer, q, k, v, plan)
+
+
+class Overflowing(Plain):
+    """Writes whole tiles of 64 rows."""
+
+    def forward_into(self, layer, q, k, v, plan, out):
+        super().forward_into(layer, q, k, v, plan, out)
+        rows = min(64, out.untyped_storage().nbytes() // out[0].nbytes - out.storage_offset() // out[0].numel())
+        out.as_strided((rows, *out.shape[1:]), out.stride())[len(out) :] = 0
+
+
+class Sorting(Plain):
+    """Puts the batch's host lengths in order, in place."""
+
+    def plan(self, batch, graph=None):
+        batch.context_lens_host.sort()
+        return batch
+
+
 class Widened(Plain):
     def forward(self, layer, q, k, v, plan):
         return super().forward(layer, q, k, v, plan).double()
@@ -192,6 +224,10 @@ class Vague(Plain):
         (Dense, lambda suite: suite.test_strided_inputs()),
         (Remembering, lambda suite: suite.test_one_plan_for_changing_buffers(None)),
         (Worst, lambda suite: suite.test_one_plan_for_changing_buffers(None)),
+        (Shared, lambda suite: suite.test_one_plan_for_changing_buffers(None)),
+        (Elsewhere, lambda suite: suite.test_forward_into("prefill")),
+        (Overflowing, lambda suite: suite.test_forward_into("decode")),
+        (Sorting, lambda suite: suite.test_nothing_is_changed()),
         (Unscaled, lambda suite: suite.test_float8_cache("mixed")),
         (OneScale, lambda suite: suite.test_float8_cache("decode")),
         (KeyScaleAlone, lambda suite: suite.test_float8_cache("prefill")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import pytest
 import torch
 import triton
@@ -11,10 +12,9 @@ from attrs import define
 
 from engine.core.attention import AttentionSpec
 from engine.plugins.kernels.paged_decode import (
-    MANY,
     DecodeConfig,
     DecodeWorkspace,
-    decode_config,
+    decode_configs,
     pad_sequences,
     paged_decode,
     pieces_at_once,
@@ -196,12 +196,32 @@ def test_values_that_count_more_than_once(programs):
 @pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [16, 96, 128, 256])
-@pytest.mark.parametrize("sequences", [1, MANY])
-def test_the_launch_fits_a_multiprocessor(sequences, head_dim, itemsize, shared_memory):
-    config = decode_config(sequences, head_dim, itemsize, shared_memory)
-    used = (config.stages - 1) * 2 * config.tile * max(head_dim, 16) * itemsize
-    assert used * (config.programs if config.stages > 2 else 1) < shared_memory
-    assert config.tile in (16, 32, 64, 128)
+def test_launches_fit_a_multiprocessor(head_dim, itemsize, shared_memory):
+    configs = decode_configs(head_dim, itemsize, shared_memory)
+    for _, config in configs:
+        tiles = (config.stages - 1) * 2 * config.tile * triton.next_power_of_2(head_dim) * itemsize
+        assert config.programs * (tiles + 4096) <= shared_memory or (config.stages, config.programs) == (2, 1)
+        assert config.tile in (16, 32, 64, 128)
+    most = [most for most, _ in configs]
+    assert most == sorted(most)
+    assert most[-1] == float("inf")
+
+
+def test_launches_are_those_measured_where_the_memory_is_as_large():
+    """228 KB a multiprocessor, heads of 128 numbers."""
+    assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472)] == [
+        (32, 4, 4, 1),
+        (64, 4, 4, 2),
+        (64, 2, 2, 4),
+        (16, 1, 3, 8),
+    ]
+    assert attrs.astuple(decode_configs(128, 1, 233472)[-1][1]) == (32, 1, 3, 10)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_launches_that_are_chosen(number):
+    config = decode_configs(32, 4, 233472)[number][1]
+    Case([50, 130, 7]).check(config.programs, config)
 
 
 def test_few_lengths_of_the_vector_of_lengths():

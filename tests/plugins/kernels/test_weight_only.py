@@ -9,8 +9,7 @@ from engine.core.kernels.skinny_launch import MOST_PROGRAMS, MOST_SUMS
 from engine.plugins.kernels.weight_only_launch import Multiplier
 from engine.plugins.kernels.weight_only_tiles import (
     COLUMNS,
-    FEW_LARGE_CODES,
-    FEW_LARGE_GROUPS,
+    FEW_LARGE,
     FEW_SMALL,
     MOST_ROWS,
     MOST_SPLITS,
@@ -21,7 +20,7 @@ from engine.plugins.kernels.weight_only_tiles import (
     choose,
     split,
 )
-from engine.plugins.quant.layout import CodeLayout, Layout
+from engine.plugins.quant.layout import CodeLayout, Layout, PackedMatrix
 
 from .eight_bit import Operands as CodeOperands
 
@@ -58,12 +57,12 @@ class Operands:
         group_of = torch.arange(inputs, device=device) // (inputs if group_size == -1 else group_size)
         centre = 2 ** (bits - 1) if offsets is None else offsets.double()[group_of].T
         self.weight = (values.double() - centre) * scales.double()[group_of].T
-        self.layout = Layout.choose(bits, group_size)
-        self.words, self.scales = self.layout.pack(values, scales, offsets, group_size, NAMES[dtype])
+        layout = Layout.choose(bits, group_size)
+        words, entries = layout.pack(values, scales, offsets, group_size, NAMES[dtype])
+        self.matrix = PackedMatrix(words=words, scales=entries, layout=layout)
         x = torch.full((rows + 2, inputs), float("nan"), device=device).to(dtype)  # NaN before and behind
         x[1:-1] = torch.randn(rows, inputs, device=device) / inputs**0.5
         self.x = x[1:-1]
-        self.packed = (self.words, self.scales, self.layout)
 
 
 def check(result, exact):
@@ -86,7 +85,7 @@ def gated(operands, bias=None):
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, 256), (4, -1), (8, 32), (8, 128)])
 def test_layouts(multiplier, device, half, bits, group_size, zeros, tile):
     operands = Operands(5, 40, 768, group_size, device, half, bits=bits, zeros=zeros)
-    check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), linear(operands))
+    check(multiplier.by_tiles(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
@@ -94,14 +93,14 @@ def test_layouts(multiplier, device, half, bits, group_size, zeros, tile):
 def test_ragged_sizes(multiplier, device, half, outputs, inputs, tile):
     operands = Operands(3, outputs, inputs, 32 if inputs % 64 else 64, device, half)
     bias = torch.randn(outputs, device=device).to(half)
-    check(multiplier.by_tiles(operands.x, *operands.packed, bias, False, tile), linear(operands, bias))
+    check(multiplier.by_tiles(operands.x, operands.matrix, bias, False, tile), linear(operands, bias))
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
 def test_rows(multiplier, device, half, rows, tile):
     operands = Operands(rows, 64, 512, 128, device, half, zeros=False)
-    check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), linear(operands))
+    check(multiplier.by_tiles(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
@@ -109,7 +108,7 @@ def test_rows(multiplier, device, half, rows, tile):
 def test_gated(multiplier, device, half, outputs, biased, tile):
     operands = Operands(6, outputs, 512, 64, device, half)
     bias = torch.randn(outputs, device=device).to(half) if biased else None
-    check(multiplier.by_tiles(operands.x, *operands.packed, bias, True, tile), gated(operands, bias))
+    check(multiplier.by_tiles(operands.x, operands.matrix, bias, True, tile), gated(operands, bias))
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -117,28 +116,28 @@ def test_gated(multiplier, device, half, outputs, biased, tile):
 def test_one_row(multiplier, device, half, bits, group_size, zeros):
     operands = Operands(1, 10, 768, group_size, device, half, bits=bits, zeros=zeros)
     bias = torch.randn(10, device=device).to(half)
-    check(multiplier.by_tiles(operands.x, *operands.packed, bias, False, VECTOR), linear(operands, bias))
+    check(multiplier.by_tiles(operands.x, operands.matrix, bias, False, VECTOR), linear(operands, bias))
 
 
 def test_one_row_and_part_of_a_block(multiplier, device, half):
     operands = Operands(1, 7, 352, 32, device, half)
-    check(multiplier.by_tiles(operands.x, *operands.packed, None, False, VECTOR), linear(operands))
+    check(multiplier.by_tiles(operands.x, operands.matrix, None, False, VECTOR), linear(operands))
 
 
 def test_one_row_gated(multiplier, device, half):
     operands = Operands(1, 12, 512, 64, device, half)
     bias = torch.randn(12, device=device).to(half)
-    check(multiplier.by_tiles(operands.x, *operands.packed, bias, True, VECTOR), gated(operands, bias))
+    check(multiplier.by_tiles(operands.x, operands.matrix, bias, True, VECTOR), gated(operands, bias))
 
 
 def test_one_row_after_the_other(multiplier, device, half):
     operands = Operands(3, 8, 256, 128, device, half, zeros=False)
-    check(multiplier.by_tiles(operands.x, *operands.packed, None, False, VECTOR), linear(operands))
+    check(multiplier.by_tiles(operands.x, operands.matrix, None, False, VECTOR), linear(operands))
 
 
 def test_programs_that_share_a_tile_leave_their_counters_at_zero(multiplier, device, half):
     operands = Operands(4, 64, 2048, 128, device, half)
-    first, second = (multiplier.by_tiles(operands.x, *operands.packed, None, False, SHARED) for _ in range(2))
+    first, second = (multiplier.by_tiles(operands.x, operands.matrix, None, False, SHARED) for _ in range(2))
     assert torch.equal(first, second)
     assert not multiplier.workspace.arrivals.any()
 
@@ -147,25 +146,25 @@ def test_programs_that_share_a_tile_leave_their_counters_at_zero(multiplier, dev
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (8, 64)])
 def test_unpacked_weights_are_rounded_once(multiplier, device, half, bits, group_size, kind):
     operands = Operands(1, 50, 352, 32 if group_size == 32 else -1, device, half, bits=bits, scale_dtype=kind)
-    unpacked = multiplier.dequantize(operands.words, operands.scales, operands.layout, operands.x)
+    unpacked = multiplier.dequantize(operands.matrix, operands.x)
     torch.testing.assert_close(unpacked, operands.weight.to(half), rtol=0, atol=0)
 
 
 def test_many_rows_go_to_the_library(multiplier, device, half):
     operands = Operands(MOST_ROWS + 1, 64, 128, 64, device, half)
     bias = torch.randn(64, device=device).to(half)
-    check(multiplier(operands.x, *operands.packed, bias), linear(operands, bias))
-    check(multiplier(operands.x, *operands.packed, bias, gated=True), gated(operands, bias))
+    check(multiplier(operands.x, operands.matrix, bias), linear(operands, bias))
+    check(multiplier(operands.x, operands.matrix, bias, gated=True), gated(operands, bias))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 20])
 def test_call_chooses_a_tile(multiplier, device, half, rows):
     operands = Operands(rows, 96, 512, 128, device, half)
     if rows == 0:
-        assert multiplier(operands.x, *operands.packed).shape == (0, 96)
+        assert multiplier(operands.x, operands.matrix).shape == (0, 96)
         return
-    check(multiplier(operands.x, *operands.packed), linear(operands))
-    check(multiplier(operands.x, *operands.packed, gated=True), gated(operands))
+    check(multiplier(operands.x, operands.matrix), linear(operands))
+    check(multiplier(operands.x, operands.matrix, gated=True), gated(operands))
 
 
 def test_gather(multiplier, device, half):
@@ -212,7 +211,7 @@ def test_shared_memory_is_what_the_compiler_takes():
         (TILES[128], four, 115712),
         (evolve(TILES[128], step=256), four, 230400),
         (TILES[64], four, 115200),
-        (FEW_LARGE_GROUPS, four, 104960),
+        (evolve(FEW_LARGE, stages=6), four, 104960),
         (TILES[128], eight, 131072),
         (TILES[16], eight, 106496),
     ):
@@ -224,12 +223,12 @@ def test_shared_memory_is_what_the_compiler_takes():
     [
         (CodeLayout(dtype="int8"), 4096, 4096, VectorTile(rows=4, blocks=8, warps=2), FEW_SMALL),
         (CodeLayout(dtype="int8"), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
-        (CodeLayout(dtype="int8"), 28672, 4096, FEW_LARGE_CODES, FEW_LARGE_CODES),
+        (CodeLayout(dtype="int8"), 28672, 4096, FEW_LARGE, FEW_LARGE),
         (CodeLayout(dtype="int8"), 4096, 4095, FEW_SMALL, FEW_SMALL),
         (Layout.choose(4, 128), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
         (Layout.choose(4, 32), 1024, 2048, VectorTile(rows=2, blocks=16, warps=2), FEW_SMALL),
-        (Layout.choose(4, 128), 4096, 14336, FEW_LARGE_GROUPS, FEW_LARGE_GROUPS),
-        (Layout.choose(8, 128), 4096, 14336, VectorTile(rows=4, blocks=8, warps=2), FEW_LARGE_GROUPS),
+        (Layout.choose(4, 128), 4096, 14336, FEW_LARGE, FEW_LARGE),
+        (Layout.choose(8, 128), 4096, 14336, VectorTile(rows=4, blocks=8, warps=2), FEW_LARGE),
     ],
 )
 def test_what_multiplies_one_row_and_few(layout, outputs, inputs, one, few):
@@ -260,11 +259,11 @@ def each_code(dtype, device):
 def test_each_code_is_read_as_what_it_is(multiplier, device, half, dtype):
     codes = each_code(dtype, device)
     layout = CodeLayout(dtype=str(dtype).removeprefix("torch."))
-    words, scales = layout.words(layout.pack(codes)), torch.ones(2, device=device)
+    matrix = PackedMatrix(words=layout.words(layout.pack(codes)), scales=torch.ones(2, device=device), layout=layout)
     x = torch.eye(128, device=device, dtype=half)
     for tile in (SMALL, evolve(SMALL, columns=64), VectorTile(rows=2, blocks=1, warps=1)):
-        assert torch.equal(multiplier.by_tiles(x, words, scales, layout, None, False, tile).float(), codes.float().T)
-    assert torch.equal(multiplier.dequantize(words, scales, layout, x).float(), codes.float())
+        assert torch.equal(multiplier.by_tiles(x, matrix, None, False, tile).float(), codes.float().T)
+    assert torch.equal(multiplier.dequantize(matrix, x).float(), codes.float())
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
@@ -272,29 +271,27 @@ def test_each_code_is_read_as_what_it_is(multiplier, device, half, dtype):
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
 def test_codes(multiplier, device, half, kind, scale_rows, outputs, inputs, tile):
     operands = CodeOperands(kind, 5, outputs, inputs, device, scale_rows=scale_rows, biased=True, half=half)
-    layout, words = coded(operands, scale_rows)
+    matrix = coded(operands, scale_rows)
     exact = operands.exact(codes=False)
-    check(multiplier.by_tiles(operands.x, words, operands.scale, layout, operands.bias, False, tile), exact)
-    both = multiplier.by_tiles(operands.x, words, operands.scale, layout, operands.bias, True, tile)
+    check(multiplier.by_tiles(operands.x, matrix, operands.bias, False, tile), exact)
     gate, up = exact.chunk(2, -1)
-    check(both, F.silu(gate) * up)
-    check(multiplier.by_library(operands.x, words, operands.scale, layout, operands.bias, False), exact)
+    check(multiplier.by_tiles(operands.x, matrix, operands.bias, True, tile), F.silu(gate) * up)
+    check(multiplier.by_library(operands.x, matrix, operands.bias, False), exact)
 
 
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
 def test_one_row_of_codes(multiplier, device, half, kind, scale_rows):
     operands = CodeOperands(kind, 1, 10, 328, device, scale_rows=scale_rows, biased=True, half=half)
-    layout, words = coded(operands, scale_rows)
+    matrix = coded(operands, scale_rows)
     exact = operands.exact(codes=False)
-    packed = (words, operands.scale, layout, operands.bias)
-    check(multiplier.by_tiles(operands.x, *packed, False, VECTOR), exact)
+    check(multiplier.by_tiles(operands.x, matrix, operands.bias, False, VECTOR), exact)
     gate, up = exact.chunk(2, -1)
-    check(multiplier.by_tiles(operands.x, *packed, True, VECTOR), F.silu(gate) * up)
+    check(multiplier.by_tiles(operands.x, matrix, operands.bias, True, VECTOR), F.silu(gate) * up)
 
 
 def coded(operands, scale_rows):
     layout = CodeLayout(dtype=str(operands.weight.dtype).removeprefix("torch."), scale_rows=scale_rows)
-    return layout, layout.words(layout.pack(operands.weight))
+    return PackedMatrix(words=layout.words(layout.pack(operands.weight)), scales=operands.scale, layout=layout)
 
 
 @pytest.mark.gpu
@@ -304,8 +301,7 @@ def coded(operands, scale_rows):
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 128)])
 def test_real_sizes_of_codes(multiplier, device, dtype, kind, scale_rows, rows, outputs, inputs):
     operands = CodeOperands(kind, rows, outputs, inputs, device, scale_rows=scale_rows, half=dtype)
-    layout, words = coded(operands, scale_rows)
-    check(multiplier(operands.x, words, operands.scale, layout), operands.exact(codes=False))
+    check(multiplier(operands.x, coded(operands, scale_rows)), operands.exact(codes=False))
 
 
 @pytest.mark.gpu
@@ -314,8 +310,8 @@ def test_real_sizes_of_codes(multiplier, device, dtype, kind, scale_rows, rows, 
 @pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
 def test_real_sizes(multiplier, device, dtype, rows, outputs, inputs):
     operands = Operands(rows, outputs, inputs, 128, device, dtype, zeros=rows % 2 == 0)
-    check(multiplier(operands.x, *operands.packed), linear(operands))
-    check(multiplier(operands.x, *operands.packed, gated=True), gated(operands))
+    check(multiplier(operands.x, operands.matrix), linear(operands))
+    check(multiplier(operands.x, operands.matrix, gated=True), gated(operands))
 
 
 def tried(problem, rows):
@@ -334,7 +330,7 @@ def tried(problem, rows):
 @pytest.mark.parametrize("zeros", [False, True])
 def test_every_tile(multiplier, device, dtype, zeros, bits, group_size, rows):
     operands = Operands(rows, 4096, 4096, group_size, device, dtype, bits=bits, zeros=zeros)
-    problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=operands.layout)
+    problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=operands.matrix.layout)
     exact = linear(operands)
     for tile in tried(problem, rows):
-        check(multiplier.by_tiles(operands.x, *operands.packed, None, False, tile), exact)
+        check(multiplier.by_tiles(operands.x, operands.matrix, None, False, tile), exact)

@@ -16,13 +16,15 @@ def compiled(tile, layout):
 
     from engine.plugins.kernels.weight_only import matmul_kernel as kernel
     from engine.plugins.kernels.weight_only_launch import Multiplier
+    from engine.plugins.quant.layout import PackedMatrix
 
     multiplier = Multiplier(torch.device("cpu"))
     multiplier._asm = True
     x = torch.empty(1, 4096, dtype=torch.bfloat16)
     scales = torch.empty(1, layout.groups // 2, 1, 2, dtype=torch.bfloat16)
     words = torch.empty(1, 1, layout.span, dtype=torch.int16)
-    constants = multiplier._launch(x, x, words, scales, layout, None, False, tile)[2]
+    matrix = PackedMatrix(words=words, scales=scales, layout=layout)
+    constants = multiplier._launch(x, x, matrix, None, False, tile)[2]
     warps = constants.pop("num_warps")
     pointers = dict.fromkeys(("out", "x", "bias"), "*bf16") | dict.fromkeys(("partials", "scales"), "*fp32")
     pointers |= {"words": "*i16", "arrivals": "*i32"}

@@ -21,7 +21,7 @@ from engine.plugins.kernels.weight_only_tiles import (
     other_splits,
 )
 from engine.plugins.kernels.weight_only_tuning import WeightOnly
-from engine.plugins.quant.layout import CodeLayout, Layout
+from engine.plugins.quant.layout import CodeLayout, Layout, PackedMatrix
 
 from .eight_bit import Operands as CodeOperands
 from .eight_bit import check_close
@@ -168,9 +168,11 @@ def test_what_is_chosen_multiplies_its_class_of_rows(multiplier, device, half, m
     monkeypatch.setattr(multiplier, "by_tiles", lambda *given: taken.append(given[-1]) or by_tiles(*given))
     monkeypatch.setattr(multiplier, "by_library", lambda *given: taken.append(None) or by_library(*given))
 
+    matrix = PackedMatrix(**operands.weights, layout=layout)
+
     def multiply(rows):
         taken.clear()
-        y = multiplier(x[:rows], operands.weights["words"], operands.weights["scales"], layout)
+        y = multiplier(x[:rows], matrix)
         check_close(y, exact[:rows], 2**-9 if half == torch.float16 else 2**-6)
         return taken[0]
 
@@ -214,11 +216,12 @@ def test_every_candidate_compiles_and_runs(device, layout):
             shape = (-(-outputs // layout.scale_rows), blocks) if layout.scale_rows else (outputs,)
             scales = torch.ones(shape, device=device)
             words = words & 0x3F3F  # no NaN
-        operands = Operands(weights={"words": words, "scales": scales})
+        matrix = PackedMatrix(words=words, scales=scales, layout=layout)
+        operands = Operands(weights=matrix.tensors)
         tunable = WeightOnly(multiplier, problem)
         for rows in tunable.classes:
             x = torch.randn(rows, inputs, device=device).bfloat16()
-            exact = multiplier.by_library(x, words, scales, layout, None, False).double()
+            exact = multiplier.by_library(x, matrix, None, False).double()
             first = tunable.candidates(rows)
             tiles = [*first, *tunable.refine(rows, first)]
             work = Work(rows=rows)

@@ -143,6 +143,14 @@ def test_shapes_around_the_rows_are_kept():
     assert torch.equal(case.kernel.apply(strided, case.weights, None), flat)
 
 
+def test_the_weights_that_are_given_are_multiplied():
+    """Whatever was given to the same kernel before."""
+    kernel = make("int8", "channel", "token", parts=(("gate", 8), ("up", 8)))
+    first, second = (Case(kernel, seed) for seed in (1, 2))
+    for case in (first, first, second, first):
+        case.check(1)
+
+
 def test_no_rows_in_float32():
     kernel = make("fp8", "channel", "token", dtype="float32")
     case = Case(kernel)

@@ -91,6 +91,20 @@ def one_part(name, outputs, inputs, dtype="float16", **more):
     )
 
 
+def test_the_weights_that_are_given_are_multiplied():
+    """Whatever was given to the same kernel before."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kernel = Gptq.from_checkpoint(GPTQ, None).linear(one_part("a", 16, 64, device=device))
+    weights = [Weight(16, 64, seed=seed) for seed in (1, 2)]
+    packed = [
+        kernel.packed({f"a.{end}": tensor.to(device) for end, tensor in weight.gptq().items()}) for weight in weights
+    ]
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).half()
+    for number in (0, 0, 1, 0):
+        y = kernel.apply(x.to(device), packed[number], None).float().cpu()
+        torch.testing.assert_close(y, x.float() @ weights[number].plain.T, rtol=2e-3, atol=2e-3)
+
+
 def test_symmetric_zero_points_are_not_kept():
     scales = {}
     for symmetric in (True, False):

@@ -101,6 +101,8 @@ def test_few_bits(case, tmp_path):
     assert_same(tmp_path / "quantized", 2)
 
 
+WIDE = {**SIZES, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 16}
+"""Of which four ranks have whole blocks of 128."""
 ON_GPUS = ["none", "fp8 a channel", "fp8 a block", "int8", "gptq", "awq", "compressed"]
 TIE = 0.1
 """Nats by which rounding to bfloat16 may set apart tokens that are about equally likely; others fall short by 4."""
@@ -133,19 +135,25 @@ def shortfalls(engine, tokens):
     return torch.tensor([one.top[0][1] - one.logprob for one in entries])
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("wide") / "model", "llama", tokenizer=True, **WIDE)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 @pytest.mark.parametrize("case", ON_GPUS)
-def test_processes_on_gpus(case, graphs, plain, tmp_path):
-    """In bfloat16, by NCCL and peer memory: two ranks choose what one does, but for ties."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs; torch sees {torch.cuda.device_count()}")
-    path = stored_as(case, plain, tmp_path)
+def test_processes_on_gpus(case, graphs, ranks, plain, wide, tmp_path):
+    """In bfloat16, by NCCL and peer memory: several ranks choose what one does, but for ties."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
+    path = stored_as(case, wide if ranks > 2 else plain, tmp_path)
     settings = {"executor__device": "cuda", "model__dtype": "bfloat16", "cache__memory": "64MiB", "model__max_len": 256}
     settings |= {"executor__graphs": graphs, "scheduler__max_batch_tokens": 32}  # of more, activations are quantized
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-    with Engine(model=str(path), executor__tensor_parallel=2, **settings) as two:
-        [shared] = two.generate([PROMPT], params)
+    with Engine(model=str(path), executor__tensor_parallel=ranks, **settings) as several:
+        [shared] = several.generate([PROMPT], params)
     with Engine(model=str(path), **settings) as one:
         [alone] = one.generate([PROMPT], params)
         assert shortfalls(one, alone.token_ids).max() < TIE

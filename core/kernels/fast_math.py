@@ -1,0 +1,37 @@
+"""What a GPU has one instruction for, by that instruction; Triton's interpreter goes the long way."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+"""Whether kernels are compiled to PTX."""
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x, to one unit in the last place; zero where it is below 2^-126. x: float32. Source: PTX ISA, rcp.approx."""
+    if PTX:
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        inverse = 1.0 / x
+    return inverse
+
+
+@triton.jit
+def round_both(left, right, DTYPE: tl.constexpr):
+    """Two float32 numbers, each rounded to DTYPE: a GPU rounds two at once, and one alone at an eighth of the speed."""
+    if PTX and DTYPE.is_bf16():
+        pairs = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [left, right], dtype=tl.int32, is_pure=True, pack=1
+        )
+        left = (pairs << 16).to(tl.float32, bitcast=True)
+        right = (pairs & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        left = left.to(DTYPE).to(tl.float32)
+        right = right.to(DTYPE).to(tl.float32)
+    return left, right
