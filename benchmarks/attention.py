@@ -252,8 +252,12 @@ def decode_candidates(itemsize: int) -> list[Any]:
 def prefill_candidates() -> list[Any]:
     from engine.plugins.kernels.paged_prefill import PrefillConfig
 
+    persistent = [
+        PrefillConfig(rows=128, keys=keys, warps=4, stages=stages, persistent=True)
+        for keys, stages in ((128, 2), (128, 3), (64, 4))
+    ]
     sizes = [(128, 64, 8), (128, 128, 8), (128, 64, 4), (128, 32, 4), (64, 64, 4), (64, 128, 4), (64, 32, 4)]
-    return [
+    return persistent + [
         PrefillConfig(rows=rows, keys=keys, warps=warps, stages=stages)
         for (rows, keys, warps), stages in itertools.product(sizes, (2, 3))
         if (rows + stages * 2 * keys) * HEAD_DIM * 2 <= 224 << 10
@@ -304,8 +308,6 @@ def tuned_prefill(bench: Bench, config: Any) -> Decode:
             bench.pool.keys[layer],
             bench.pool.values[layer],
             batch.block_tables,
-            batch.query_starts,
-            batch.context_lens,
             tiles,
             out,
             scale=bench.spec.scale,

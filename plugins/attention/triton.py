@@ -32,7 +32,6 @@ class Plan:
     launch: Any
     tables: torch.Tensor
     lengths: torch.Tensor
-    query_starts: torch.Tensor
     prompts: Prompts | None
 
 
@@ -70,11 +69,13 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         from engine.plugins.kernels.paged_decode import DecodeWorkspace, decode_configs
+        from engine.plugins.kernels.paged_prefill import can_persist
 
         self._spec = spec
         self._pool = pool
         self._group = spec.num_heads // spec.num_kv_heads
         keys = pool.keys[0]
+        self._can_persist = can_persist(keys, getattr(torch, spec.dtype), self._group)
         self._shared_memory = _shared_memory(keys.device)
         self._launches: list[tuple[float, Any]] = []  # up to so many sequences
         for most, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory):
@@ -89,7 +90,6 @@ class TritonAttention(AttentionBackend):
             launch=next(launch for most, launch in self._launches if batch.num_decodes <= most),
             tables=batch.block_tables,
             lengths=batch.context_lens,
-            query_starts=batch.query_starts,
             prompts=self._plan_prompts(batch) if batch.num_decodes < batch.num_sequences else None,
         )
 
@@ -131,8 +131,6 @@ class TritonAttention(AttentionBackend):
                 keys,
                 values,
                 plan.tables,
-                plan.query_starts,
-                plan.lengths,
                 plan.prompts.tiles,
                 out,
                 scale=spec.scale * scales.key,
@@ -148,7 +146,14 @@ class TritonAttention(AttentionBackend):
         queries, first = batch.query_lens_host, batch.num_decodes
         itemsize = getattr(torch, self._spec.dtype).itemsize
         longest = int(queries[first:].max())
-        config = prefill_config(longest, self._group, self._spec.head_dim, itemsize, self._shared_memory)
+        config = prefill_config(
+            longest,
+            self._group,
+            self._spec.head_dim,
+            itemsize,
+            self._shared_memory,
+            persistent=self._can_persist,
+        )
         tiles = prefill_tiles(queries, batch.context_lens_host, first, config.tokens(self._group))
         return Prompts(_to_device(tiles, batch.tokens.device), config)
 

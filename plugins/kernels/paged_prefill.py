@@ -2,7 +2,8 @@
 
 A tile is a stretch of one sequence's new tokens with all query heads of one KV head: these are the rows of the matrix
 products, so keys and values are read once for all heads. Tiles are listed on the host (`prefill_tiles`); keys come
-block by block, with online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
+block by block, with online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). The kernel here runs on any GPU that
+Triton knows; persistent_prefill has another for those with wgmma.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 from attrs import frozen
 
 from engine.core.kernels.launch import dependent_launch, release, wait
+from engine.plugins.kernels import persistent_prefill
 from engine.plugins.kernels.paged_decode import as_type, capped, score_factor
 
 
@@ -27,26 +29,46 @@ class PrefillConfig:
     keys: int
     """Positions at a time; a power of two, at least 16."""
     warps: int
+    """Of the persistent kernel: in each of its three groups."""
     stages: int
     """Blocks of keys and values in flight or in use."""
+    persistent: bool = False
+    """By the kernel of persistent_prefill."""
 
     def tokens(self, group: int) -> int:
         """New tokens a tile, with `group` query heads each."""
         return self.rows // group
 
 
-def prefill_config(longest: int, group: int, head_dim: int, itemsize: int, shared_memory: int) -> PrefillConfig:
+PERSISTENT = PrefillConfig(rows=128, keys=128, warps=4, stages=2, persistent=True)
+
+
+def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
+    """Whether the persistent kernel takes queries of `dtype`, `group` heads a KV head, to such keys, [..., page_size,
+    kv_heads, head_dim]."""
+    if keys.device.type != "cuda" or torch.version.hip is not None or keys.dtype != dtype or dtype.itemsize != 2:
+        return False
+    page_size, _, head_dim = keys.shape[-3:]
+    fits = page_size % persistent_prefill.RUN == 0 and group <= PERSISTENT.rows
+    return fits and head_dim in persistent_prefill.HEAD_DIMS and torch.cuda.get_device_capability(keys.device) == (9, 0)
+
+
+def prefill_config(
+    longest: int, group: int, head_dim: int, itemsize: int, shared_memory: int, *, persistent: bool = False
+) -> PrefillConfig:
     """The launch for up to `longest` new tokens a sequence, `group` query heads a KV head, `itemsize` bytes a number.
 
     128 rows by 8 warps are two warp groups of Hopper's matrix instruction; short stretches, and float32, which goes
     without tensor cores, take less. Of these the first whose queries, keys and values fit into a multiprocessor's
-    `shared_memory` (bytes).
+    `shared_memory` (bytes). persistent: as `can_persist` says; that kernel is for all but short stretches.
     """
     wanted = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
     if itemsize == 4:
         wanted = [(32, 32, 4, 2)]
     elif longest * group <= 64:
         wanted = wanted[2:]
+    elif persistent:
+        return PERSISTENT
     numbers = triton.next_power_of_2(head_dim) * itemsize
     least = max(16, triton.next_power_of_2(group))
     configs = [PrefillConfig(rows=max(rows, least), keys=keys, warps=w, stages=s) for rows, keys, w, s in wanted]
@@ -58,17 +80,21 @@ def prefill_config(longest: int, group: int, head_dim: int, itemsize: int, share
 def prefill_tiles(
     query_lens: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int32], first: int, tokens: int
 ) -> npt.NDArray[np.int32]:
-    """[tiles, 2]: sequence and first new token of each tile of `tokens`, for the sequences from `first` on.
+    """[tiles, 4]: sequence of each tile, position and row of q of its first token, and how many tokens it has, at most
+    `tokens`; of the sequences from `first` on.
 
-    The longest contexts come first and within each the last tile, which sees the most, so that what is left at the end
-    is short; the tiles of a sequence stay together, so that they find its keys in the cache.
+    Those that see the most keys come first, so that what is left at the end is short.
     """
-    sequences = first + np.argsort(-context_lens[first:], kind="stable")
-    counts = -(-query_lens[sequences] // tokens)
-    owners = np.repeat(sequences, counts)
-    # In each sequence count - 1 down to 0.
-    numbers = np.repeat(np.cumsum(counts), counts) - np.arange(len(owners)) - 1
-    return np.stack([owners, numbers * tokens], axis=1).astype(np.int32)
+    counts = -(-query_lens[first:] // tokens)
+    sequences = np.repeat(np.arange(first, len(query_lens)), counts)
+    # In each sequence 0 to count - 1.
+    numbers = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = numbers * tokens
+    sizes = np.minimum(query_lens[sequences] - begins, tokens)
+    positions = context_lens[sequences] - query_lens[sequences] + begins
+    rows = (np.cumsum(query_lens) - query_lens)[sequences] + begins
+    order = np.argsort(-(positions + sizes), kind="stable")
+    return np.stack([sequences, positions, rows, sizes], axis=1)[order].astype(np.int32)
 
 
 def paged_prefill(
@@ -76,8 +102,6 @@ def paged_prefill(
     keys: torch.Tensor,
     values: torch.Tensor,
     tables: torch.Tensor,
-    query_starts: torch.Tensor,
-    lengths: torch.Tensor,
     tiles: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -90,18 +114,30 @@ def paged_prefill(
     """Causal attention of the rows of q that the tiles cover into the same rows of out.
 
     q, out: [tokens, heads, head_dim], last two dimensions dense; keys, values: [blocks, page_size, kv_heads, head_dim];
-    tables: [sequences, most blocks] int32; query_starts: [sequences + 1] int32; lengths: [sequences] int32, the new
-    tokens included; tiles: [tiles, 2] int32, of `prefill_tiles` with config.tokens(group). What is in `values` counts
-    value_scale times.
+    tables: [sequences, most blocks] int32; tiles: [tiles, 4] int32, of `prefill_tiles` with config.tokens(group). What
+    is in `values` counts value_scale times.
     """
+    if config.persistent:
+        persistent_prefill.launch(
+            q,
+            keys,
+            values,
+            tables,
+            tiles,
+            out,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            value_scale=value_scale,
+            config=config,
+        )
+        return
     page_size, num_kv_heads, head_dim = keys.shape[1:]
     _prefill_kernel[(len(tiles) * num_kv_heads,)](
         q,
         keys,
         values,
         tables,
-        query_starts,
-        lengths,
         tiles,
         out,
         q.stride(0),
@@ -132,8 +168,6 @@ def _prefill_kernel(
     keys_ptr,
     values_ptr,
     tables_ptr,
-    starts_ptr,
-    lengths_ptr,
     tiles_ptr,
     out_ptr,
     q_stride,
@@ -158,29 +192,25 @@ def _prefill_kernel(
     tile = tl.program_id(0) // HEADS
     wait(PDL)
     release(PDL)
-    sequence = tl.load(tiles_ptr + tile * 2).to(tl.int64)
-    first = tl.load(tiles_ptr + tile * 2 + 1)
-    length = tl.load(lengths_ptr + sequence)
-    query_start = tl.load(starts_ptr + sequence)
-    queries = tl.load(starts_ptr + sequence + 1) - query_start
-    table_ptr = tables_ptr + sequence * table_stride
+    table_ptr = tables_ptr + tl.load(tiles_ptr + tile * 4).to(tl.int64) * table_stride
+    # Positions of the first and the last new token in the tile; the keys before `whole` are seen by all its rows, but
+    # for those that the window of its last rows leaves out, which are before `narrow`.
+    oldest = tl.load(tiles_ptr + tile * 4 + 1)
+    first_row = tl.load(tiles_ptr + tile * 4 + 2)
+    tokens = tl.load(tiles_ptr + tile * 4 + 3)
+    newest = oldest + tokens - 1
 
     rows = tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_DIM)
-    tokens = first + rows // GROUP
-    real = (tokens < queries) & (rows < BLOCK_ROWS // GROUP * GROUP)
+    real = rows < tokens * GROUP
     inside = real[:, None]
     if BLOCK_DIM != DIM:
         inside = inside & (columns[None, :] < DIM)
     heads = (head * GROUP + rows % GROUP)[:, None] * DIM + columns[None, :]
-    token_rows = (query_start + tokens).to(tl.int64)[:, None]
+    token_rows = (first_row + rows // GROUP).to(tl.int64)[:, None]
     q = tl.load(q_ptr + token_rows * q_stride + heads, mask=inside, other=0.0)
 
-    # Positions of the first and the last new token in the tile; the keys before `whole` are seen by all its rows, but
-    # for those that the window of its last rows leaves out, which are before `narrow`.
-    oldest = length - queries + first
-    newest = length - queries + tl.minimum(first + BLOCK_ROWS // GROUP, queries) - 1
-    at_rows = length - queries + tokens
+    at_rows = oldest + rows // GROUP
     whole = (oldest + 1) // BLOCK_KEYS * BLOCK_KEYS
     begin = 0
     narrow = 0

@@ -7,83 +7,11 @@ import pytest
 import torch
 import triton
 
-from engine.core.attention import AttentionSpec
-from engine.plugins.kernels.paged_prefill import PrefillConfig, paged_prefill, prefill_config, prefill_tiles
-from engine.testing.attention import dense_attention
+from engine.plugins.kernels.paged_prefill import PERSISTENT, PrefillConfig, prefill_config, prefill_tiles
 
-DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
-PAGE = 16
-SMALL = PrefillConfig(rows=32, keys=16, warps=4, stages=2)
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+from .prefill import check
+
 pytestmark = [] if triton.knobs.runtime.interpret else [pytest.mark.gpu]
-
-
-def check(
-    lengths,
-    *,
-    heads=(2, 1),
-    dim=32,
-    window=None,
-    softcap=None,
-    config=SMALL,
-    dtype=torch.float32,
-    kv_dtype=None,
-    value_scale=1.0,
-):
-    """lengths: (cached, new) of each sequence; the first row of q is a decode's, which is to be left alone."""
-    torch.manual_seed(0)
-    kv_dtype = kv_dtype or dtype
-    contexts = [cached + new for cached, new in lengths]
-    counts = [-(-context // PAGE) for context in contexts]
-    order = torch.randperm(sum(counts) + 1).tolist()
-    pool = [torch.full((sum(counts) + 1, PAGE, heads[1], dim), torch.nan) for _ in range(2)]
-    tables = torch.full((1 + len(lengths), max(counts)), order.pop(), dtype=torch.int32)
-    starts = np.cumsum([0, 1, *(new for _, new in lengths)])
-    q = torch.randn(int(starts[-1]), heads[0] + 2 * heads[1], dim).to(dtype).to(DEVICE)[:, : heads[0]]
-    spec = AttentionSpec(
-        num_layers=1,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=dim,
-        scale=dim**-0.5,
-        dtype="float32",
-        kv_dtype="float32",
-        page_size=PAGE,
-        max_len=max(contexts),
-        sliding_windows=(window,),
-        softcap=softcap,
-    )
-    expected = []
-    for row, (context, count) in enumerate(zip(contexts, counts, strict=True), start=1):
-        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-        at = torch.arange(context)
-        blocks = tables[row][at // PAGE].long()
-        k, v = (torch.randn(context, heads[1], dim).to(kv_dtype).float() for _ in range(2))
-        pool[0][blocks, at % PAGE], pool[1][blocks, at % PAGE] = k, v
-        v = v.double() * value_scale
-        expected.append(dense_attention(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window))
-    tiles = prefill_tiles(
-        np.diff(starts).astype(np.int32), np.array([1, *contexts], np.int32), 1, config.tokens(heads[0] // heads[1])
-    )
-    out = torch.full(q.shape, -7.0, dtype=dtype, device=DEVICE)
-    paged_prefill(
-        q,
-        *(part.to(kv_dtype).to(DEVICE) for part in pool),
-        tables.to(DEVICE),
-        torch.tensor(starts, dtype=torch.int32, device=DEVICE),
-        torch.tensor([1, *contexts], dtype=torch.int32, device=DEVICE),
-        torch.from_numpy(tiles).to(DEVICE),
-        out,
-        scale=spec.scale,
-        softcap=softcap,
-        window=window,
-        value_scale=value_scale,
-        config=config,
-    )
-    assert (out[0] == -7).all(), "a decode's row was written"
-    wanted = torch.cat(expected)
-    assert (out[1:].double().cpu() - wanted).norm() / wanted.norm() <= TOLERANCE[dtype]
-
 
 # Stretches that begin and end at, before and after a block of keys and a tile of tokens.
 EDGES = ((0, 1), (0, 16), (0, 17), (15, 16), (16, 33), (31, 2), (100, 1))
@@ -138,7 +66,15 @@ def test_values_that_count_more_than_once():
 def test_tiles_cover_each_new_token_once_the_most_work_first():
     queries = np.array([1, 5, 8, 9], np.int32)
     contexts = np.array([70, 5, 20, 9], np.int32)
-    assert prefill_tiles(queries, contexts, 1, 4).tolist() == [[2, 4], [2, 0], [3, 8], [3, 4], [3, 0], [1, 4], [1, 0]]
+    assert prefill_tiles(queries, contexts, 1, 4).tolist() == [
+        [2, 16, 10, 4],
+        [2, 12, 6, 4],
+        [3, 8, 22, 1],
+        [3, 4, 18, 4],
+        [1, 4, 5, 1],
+        [1, 0, 1, 4],
+        [3, 0, 14, 4],
+    ]
 
 
 @pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])
@@ -152,3 +88,8 @@ def test_a_launch_fits_a_multiprocessor_and_its_tile_a_token(group, itemsize, sh
         assert (config.rows + 2 * config.stages * config.keys) * 128 * itemsize < shared_memory
     assert prefill_config(5000, 4, 128, 2, 233472).rows == 128
     assert prefill_config(16, 4, 128, 2, 233472).rows == 64
+
+
+def test_the_persistent_kernel_is_for_long_stretches_alone():
+    assert prefill_config(17, 4, 128, 2, 233472, persistent=True) == PERSISTENT
+    assert prefill_config(16, 4, 128, 2, 233472, persistent=True) == prefill_config(16, 4, 128, 2, 233472)
