@@ -133,7 +133,7 @@ def _copy(arguments, shared, HEADS: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.
             _copy_queries(q, q_stride, q_tile, row, tokens, head, GROUP)
             async_copy.mbarrier_arrive(q_filled.index(0), increment_count=False)
             at = (pages.to(gl.int64) * PAGE + positions % PAGE) * (HEADS * DIM)
-            at_before = at
+            at_before = gl.zeros_like(at)  # a value of its own, or the loop would not carry it
             for start in range(begin, end + KEYS, KEYS):
                 following = positions + KEYS
                 pages = gl.load(table + following // PAGE, mask=following < end, other=0)
