@@ -2,7 +2,7 @@
  *
  * One writer, many readers, a fixed number of slots. What the slots hold, and where they are, is the caller's:
  *
- *     writer: ring_await_room, fill slot `end.sequence % slots`, ring_publish
+ *     writer: ring_await_room, fill slot `end.sequence % slots`, ring_publish; ring_announce at any time
  *     reader: ring_await_message, copy slot `end.sequence % slots`, ring_advance
  *
  * Data. `published` and each reader's `received` count messages, in 64 bits, and only grow; each has one process that
@@ -19,9 +19,20 @@
  * flag that a dead process left behind costs one system call. A process that dies before it rings leaves sleepers, whom
  * the end of their time limit wakes, or ring_end.
  *
- * A reader that knows when the next message is due (_rhythm.h) sleeps twice, each time by all five steps: first until
- * shortly before that moment, and then, if it was not right to spin around it, for good. Flags are one bit a reader, since
- * one whose sleep is over must not take back another's; when all are awake, the writer sees none, and makes no system call.
+ * A processor that sleeps takes long to wake, in a virtual machine up to some hundred microseconds, so only a reader that
+ * is awake when the message comes has it at once. So the writer may announce a message, while it still makes it: it
+ * stores when, and wakes as for a message. For a sleeping reader an announcement is a change like any other (it looks for
+ * both in 3, and when it wakes); it then spins for the message, and if none comes sleeps again, by all five steps:
+ *
+ *     last message                  announced                                       announced + announce
+ *          |------------ sleeps --------|.. wakes ..|-- spins, until the message comes --|-- sleeps for good --
+ *
+ * What is spun so is a share of the time at most, by a budget. An announcement that is too old, or would be spun for longer
+ * than the budget has left, is not spun for; the message clears it, and none is spun for again that was in vain. So
+ * announcements that no message follows, however many, cost that share and no more.
+ *
+ * Flags are one bit a reader, since one whose sleep is over must not take back another's; when all are awake, the writer
+ * sees none, and makes no system call.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -30,20 +41,19 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-
-#include "_rhythm.h"
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "atomics would take locks of one process");
 
 /* Two cache lines: processors fetch them in pairs. */
 #define APART _Alignas(128)
 
-/* What a wait ends with; the same numbers as in signals.py. */
-enum { READY = 0, PENDING = 1, ENDED = 2, ALONE = 3 };
+/* What a wait ends with; the same numbers as in signals.py. ANNOUNCED is what a look may find beside. */
+enum { READY = 0, PENDING = 1, ENDED = 2, ALONE = 3, ANNOUNCED = 4 };
+
+enum { SHARES = 1024 }; /* a share of so many is all */
 
 typedef struct {
     APART _Atomic uint64_t flags; /* one bit each: sleeps, or is about to */
@@ -58,6 +68,7 @@ typedef struct {
 typedef struct {
     APART _Atomic uint64_t published;
     _Atomic int64_t stamp;        /* when the last message was published, ns */
+    _Atomic int64_t announced;    /* when the one after it was announced last, ns; 0: not yet */
     doze_t readers_doze;          /* until there is a message */
     doze_t writer_dozes;          /* until there is room */
     APART _Atomic uint32_t ended; /* this line changes once or twice in a ring's life */
@@ -66,14 +77,24 @@ typedef struct {
     reader_t reader[];
 } ring_t;
 
+/* Time that may be spun: a share of that which passes. */
+typedef struct {
+    int64_t share; /* in SHARES */
+    int64_t most;  /* ns: what is saved up at most */
+    int64_t saved; /* ns */
+    int64_t at;    /* when that was so */
+} budget_t;
+
 /* One end, in the memory of its process. */
 typedef struct {
     uint64_t sequence; /* messages sent or received through it */
     uint64_t room;     /* the writer's: number of the first message that must wait for a reader, as last looked up */
     int64_t spin;      /* ns to spin for in the next wait */
     int64_t spin_most;
-    rhythm_t rhythm; /* the reader's */
-    uint32_t index;  /* the reader's */
+    int64_t announce; /* ns after an announcement in which a reader may spin; 0: there are no announcements */
+    int64_t heeded;   /* the reader's: the last announcement that it is done with, though no message came */
+    budget_t budget;  /* the reader's, of that spinning */
+    uint32_t index;   /* the reader's */
 } end_t;
 
 static int64_t now_ns(void) {
@@ -141,6 +162,13 @@ static int message(ring_t *ring, end_t *end) {
     return ended ? ENDED : PENDING;
 }
 
+/* What a sleeping reader looks for. */
+static int message_or_announcement(ring_t *ring, end_t *end) {
+    const int found = message(ring, end);
+    const int64_t announced = atomic_load(&ring->announced);
+    return found == PENDING && end->announce && announced && announced != end->heeded ? ANNOUNCED : found;
+}
+
 typedef int (*look_t)(ring_t *, end_t *);
 
 /* The next wait spins as long as it may if this one would have been over within that time, half as long as this one if
@@ -165,56 +193,49 @@ static inline int spin(ring_t *ring, end_t *end, look_t look, int64_t until, int
     return found;
 }
 
-/* What a wait sleeps on, and its bit there. */
+/* What a wait sleeps on, its bit there, and what the sleeper looks for. */
 typedef struct {
     doze_t *doze;
     uint64_t bit;
+    look_t look;
 } bed_t;
 
 /* The five steps of sleep. */
-static int sleep_until(ring_t *ring, end_t *end, look_t look, bed_t bed, int64_t until) {
+static int sleep_until(ring_t *ring, end_t *end, bed_t bed, int64_t until) {
     doze_t *doze = bed.doze;
     const uint32_t bell = atomic_load(&doze->bell);
     atomic_fetch_or(&doze->flags, bed.bit);
-    int found = look(ring, end);
+    int found = bed.look(ring, end);
     if (found == PENDING) {
         sleep_on(&doze->bell, bell, until);
-        found = look(ring, end);
+        found = bed.look(ring, end);
     }
     if (atomic_load(&doze->flags) & bed.bit)
         atomic_fetch_and(&doze->flags, ~bed.bit);
     return found;
 }
 
-/* The same, with a timer that is on time: the kernel may delay others by 50 us, to spare processors' sleep. */
-static int sleep_exactly(ring_t *ring, end_t *end, look_t look, bed_t bed, int64_t until) {
-    const int slack = prctl(PR_GET_TIMERSLACK); /* ns, this thread's */
-    if (slack > 1)
-        prctl(PR_SET_TIMERSLACK, 1);
-    const int found = sleep_until(ring, end, look, bed, until);
-    if (slack > 1)
-        prctl(PR_SET_TIMERSLACK, slack);
-    return found;
+/* Whether so much spinning, ns, can be paid for at `now`. */
+int budget_covers(budget_t *budget, int64_t now, int64_t ns) {
+    budget->saved = earlier(budget->saved + (now - budget->at) / SHARES * budget->share, budget->most);
+    budget->at = now;
+    return ns <= budget->saved;
 }
 
-/* Be awake in the window of the next message, if it has one. Sets `over` if the wait should end, though nothing was found:
- * at `until`, or on a signal. */
-static int anticipate(ring_t *ring, end_t *end, look_t look, bed_t bed, int64_t until, int *over) {
-    window_t window;
-    int64_t now = now_ns();
-    if (!rhythm_expect(&end->rhythm, now, &window))
-        return PENDING;
-    if (now < window.wake) {
-        const int found = sleep_exactly(ring, end, look, bed, earlier(window.wake, until));
-        now = now_ns();
-        rhythm_woke(&end->rhythm, window.wake, now);
-        *over = now < window.wake;
-        if (found != PENDING || *over)
-            return found;
+void budget_pay(budget_t *budget, int64_t ns) { budget->saved -= earlier(ns, budget->saved); }
+
+/* Spin for the message that was announced, while that is recent. The budget must cover all of that time: where messages
+ * come late in it, shorter spins would all be in vain. */
+static int heed(ring_t *ring, end_t *end, int64_t until) {
+    const int64_t announced = atomic_load(&ring->announced);
+    const int64_t begin = now_ns(), finish = earlier(announced + end->announce, until);
+    int found = PENDING;
+    if (begin < finish && budget_covers(&end->budget, begin, finish - begin)) {
+        found = spin(ring, end, message, finish, 1);
+        budget_pay(&end->budget, now_ns() - begin);
     }
-    const int64_t spin_end = earlier(earlier(window.to, now + window.left), until);
-    const int found = spin(ring, end, look, spin_end, 1);
-    end->rhythm.spun += now_ns() - now;
+    if (found == PENDING)
+        end->heeded = announced;
     return found;
 }
 
@@ -228,11 +249,13 @@ static inline int await(ring_t *ring, end_t *end, look_t look, bed_t bed, _Atomi
     if (begin >= until)
         return PENDING;
     found = spin(ring, end, look, earlier(begin + end->spin, until), 0);
-    int over = 0;
     if (found == PENDING)
-        found = anticipate(ring, end, look, bed, until, &over);
-    if (found == PENDING && !over)
-        found = sleep_until(ring, end, look, bed, until);
+        found = sleep_until(ring, end, bed, until);
+    while (found == ANNOUNCED) {
+        found = heed(ring, end, until);
+        if (found == PENDING)
+            found = sleep_until(ring, end, bed, until);
+    }
     const int64_t finish = found == READY && stamp ? atomic_load_explicit(stamp, memory_order_relaxed) : now_ns();
     adapt(end, found, finish - begin);
     return found;
@@ -249,23 +272,27 @@ void ring_init(ring_t *ring, uint32_t readers, uint32_t slots) {
 }
 
 int ring_await_room(ring_t *ring, end_t *end, int64_t until) {
-    return await(ring, end, room, (bed_t){&ring->writer_dozes, 1}, NULL, until);
+    return await(ring, end, room, (bed_t){&ring->writer_dozes, 1, room}, NULL, until);
 }
 
 void ring_publish(ring_t *ring, end_t *end) {
     atomic_store_explicit(&ring->stamp, now_ns(), memory_order_relaxed);
+    atomic_store_explicit(&ring->announced, 0, memory_order_relaxed);
     atomic_store(&ring->published, ++end->sequence);
     wake(&ring->readers_doze);
 }
 
+/* The next message will follow soon. */
+void ring_announce(ring_t *ring, end_t *end) {
+    if (!end->announce)
+        return;
+    atomic_store(&ring->announced, now_ns());
+    wake(&ring->readers_doze);
+}
+
 int ring_await_message(ring_t *ring, end_t *end, int64_t until) {
-    const bed_t bed = {&ring->readers_doze, (uint64_t)1 << end->index};
-    const int found = await(ring, end, message, bed, &ring->stamp, until);
-    if (found == READY) {
-        const uint64_t published = atomic_load(&ring->published);
-        rhythm_hear(&end->rhythm, published, atomic_load_explicit(&ring->stamp, memory_order_relaxed));
-    }
-    return found;
+    const bed_t bed = {&ring->readers_doze, (uint64_t)1 << end->index, message_or_announcement};
+    return await(ring, end, message, bed, &ring->stamp, until);
 }
 
 /* After a copy. ALONE: the reader was dropped meanwhile, and the slot may have been filled anew: the copy is no message.

@@ -51,6 +51,7 @@ class RingHandle:
     slots: int
     slot_bytes: int
     spin_us: int
+    announce_us: int
     spin_share: float
     directory: str
     """Where the shared memory is taken from."""
@@ -82,7 +83,8 @@ class Ring:
         slots: int = 16,
         slot_bytes: int = 65536,
         spin_us: int = 20,
-        spin_share: float = 0.06,
+        announce_us: int = 400,
+        spin_share: float = 0.09,
         implementation: str = "auto",
         directory: Path | None = None,
     ) -> Ring:
@@ -93,8 +95,10 @@ class Ring:
         slots, slot_bytes: messages the writer may be ahead of the slowest reader, and bytes of one before it spills to
             the side of the ring (slower, but as long as the shared memory has room).
         spin_us: microseconds a wait may spin before it sleeps; it spins less by itself when waits are long. 0: never.
-        spin_share: part of the interval between messages, in [0, 1], that a reader may spin for around the moment at
-            which the next is due; it expects none while intervals are irregular. 0: it never does. Neither do pipes.
+        announce_us: microseconds after an announcement (`RingWriter.announce`) in which a reader spins for the
+            message, before it sleeps again. 0: announcements are ignored, as they are by rings of pipes.
+        spin_share: part of the time, in [0, 1], that a reader spends on that at most, on average; announcements beyond
+            that are ignored. 0: all are.
         implementation: "futex" (Linux, native part built), "pipe" (anywhere, no native part), or "auto": the first
             that works here. `Ring.implementation` tells which.
         directory: where the file of the shared memory lies; None: /dev/shm, or where there is none, temporary files.
@@ -108,8 +112,9 @@ class Ring:
         ):
             if not 1 <= value <= most:
                 raise RingError(f"{name} must be in [1, {most}], not {value}")
-        if not 0 <= spin_us <= 10**6:
-            raise RingError(f"spin_us must be in [0, 1000000] microseconds, not {spin_us}")
+        for name, value in (("spin_us", spin_us), ("announce_us", announce_us)):
+            if not 0 <= value <= 10**6:
+                raise RingError(f"{name} must be in [0, 1000000] microseconds, not {value}")
         if not 0 <= spin_share <= 1:
             raise RingError(f"spin_share must be in [0, 1], not {spin_share}")
         kind = choose(implementation)
@@ -130,11 +135,12 @@ class Ring:
             slots=slots,
             slot_bytes=slot_bytes,
             spin_us=spin_us,
+            announce_us=announce_us,
             spin_share=spin_share,
             directory=str(directory),
             token=token,
         )
-        return cls(handle, segment, kind(segment, readers, slots, Spin(spin_us, spin_share), new=True))
+        return cls(handle, segment, kind(segment, readers, slots, _spin(handle), new=True))
 
     @classmethod
     def attach(cls, handle: RingHandle) -> Ring:
@@ -145,8 +151,7 @@ class Ring:
         kind = choose(handle.implementation)
         segment = Segment(handle.descriptors, kind.control_bytes(handle.readers), handle.slots, handle.slot_bytes)
         segment.find(handle.token)
-        spin = Spin(handle.spin_us, handle.spin_share)
-        return cls(handle, segment, kind(segment, handle.readers, handle.slots, spin, new=False))
+        return cls(handle, segment, kind(segment, handle.readers, handle.slots, _spin(handle), new=False))
 
     def __init__(self, handle: RingHandle, segment: Segment, signals: Signals) -> None:
         """Made by `create` and `attach`."""
@@ -251,6 +256,15 @@ class RingWriter:
             SLOT_HEADER.pack_into(memory, begin, len(data), self._side.put(data, sequence))
         self._signals.publish()
 
+    def announce(self) -> None:
+        """A message will follow soon: readers that sleep wake, and spin for it a while, so that they have it at once.
+
+        Worth it where the message follows in less than `announce_us`, and not much sooner than a sleeper takes to wake.
+        It may follow later, or never: readers go back to sleep. Never blocks, and does nothing on a ring that has
+        ended, on rings of pipes, or if announcements are ignored (see `Ring.create`).
+        """
+        self._signals.announce()
+
     def close(self) -> None:
         """End the ring in order: readers receive what was sent, then RingClosedError."""
         self._ring.interrupt("its writer has closed it")
@@ -293,6 +307,10 @@ class RingReader:
     def close(self) -> None:
         """Leave: the writer waits for this reader no longer."""
         self._ring.drop(self._index)
+
+
+def _spin(handle: RingHandle) -> Spin:
+    return Spin(us=handle.spin_us, announce_us=handle.announce_us, share=handle.spin_share)
 
 
 def _wait(attempt: Callable[[int], int], timeout: float | None) -> int:

@@ -35,8 +35,10 @@ class Spin:
 
     us: int
     """Microseconds at the beginning of a wait."""
+    announce_us: int
+    """Microseconds after an announcement in which a reader may spin."""
     share: float
-    """Of the interval between messages, around the moment at which a reader expects the next."""
+    """Of the time, which a reader spends so at most, on average."""
 
 
 class WriterSignals(ABC):
@@ -54,6 +56,10 @@ class WriterSignals(ABC):
     @abstractmethod
     def publish(self) -> None:
         """Slot `sequence` modulo the slots is filled: count it, and wake who sleeps."""
+
+    @abstractmethod
+    def announce(self) -> None:
+        """The next message will follow soon: wake who sleeps, if the implementation's readers can make use of it."""
 
     @abstractmethod
     def slowest(self) -> int:
