@@ -1,6 +1,6 @@
 /* Who may read and write which slot of a ring in shared memory, and how a process sleeps until it may. Linux.
  *
- * One writer, many readers, a fixed number of slots. What the slots hold, and where they are, is the caller's:
+ * One writer, many readers, a fixed number of slots. What the slots hold is the caller's (but see ring_offer):
  *
  *     writer: ring_await_room, fill slot `end.sequence % slots`, ring_publish; ring_announce at any time
  *     reader: ring_await_message, copy slot `end.sequence % slots`, ring_advance
@@ -39,63 +39,12 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "atomics would take locks of one process");
-
-/* Two cache lines: processors fetch them in pairs. */
-#define APART _Alignas(128)
-
-/* What a wait ends with; the same numbers as in signals.py. ANNOUNCED is what a look may find beside. */
-enum { READY = 0, PENDING = 1, ENDED = 2, ALONE = 3, ANNOUNCED = 4 };
-
-enum { SHARES = 1024 }; /* a share of so many is all */
-
-typedef struct {
-    APART _Atomic uint64_t flags; /* one bit each: sleeps, or is about to */
-    _Atomic uint32_t bell;        /* what they sleep on */
-} doze_t;
-
-typedef struct {
-    APART _Atomic uint64_t received;
-    _Atomic uint32_t gone;
-} reader_t;
-
-typedef struct {
-    APART _Atomic uint64_t published;
-    _Atomic int64_t stamp;        /* when the last message was published, ns */
-    _Atomic int64_t announced;    /* when the one after it was announced last, ns; 0: not yet */
-    doze_t readers_doze;          /* until there is a message */
-    doze_t writer_dozes;          /* until there is room */
-    APART _Atomic uint32_t ended; /* this line changes once or twice in a ring's life */
-    _Atomic uint32_t live;        /* readers that are not gone */
-    uint32_t readers, slots;
-    reader_t reader[];
-} ring_t;
-
-/* Time that may be spun: a share of that which passes. */
-typedef struct {
-    int64_t share; /* in SHARES */
-    int64_t most;  /* ns: what is saved up at most */
-    int64_t saved; /* ns */
-    int64_t at;    /* when that was so */
-} budget_t;
-
-/* One end, in the memory of its process. */
-typedef struct {
-    uint64_t sequence; /* messages sent or received through it */
-    uint64_t room;     /* the writer's: number of the first message that must wait for a reader, as last looked up */
-    int64_t spin;      /* ns to spin for in the next wait */
-    int64_t spin_most;
-    int64_t announce; /* ns after an announcement in which a reader may spin; 0: there are no announcements */
-    int64_t heeded;   /* the reader's: the last announcement that it is done with, though no message came */
-    budget_t budget;  /* the reader's, of that spinning */
-    uint32_t index;   /* the reader's */
-} end_t;
+#include "_ring.h"
 
 static int64_t now_ns(void) {
     struct timespec time;
@@ -320,4 +269,33 @@ void ring_end(ring_t *ring) {
     atomic_store(&ring->ended, 1);
     ring_the_bell(&ring->readers_doze.bell);
     ring_the_bell(&ring->writer_dozes.bell);
+}
+
+/* A message that fits into a slot, by one call in place of several: after some milliseconds of other work each call from
+ * Python takes several microseconds. */
+
+/* Send it, if it fits and there is room at once; returns whether it was sent. */
+int ring_offer(ring_t *ring, end_t *end, const slots_t *slots, const void *message, uint64_t bytes) {
+    if (bytes > slots->bytes || room(ring, end) != READY)
+        return 0;
+    unsigned char *slot = slots->memory + end->sequence % ring->slots * slots->stride;
+    const header_t header = {.bytes = bytes};
+    memcpy(slot, &header, sizeof header);
+    memcpy(slot + sizeof header, message, bytes);
+    ring_publish(ring, end);
+    return 1;
+}
+
+/* Wait for it and copy it to `out`; returns its bytes, or -1 if none was received: ring_await_message then tells why, with
+ * READY for a message that is not in its slot. */
+int64_t ring_take(ring_t *ring, end_t *end, const slots_t *slots, void *out, int64_t until) {
+    if (ring_await_message(ring, end, until) != READY)
+        return -1;
+    const unsigned char *slot = slots->memory + end->sequence % ring->slots * slots->stride;
+    header_t header;
+    memcpy(&header, slot, sizeof header);
+    if (header.offset || header.bytes > slots->bytes)
+        return -1;
+    memcpy(out, slot + sizeof header, header.bytes);
+    return ring_advance(ring, end) == READY ? (int64_t)header.bytes : -1;
 }

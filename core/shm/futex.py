@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import mmap
 import sys
 from typing import Any
 
@@ -18,6 +19,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ring_await_room": (ctypes.c_int, _POINTER, _POINTER, _TIME),
     "ring_publish": (None, _POINTER, _POINTER),
     "ring_announce": (None, _POINTER, _POINTER),
+    "ring_offer": (ctypes.c_int, _POINTER, _POINTER, _POINTER, ctypes.c_char_p, ctypes.c_uint64),
+    "ring_take": (_TIME, _POINTER, _POINTER, _POINTER, _POINTER, _TIME),
     "ring_slowest": (ctypes.c_uint64, _POINTER),
     "ring_await_message": (ctypes.c_int, _POINTER, _POINTER, _TIME),
     "ring_advance": (ctypes.c_int, _POINTER, _POINTER),
@@ -29,19 +32,19 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 """Name -> types of what it returns and takes. A call releases the interpreter's lock."""
 SHARES = 1024
-"""As in _ring.c: a share of so many is all."""
+"""As in _ring.h: a share of so many is all."""
 _SAVED_UP = 2
 """Announcements that a reader may spin for to the end, one after the other, before it must wait for its share again."""
 
 
 class Budget(ctypes.Structure):
-    """budget_t of _ring.c."""
+    """budget_t of _ring.h."""
 
     _fields_ = (("share", ctypes.c_int64), ("most", ctypes.c_int64), ("saved", ctypes.c_int64), ("at", ctypes.c_int64))
 
 
 class _End(ctypes.Structure):
-    """end_t of _ring.c."""
+    """end_t of _ring.h."""
 
     _fields_ = (
         ("sequence", ctypes.c_uint64),
@@ -53,6 +56,12 @@ class _End(ctypes.Structure):
         ("budget", Budget),
         ("index", ctypes.c_uint32),
     )
+
+
+class _Slots(ctypes.Structure):
+    """slots_t of _ring.h."""
+
+    _fields_ = (("memory", _POINTER), ("stride", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
 
 
 @functools.cache
@@ -97,6 +106,7 @@ class FutexSignals(Signals):
         self._segment = segment
         self._anchor = ctypes.c_char.from_buffer(segment.map, PAGE)  # keeps the memory mapped
         self._ring = ctypes.addressof(self._anchor)
+        self.slots = _Slots(self._ring - PAGE + segment.slot(0), segment.stride, segment.slot_bytes)
         self._spin = 1000 * spin.us
         self._share = int(spin.share * SHARES)
         self._announce = 1000 * spin.announce_us if self._share else 0
@@ -138,6 +148,7 @@ class _Side:
         self._ring = ring
         self._state = end
         self._end = ctypes.addressof(end)
+        self._slots = ctypes.addressof(signals.slots)
 
     @property
     def sequence(self) -> int:
@@ -160,6 +171,10 @@ class _Writer(_Side, WriterSignals):
         """See WriterSignals."""
         self._library.ring_announce(self._ring, self._end)
 
+    def offer(self, message: bytes) -> bool:
+        """See WriterSignals."""
+        return bool(self._library.ring_offer(self._ring, self._end, self._slots, message, len(message)))
+
     def slowest(self) -> int:
         """See WriterSignals."""
         return int(self._library.ring_slowest(self._ring))
@@ -168,9 +183,21 @@ class _Writer(_Side, WriterSignals):
 class _Reader(_Side, ReaderSignals):
     """See ReaderSignals."""
 
+    def __init__(self, signals: FutexSignals, library: Any, ring: int, end: _End) -> None:
+        super().__init__(signals, library, ring, end)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._copy = mmap.mmap(-1, signals.slots.bytes, private)  # takes memory when it is used, not before
+        self._anchor = ctypes.c_char.from_buffer(self._copy)
+        self._out = ctypes.addressof(self._anchor)
+
     def wait(self, until: int) -> int:
         """See ReaderSignals."""
         return int(self._library.ring_await_message(self._ring, self._end, until))
+
+    def take(self, until: int) -> bytes | None:
+        """See ReaderSignals."""
+        size = self._library.ring_take(self._ring, self._end, self._slots, self._out, until)
+        return self._copy[:size] if size >= 0 else None
 
     def advance(self) -> int:
         """See ReaderSignals."""

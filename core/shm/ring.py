@@ -15,28 +15,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from attrs import frozen
 
-from engine.core.shm.errors import RingClosedError, RingError, RingTimeoutError
+from engine.core.shm.errors import RingClosedError, RingError
 from engine.core.shm.futex import FutexSignals
 from engine.core.shm.pipe import PipeSignals
 from engine.core.shm.segment import SLOT_HEADER, Segment, default_directory, new_file, read
 from engine.core.shm.side import Side
 from engine.core.shm.signals import MOST_READERS, ReaderSignals, Signals, Spin, Status, WriterSignals
+from engine.core.shm.waits import SLICE, end_of, wait
 
 Buffer = bytes | bytearray | memoryview
 
 IMPLEMENTATIONS: tuple[type[Signals], ...] = (FutexSignals, PipeSignals)
 """The first that works is the one for "auto"."""
-
-_SLICE = 200_000_000
-"""Nanoseconds a wait stays outside Python: as long as a signal may wait for its handler that came just before it slept,
-or to another thread."""
 
 
 @frozen(kw_only=True)
@@ -240,8 +236,10 @@ class RingWriter:
         timeout: seconds; None: for ever. Raises RingTimeoutError, RingClosedError, or RingSpaceError for a message
         longer than a slot when the shared memory is full; in each case nothing was sent.
         """
+        if isinstance(message, bytes) and not self._side.in_use and self._signals.offer(message):
+            return
         data = memoryview(message).cast("B")
-        found = _wait(self._signals.wait, timeout)
+        found = wait(self._signals.wait, end_of(timeout), timeout)
         if found != Status.READY:
             raise RingClosedError("no reader is left" if found == Status.ALONE else self._ring.closed)
         if self._side.in_use:
@@ -282,7 +280,11 @@ class RingReader:
 
     def receive(self, timeout: float | None = None) -> bytes:
         """The next message. timeout: seconds; None: for ever. Raises RingTimeoutError, RingClosedError."""
-        found = _wait(self._signals.wait, timeout)
+        end = end_of(timeout)
+        taken = self._signals.take(min(end, time.monotonic_ns() + SLICE))
+        if taken is not None:
+            return taken
+        found = wait(self._signals.wait, end, timeout)
         if found == Status.READY:
             begin = self._segment.slot(self._signals.sequence % self._ring.handle.slots)
             size, offset = SLOT_HEADER.unpack_from(self._segment.memory, begin)
@@ -311,19 +313,3 @@ class RingReader:
 
 def _spin(handle: RingHandle) -> Spin:
     return Spin(us=handle.spin_us, announce_us=handle.announce_us, share=handle.spin_share)
-
-
-def _wait(attempt: Callable[[int], int], timeout: float | None) -> int:
-    """The status that ends a wait; between slices of it, Python runs the handlers of signals.
-
-    Raises RingTimeoutError.
-    """
-    now = time.monotonic_ns()
-    end = None if timeout is None else now + int(timeout * 1e9)
-    while True:
-        found = attempt(now + _SLICE if end is None else min(end, now + _SLICE))
-        if found != Status.PENDING:
-            return found
-        now = time.monotonic_ns()
-        if end is not None and now >= end:
-            raise RingTimeoutError(f"nothing happened in {timeout} s")

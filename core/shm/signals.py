@@ -1,8 +1,9 @@
 """Contract of what a ring's ends wait on: how they learn that there is a message or room, and that the ring has ended.
 
-An implementation owns the control memory of the segment, and nothing in the slots. Its waits order memory: what the
-writer stored before `publish` is seen by a reader whose wait was READY, and what a reader loaded before `advance` was
-loaded before the writer's wait for its room was READY.
+An implementation owns the control memory of the segment, and nothing in the slots; but its `offer` and `take` may fill
+and copy those as ring.py does, where that is faster. Its waits order memory: what the writer stored before `publish` is
+seen by a reader whose wait was READY, and what a reader loaded before `advance` was loaded before the writer's wait for
+its room was READY.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class WriterSignals(ABC):
     def announce(self) -> None:
         """The next message will follow soon: wake who sleeps, if the implementation's readers can make use of it."""
 
+    def offer(self, message: bytes) -> bool:
+        """Fill a slot and publish it, by one call, if there is room now and the message fits. False: it did not."""
+        return False
+
     @abstractmethod
     def slowest(self) -> int:
         """Messages that every reader not gone has received."""
@@ -77,6 +82,11 @@ class ReaderSignals(ABC):
     @abstractmethod
     def wait(self, until: int) -> int:
         """Wait until there is a message, or time.monotonic_ns() is `until`; 0 looks only. Returns a Status."""
+
+    def take(self, until: int) -> bytes | None:
+        """Wait, copy a slot and give it back, by one call. None: nothing was received; `wait` tells why, which is READY
+        where the message must be copied by other means."""
+        return None
 
     @abstractmethod
     def advance(self) -> int:

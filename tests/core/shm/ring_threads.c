@@ -5,7 +5,8 @@
  * Rounds differ in readers, slots, spin and delays; in half of them the writer announces at random, sometimes a message
  * that it does not send for long, and readers may spin for all of it, so that they sleep, spin and sleep again in all
  * places. In a third of them readers stop early, between a copy and its advance, and are dropped, as after a death; in
- * another third another thread ends the ring at some moment.
+ * another third another thread ends the ring at some moment. In half of them messages are sent by ring_offer and received by
+ * ring_take.
  */
 #include "_ring.c"
 
@@ -19,9 +20,15 @@ enum { MOST_READERS = 8, MOST_SLOTS = 5, WORDS = 32, MESSAGES = 300, FOREVER = 6
 enum { COMPLETE, READERS_LEAVE, INTERRUPTED, KINDS };
 
 typedef struct {
+    header_t header;
+    uint64_t words[WORDS];
+} slot_t;
+
+typedef struct {
     ring_t *ring;
-    uint64_t slots[MOST_SLOTS][WORDS]; /* plain memory */
-    uint32_t readers, count, kind;
+    slot_t memory[MOST_SLOTS]; /* plain memory */
+    slots_t slots;
+    uint32_t readers, count, kind, at_once;
     int64_t spin, announce;
     unsigned seed;
 } round_t;
@@ -55,6 +62,9 @@ static end_t new_end(uint32_t index, int64_t spin, int64_t announce) {
     return (end_t){.index = index, .spin = spin, .spin_most = spin, .announce = announce, .budget = budget};
 }
 
+/* Whether a message may be refused though there was room for it. */
+static int over(ring_t *ring) { return ring_ended(ring) || !atomic_load(&ring->live); }
+
 static int64_t forever(void) { return now_ns() + FOREVER * 1000000000LL; }
 
 static void *write_all(void *argument) {
@@ -69,10 +79,20 @@ static void *write_all(void *argument) {
                 fail("the writer was not woken");
         if (side->status != READY)
             break;
+        uint64_t words[WORDS];
         for (int i = 0; i < WORDS; i++)
-            round->slots[end.sequence % round->count][i] = end.sequence * 1000 + i;
-        dawdle(&seed);
-        ring_publish(round->ring, &end);
+            words[i] = end.sequence * 1000 + i;
+        if (round->at_once) {
+            if (ring_offer(round->ring, &end, &round->slots, words, sizeof words + 1))
+                fail("a message was sent that is too long for a slot");
+            if (!ring_offer(round->ring, &end, &round->slots, words, sizeof words) && !over(round->ring))
+                fail("a message for which there was room was not sent");
+        } else {
+            for (int i = 0; i < WORDS; i++)
+                round->memory[end.sequence % round->count].words[i] = words[i];
+            dawdle(&seed);
+            ring_publish(round->ring, &end);
+        }
         dawdle(&seed);
         while (rand_r(&seed) % 2) {
             ring_announce(round->ring, &end);
@@ -93,21 +113,32 @@ static void *read_all(void *argument) {
     const uint64_t leave = round->kind == READERS_LEAVE ? rand_r(&seed) % MESSAGES : MESSAGES + 1;
     for (;;) {
         const int64_t until = forever();
-        while ((side->status = ring_await_message(round->ring, &end, until)) == PENDING)
+        const uint64_t sequence = end.sequence;
+        const int at_once = round->at_once && sequence != leave;
+        uint64_t copy[WORDS];
+        for (side->status = PENDING; side->status == PENDING;) {
             if (now_ns() >= until)
                 fail("a reader was not woken");
+            if (!at_once)
+                side->status = ring_await_message(round->ring, &end, until);
+            else if (ring_take(round->ring, &end, &round->slots, copy, until) == sizeof copy)
+                side->status = READY;
+            else if ((side->status = ring_await_message(round->ring, &end, 0)) == READY)
+                side->status = PENDING; /* it has come since */
+        }
         if (side->status != READY)
             break;
-        uint64_t copy[WORDS];
-        for (int i = 0; i < WORDS; i++) /* memcpy may become an instruction that the sanitizer does not see */
-            copy[i] = round->slots[end.sequence % round->count][i];
-        dawdle(&seed);
+        if (!at_once) {
+            for (int i = 0; i < WORDS; i++) /* memcpy may become an instruction that the sanitizer does not see */
+                copy[i] = round->memory[sequence % round->count].words[i];
+            dawdle(&seed);
+        }
         for (int i = 0; i < WORDS; i++)
-            if (copy[i] != end.sequence * 1000 + i)
+            if (copy[i] != sequence * 1000 + i)
                 fail("a message is torn, lost or doubled");
-        if (end.sequence == leave)
+        if (sequence == leave)
             break;
-        if (ring_advance(round->ring, &end) != READY)
+        if (!at_once && ring_advance(round->ring, &end) != READY)
             fail("a reader was dropped that nobody dropped");
         dawdle(&seed);
     }
@@ -208,6 +239,8 @@ static void wake_once(void) {
 
 static unsigned play(unsigned seed) {
     round_t round = {.seed = seed, .kind = seed % KINDS, .announce = seed / KINDS % 2 * 200000};
+    round.at_once = seed / KINDS / 2 % 2;
+    round.slots = (slots_t){(unsigned char *)round.memory, sizeof(slot_t), sizeof round.memory[0].words};
     round.readers = 1 + rand_r(&seed) % MOST_READERS;
     round.count = 1 + rand_r(&seed) % MOST_SLOTS;
     round.spin = (rand_r(&seed) % 3) * 10000;
