@@ -115,7 +115,7 @@ static int message(ring_t *ring, end_t *end) {
 static int message_or_announcement(ring_t *ring, end_t *end) {
     const int found = message(ring, end);
     const int64_t announced = atomic_load(&ring->announced);
-    return found == PENDING && end->announce && announced && announced != end->heeded ? ANNOUNCED : found;
+    return found == PENDING && announced && announced != end->heeded ? ANNOUNCED : found;
 }
 
 typedef int (*look_t)(ring_t *, end_t *);

@@ -228,12 +228,14 @@ static void wake_once(void) {
     while (!atomic_load(&round.ring->readers_doze.flags))
         usleep(100);
     ring_announce(round.ring, &writer);
+    if (atomic_load(&round.ring->readers_doze.bell) != 1)
+        fail("an announcement has not woken a reader");
     usleep(10000);
     ring_announce(round.ring, &writer);
     ring_publish(round.ring, &writer);
     pthread_join(reader, NULL);
     if (side.status != READY || atomic_load(&round.ring->readers_doze.bell) != 1)
-        fail("a reader was not woken once, by the announcement");
+        fail("a reader that was woken by an announcement has not spun for the message");
     free(round.ring);
 }
 

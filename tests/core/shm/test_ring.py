@@ -519,3 +519,18 @@ def test_a_reader_that_waits_takes_no_processor_time(make):
     with pytest.raises(RingTimeoutError):
         reader.receive(1.0)
     assert time.process_time() - begin < 0.01
+
+
+def test_announcements_without_end_do_not_keep_a_reader_busy(make):
+    ring = make()
+    child = start(
+        "r = ring.reader(0)\nprint('waits', flush=True)\nbegin = time.process_time()\n"
+        "try: r.receive(1.0)\nexcept RingTimeoutError: print(time.process_time() - begin)",
+        ring,
+    )
+    writer = ring.writer()
+    assert line(child) == "waits"
+    while child.poll() is None:
+        writer.announce()
+        time.sleep(2e-4)
+    assert float(finish(child)) < 0.3  # mostly of waking
