@@ -5,7 +5,7 @@
 
 Five processes. The writer sends a message every so many microseconds as an engine sends steps: it sleeps, as until the
 result of a step comes, announces the next message if the transport can, works (a loop, which takes the place of update
-and schedule), and sends. In a decode of Llama 3.1 8B on four GPUs an engine works so for 61 to 365 microseconds, and
+and schedule), and sends. In a tensor-parallel decode on four GPUs an engine works so for 61 to 365 microseconds, and
 its steps are 2.0 to 3.4 ms apart. A reader blocks in its receive.
 
 The hop is the time from before the send to after the receive, for each message and reader, and the cores burnt are
