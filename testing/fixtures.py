@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from engine.core.engine import Engine
     from engine.core.registry import Plugins
 
-pytest.register_assert_rewrite("engine.testing.attention", "engine.testing.schedulers")
+pytest.register_assert_rewrite(
+    "engine.testing.attention", "engine.testing.quant", "engine.testing.schedulers", "engine.testing.stored_layers"
+)
 
 
 @pytest.fixture(scope="session")
