@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from engine.core.engine import Engine
     from engine.core.registry import Plugins
 
-pytest.register_assert_rewrite(
-    "engine.testing.attention", "engine.testing.quant", "engine.testing.schedulers", "engine.testing.stored_layers"
-)
+for _suite in ("attention", "executors", "leftovers", "quant", "schedulers", "stored_layers"):
+    pytest.register_assert_rewrite(f"engine.testing.{_suite}")
 
 
 @pytest.fixture(scope="session")
