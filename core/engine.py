@@ -17,7 +17,7 @@ from engine.core.config import EngineConfig
 from engine.core.device import find_device
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors import Executor, Health, PendingResult
-from engine.core.faults import CONSTRUCTOR
+from engine.core.faults import CONSTRUCTOR, TRACEBACK, blame
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
 from engine.core.kv_cache import BlockManager
 from engine.core.quant import QuantMethod
@@ -99,7 +99,7 @@ class Engine:
             if on_progress is not None:
                 with self.parts.blame("executors", "watch()"):
                     self._executor.watch(on_progress)
-            with self.parts.blame("executors", "start()"):
+            with blame(f"{self.parts.owner('executors')}, or what it runs,", "start()", TRACEBACK):
                 info = self._executor.start()
             phases.include(info.phases)
         try:
@@ -122,7 +122,8 @@ class Engine:
             eos_tokens=self.checkpoint.eos_tokens(),
         )
         overlap = self.config.scheduler.overlap
-        self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
+        with self.parts.blame("executors", "asynchronous"):
+            self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._seconds: dict[str, float] = {"schedule": 0.0, "submit": 0.0, "wait": 0.0, "commit": 0.0}
         self._async: AsyncGenerator | None = None

@@ -14,6 +14,7 @@ MEMORY = ("MemoryError", "OutOfMemoryError")
 DEVICE = "AcceleratorError"
 """What torch raises when a device fails, which may be well the next time."""
 MEND = "mend it or choose another"
+TRACEBACK = "the traceback says where (engine --debug)"
 INSTALL = "install what it needs in the Python environment that the engine runs in"
 
 

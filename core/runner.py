@@ -15,7 +15,7 @@ from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed import OneRank, RankGroup
 from engine.core.errors import CapacityError, ConfigError, ExecutorError
-from engine.core.faults import CONSTRUCTOR, blame
+from engine.core.faults import CONSTRUCTOR, TRACEBACK, blame
 from engine.core.graphs import DecodeGraphs, Recorder
 from engine.core.kv_cache import KVPool
 from engine.core.kv_scales import KVScales
@@ -302,7 +302,7 @@ class Runner:
     def _blame_all(self, call: str) -> AbstractContextManager[None]:
         """For what several plugins do together."""
         model, attention, quant = map(self.parts.owner, ("models", "attention", "quant"))
-        return blame(f"{model}, {attention} or {quant}", call)
+        return blame(f"{model}, {attention} or {quant}", call, TRACEBACK)
 
     def _enter_device(self) -> None:
         """Make the device this thread's current one: Triton launches there, wherever the tensors are."""

@@ -392,12 +392,6 @@ def _passed_in(seam: Seam, override: object, refuses: Question) -> tuple[Any, Ch
     return override, Choice(seam=seam.name, name=cls.__qualname__, provenance="object", reason="passed in from Python")
 
 
-def _make_options(cls: type | None, given: Mapping[str, Any], where: str, owner: str) -> Any:
-    """A plugin's options; see structure_options. Raises PluginFaultError, naming `owner`, where the class fails."""
-    with blame(owner, f"its options class {cls.__qualname__ if cls is not None else None}"):
-        return structure_options(given, cls, where)
-
-
 def shape_of(model: type[Model], checkpoint: Mapping[str, Any], owner: str = "") -> ModelSpec:
     """What the model class makes of a config.json; owner: how errors name the class.
 

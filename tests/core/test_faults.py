@@ -127,6 +127,14 @@ class First(SchedulingPolicy):
         return running[-1]
 
 
+def first_time(executor: Any) -> bool:
+    """As `shutdown` asks it too."""
+    if not executor.asked:
+        executor.asked = True
+        raise KeyError("tide")
+    return False
+
+
 REFUSES = {"refuses": classmethod(raising())}
 BASES = {
     "attention": TorchAttention,
@@ -150,6 +158,7 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("quant", {"linear": making(prepare=raising())}, "prepare() of model.layers.0."),
     ("executor", {"watch": raising()}, "watch()"),
     ("executor", {"start": raising()}, "start()"),
+    ("executor", {"asynchronous": property(first_time), "asked": False}, "asynchronous"),
     ("model", {"spec": classmethod(raising())}, "spec()"),
     ("model", {"__init__": with_layer(Faulty())}, "fill() of a layer"),
     ("model", {"__init__": with_layer(type("Nameless", (Faulty,), {"tensors": raising()})())}, "tensors() of a layer"),
@@ -177,8 +186,11 @@ def build(make_engine: Any, section: str, members: dict[str, Any]) -> Any:
 def test_whatever_is_called_at_start_up(make_engine, section: str, members: dict[str, Any], call: str) -> None:
     with pytest.raises(PluginFaultError) as caught:
         build(make_engine, section, members)
-    whose = {"refuses()": f"{section} 'mine' of object failed in"}.get(call, f"{section} {MINE}")
-    assert str(caught.value).startswith(f"{whose} {call}")
+    whose = {
+        "refuses()": f"{section} 'mine' of object failed in",
+        "start()": f"{section} 'mine' passed in from Python, or what it runs, failed in",
+    }
+    assert str(caught.value).startswith(f"{whose.get(call, f'{section} {MINE}')} {call}")
     assert "KeyError: 'tide'" in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -220,6 +232,13 @@ def test_a_class_that_was_passed_in(make_engine) -> None:
 def test_what_several_do_together_names_all(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "_capture", raising(RuntimeError("operation not permitted when stream is capturing")))
     told = r"^model 'llama' of .*, attention '\w+' of .* or quant 'none' of .* failed in the capture of CUDA graphs: "
+    with pytest.raises(PluginFaultError, match=told):
+        make_engine()
+
+
+def test_what_an_executor_runs_is_not_its_own_mistake(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "start", raising(OSError("the disk is gone")))
+    told = r"^executor 'uniproc' of .*, or what it runs, failed in start\(\): OSError: the disk is gone .*--debug"
     with pytest.raises(PluginFaultError, match=told):
         make_engine()
 
