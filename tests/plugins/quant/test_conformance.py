@@ -176,7 +176,7 @@ class TestPackQuantizedOrdered(TestPackQuantized):
 class OnGpu:
     """Activations are quantized too where a GPU multiplies codes."""
 
-    device = "cuda"
+    device = "cuda:0"
     dtype = "bfloat16"
     outputs = (512, 256, 256)
     inputs = 512
