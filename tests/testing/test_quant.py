@@ -472,3 +472,23 @@ def test_an_error_that_is_allowed_for(tmp_path: Path) -> None:
     suite.test_product(tmp_path, 17, True)
     with pytest.raises(AssertionError, match="part 2: relative error"):
         suite.test_merged_parts(tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_replay_that_does_not_follow_its_input_is_found(tmp_path: Path) -> None:
+    class Stale(Kernel):
+        """Multiplies the x that it saw first of each size."""
+
+        def apply(self, x, weights, bias):
+            self.seen = getattr(self, "seen", {})
+            return super().apply(self.seen.setdefault(len(x), x.clone()), weights, bias)
+
+    suite = type("Suite", (Halved,), {"method": method_of(Stale), "device": "cuda:0"})()
+    with pytest.raises(AssertionError, match="a replay of 1 rows: relative error"):
+        suite.test_captured_calls(tmp_path)
+
+
+@pytest.mark.gpu
+class TestHalvedOnGpu(Halved):
+    device = "cuda:0"
+    dtype = "bfloat16"
