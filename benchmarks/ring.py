@@ -10,7 +10,7 @@ its steps are 2.0 to 3.4 ms apart. A reader blocks in its receive.
 
 The hop is the time from before the send to after the receive, for each message and reader, and the cores burnt are
 processor time over wall time of a reader, while messages come and while none does. The transports take turns in one
-run. It needs a core for each process; with fewer, the figures are those of the scheduler.
+run. Each process keeps to a core of its own; where there are fewer cores, the figures are those of the scheduler.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from engine.core.shm import Ring
 READERS = 4
 WARM_UP = 200
 SLOTS = 16
+CORES = sorted(os.sched_getaffinity(0))
 
 Send = Callable[[bytes], object]
 Receive = Callable[[], bytes]
@@ -184,6 +185,13 @@ def read(receive: Receive, messages: int, out: memoryview) -> None:
         out[messages + 2 * place + 1] = after[1] - before[1]
 
 
+def keep_to_core(place: int) -> None:
+    """For this process, the writer (0) or a reader (from 1 on): as far from the others' as there are cores."""
+    apart = len(CORES) // (1 + READERS)
+    if apart:
+        os.sched_setaffinity(0, {CORES[place * apart]})
+
+
 def work(until: int) -> None:
     """As an engine does between two steps, until time.monotonic_ns() is `until`."""
     while time.monotonic_ns() < until:
@@ -209,6 +217,7 @@ def play(transport: Transport, pace: Pace, messages: int, idle: float, figures: 
         if pid == 0:
             code = 1
             try:
+                keep_to_core(1 + index)
                 read(transport.reader(index), messages, out)
                 code = 0
             finally:
@@ -256,6 +265,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not 0 <= arguments.work < min(arguments.intervals):
         parser.error("--work must be less than each of --intervals")
+    keep_to_core(0)
 
     table: dict[tuple[str, int], Figures] = {}
     for _ in range(arguments.turns):
@@ -298,7 +308,7 @@ def main() -> None:
             "work_us": arguments.work,
             "messages": arguments.messages * arguments.turns,
             "idle_seconds": arguments.idle * arguments.turns,
-            "cpus": os.cpu_count(),
+            "cpus": len(CORES),
         }
         write(arguments.json, report("ring", find_device("cpu").name, rows, settings))
 
