@@ -205,7 +205,7 @@ def test_whatever_is_called_at_start_up(make_engine, section: str, members: dict
         ("model", {"__init__": raising(ConfigError("give it a tide"))}),
         ("executor", {"start": raising(ConfigError("give it a tide"))}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_what_a_plugin_says_itself_is_said(make_engine, section: str, members: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^give it a tide$"):
