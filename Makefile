@@ -2,11 +2,13 @@
 #   PYTHON=python3.12       which Python makes the virtual environment (3.11 to 3.13)
 #   CONSTRAINTS=            install without constraints.txt, for example to get torch with CUDA
 #   ARGS="--port 9000"      more options for `engine serve` or pytest
+#   WORKERS=2               processes that run the tests; 0: all in one, as for --pdb
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # The empty file that notes an extra of pyproject.toml as installed; it is older than a changed list of requirements.
@@ -27,10 +29,10 @@ types: $(call installed,dev) ## mypy --strict
 	scripts/typecheck $(BIN)/mypy
 
 tests: $(call installed,dev)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 test: $(call installed,test) ## the tests, with only what they need
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 serve: $(call installed,server) ## answer on 127.0.0.1:8000 with the demo model
 	$(BIN)/engine serve $(ARGS)

@@ -1,12 +1,16 @@
 """A hop from one writer to four readers: how long it takes and what it burns, beside ZeroMQ and a ring that spins.
 
     python benchmarks/ring.py --json benchmarks/results/ring.json
-    python benchmarks/ring.py --only "ring, anticipates" "spinning Python ring" --intervals 300
+    python benchmarks/ring.py --only ring "spinning Python ring" --intervals 2000 --work 60
 
-Five processes. The writer sends a message every so many microseconds, as an engine sends steps, and sleeps in between;
-a reader blocks in its receive. The hop is the time from before the send to after the receive, for each message and
-reader, and the cores burnt are processor time over wall time of a reader, while messages come and while none does. The
-transports take turns in one run. It needs a core for each process; with fewer, the figures are those of the scheduler.
+Five processes. The writer sends a message every so many microseconds as an engine sends steps: it sleeps, as until the
+result of a step comes, announces the next message if the transport can, works (a loop, which takes the place of update
+and schedule), and sends. In a tensor-parallel decode on four GPUs an engine works so for 61 to 365 microseconds, and
+its steps are 2.0 to 3.4 ms apart. A reader blocks in its receive.
+
+The hop is the time from before the send to after the receive, for each message and reader, and the cores burnt are
+processor time over wall time of a reader, while messages come and while none does. The transports take turns in one
+run. Each process keeps to a core of its own; where there are fewer cores, the figures are those of the scheduler.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
-from attrs import Factory, define
+from attrs import Factory, define, frozen
 
 from engine.core.shm import Ring
 
 READERS = 4
 WARM_UP = 200
 SLOTS = 16
+CORES = sorted(os.sched_getaffinity(0))
 
 Send = Callable[[bytes], object]
 Receive = Callable[[], bytes]
@@ -44,6 +49,9 @@ class Transport(ABC):
     def writer(self) -> Send:
         """In the writer's process."""
 
+    def announce(self) -> None:  # noqa: B027
+        """In the writer's: a message follows soon. Most transports cannot say so."""
+
     @abstractmethod
     def reader(self, index: int) -> Receive:
         """In a reader's."""
@@ -52,19 +60,16 @@ class Transport(ABC):
 class RingTransport(Transport):
     """Ours."""
 
-    def __init__(self, size: int, implementation: str, spin_us: int, spin_share: float) -> None:
+    def __init__(self, size: int, implementation: str = "futex", **spin: int) -> None:
         super().__init__(size)
         self.ring = Ring.create(
-            readers=READERS,
-            slots=SLOTS,
-            slot_bytes=max(size, 1),
-            spin_us=spin_us,
-            spin_share=spin_share,
-            implementation=implementation,
+            readers=READERS, slots=SLOTS, slot_bytes=max(size, 1), implementation=implementation, **spin
         )
 
     def writer(self) -> Send:
-        return self.ring.writer().send
+        writer = self.ring.writer()
+        self.announce = writer.announce  # type: ignore[method-assign]
+        return writer.send
 
     def reader(self, index: int) -> Receive:
         return self.ring.reader(index).receive
@@ -139,10 +144,10 @@ class ZmqTransport(Transport):
 
 
 TRANSPORTS: dict[str, Callable[[int], Transport]] = {
-    "ring, anticipates": lambda size: RingTransport(size, "futex", 20, 0.05),
-    "ring, spins up to 20 us": lambda size: RingTransport(size, "futex", 20, 0.0),
-    "ring, never spins": lambda size: RingTransport(size, "futex", 0, 0.0),
-    "ring of pipes": lambda size: RingTransport(size, "pipe", 0, 0.0),
+    "ring": RingTransport,
+    "ring, not announced": lambda size: RingTransport(size, announce_us=0),
+    "ring, never spins": lambda size: RingTransport(size, announce_us=0, spin_us=0),
+    "ring of pipes": lambda size: RingTransport(size, "pipe"),
     "ZeroMQ ipc pairs": ZmqTransport,
     "spinning Python ring": SpinTransport,
 }
@@ -154,6 +159,8 @@ class Figures:
 
     hops: list[int] = Factory(list)
     """ns, one for each message and reader."""
+    announcements: list[int] = Factory(list)
+    """ns in the writer's call."""
     sends: list[int] = Factory(list)
     """ns in the writer's call."""
     burnt: list[float] = Factory(list)
@@ -178,7 +185,30 @@ def read(receive: Receive, messages: int, out: memoryview) -> None:
         out[messages + 2 * place + 1] = after[1] - before[1]
 
 
-def play(transport: Transport, interval_us: int, messages: int, idle: float, figures: Figures) -> None:
+def keep_to_core(place: int) -> None:
+    """For this process, the writer (0) or a reader (from 1 on): as far from the others' as there are cores."""
+    apart = len(CORES) // (1 + READERS)
+    if apart:
+        os.sched_setaffinity(0, {CORES[place * apart]})
+
+
+def work(until: int) -> None:
+    """As an engine does between two steps, until time.monotonic_ns() is `until`."""
+    while time.monotonic_ns() < until:
+        pass
+
+
+@frozen
+class Pace:
+    """Of the writer, in microseconds."""
+
+    interval: int
+    """Between two messages, at least."""
+    work: int
+    """Of that, from the announcement to the send."""
+
+
+def play(transport: Transport, pace: Pace, messages: int, idle: float, figures: Figures) -> None:
     """One turn of a transport."""
     outs = [memoryview(mmap.mmap(-1, 8 * (messages + 4))).cast("Q") for _ in range(READERS)]
     pids = []
@@ -187,6 +217,7 @@ def play(transport: Transport, interval_us: int, messages: int, idle: float, fig
         if pid == 0:
             code = 1
             try:
+                keep_to_core(1 + index)
                 read(transport.reader(index), messages, out)
                 code = 0
             finally:
@@ -195,10 +226,15 @@ def play(transport: Transport, interval_us: int, messages: int, idle: float, fig
     send = transport.writer()
     rest = bytes(transport.size - 8)
     for number in range(-WARM_UP, messages):
-        time.sleep(interval_us / 1e6)
+        time.sleep((pace.interval - pace.work) / 1e6)
+        awake = time.monotonic_ns()
+        transport.announce()
+        announced = time.monotonic_ns()
+        work(awake + 1000 * pace.work)
         begin = time.monotonic_ns()
         send(begin.to_bytes(8, "little") + rest)
         if number >= 0:
+            figures.announcements.append(announced - awake)
             figures.sends.append(time.monotonic_ns() - begin)
     time.sleep(idle)
     send(bytes(transport.size))
@@ -216,7 +252,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=1000, help="of each transport, interval and turn")
     parser.add_argument("--bytes", type=int, default=1024, help="of a message")
-    parser.add_argument("--intervals", type=int, nargs="+", default=[300, 4000], help="microseconds between messages")
+    parser.add_argument(
+        "--intervals", type=int, nargs="+", default=[300, 2000, 4000], help="microseconds between messages"
+    )
+    parser.add_argument("--work", type=int, default=150, help="microseconds of that, from the announcement to the send")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--idle", type=float, default=2.0, help="seconds without a message, in each turn")
     parser.add_argument(
@@ -224,24 +263,29 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if not 0 <= arguments.work < min(arguments.intervals):
+        parser.error("--work must be less than each of --intervals")
+    keep_to_core(0)
 
     table: dict[tuple[str, int], Figures] = {}
     for _ in range(arguments.turns):
         for interval in arguments.intervals:
             for name in arguments.only:
                 figures = table.setdefault((name, interval), Figures())
-                play(TRANSPORTS[name](max(arguments.bytes, 8)), interval, arguments.messages, arguments.idle, figures)
+                pace = Pace(interval, arguments.work)
+                play(TRANSPORTS[name](max(arguments.bytes, 8)), pace, arguments.messages, arguments.idle, figures)
 
     from engine.cli.bench.report import Row, report, write  # after the forks, which need not copy all that
     from engine.core.device import find_device
 
     rows = []
-    columns = ("hop p50", "hop p99", "hop p99.9", "send p50", "reader, cores", "reader idle, cores")
+    columns = ("hop p50", "hop p99", "hop p99.9", "announce p50", "send p50", "reader, cores", "reader idle, cores")
     print(f"{'':<42}" + "".join(f"{column:>19}" for column in columns))
     for (name, interval), figures in table.items():
         hops = statistics.quantiles(figures.hops, n=1000, method="inclusive")
         values = (
             *(hops[place] / 1e3 for place in (499, 989, 998)),
+            statistics.median(figures.announcements) / 1e3,
             statistics.median(figures.sends) / 1e3,
             statistics.mean(figures.burnt),
             statistics.mean(figures.idle),
@@ -261,9 +305,10 @@ def main() -> None:
         settings = {
             "readers": READERS,
             "bytes": arguments.bytes,
+            "work_us": arguments.work,
             "messages": arguments.messages * arguments.turns,
             "idle_seconds": arguments.idle * arguments.turns,
-            "cpus": os.cpu_count(),
+            "cpus": len(CORES),
         }
         write(arguments.json, report("ring", find_device("cpu").name, rows, settings))
 

@@ -3,7 +3,8 @@
     python benchmarks/ring_stress.py --rounds 300 --json benchmarks/results/ring-stress.json
 
 Each round has a writer and 1 to 8 readers, processes all, and a supervisor that sees who dies and, as an executor does,
-drops a dead reader or interrupts the ring. What must arrive follows from the round's seed, so a reader checks each
+drops a dead reader or interrupts the ring. In half of the rounds the writer announces messages at random, some of them
+twice, and at the end some that never come. What must arrive follows from the round's seed, so a reader checks each
 message whole. A round fails if a message is lost, doubled or torn, if somebody hangs, or if shared memory or
 descriptors stay behind. The first failure ends the script.
 """
@@ -21,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.core.shm import Ring, RingClosedError, RingHandle
+from engine.core.shm import Ring, RingClosedError, RingHandle, RingWriter
 from engine.core.shm.ring import IMPLEMENTATIONS
 
 MIB = 2**20
@@ -48,7 +49,9 @@ class Round:
         self.slots = dice.choice((1, 2, 3, 8, 16))
         self.slot_bytes = dice.choice((64, 4096, 65536))
         self.spin_us = dice.choice((0, 20, 200))
-        self.spin_share = (0.0, 0.08, 1.0)[seed // 100 % 3]
+        self.announces = seed // 100 % 2 == 0
+        self.announce_us = (400, 20, 10_000)[seed // 200 % 3]
+        self.spin_share = (0.09, 1.0)[seed // 600 % 2]
         self.implementation = implementation
         self.large = dice.random() < 0.15
         self.messages = dice.randint(2, 6) if self.large else dice.choice((10, 100, 1000))
@@ -76,16 +79,23 @@ class Round:
         if self.pause and dice.random() < 0.3:
             time.sleep(dice.random() * self.pause)
 
+    def announce(self, writer: RingWriter, dice: random.Random) -> None:
+        while self.announces and dice.random() < 0.5:
+            writer.announce()
+            self.dawdle(dice)
+
     def write(self, handle: RingHandle) -> int:
         dice = random.Random(self.seed + 2)
         writer = Ring.attach(handle).writer()
         try:
             for message in self.stream():
+                self.announce(writer, dice)
                 writer.send(message)
                 self.counts[8] += 1
                 self.dawdle(dice)
         except RingClosedError:
             return ENDED
+        self.announce(writer, dice)
         writer.close()
         return ENDED
 
@@ -110,6 +120,7 @@ class Round:
             slots=self.slots,
             slot_bytes=self.slot_bytes,
             spin_us=self.spin_us,
+            announce_us=self.announce_us,
             spin_share=self.spin_share,
             implementation=self.implementation,
         )

@@ -11,7 +11,7 @@ from attrs import asdict, frozen
 
 from engine.cli.options import OFFLINE, SECTIONS, configured
 from engine.cli.tables import print_table
-from engine.core.errors import PluginError
+from engine.core.errors import EngineError, PluginError
 from engine.core.settings import Resolved
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _ask(seam: str, name: str, cls: type[Any], question: Callable[[type[Any]], s
         return Verdict(seam=seam, name=name, status="loads", reason=question)
     try:
         reason = ask(cls, f"{seam} {name!r}", question)
-    except PluginError as error:
+    except EngineError as error:
         return Verdict(seam=seam, name=name, status="broken", reason=str(error))
     return Verdict(seam=seam, name=name, status="refused" if reason else "usable", reason=reason or "")
 

@@ -17,13 +17,14 @@ from engine.core.config import EngineConfig
 from engine.core.device import find_device
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors import Executor, Health, PendingResult
+from engine.core.faults import CONSTRUCTOR, TRACEBACK, blame
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
 from engine.core.kv_cache import BlockManager
 from engine.core.quant import QuantMethod
 from engine.core.registry import Plugins, load_plugins
 from engine.core.scheduler import Scheduler
 from engine.core.schedulers import SchedulingPolicy
-from engine.core.selection import max_len, resolve, settle
+from engine.core.selection import max_len, resolve, settle, shape_of
 from engine.core.settings import flatten, load_config
 from engine.core.startup import Listener, Phases
 from engine.core.text import TextDelta, Tokenizer
@@ -89,14 +90,17 @@ class Engine:
             objects = {seam: choice for seam, choice in named.items() if not isinstance(choice, str | None)}
             self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
 
-        model_spec = self.parts.model.spec(self.checkpoint.config)
+        model_spec = shape_of(self.parts.model, self.checkpoint.config, self.parts.owner("models"))
         self.max_len = max_len(self.config, model_spec)
         self.vocab_size = model_spec.vocab_size
         with phases.phase("executor"):
-            self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
+            with self.parts.blame("executors", CONSTRUCTOR):
+                self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
             if on_progress is not None:
-                self._executor.watch(on_progress)
-            info = self._executor.start()
+                with self.parts.blame("executors", "watch()"):
+                    self._executor.watch(on_progress)
+            with blame(f"{self.parts.owner('executors')}, or what it runs,", "start()", TRACEBACK):
+                info = self._executor.start()
             phases.include(info.phases)
         try:
             self._begin(attrs.evolve(info, phases=phases.seconds))
@@ -118,12 +122,13 @@ class Engine:
             eos_tokens=self.checkpoint.eos_tokens(),
         )
         overlap = self.config.scheduler.overlap
-        self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
+        with self.parts.blame("executors", "asynchronous"):
+            self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._seconds: dict[str, float] = {"schedule": 0.0, "submit": 0.0, "wait": 0.0, "commit": 0.0}
         self._async: AsyncGenerator | None = None
         self._closed = False
-        self.plugins.hook.engine_started(engine=self)
+        self.plugins.call("engine_started", engine=self)
 
     def step(self) -> list[Output]:
         """Plan and begin a step, and finish the one before it (or this one, where nothing runs ahead).
@@ -213,7 +218,7 @@ class Engine:
             self._closed = True
             self._in_flight.clear()
             self._executor.shutdown()
-            self.plugins.hook.engine_stopped(engine=self)
+            self.plugins.call("engine_stopped", engine=self)
 
     def __enter__(self) -> Engine:
         return self

@@ -16,6 +16,10 @@ class PluginError(EngineError):
     """A plugin is missing, broken, refused or breaks its contract."""
 
 
+class PluginFaultError(PluginError):
+    """A plugin raised an error that it did not mean to raise, which is the cause of this one."""
+
+
 class CheckpointError(EngineError):
     """A model directory lacks a file or a tensor, or one has another shape or type than expected."""
 

@@ -14,6 +14,7 @@ import torch
 
 from engine.core.checkpoint import Checkpoint, read_json
 from engine.core.errors import CheckpointError
+from engine.core.faults import blame
 from engine.core.host_memory import host_tensor
 from engine.core.layers.factory import LayerFactory
 from engine.core.quant import TensorSpec
@@ -55,7 +56,8 @@ def load_weights(
     threads: how many read; 0: by the number of processors.
     Raises CheckpointError, before anything is read if it can be known.
     """
-    wanted = {name: spec for layer in layers.layers for name, spec in layer.tensors().items()}
+    with blame(layers.model_owner, "tensors() of a layer"):
+        wanted = {name: spec for layer in layers.layers for name, spec in layer.tensors().items()}
     sizes = {
         name: _rank_bytes(name, wanted[name], size, layers.rank, layers.ranks)
         for name, size in source.expect(wanted, layers.ignored).items()
@@ -64,7 +66,10 @@ def load_weights(
     with Readers(layers.device, threads or max(1, auto_threads() // layers.ranks)) as readers:
         ahead = _ReadAhead(layers, source, sizes, readers)
         for layer in layers.layers:
-            layer.fill(ahead.take())
+            tensors = ahead.take()
+            with blame(layers.model_owner, "fill() of a layer"):
+                layer.fill(tensors)
+            del tensors  # or they would stay beside those of the next layer
             done += sum(sizes.get(name, 0) for name in layer.tensors())
             if on_progress is not None:
                 on_progress(done, total)

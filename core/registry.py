@@ -15,6 +15,7 @@ from attrs import evolve, field, frozen
 from engine.core import hooks
 from engine.core.config import AUTO, PluginsConfig
 from engine.core.errors import ConfigError, PluginError, near_misses
+from engine.core.faults import blame
 from engine.core.seams import SEAMS, Seam
 
 if TYPE_CHECKING:
@@ -165,10 +166,18 @@ class Plugins:
     loaded: tuple[PluginInfo, ...]
     failures: tuple[PluginFailure, ...]
     manager: pluggy.PluginManager = field(repr=False)
+    managers: tuple[pluggy.PluginManager, ...] = field(repr=False)
+    """As `loaded`, of each plugin by itself."""
+
+    def call(self, hook: str, **arguments: object) -> None:
+        """Call a hook of all plugins, the last loaded first. Raises PluginFaultError, naming the one that fails."""
+        for plugin, manager in reversed(list(zip(self.loaded, self.managers, strict=True))):
+            with blame(str(plugin), f"{hook}()"):
+                getattr(manager.hook, hook)(**arguments)
 
     @property
     def hook(self) -> pluggy.HookRelay:
-        """Calls a hook of all plugins: `plugins.hook.engine_started(engine=engine)`."""
+        """All plugins' implementations of each hook."""
         return self.manager.hook
 
     @property
@@ -235,7 +244,13 @@ def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object]
             raise PluginError(str(failed)) from failed.error
     failures = tuple(host.failures)
     seams = {seam.name: Registry(seam, host.registrations[seam.name], failures) for seam in SEAMS}
-    return Plugins(seams=seams, loaded=tuple(host.loaded), failures=failures, manager=host.manager)
+    return Plugins(
+        seams=seams,
+        loaded=tuple(host.loaded),
+        failures=failures,
+        manager=host.manager,
+        managers=tuple(host.managers),
+    )
 
 
 class _Host:
@@ -243,6 +258,7 @@ class _Host:
 
     def __init__(self) -> None:
         self.manager = _manager()
+        self.managers: list[pluggy.PluginManager] = []
         self.registrations: dict[str, dict[str, Registration[Any]]] = {seam.name: {} for seam in SEAMS}
         self.loaded: list[PluginInfo] = []
         self.failures: list[PluginFailure] = []
@@ -288,6 +304,7 @@ class _Host:
         for one in staged:
             self.registrations[one.seam.name][one.name] = one
         self.loaded.append(info)
+        self.managers.append(trial)
         return None
 
     def _register(

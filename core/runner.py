@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from attrs import define
@@ -14,6 +15,7 @@ from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed import OneRank, RankGroup
 from engine.core.errors import CapacityError, ConfigError, ExecutorError
+from engine.core.faults import CONSTRUCTOR, TRACEBACK, blame
 from engine.core.graphs import DecodeGraphs, Recorder
 from engine.core.kv_cache import KVPool
 from engine.core.kv_scales import KVScales
@@ -33,6 +35,7 @@ from engine.core.selection import (
     refuses_ranks,
     resolve_dtype,
     resolve_kv_dtype,
+    shape_of,
     use_graphs,
 )
 from engine.core.startup import Phases
@@ -115,7 +118,7 @@ class Runner:
         if config.executor.threads:
             torch.set_num_threads(config.executor.threads)
         self._name = device.torch_name
-        self._model_spec = parts.model.spec(checkpoint.config)
+        self._model_spec = shape_of(parts.model, checkpoint.config, parts.owner("models"))
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
         ranks = self._group.ranks
@@ -127,7 +130,7 @@ class Runner:
             config,
             self._dtype,
             max_len(config, self._model_spec),
-            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device),
+            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device, parts.owner("quant")),
             ranks,
         )
         self._kv_scales: tuple[KVScales, ...] = ()
@@ -142,11 +145,19 @@ class Runner:
             if self.device.type == "cpu":
                 free //= self._group.ranks  # which all take theirs from the same
             config = self.config
-            quant = self.parts.quant.from_checkpoint(self.checkpoint.quantization, self.parts.options["quant"])
+            parts, options = self.parts, self.parts.options
+            with parts.blame("quant", "from_checkpoint()"):
+                quant = parts.quant.from_checkpoint(self.checkpoint.quantization, options["quant"])
             layers = LayerFactory(
-                dtype=self._dtype, device=self._name, quant=quant, group=self._group, fused=self._fused
+                dtype=self._dtype,
+                device=self._name,
+                quant=quant,
+                group=self._group,
+                fused=self._fused,
+                owners={seam: parts.owner(seam) for seam in ("quant", "models")},
             )
-            self._model = self.parts.model(self.checkpoint.config, layers, self.parts.options["models"])
+            with parts.blame("models", CONSTRUCTOR):
+                self._model = parts.model(self.checkpoint.config, layers, options["models"])
         with phases.phase("weights"):
             dummy = config.model.load_format == "dummy"
             source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
@@ -174,7 +185,7 @@ class Runner:
         try:
             with phases.phase("kv_cache"):
                 self._make_state(num_blocks)
-            with phases.phase("graphs"):
+            with phases.phase("graphs"), self._blame_all("the capture of CUDA graphs"):
                 self._capture(phases)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
@@ -239,7 +250,8 @@ class Runner:
         """The KV pool and all that is kept between steps."""
         max_running, device = self.config.scheduler.max_running, torch.device(self._name)
         self._pool = KVPool(self._spec, num_blocks, self._name, self._kv_scales)
-        self._attention = self.parts.attention(self._spec, self._pool, self.parts.options["attention"])
+        with self.parts.blame("attention", CONSTRUCTOR):
+            self._attention = self.parts.attention(self._spec, self._pool, self.parts.options["attention"])
         self._residents = Residents(
             max_running=max_running,
             max_len=self._spec.max_len,
@@ -286,6 +298,11 @@ class Runner:
                     device=torch.device(self._name),
                 )
                 self._pieces.record_all(lambda done, total: phases.progress(done, total, "token counts"))
+
+    def _blame_all(self, call: str) -> AbstractContextManager[None]:
+        """For what several plugins do together."""
+        model, attention, quant = map(self.parts.owner, ("models", "attention", "quant"))
+        return blame(f"{model}, {attention} or {quant}", call, TRACEBACK)
 
     def _enter_device(self) -> None:
         """Make the device this thread's current one: Triton launches there, wherever the tensors are."""
@@ -336,7 +353,8 @@ class Runner:
             self._make_state(sum(len(blocks) for _, blocks in step.blocks))
             torch.cuda.reset_peak_memory_stats(self._name)
             before = torch.cuda.memory_allocated(self._name)
-            self.launch(step).result()
+            with self._blame_all("the first step"):
+                self.launch(step).result()
             peak = torch.cuda.max_memory_allocated(self._name) - before
         except torch.OutOfMemoryError as error:
             raise CapacityError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from attrs import evolve, frozen
 from engine.core.attention import GRAPHS, AttentionSpec
 from engine.core.config import AUTO, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, near_misses
+from engine.core.faults import CONSTRUCTOR, blame
 from engine.core.kv_scales import FLOAT8
 from engine.core.models import ModelSpec
 from engine.core.seams import SEAMS, Seam
@@ -46,6 +48,11 @@ class Choice:
     reason: str
     """Why this one, in a few words; for auto, with the refusals of those preferred to it."""
 
+    def __str__(self) -> str:
+        section = next(seam.section for seam in SEAMS if seam.name == self.seam)
+        origin = "passed in from Python" if self.provenance == "object" else f"of {self.provenance}"
+        return f"{section} {self.name!r} {origin}"
+
 
 @frozen(kw_only=True)
 class Parts:
@@ -61,6 +68,14 @@ class Parts:
     choices: tuple[Choice, ...]
     manifest: Manifest = ()
     """What this process has loaded, for others of the same engine to compare; see Plugins.verify."""
+
+    def blame(self, seam: str, call: str) -> AbstractContextManager[None]:
+        """See faults.blame."""
+        return blame(self.owner(seam), call)
+
+    def owner(self, seam: str) -> str:
+        """The plugin of a seam, as errors name it."""
+        return next((str(choice) for choice in self.choices if choice.seam == seam), f"the plugin of {seam}")
 
 
 def resolve(
@@ -87,16 +102,17 @@ def resolve(
     chosen: dict[str, Any] = {}
     options: dict[str, Any] = {}
     choices: list[Choice] = []
+    owners: dict[str, str] = {}
 
     def choose(section: str, refuses: Question) -> None:
         seam = sections[section]
         wanted = getattr(config, section)
         found, choice = _choose(seam, plugins.seams[seam.name], wanted.name, overrides.get(section), refuses)
+        owners[section] = str(choice)
         if isinstance(found, type):
-            owner = f"{section} {choice.name!r}"
-            options[seam.name] = structure_options(
-                wanted.options, getattr(found, "options_class", None), f"{owner}: {section}.options"
-            )
+            where = f"{section} {choice.name!r}: {section}.options"
+            with blame(owners[section], "its options_class"):
+                options[seam.name] = structure_options(wanted.options, getattr(found, "options_class", None), where)
         elif wanted.options:
             raise ConfigError(
                 f"{section}.options is set, but the {section} was passed in as an object that is made already; "
@@ -107,15 +123,18 @@ def resolve(
 
     choose("model", model_question(checkpoint))
     choose("quant", quant_question(checkpoint, device))
-    questions = {"attention": attention_question(config, device, checkpoint, chosen["model"], chosen["quant"])}
-    for section, question in (questions | questions_of_machine(config, first or device)).items():
+    choose("attention", attention_question(config, device, checkpoint, chosen["model"], chosen["quant"], owners))
+    for section, question in questions_of_machine(config, first or device).items():
         choose(section, question)
     policy = chosen["scheduler"]
+    if isinstance(policy, type):
+        with blame(owners["scheduler"], CONSTRUCTOR):
+            policy = policy(options.pop("schedulers"))
     return Parts(
         model=chosen["model"],
         attention=chosen["attention"],
         quant=chosen["quant"],
-        policy=_make_policy(policy, options.pop("schedulers")) if isinstance(policy, type) else policy,
+        policy=policy,
         executor=chosen["executor"],
         options=options,
         choices=tuple(choices),
@@ -139,17 +158,19 @@ def attention_question(
     checkpoint: Mapping[str, Any],
     model: type[Model],
     quant: type[QuantMethod],
+    owners: Mapping[str, str] = {},
 ) -> Question:
     """Whether an attention backend refuses this model, quantized so.
 
-    Raises CheckpointError or ConfigError, and PluginError for a model class that cannot say what its shape is.
+    owners: section -> how errors name its plugin. Raises CheckpointError or ConfigError, and PluginError for a model
+    class that cannot say what its shape is.
     """
-    shape, ranks = _shape(model, checkpoint), config.executor.tensor_parallel
+    shape, ranks = shape_of(model, checkpoint, owners.get("model", "")), config.executor.tensor_parallel
     refusal = refuses_ranks(shape, ranks)
     if refusal is not None:
         raise ConfigError(refusal)
     dtype = resolve_dtype(config, checkpoint, device)
-    kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device)
+    kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device, owners.get("quant", ""))
     spec = attention_spec(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
     return lambda cls: cls.refuses(spec, device) or _float8_refusal(cls, spec) or _page_refusal(cls, spec)
 
@@ -214,15 +235,24 @@ def resolve_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], device: D
 
 
 def resolve_kv_dtype(
-    config: EngineConfig, dtype: str, checkpoint: Mapping[str, Any], quant: type[QuantMethod], device: DeviceInfo
+    config: EngineConfig,
+    dtype: str,
+    checkpoint: Mapping[str, Any],
+    quant: type[QuantMethod],
+    device: DeviceInfo,
+    owner: str = "",
 ) -> str:
-    """Type of keys and values; auto: what the checkpoint asks for on a device that can, else the activations' dtype."""
+    """Type of keys and values; auto: what the checkpoint asks for on a device that can, else the activations' dtype.
+
+    owner: how errors name the quantization method.
+    """
     wanted = config.cache.dtype
     if wanted != AUTO:
         return KV_DTYPES.get(wanted, wanted)
     if device.capability is not None and device.capability < FLOAT8_CAPABILITY:
         return dtype
-    return quant.kv_dtype(checkpoint.get("quantization_config")) or dtype
+    with blame(owner or f"quantization method {quant.__qualname__}", "kv_dtype()"):
+        return quant.kv_dtype(checkpoint.get("quantization_config")) or dtype
 
 
 def fused_kernels(config: EngineConfig, device: DeviceInfo) -> bool:
@@ -322,7 +352,7 @@ def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, re
         try:
             cls = candidate.load()
             refusal = ask(cls, str(candidate), refuses)
-        except PluginError as error:
+        except EngineError as error:
             refusal = str(error)
         if refusal is None:
             reason = "; ".join(["auto: the most preferred that does not refuse", *refusals])
@@ -362,29 +392,15 @@ def _passed_in(seam: Seam, override: object, refuses: Question) -> tuple[Any, Ch
     return override, Choice(seam=seam.name, name=cls.__qualname__, provenance="object", reason="passed in from Python")
 
 
-def _make_policy(cls: type[SchedulingPolicy], options: Any) -> SchedulingPolicy:
-    try:
-        return cls(options)
-    except EngineError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"scheduling policy {cls.__qualname__} could not be made: {type(error).__name__}: {error}; mend it or "
-            "choose another policy"
-        ) from error
+def shape_of(model: type[Model], checkpoint: Mapping[str, Any], owner: str = "") -> ModelSpec:
+    """What the model class makes of a config.json; owner: how errors name the class.
 
-
-def _shape(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
-    owner = f"model class {model.__qualname__}"
-    try:
+    Raises CheckpointError, and PluginError for a class that cannot say.
+    """
+    owner = owner or f"model class {model.__qualname__}"
+    hint = "where config.json lacks something, it should raise CheckpointError (engine.core.checkpoint.read_key does)"
+    with blame(owner, "spec()", hint):
         shape = model.spec(checkpoint)
-    except EngineError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"{owner} failed in spec(): {type(error).__name__}: {error}; where config.json lacks something, it should "
-            "raise CheckpointError (engine.core.checkpoint.read_key does)"
-        ) from error
     if not isinstance(shape, ModelSpec):
         raise PluginError(f"{owner} answers spec() with {shape!r}; it must be an engine.core.models.ModelSpec")
     if len(shape.sliding_windows) != shape.num_layers:
@@ -398,12 +414,10 @@ def _shape(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
 def ask(cls: type, owner: str, refuses: Question) -> str | None:
     """The sentence with which a class refuses, or None.
 
-    Raises PluginError, naming `owner`, where it fails or answers with something else.
+    Raises PluginError, naming `owner`, where it fails or answers with something else, and what EngineError it raises.
     """
-    try:
+    with blame(owner, "refuses()"):
         answer = refuses(cls)
-    except Exception as error:
-        raise PluginError(f"{owner} failed in refuses(): {type(error).__name__}: {error}") from error
     if answer is not None and not (isinstance(answer, str) and answer):
         raise PluginError(f"{owner} answers refuses() with {answer!r}; it must be a sentence or None")
     return answer

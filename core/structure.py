@@ -19,7 +19,7 @@ from cattrs.errors import (
 )
 from cattrs.gen import make_dict_structure_fn
 
-from engine.core.errors import ConfigError, near_misses
+from engine.core.errors import ConfigError, EngineError, near_misses
 
 _NAMES: Mapping[type, str] = {
     bool: "true or false",
@@ -43,16 +43,20 @@ def structure(value: Any, kind: Any, where: str) -> tuple[Any, list[str]]:
 def structure_options(options: Mapping[str, Any], cls: type | None, where: str) -> Any:
     """A plugin's own settings as an instance of `cls`, its options class; None for a plugin without one.
 
-    where: what to name in errors. Raises ConfigError for an unknown key, a wrong type or what the class itself refuses.
+    where: what to name in errors. Raises ConfigError for an unknown key, a wrong type or what the class itself refuses,
+    by ValueError, TypeError or EngineError. Anything else that it raises is a mistake in it, and comes out as it is.
     """
     if cls is None:
         if options:
             raise ConfigError(f"{where} has no options, but {', '.join(options)} was given; leave it out")
         return None
-    found, problems = structure(options, cls, where)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return found
+    try:
+        return _converter().structure(options, cls)
+    except Exception as error:
+        mistake = _mistake(error)
+        if mistake is not None:
+            raise mistake from None
+        raise ConfigError("\n".join(_sentences(error, where))) from error
 
 
 def show(value: Any) -> tuple[str, str]:
@@ -203,6 +207,15 @@ def _name(kind: Any) -> str:
 def _found(value: Any) -> str:
     text, kind = show(value)
     return kind if value is None or isinstance(value, Mapping) else f"{text} ({kind})"
+
+
+def _mistake(error: BaseException) -> BaseException | None:
+    """Of a tree of cattrs errors the first that no value could have caused."""
+    if isinstance(error, ClassValidationError | IterableValidationError):
+        return next(filter(None, map(_mistake, error.exceptions)), None)
+    # What is about one value has a note that names it; without one, it comes from the class as a whole.
+    meant = ValueError, TypeError, EngineError, ForbiddenExtraKeysError, _WrongTypeError
+    return None if hasattr(error, "__notes__") or isinstance(error, meant) else error
 
 
 def _sentences(error: BaseException, where: str) -> list[str]:

@@ -14,13 +14,14 @@ from safetensors import safe_open
 from engine.core.checkpoint import Checkpoint, read_json
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError
+from engine.core.faults import CONSTRUCTOR
 from engine.core.layers import LayerFactory
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.linear import Linear
 from engine.core.loader import INDEX, SINGLE
 from engine.core.models import ModelSpec
 from engine.core.registry import load_plugins
-from engine.core.selection import DTYPES, resolve
+from engine.core.selection import DTYPES, resolve, shape_of
 from engine.core.settings import load_config
 from engine.core.tensor_file import StoredTensor, TensorFile
 from engine.plugins.quant.config import is_listed
@@ -126,7 +127,8 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
     parts = resolve(config, load_plugins(config.plugins), device, checkpoint.config)
     quant = Unquantized(KVCacheScheme(has_scales=settings.kv_cache is not None))
     factory = LayerFactory(dtype="float32", device="cpu", quant=quant)
-    parts.model(checkpoint.config, factory, parts.options["models"])
+    with parts.blame("models", CONSTRUCTOR):
+        parts.model(checkpoint.config, factory, parts.options["models"])
     linears = [layer for layer in factory.layers if isinstance(layer, Linear)]
     merged: dict[str, list[tuple[str, ...]]] = {}
     left_alone: list[str] = []
@@ -163,7 +165,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
         layers=tuple(_layers(source.names, merged, scales)),
         left_alone=tuple(left_alone),
         others=tuple(name for name in source.names if LAYER.match(name) is None),
-        spec=parts.model.spec(checkpoint.config),
+        spec=shape_of(parts.model, checkpoint.config, parts.owner("models")),
     )
 
 

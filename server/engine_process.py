@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from engine.core.config import EngineConfig
-from engine.core.errors import ConfigError, EngineError, InvalidRequestError, PluginError
+from engine.core.errors import ConfigError, EngineError, InvalidRequestError, PluginError, PluginFaultError
 from engine.core.types import FINISH_ERROR, EngineStats, Output
 from engine.core.wire import Decoder, encode
 from engine.server.control import Control
@@ -84,9 +84,11 @@ def _run(
     try:
         engine = make_engine(launch.config)
     except Exception as error:
-        if not isinstance(error, EngineError):
+        unexpected = isinstance(error, PluginFaultError) or not isinstance(error, EngineError)
+        if unexpected:
             log.exception("the engine could not start")
-        control.send(Failed(_sentence(error), for_good=isinstance(error, ConfigError | PluginError)))
+        for_good = isinstance(error, ConfigError | PluginError) and not unexpected
+        control.send(Failed(_sentence(error), for_good=for_good))
         return 1
     try:
         pulse.beat(None)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from engine.core.engine import Engine
     from engine.core.registry import Plugins
 
-pytest.register_assert_rewrite("engine.testing.attention", "engine.testing.schedulers")
+for _suite in ("attention", "executors", "leftovers", "models", "quant", "schedulers", "stored_layers"):
+    pytest.register_assert_rewrite(f"engine.testing.{_suite}")
 
 
 @pytest.fixture(scope="session")

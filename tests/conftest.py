@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # Read when torch is first imported, here and in the processes that tests start; tiny models run fastest on few threads.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Read when a kernel is defined: without a GPU, Triton's interpreter runs the kernels on tensors in the CPU's memory.
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
@@ -18,8 +18,29 @@ if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
 collect_ignore = ["sample_plugin"]
 
 
+ONE_AFTER_THE_OTHER = (
+    "cli",
+    "core/kernels/test_peers.py",
+    "core/shm",
+    "core/test_distributed.py",
+    "plugins/executors",
+    "plugins/quant/test_ranks.py",
+    "server",
+    "test_benchmarks.py",
+    "test_docs_plugins.py",
+    "test_sample_plugin.py",
+    "testing/test_executors.py",
+)
+"""Tests that have shared memory, or look for what others left there: one worker runs them, if there are several."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where torch sees none; torch is imported only if there are such tests."""
+    """Keep some tests together; skip those marked gpu where torch sees none (it is imported only if there are some)."""
+    here = Path(__file__).parent
+    together = [here / name for name in ONE_AFTER_THE_OTHER]
+    for item in items:
+        if any(item.path.is_relative_to(place) for place in together):
+            item.add_marker(pytest.mark.xdist_group("shared memory"))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return

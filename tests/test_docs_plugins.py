@@ -133,21 +133,6 @@ def test_quant(example: Example, run: Run) -> None:
     assert run(plugin, quant="int8-rows", quant__options__skip=everything) == plain
 
 
-def test_quant_stays_close(example: Example, run: Run) -> None:
-    import torch
-
-    from engine.core.quant import LinearPart, LinearSpec
-
-    kernel = example("int8_rows").Int8RowsKernel(
-        LinearSpec(parts=(LinearPart(name="a", out_features=8),), in_features=64, bias=False, dtype="float32")
-    )
-    torch.manual_seed(0)
-    weight, x = torch.randn(8, 64), torch.randn(3, 64)
-    assert kernel.tensors()["a.weight"].shape == (8, 64)
-    y = kernel.apply(x, kernel.prepare({"a.weight": weight}), None)
-    assert (y - x @ weight.T).norm() < 0.01 * (x @ weight.T).norm()
-
-
 def test_scheduler(example: Example, run: Run) -> None:
     plugin = example("newest_first")
     limits = {"scheduler__max_running": 1, "scheduler__options__patience": 0.5}
@@ -241,6 +226,79 @@ def test_model(example: Example, run: Run, mini: Path) -> None:
     found = run(plugin, model=mini, model__load_format="dummy")
     assert [len(tokens) for tokens in found] == [12] * len(PROMPTS)
     assert found == run(plugin, model=mini, model__load_format="dummy", scheduler__max_batch_tokens=3)
+
+
+MINI = {
+    "architectures": ["MiniForCausalLM"],
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+}
+
+
+def mini_tensors() -> dict[str, Any]:
+    import torch
+
+    size, draw = MINI["hidden_size"], torch.Generator().manual_seed(0)
+    linear = {f"layers.{layer}.{part}.weight": (size, size) for layer in range(2) for part in ("q", "k", "v", "out")}
+    norms = dict.fromkeys(("layers.0.norm.weight", "layers.1.norm.weight", "norm.weight"), (size,))
+    tables = {f"{name}.weight": (MINI["vocab_size"], size) for name in ("embed", "lm_head")}
+    shapes: dict[str, Any] = {**linear, **norms, **tables}
+    return {name: torch.randn(shape, generator=draw) * 0.3 + (len(shape) == 1) for name, shape in shapes.items()}
+
+
+def mini_logits(tensors: dict[str, Any], tokens: list[int]) -> Any:
+    """By the definition, in float64."""
+    import torch
+    import torch.nn.functional as F
+
+    heads, count = MINI["num_attention_heads"], len(tokens)
+    weights = {name.removesuffix(".weight"): tensor.double() for name, tensor in tensors.items()}
+
+    def norm(x, name):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weights[name]
+
+    def rotated(x):
+        half = x.shape[-1] // 2
+        angles = torch.arange(count)[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
+        first, second = x.split(half, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    hidden = weights["embed"][tokens]
+    for layer in ("layers.0", "layers.1"):
+        x = norm(hidden, f"{layer}.norm")
+        q, k, v = ((x @ weights[f"{layer}.{part}"].T).view(count, heads, -1).transpose(0, 1) for part in "qkv")
+        out = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        hidden = hidden + out.transpose(0, 1).flatten(1) @ weights[f"{layer}.out"].T
+    return (norm(hidden, "norm") @ weights["lm_head"].T).float()
+
+
+def test_model_keeps_its_contract(example: Example, tmp_path: Path) -> None:
+    """By the suite, with a reference that transformers does not have."""
+    from safetensors.torch import save_file
+
+    from engine.testing.models import ModelConformance
+
+    class Suite(ModelConformance):
+        model = example("mini_model").Mini
+
+        def checkpoint(self, directory: Path) -> Path:
+            (directory / "config.json").write_text(json.dumps(MINI))
+            save_file(mini_tensors(), directory / "model.safetensors", metadata={"format": "pt"})
+            return directory
+
+        def reference(self, checkpoint: Path, tokens: list[int]) -> Any:
+            return mini_logits(mini_tensors(), tokens)
+
+    for name in (name for name in dir(Suite) if name.startswith("test_")):
+        for number in range(2) if name == "test_ranks" else [None]:
+            directory = tmp_path / f"{name}{number}"
+            directory.mkdir()
+            getattr(Suite(), name)(directory, *([] if number is None else [number]))
 
 
 def test_the_tests_of_the_page_pass(folder: Path) -> None:

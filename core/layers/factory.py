@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from engine.core.distributed import OneRank, RankGroup
 from engine.core.errors import ConfigError
+from engine.core.faults import blame
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.embedding import Embedding, SharedEmbedding
@@ -36,17 +37,24 @@ class LayerFactory:
         quant: QuantMethod | None = None,
         group: RankGroup | None = None,
         fused: bool = False,
+        owners: Mapping[str, str] = {},
     ) -> None:
         """`group`: the ranks that share the model; None: there is one. `fused`: layers by Triton kernels (fused.py),
-        where there are such."""
+        where there are such. `owners`: seam (quant, models) -> how errors name its plugin."""
         torch_dtype(dtype)
+        self.model_owner = owners.get("models", "the model")
+        """How errors name the plugin whose layers these are."""
+        self._quant_owner = owners.get("quant", "the quantization method")
         self.dtype = dtype
         self.device = device
         self._group = group or OneRank()
         self.rank = self._group.rank
         self.ranks = self._group.ranks
         self.layers: list[Layer] = []
-        self.ignored: list[str] = [] if quant is None else list(quant.ignored())
+        self.ignored: list[str] = []
+        if quant is not None:
+            with blame(self._quant_owner, "ignored()"):
+                self.ignored += quant.ignored()
         self.kv_scales: list[KVScaleReader] = []
         """Of the attention layers whose KV scales the checkpoint may have."""
         self._quant = quant
@@ -154,7 +162,10 @@ class LayerFactory:
             gated=gated,
             ranks=self.ranks,
         )
-        kernel = self._quant.linear(spec) if self._quant is not None else None
+        kernel = None
+        if self._quant is not None:
+            with blame(self._quant_owner, f"linear() of {parts[0].name}"):
+                kernel = self._quant.linear(spec)
         is_sum = parallel == "row" and self.ranks > 1
         return self._note(
             Linear(
@@ -163,6 +174,7 @@ class LayerFactory:
                 self._group.all_reduce if is_sum and summed else None,
                 self._kinds.activate,
                 adds_bias=summed or not is_sum or self.rank == 0,
+                owner=self._quant_owner,
             )
         )
 
@@ -208,7 +220,10 @@ class LayerFactory:
 
         name: of the module in the checkpoint, for scales of a quantized KV cache; without it they are not read.
         """
-        names = self._quant.kv_scales(name) if self._quant is not None and name else None
+        names = None
+        if self._quant is not None and name:
+            with blame(self._quant_owner, "kv_scales()"):
+                names = self._quant.kv_scales(name)
         if names is not None:
             self.kv_scales.append(self._note(KVScaleReader(layer, names)))
         return self._kinds.attention(layer, num_heads, num_kv_heads, head_dim, norm)

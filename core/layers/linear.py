@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve
 
+from engine.core.faults import blame
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.matmul import multiply, pack
@@ -60,10 +62,13 @@ class Linear(Layer):
         activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
         *,
         adds_bias: bool = True,
+        owner: str = "the quantization method",
     ) -> None:
         """`reduce`: given when each rank has only some of the inputs, so that y is a sum over ranks. `activate`: for
-        `gated`, where the kernel does not activate by itself. `adds_bias`: False where another rank does."""
+        `gated`, where the kernel does not activate by itself. `adds_bias`: False where another rank does. `owner`: how
+        errors name the plugin that made the kernel."""
         self.spec = spec
+        self._owner = owner
         self.kernel = kernel
         self.weights: Mapping[str, torch.Tensor] = {}
         self.bias: torch.Tensor | None = None
@@ -73,7 +78,8 @@ class Linear(Layer):
         self._adds_bias = adds_bias
         in_one_pass = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         self._apply_gated = kernel.apply_gated if in_one_pass else None
-        self._prologue = kernel.prologue()
+        with self._blame("prologue()"):
+            self._prologue = kernel.prologue()
         self._apply_made = self._refuse if self._prologue is None else self._prologue.apply
 
     def __call__(self, x: Rows) -> torch.Tensor:
@@ -112,7 +118,8 @@ class Linear(Layer):
         """The kernel's tensors, and NAME.bias of each part."""
         spec = self.spec
         shard_dim = BIAS_SHARD_DIM[spec.parallel]
-        found = dict(self.kernel.tensors())
+        with self._blame("tensors()"):
+            found = dict(self.kernel.tensors())
         if spec.bias:
             found |= {_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in spec.parts}
         for part in spec.parts:
@@ -126,11 +133,16 @@ class Linear(Layer):
         biases = {_bias(part): loaded[_bias(part)] for part in self.spec.parts} if self.spec.bias else {}
         if biases and self._adds_bias:
             self.bias = merge(list(biases.values()), self.spec.dtype)
-        self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
+        with self._blame("prepare()"):
+            self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
 
     def multiplications(self) -> Sequence[Multiplication]:
         """The kernel's, with the bias that it is given."""
-        return self.kernel.multiplications(self.weights, self.bias if self._reduce is None else None)
+        with self._blame("multiplications()"):
+            return self.kernel.multiplications(self.weights, self.bias if self._reduce is None else None)
+
+    def _blame(self, call: str) -> AbstractContextManager[None]:
+        return blame(self._owner, f"{call} of {self.spec.parts[0].name}")
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,8 @@
 /* Who may read and write which slot of a ring in shared memory, and how a process sleeps until it may. Linux.
  *
- * One writer, many readers, a fixed number of slots. What the slots hold, and where they are, is the caller's:
+ * One writer, many readers, a fixed number of slots. What the slots hold is the caller's (but see ring_offer):
  *
- *     writer: ring_await_room, fill slot `end.sequence % slots`, ring_publish
+ *     writer: ring_await_room, fill slot `end.sequence % slots`, ring_publish; ring_announce at any time
  *     reader: ring_await_message, copy slot `end.sequence % slots`, ring_advance
  *
  * Data. `published` and each reader's `received` count messages, in 64 bits, and only grow; each has one process that
@@ -19,62 +19,32 @@
  * flag that a dead process left behind costs one system call. A process that dies before it rings leaves sleepers, whom
  * the end of their time limit wakes, or ring_end.
  *
- * A reader that knows when the next message is due (_rhythm.h) sleeps twice, each time by all five steps: first until
- * shortly before that moment, and then, if it was not right to spin around it, for good. Flags are one bit a reader, since
- * one whose sleep is over must not take back another's; when all are awake, the writer sees none, and makes no system call.
+ * A processor that sleeps takes long to wake, in a virtual machine up to some hundred microseconds, so only a reader that
+ * is awake when the message comes has it at once. So the writer may announce a message, while it still makes it: it
+ * stores when, and wakes as for a message. For a sleeping reader an announcement is a change like any other (it looks for
+ * both in 3, and when it wakes); it then spins for the message, and if none comes sleeps again, by all five steps:
+ *
+ *     last message                  announced                                       announced + announce
+ *          |------------ sleeps --------|.. wakes ..|-- spins, until the message comes --|-- sleeps for good --
+ *
+ * What is spun so is a share of the time at most, by a budget. An announcement that is too old, or would be spun for longer
+ * than the budget has left, is not spun for; the message clears it, and none is spun for again that was in vain. So
+ * announcements that no message follows, however many, cost that share and no more.
+ *
+ * Flags are one bit a reader, since one whose sleep is over must not take back another's; when all are awake, the writer
+ * sees none, and makes no system call.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <sys/prctl.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "_rhythm.h"
-
-_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2, "atomics would take locks of one process");
-
-/* Two cache lines: processors fetch them in pairs. */
-#define APART _Alignas(128)
-
-/* What a wait ends with; the same numbers as in signals.py. */
-enum { READY = 0, PENDING = 1, ENDED = 2, ALONE = 3 };
-
-typedef struct {
-    APART _Atomic uint64_t flags; /* one bit each: sleeps, or is about to */
-    _Atomic uint32_t bell;        /* what they sleep on */
-} doze_t;
-
-typedef struct {
-    APART _Atomic uint64_t received;
-    _Atomic uint32_t gone;
-} reader_t;
-
-typedef struct {
-    APART _Atomic uint64_t published;
-    _Atomic int64_t stamp;        /* when the last message was published, ns */
-    doze_t readers_doze;          /* until there is a message */
-    doze_t writer_dozes;          /* until there is room */
-    APART _Atomic uint32_t ended; /* this line changes once or twice in a ring's life */
-    _Atomic uint32_t live;        /* readers that are not gone */
-    uint32_t readers, slots;
-    reader_t reader[];
-} ring_t;
-
-/* One end, in the memory of its process. */
-typedef struct {
-    uint64_t sequence; /* messages sent or received through it */
-    uint64_t room;     /* the writer's: number of the first message that must wait for a reader, as last looked up */
-    int64_t spin;      /* ns to spin for in the next wait */
-    int64_t spin_most;
-    rhythm_t rhythm; /* the reader's */
-    uint32_t index;  /* the reader's */
-} end_t;
+#include "_ring.h"
 
 static int64_t now_ns(void) {
     struct timespec time;
@@ -141,6 +111,13 @@ static int message(ring_t *ring, end_t *end) {
     return ended ? ENDED : PENDING;
 }
 
+/* What a sleeping reader looks for. */
+static int message_or_announcement(ring_t *ring, end_t *end) {
+    const int found = message(ring, end);
+    const int64_t announced = atomic_load(&ring->announced);
+    return found == PENDING && announced && announced != end->heeded ? ANNOUNCED : found;
+}
+
 typedef int (*look_t)(ring_t *, end_t *);
 
 /* The next wait spins as long as it may if this one would have been over within that time, half as long as this one if
@@ -165,56 +142,49 @@ static inline int spin(ring_t *ring, end_t *end, look_t look, int64_t until, int
     return found;
 }
 
-/* What a wait sleeps on, and its bit there. */
+/* What a wait sleeps on, its bit there, and what the sleeper looks for. */
 typedef struct {
     doze_t *doze;
     uint64_t bit;
+    look_t look;
 } bed_t;
 
 /* The five steps of sleep. */
-static int sleep_until(ring_t *ring, end_t *end, look_t look, bed_t bed, int64_t until) {
+static int sleep_until(ring_t *ring, end_t *end, bed_t bed, int64_t until) {
     doze_t *doze = bed.doze;
     const uint32_t bell = atomic_load(&doze->bell);
     atomic_fetch_or(&doze->flags, bed.bit);
-    int found = look(ring, end);
+    int found = bed.look(ring, end);
     if (found == PENDING) {
         sleep_on(&doze->bell, bell, until);
-        found = look(ring, end);
+        found = bed.look(ring, end);
     }
     if (atomic_load(&doze->flags) & bed.bit)
         atomic_fetch_and(&doze->flags, ~bed.bit);
     return found;
 }
 
-/* The same, with a timer that is on time: the kernel may delay others by 50 us, to spare processors' sleep. */
-static int sleep_exactly(ring_t *ring, end_t *end, look_t look, bed_t bed, int64_t until) {
-    const int slack = prctl(PR_GET_TIMERSLACK); /* ns, this thread's */
-    if (slack > 1)
-        prctl(PR_SET_TIMERSLACK, 1);
-    const int found = sleep_until(ring, end, look, bed, until);
-    if (slack > 1)
-        prctl(PR_SET_TIMERSLACK, slack);
-    return found;
+/* Whether so much spinning, ns, can be paid for at `now`. */
+int budget_covers(budget_t *budget, int64_t now, int64_t ns) {
+    budget->saved = earlier(budget->saved + (now - budget->at) / SHARES * budget->share, budget->most);
+    budget->at = now;
+    return ns <= budget->saved;
 }
 
-/* Be awake in the window of the next message, if it has one. Sets `over` if the wait should end, though nothing was found:
- * at `until`, or on a signal. */
-static int anticipate(ring_t *ring, end_t *end, look_t look, bed_t bed, int64_t until, int *over) {
-    window_t window;
-    int64_t now = now_ns();
-    if (!rhythm_expect(&end->rhythm, now, &window))
-        return PENDING;
-    if (now < window.wake) {
-        const int found = sleep_exactly(ring, end, look, bed, earlier(window.wake, until));
-        now = now_ns();
-        rhythm_woke(&end->rhythm, window.wake, now);
-        *over = now < window.wake;
-        if (found != PENDING || *over)
-            return found;
+void budget_pay(budget_t *budget, int64_t ns) { budget->saved -= earlier(ns, budget->saved); }
+
+/* Spin for the message that was announced, while that is recent. The budget must cover all of that time: where messages
+ * come late in it, shorter spins would all be in vain. */
+static int heed(ring_t *ring, end_t *end, int64_t until) {
+    const int64_t announced = atomic_load(&ring->announced);
+    const int64_t begin = now_ns(), finish = earlier(announced + end->announce, until);
+    int found = PENDING;
+    if (begin < finish && budget_covers(&end->budget, begin, finish - begin)) {
+        found = spin(ring, end, message, finish, 1);
+        budget_pay(&end->budget, now_ns() - begin);
     }
-    const int64_t spin_end = earlier(earlier(window.to, now + window.left), until);
-    const int found = spin(ring, end, look, spin_end, 1);
-    end->rhythm.spun += now_ns() - now;
+    if (found == PENDING)
+        end->heeded = announced;
     return found;
 }
 
@@ -228,11 +198,13 @@ static inline int await(ring_t *ring, end_t *end, look_t look, bed_t bed, _Atomi
     if (begin >= until)
         return PENDING;
     found = spin(ring, end, look, earlier(begin + end->spin, until), 0);
-    int over = 0;
     if (found == PENDING)
-        found = anticipate(ring, end, look, bed, until, &over);
-    if (found == PENDING && !over)
-        found = sleep_until(ring, end, look, bed, until);
+        found = sleep_until(ring, end, bed, until);
+    while (found == ANNOUNCED) {
+        found = heed(ring, end, until);
+        if (found == PENDING)
+            found = sleep_until(ring, end, bed, until);
+    }
     const int64_t finish = found == READY && stamp ? atomic_load_explicit(stamp, memory_order_relaxed) : now_ns();
     adapt(end, found, finish - begin);
     return found;
@@ -249,23 +221,27 @@ void ring_init(ring_t *ring, uint32_t readers, uint32_t slots) {
 }
 
 int ring_await_room(ring_t *ring, end_t *end, int64_t until) {
-    return await(ring, end, room, (bed_t){&ring->writer_dozes, 1}, NULL, until);
+    return await(ring, end, room, (bed_t){&ring->writer_dozes, 1, room}, NULL, until);
 }
 
 void ring_publish(ring_t *ring, end_t *end) {
     atomic_store_explicit(&ring->stamp, now_ns(), memory_order_relaxed);
+    atomic_store_explicit(&ring->announced, 0, memory_order_relaxed);
     atomic_store(&ring->published, ++end->sequence);
     wake(&ring->readers_doze);
 }
 
+/* The next message will follow soon. */
+void ring_announce(ring_t *ring, end_t *end) {
+    if (!end->announce)
+        return;
+    atomic_store(&ring->announced, now_ns());
+    wake(&ring->readers_doze);
+}
+
 int ring_await_message(ring_t *ring, end_t *end, int64_t until) {
-    const bed_t bed = {&ring->readers_doze, (uint64_t)1 << end->index};
-    const int found = await(ring, end, message, bed, &ring->stamp, until);
-    if (found == READY) {
-        const uint64_t published = atomic_load(&ring->published);
-        rhythm_hear(&end->rhythm, published, atomic_load_explicit(&ring->stamp, memory_order_relaxed));
-    }
-    return found;
+    const bed_t bed = {&ring->readers_doze, (uint64_t)1 << end->index, message_or_announcement};
+    return await(ring, end, message, bed, &ring->stamp, until);
 }
 
 /* After a copy. ALONE: the reader was dropped meanwhile, and the slot may have been filled anew: the copy is no message.
@@ -293,4 +269,33 @@ void ring_end(ring_t *ring) {
     atomic_store(&ring->ended, 1);
     ring_the_bell(&ring->readers_doze.bell);
     ring_the_bell(&ring->writer_dozes.bell);
+}
+
+/* A message that fits into a slot, by one call in place of several: after some milliseconds of other work each call from
+ * Python takes several microseconds. */
+
+/* Send it, if it fits and there is room at once; returns whether it was sent. */
+int ring_offer(ring_t *ring, end_t *end, const slots_t *slots, const void *message, uint64_t bytes) {
+    if (bytes > slots->bytes || room(ring, end) != READY)
+        return 0;
+    unsigned char *slot = slots->memory + end->sequence % ring->slots * slots->stride;
+    const header_t header = {.bytes = bytes};
+    memcpy(slot, &header, sizeof header);
+    memcpy(slot + sizeof header, message, bytes);
+    ring_publish(ring, end);
+    return 1;
+}
+
+/* Wait for it and copy it to `out`; returns its bytes, or -1 if none was received: ring_await_message then tells why, with
+ * READY for a message that is not in its slot. */
+int64_t ring_take(ring_t *ring, end_t *end, const slots_t *slots, void *out, int64_t until) {
+    if (ring_await_message(ring, end, until) != READY)
+        return -1;
+    const unsigned char *slot = slots->memory + end->sequence % ring->slots * slots->stride;
+    header_t header;
+    memcpy(&header, slot, sizeof header);
+    if (header.offset || header.bytes > slots->bytes)
+        return -1;
+    memcpy(out, slot + sizeof header, header.bytes);
+    return ring_advance(ring, end) == READY ? (int64_t)header.bytes : -1;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import mmap
 import sys
 from typing import Any
 
@@ -17,57 +18,50 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ring_init": (None, _POINTER, _NUMBER, _NUMBER),
     "ring_await_room": (ctypes.c_int, _POINTER, _POINTER, _TIME),
     "ring_publish": (None, _POINTER, _POINTER),
+    "ring_announce": (None, _POINTER, _POINTER),
+    "ring_offer": (ctypes.c_int, _POINTER, _POINTER, _POINTER, ctypes.c_char_p, ctypes.c_uint64),
+    "ring_take": (_TIME, _POINTER, _POINTER, _POINTER, _POINTER, _TIME),
     "ring_slowest": (ctypes.c_uint64, _POINTER),
     "ring_await_message": (ctypes.c_int, _POINTER, _POINTER, _TIME),
     "ring_advance": (ctypes.c_int, _POINTER, _POINTER),
     "ring_drop": (None, _POINTER, _NUMBER),
     "ring_ended": (ctypes.c_int, _POINTER),
     "ring_end": (None, _POINTER),
-    "rhythm_hear": (None, _POINTER, ctypes.c_uint64, _TIME),
-    "rhythm_woke": (None, _POINTER, _TIME, _TIME),
-    "rhythm_expect": (ctypes.c_int, _POINTER, _TIME, _POINTER),
+    "budget_covers": (ctypes.c_int, _POINTER, _TIME, _TIME),
+    "budget_pay": (None, _POINTER, _TIME),
 }
 """Name -> types of what it returns and takes. A call releases the interpreter's lock."""
 SHARES = 1024
-"""As in _rhythm.h: a share of so many is all."""
+"""As in _ring.h: a share of so many is all."""
+_SAVED_UP = 2
+"""Announcements that a reader may spin for to the end, one after the other, before it must wait for its share again."""
 
 
-class Samples(ctypes.Structure):
-    """samples_t of _rhythm.h."""
+class Budget(ctypes.Structure):
+    """budget_t of _ring.h."""
 
-    _fields_ = (("ns", ctypes.c_int64 * 16), ("count", ctypes.c_uint32))
-
-
-class Rhythm(ctypes.Structure):
-    """rhythm_t of _rhythm.h."""
-
-    _fields_ = (
-        ("intervals", Samples),
-        ("lateness", Samples),
-        ("heard", ctypes.c_uint64),
-        ("stamp", ctypes.c_int64),
-        ("spun", ctypes.c_int64),
-        ("share", ctypes.c_int64),
-    )
-
-
-class Window(ctypes.Structure):
-    """window_t of _rhythm.h."""
-
-    _fields_ = (("wake", ctypes.c_int64), ("start", ctypes.c_int64), ("to", ctypes.c_int64), ("left", ctypes.c_int64))
+    _fields_ = (("share", ctypes.c_int64), ("most", ctypes.c_int64), ("saved", ctypes.c_int64), ("at", ctypes.c_int64))
 
 
 class _End(ctypes.Structure):
-    """end_t of _ring.c."""
+    """end_t of _ring.h."""
 
     _fields_ = (
         ("sequence", ctypes.c_uint64),
         ("room", ctypes.c_uint64),
         ("spin", ctypes.c_int64),
         ("spin_most", ctypes.c_int64),
-        ("rhythm", Rhythm),
+        ("announce", ctypes.c_int64),
+        ("heeded", ctypes.c_int64),
+        ("budget", Budget),
         ("index", ctypes.c_uint32),
     )
+
+
+class _Slots(ctypes.Structure):
+    """slots_t of _ring.h."""
+
+    _fields_ = (("memory", _POINTER), ("stride", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
 
 
 @functools.cache
@@ -112,18 +106,21 @@ class FutexSignals(Signals):
         self._segment = segment
         self._anchor = ctypes.c_char.from_buffer(segment.map, PAGE)  # keeps the memory mapped
         self._ring = ctypes.addressof(self._anchor)
+        self.slots = _Slots(self._ring - PAGE + segment.slot(0), segment.stride, segment.slot_bytes)
         self._spin = 1000 * spin.us
         self._share = int(spin.share * SHARES)
+        self._announce = 1000 * spin.announce_us if self._share else 0
         if new:
             self._library.ring_init(self._ring, readers, slots)
 
     def writer(self) -> WriterSignals:
         """See Signals."""
-        return _Writer(self, self._library, self._ring, _End(spin=self._spin, spin_most=self._spin))
+        return _Writer(self, self._library, self._ring, self._new_end())
 
     def reader(self, index: int) -> ReaderSignals:
         """See Signals."""
-        end = _End(spin=self._spin, spin_most=self._spin, rhythm=Rhythm(share=self._share), index=index)
+        end = self._new_end()
+        end.index, end.budget = index, Budget(share=self._share, most=_SAVED_UP * self._announce)
         return _Reader(self, self._library, self._ring, end)
 
     def drop(self, index: int) -> None:
@@ -138,6 +135,9 @@ class FutexSignals(Signals):
         """See Signals."""
         self._library.ring_end(self._ring)
 
+    def _new_end(self) -> _End:
+        return _End(spin=self._spin, spin_most=self._spin, announce=self._announce)
+
 
 class _Side:
     """What both sides have: the addresses, and what must live as long as these are used."""
@@ -148,6 +148,7 @@ class _Side:
         self._ring = ring
         self._state = end
         self._end = ctypes.addressof(end)
+        self._slots = ctypes.addressof(signals.slots)
 
     @property
     def sequence(self) -> int:
@@ -166,6 +167,14 @@ class _Writer(_Side, WriterSignals):
         """See WriterSignals."""
         self._library.ring_publish(self._ring, self._end)
 
+    def announce(self) -> None:
+        """See WriterSignals."""
+        self._library.ring_announce(self._ring, self._end)
+
+    def offer(self, message: bytes) -> bool:
+        """See WriterSignals."""
+        return bool(self._library.ring_offer(self._ring, self._end, self._slots, message, len(message)))
+
     def slowest(self) -> int:
         """See WriterSignals."""
         return int(self._library.ring_slowest(self._ring))
@@ -174,9 +183,21 @@ class _Writer(_Side, WriterSignals):
 class _Reader(_Side, ReaderSignals):
     """See ReaderSignals."""
 
+    def __init__(self, signals: FutexSignals, library: Any, ring: int, end: _End) -> None:
+        super().__init__(signals, library, ring, end)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._copy = mmap.mmap(-1, signals.slots.bytes, private)  # takes memory when it is used, not before
+        self._anchor = ctypes.c_char.from_buffer(self._copy)
+        self._out = ctypes.addressof(self._anchor)
+
     def wait(self, until: int) -> int:
         """See ReaderSignals."""
         return int(self._library.ring_await_message(self._ring, self._end, until))
+
+    def take(self, until: int) -> bytes | None:
+        """See ReaderSignals."""
+        size = self._library.ring_take(self._ring, self._end, self._slots, self._out, until)
+        return self._copy[:size] if size >= 0 else None
 
     def advance(self) -> int:
         """See ReaderSignals."""

@@ -2,7 +2,7 @@
 
 A byte in the pipe of a reader says that a slot is filled; a byte in the writer's pipe, the reader's index, that this
 reader has copied one. The kernel orders memory around both. Nobody ever takes the byte out of the pipe that says that
-the ring has ended, so that it wakes everybody. No wait spins.
+the ring has ended, so that it wakes everybody. No wait spins, so that announcements do nothing.
 
 A writer that dies while it publishes has told some readers and others not: these may receive one message more than
 those. With futexes, all receive it or none.
@@ -174,6 +174,9 @@ class _Writer(WriterSignals):
         self._sequence += 1
         for index in self._received:
             self._signals.fill(index)
+
+    def announce(self) -> None:
+        """See WriterSignals. Nothing: no wait spins."""
 
     def slowest(self) -> int:
         """See WriterSignals."""

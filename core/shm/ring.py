@@ -15,28 +15,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from attrs import frozen
 
-from engine.core.shm.errors import RingClosedError, RingError, RingTimeoutError
+from engine.core.shm.errors import RingClosedError, RingError
 from engine.core.shm.futex import FutexSignals
 from engine.core.shm.pipe import PipeSignals
 from engine.core.shm.segment import SLOT_HEADER, Segment, default_directory, new_file, read
 from engine.core.shm.side import Side
 from engine.core.shm.signals import MOST_READERS, ReaderSignals, Signals, Spin, Status, WriterSignals
+from engine.core.shm.waits import SLICE, end_of, wait
 
 Buffer = bytes | bytearray | memoryview
 
 IMPLEMENTATIONS: tuple[type[Signals], ...] = (FutexSignals, PipeSignals)
 """The first that works is the one for "auto"."""
-
-_SLICE = 200_000_000
-"""Nanoseconds a wait stays outside Python: as long as a signal may wait for its handler that came just before it slept,
-or to another thread."""
 
 
 @frozen(kw_only=True)
@@ -51,6 +47,7 @@ class RingHandle:
     slots: int
     slot_bytes: int
     spin_us: int
+    announce_us: int
     spin_share: float
     directory: str
     """Where the shared memory is taken from."""
@@ -82,7 +79,8 @@ class Ring:
         slots: int = 16,
         slot_bytes: int = 65536,
         spin_us: int = 20,
-        spin_share: float = 0.06,
+        announce_us: int = 400,
+        spin_share: float = 0.09,
         implementation: str = "auto",
         directory: Path | None = None,
     ) -> Ring:
@@ -93,8 +91,10 @@ class Ring:
         slots, slot_bytes: messages the writer may be ahead of the slowest reader, and bytes of one before it spills to
             the side of the ring (slower, but as long as the shared memory has room).
         spin_us: microseconds a wait may spin before it sleeps; it spins less by itself when waits are long. 0: never.
-        spin_share: part of the interval between messages, in [0, 1], that a reader may spin for around the moment at
-            which the next is due; it expects none while intervals are irregular. 0: it never does. Neither do pipes.
+        announce_us: microseconds after an announcement (`RingWriter.announce`) in which a reader spins for the
+            message, before it sleeps again. 0: announcements are ignored, as they are by rings of pipes.
+        spin_share: part of the time, in [0, 1], that a reader spends on that at most, on average; announcements beyond
+            that are ignored. 0: all are.
         implementation: "futex" (Linux, native part built), "pipe" (anywhere, no native part), or "auto": the first
             that works here. `Ring.implementation` tells which.
         directory: where the file of the shared memory lies; None: /dev/shm, or where there is none, temporary files.
@@ -108,8 +108,9 @@ class Ring:
         ):
             if not 1 <= value <= most:
                 raise RingError(f"{name} must be in [1, {most}], not {value}")
-        if not 0 <= spin_us <= 10**6:
-            raise RingError(f"spin_us must be in [0, 1000000] microseconds, not {spin_us}")
+        for name, value in (("spin_us", spin_us), ("announce_us", announce_us)):
+            if not 0 <= value <= 10**6:
+                raise RingError(f"{name} must be in [0, 1000000] microseconds, not {value}")
         if not 0 <= spin_share <= 1:
             raise RingError(f"spin_share must be in [0, 1], not {spin_share}")
         kind = choose(implementation)
@@ -130,11 +131,12 @@ class Ring:
             slots=slots,
             slot_bytes=slot_bytes,
             spin_us=spin_us,
+            announce_us=announce_us,
             spin_share=spin_share,
             directory=str(directory),
             token=token,
         )
-        return cls(handle, segment, kind(segment, readers, slots, Spin(spin_us, spin_share), new=True))
+        return cls(handle, segment, kind(segment, readers, slots, _spin(handle), new=True))
 
     @classmethod
     def attach(cls, handle: RingHandle) -> Ring:
@@ -145,8 +147,7 @@ class Ring:
         kind = choose(handle.implementation)
         segment = Segment(handle.descriptors, kind.control_bytes(handle.readers), handle.slots, handle.slot_bytes)
         segment.find(handle.token)
-        spin = Spin(handle.spin_us, handle.spin_share)
-        return cls(handle, segment, kind(segment, handle.readers, handle.slots, spin, new=False))
+        return cls(handle, segment, kind(segment, handle.readers, handle.slots, _spin(handle), new=False))
 
     def __init__(self, handle: RingHandle, segment: Segment, signals: Signals) -> None:
         """Made by `create` and `attach`."""
@@ -235,8 +236,10 @@ class RingWriter:
         timeout: seconds; None: for ever. Raises RingTimeoutError, RingClosedError, or RingSpaceError for a message
         longer than a slot when the shared memory is full; in each case nothing was sent.
         """
+        if isinstance(message, bytes) and not self._side.in_use and self._signals.offer(message):
+            return
         data = memoryview(message).cast("B")
-        found = _wait(self._signals.wait, timeout)
+        found = wait(self._signals.wait, end_of(timeout), timeout)
         if found != Status.READY:
             raise RingClosedError("no reader is left" if found == Status.ALONE else self._ring.closed)
         if self._side.in_use:
@@ -250,6 +253,15 @@ class RingWriter:
         else:
             SLOT_HEADER.pack_into(memory, begin, len(data), self._side.put(data, sequence))
         self._signals.publish()
+
+    def announce(self) -> None:
+        """A message will follow soon: readers that sleep wake, and spin for it a while, so that they have it at once.
+
+        Worth it where the message follows in less than `announce_us`, and not much sooner than a sleeper takes to wake.
+        It may follow later, or never: readers go back to sleep. Never blocks, and does nothing on a ring that has
+        ended, on rings of pipes, or if announcements are ignored (see `Ring.create`).
+        """
+        self._signals.announce()
 
     def close(self) -> None:
         """End the ring in order: readers receive what was sent, then RingClosedError."""
@@ -268,7 +280,11 @@ class RingReader:
 
     def receive(self, timeout: float | None = None) -> bytes:
         """The next message. timeout: seconds; None: for ever. Raises RingTimeoutError, RingClosedError."""
-        found = _wait(self._signals.wait, timeout)
+        end = end_of(timeout)
+        taken = self._signals.take(min(end, time.monotonic_ns() + SLICE))
+        if taken is not None:
+            return taken
+        found = wait(self._signals.wait, end, timeout)
         if found == Status.READY:
             begin = self._segment.slot(self._signals.sequence % self._ring.handle.slots)
             size, offset = SLOT_HEADER.unpack_from(self._segment.memory, begin)
@@ -295,17 +311,5 @@ class RingReader:
         self._ring.drop(self._index)
 
 
-def _wait(attempt: Callable[[int], int], timeout: float | None) -> int:
-    """The status that ends a wait; between slices of it, Python runs the handlers of signals.
-
-    Raises RingTimeoutError.
-    """
-    now = time.monotonic_ns()
-    end = None if timeout is None else now + int(timeout * 1e9)
-    while True:
-        found = attempt(now + _SLICE if end is None else min(end, now + _SLICE))
-        if found != Status.PENDING:
-            return found
-        now = time.monotonic_ns()
-        if end is not None and now >= end:
-            raise RingTimeoutError(f"nothing happened in {timeout} s")
+def _spin(handle: RingHandle) -> Spin:
+    return Spin(us=handle.spin_us, announce_us=handle.announce_us, share=handle.spin_share)

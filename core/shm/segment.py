@@ -63,9 +63,10 @@ class Segment:
         """descriptors: the file's, and those to keep beside it."""
         self.descriptors = tuple(descriptors)
         self.slot_bytes = slot_bytes
-        self._stride = -(-(SLOT_HEADER.size + slot_bytes) // 64) * 64
+        self.stride = -(-(SLOT_HEADER.size + slot_bytes) // 64) * 64
+        """Bytes from one slot to the next."""
         self._slots_at = PAGE + pages(control_bytes)
-        self.side_at = self._slots_at + pages(slots * self._stride)
+        self.side_at = self._slots_at + pages(slots * self.stride)
         """Offset of the side."""
         self._lock = threading.RLock()
 
@@ -111,7 +112,7 @@ class Segment:
 
     def slot(self, number: int) -> int:
         """Offset of a slot."""
-        return self._slots_at + number * self._stride
+        return self._slots_at + number * self.stride
 
     def reason(self) -> str:
         """Why the ring has ended; empty if nobody has said."""

@@ -1,8 +1,9 @@
 """Contract of what a ring's ends wait on: how they learn that there is a message or room, and that the ring has ended.
 
-An implementation owns the control memory of the segment, and nothing in the slots. Its waits order memory: what the
-writer stored before `publish` is seen by a reader whose wait was READY, and what a reader loaded before `advance` was
-loaded before the writer's wait for its room was READY.
+An implementation owns the control memory of the segment, and nothing in the slots; but its `offer` and `take` may fill
+and copy those as ring.py does, where that is faster. Its waits order memory: what the writer stored before `publish` is
+seen by a reader whose wait was READY, and what a reader loaded before `advance` was loaded before the writer's wait for
+its room was READY.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class Spin:
 
     us: int
     """Microseconds at the beginning of a wait."""
+    announce_us: int
+    """Microseconds after an announcement in which a reader may spin."""
     share: float
-    """Of the interval between messages, around the moment at which a reader expects the next."""
+    """Of the time, which a reader spends so at most, on average."""
 
 
 class WriterSignals(ABC):
@@ -56,6 +59,14 @@ class WriterSignals(ABC):
         """Slot `sequence` modulo the slots is filled: count it, and wake who sleeps."""
 
     @abstractmethod
+    def announce(self) -> None:
+        """The next message will follow soon: wake who sleeps, if the implementation's readers can make use of it."""
+
+    def offer(self, message: bytes) -> bool:
+        """Fill a slot and publish it, by one call, if there is room now and the message fits. False: it did not."""
+        return False
+
+    @abstractmethod
     def slowest(self) -> int:
         """Messages that every reader not gone has received."""
 
@@ -71,6 +82,11 @@ class ReaderSignals(ABC):
     @abstractmethod
     def wait(self, until: int) -> int:
         """Wait until there is a message, or time.monotonic_ns() is `until`; 0 looks only. Returns a Status."""
+
+    def take(self, until: int) -> bytes | None:
+        """Wait, copy a slot and give it back, by one call. None: nothing was received; `wait` tells why, which is READY
+        where the message must be copied by other means."""
+        return None
 
     @abstractmethod
     def advance(self) -> int:

@@ -9,7 +9,15 @@ import msgspec
 
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
-from engine.core.errors import CapacityError, CheckpointError, ConfigError, EngineError, ExecutorError, PluginError
+from engine.core.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    ExecutorError,
+    PluginError,
+    PluginFaultError,
+)
 from engine.core.rendezvous import Rendezvous
 from engine.core.shm import RingHandle
 from engine.core.startup import Progress
@@ -21,7 +29,14 @@ T = TypeVar("T")
 LONGEST = 2**17
 """Bytes of a message, at most; what a socket takes at once by default is more."""
 
-ERRORS: tuple[type[EngineError], ...] = (CheckpointError, CapacityError, ConfigError, PluginError, ExecutorError)
+ERRORS: tuple[type[EngineError], ...] = (
+    CheckpointError,
+    CapacityError,
+    ConfigError,
+    PluginError,
+    PluginFaultError,
+    ExecutorError,
+)
 """Those of a worker that are raised as what they are in the executor's process too."""
 
 
@@ -77,6 +92,11 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     hint: str
     """What may help; empty if the message says it, or nobody knows."""
     traceback: str
+
+    @property
+    def unexpected(self) -> bool:
+        """Whether somebody has to look at the traceback."""
+        return self.known in ("", PluginFaultError.__name__)
 
     def error(self, worker: str) -> EngineError:
         """As an error of this process; worker: who said it."""

@@ -137,12 +137,18 @@ class MultiprocExecutor(RemoteExecutor):
         return WorkerProcess(self.worker, launch, self._beats[rank], inherit)
 
     def _collect(self) -> None:
-        """Wait for the result of the oldest step, and give it to who holds that."""
+        """Wait for the result of the oldest step, and give it to who holds that.
+
+        The engine's next step mostly follows as soon as that is taken in and the step planned: it is announced here. If
+        there is none, workers spin for it once, and sleep.
+        """
         workers = self._running()
         try:
-            result = self._decoder.decode(self._reader.receive())
+            message = self._reader.receive()
         except RingClosedError as closed:
             raise self._failure(closed) from None
+        self._writer.announce()
+        result = self._decoder.decode(message)
         pending = self._under_way.popleft()
         workers.oldest = (self._under_way[0].step, time.monotonic()) if self._under_way else None
         pending.complete(result)

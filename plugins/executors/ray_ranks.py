@@ -196,7 +196,7 @@ class Ranks:
             self._fail(self._death(rank, error))
         rank.listen()
         if isinstance(message, Failed):
-            if not message.known:
+            if message.unexpected:
                 log.error("%s failed in %s\n%s", rank, message.phase, message.traceback.rstrip())
             self._fail(self._death_of_another(rank) or message.error(str(rank)))
         return message

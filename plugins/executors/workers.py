@@ -142,7 +142,7 @@ class Workers:
                 case None:
                     return False
                 case Failed():
-                    if not message.known:
+                    if message.unexpected:
                         log.error("%s failed in %s\n%s", str(worker), message.phase, message.traceback.rstrip())
                     self._suspect(message.error(str(worker)))
                 case Ready() | Told():

@@ -350,7 +350,9 @@ def raising(error: Exception) -> Any:
 
 def test_a_policy_that_cannot_be_made_is_named() -> None:
     faulty = concrete(SchedulingPolicy, __init__=raising(KeyError("tide")))
-    with pytest.raises(PluginError, match="scheduling policy Filled could not be made: KeyError: 'tide'"):
+    with pytest.raises(
+        PluginError, match=r"^scheduler 'Filled' passed in from Python failed in its constructor: KeyError: 'tide' "
+    ):
         resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": faulty})
     told = concrete(SchedulingPolicy, __init__=raising(ConfigError("give it a tide")))
     with pytest.raises(ConfigError, match=r"^give it a tide$"):
@@ -363,10 +365,14 @@ def test_a_policy_that_cannot_be_made_is_named() -> None:
         (
             raising(KeyError("hidden_size")),
             PluginError,
-            r"Filled failed in spec\(\): KeyError: 'hidden_size'; .*read_key",
+            r"^model 'mine' .* failed in spec\(\): KeyError: 'hidden_size' .*read_key",
         ),
         (raising(CheckpointError("it lacks a key")), CheckpointError, "^it lacks a key$"),
-        (lambda *_: {}, PluginError, r"Filled answers spec\(\) with {}; it must be an engine.core.models.ModelSpec"),
+        (
+            lambda *_: {},
+            PluginError,
+            r"^model 'mine' .* answers spec\(\) with {}; it must be an engine.core.models.ModelSpec",
+        ),
         (lambda *_: evolve(SHAPE, sliding_windows=()), PluginError, "sliding_windows of 0 layers for 2"),
     ],
 )

@@ -1,29 +1,23 @@
-"""Every architecture against transformers: logits of tiny random checkpoints, in float32."""
+"""Every architecture against transformers, with all that config.json may say: logits of tiny random checkpoints."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from engine.core.attention import AttentionSpec
-from engine.core.batch import ForwardBatch, ForwardPass
 from engine.core.checkpoint import Checkpoint
 from engine.core.errors import CheckpointError
-from engine.core.kv_cache import KVPool
-from engine.core.layers import LayerFactory
-from engine.core.loader import DummySource, SafetensorsSource, load_weights
+from engine.core.loader import DummySource
 from engine.core.models import Model
-from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.models.llama import Llama
 from engine.plugins.models.mistral import Mistral
 from engine.plugins.models.qwen2 import Qwen2
 from engine.plugins.models.qwen3 import Qwen3
 from engine.testing.checkpoints import TINY, make_checkpoint
+from engine.testing.model_bench import ModelBench
 
 MODELS = {"llama": Llama, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3}
-PAGE = 16
 LENGTH = 100
 
 LLAMA3 = {
@@ -78,62 +72,10 @@ CASES = {
 }
 
 
-class Bench:
-    """One model over its own cache, fed one sequence at a time."""
-
-    def __init__(self, directory: Path, *, dtype: str = "float32", source=None) -> None:
-        checkpoint = Checkpoint.open(directory)
-        cls = MODELS[checkpoint.config["model_type"]]
-        assert cls.refuses(checkpoint.config) is None
-        spec = cls.spec(checkpoint.config)
-        layers = LayerFactory(dtype=dtype, device="cpu")
-        self.model = cls(checkpoint.config, layers)
-        load_weights(layers, source or SafetensorsSource(checkpoint))
-        attention = AttentionSpec(
-            num_layers=spec.num_layers,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.scale,
-            dtype=dtype,
-            kv_dtype=dtype,
-            page_size=PAGE,
-            max_len=spec.max_len,
-            sliding_windows=spec.sliding_windows,
-        )
-        blocks = -(-LENGTH // PAGE)
-        self.pool = KVPool(attention, blocks, "cpu")
-        self.attention = TorchAttention(attention, self.pool, None)
-        self.table = np.arange(blocks, dtype=np.int32)[::-1].copy()
-
-    @torch.inference_mode()
-    def logits(self, tokens: list[int], chunks: list[int]) -> torch.Tensor:
-        """Of all positions, computed in chunks of these lengths."""
-        assert sum(chunks) == len(tokens)
-        parts, start = [], 0
-        for count in chunks:
-            parts.append(self.model.logits(self.model.forward(self._pass(tokens, start, count))))
-            start += count
-        return torch.cat(parts)
-
-    def _pass(self, tokens: list[int], start: int, count: int) -> ForwardPass:
-        end = start + count
-        positions = np.arange(start, end)
-        slots = self.table[positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
-        batch = ForwardBatch(
-            tokens=torch.tensor(tokens[start:end]),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(slots),
-            query_starts=torch.tensor([0, count], dtype=torch.int32),
-            context_lens=torch.tensor([end], dtype=torch.int32),
-            block_tables=torch.from_numpy(self.table[None]),
-            logit_rows=torch.arange(count),
-            num_decodes=int(count == 1),
-            query_lens_host=np.array([count], np.int32),
-            context_lens_host=np.array([end], np.int32),
-            block_tables_host=self.table[None],
-        )
-        return ForwardPass(batch=batch, attention=self.attention, plan=self.attention.plan(batch), pool=self.pool)
+def bench_of(directory: Path, **settings) -> ModelBench:
+    """The model of a checkpoint, with one prompt to feed it."""
+    cls = MODELS[Checkpoint.open(directory).config["model_type"]]
+    return ModelBench(cls, directory, [prompt()], **settings)
 
 
 @torch.inference_mode()
@@ -164,9 +106,9 @@ def test_logits_equal_transformers(case, tmp_path):
     architecture, config = CASES[case]
     directory = make_checkpoint(tmp_path, architecture, shards=case.endswith("yarn"), **config)
     expected = reference(directory, prompt())
-    bench = Bench(directory)
-    whole = bench.logits(prompt(), [LENGTH])
-    chunked = bench.logits(prompt(), [37, 1, 1, 30, 1, 30])
+    bench = bench_of(directory)
+    whole = bench.prompt_logits(0)
+    chunked = bench.prompt_logits(0, [37, 1, 1, 30, 1, 30])
     assert difference(whole, expected) < 1e-5
     assert difference(chunked, expected) < 1e-5
 
@@ -175,7 +117,7 @@ def test_the_comparison_can_fail(tmp_path):
     directory = make_checkpoint(tmp_path, "mistral", sliding_window=24)
     expected = reference(directory, prompt())
     edit(directory, sliding_window=25)
-    assert difference(Bench(directory).logits(prompt(), [LENGTH]), expected) > 1e-4
+    assert difference(bench_of(directory).prompt_logits(0), expected) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -211,20 +153,11 @@ def test_older_layout_of_rope_parameters(architecture, older, tmp_path):
     directory = make_checkpoint(tmp_path, architecture)
     edit(directory, rope_parameters=..., **older)
     expected = reference(directory, prompt())
-    assert difference(Bench(directory).logits(prompt(), [LENGTH]), expected) < 1e-5
-
-
-@pytest.mark.parametrize("architecture", MODELS)
-def test_bfloat16_is_near_float32(architecture, tmp_path):
-    directory = make_checkpoint(tmp_path, architecture, initializer_range=0.05)
-    exact = Bench(directory).logits(prompt(), [LENGTH])
-    rounded = Bench(directory, dtype="bfloat16").logits(prompt(), [LENGTH])
-    assert rounded.dtype == torch.bfloat16
-    assert difference(rounded.float(), exact) < 0.05
+    assert difference(bench_of(directory).prompt_logits(0), expected) < 1e-5
 
 
 def test_greedy_is_the_argmax_of_the_logits(tmp_path):
-    bench = Bench(make_checkpoint(tmp_path, "llama"))
+    bench = bench_of(make_checkpoint(tmp_path, "llama"))
     hidden = torch.randn(5, TINY["hidden_size"], generator=torch.Generator().manual_seed(3))
     logits = bench.model.logits(hidden)
     for peaks, tokens in (bench.model.greedy(hidden), Model.greedy(bench.model, hidden)):
@@ -234,7 +167,7 @@ def test_greedy_is_the_argmax_of_the_logits(tmp_path):
 
 def test_dummy_weights_give_finite_logits(tmp_path):
     directory = make_checkpoint(tmp_path, "qwen3", attention_bias=True)
-    logits = Bench(directory, source=DummySource(seed=3)).logits(prompt(), [LENGTH])
+    logits = bench_of(directory, source=DummySource(seed=3)).prompt_logits(0)
     assert torch.isfinite(logits).all()
     assert 0.01 < float(logits.std()) < 100
 

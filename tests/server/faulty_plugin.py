@@ -1,4 +1,4 @@
-"""An installed plugin whose attention fails on demand: options at (start, prefill, decode), do (kill, memory, part)."""
+"""An installed plugin whose attention fails on demand: options at (start, prefill, decode), do (kill, memory, bug)."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def load() -> type:
                 return
             if self._options.do == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._options.do == "bug":
+                raise KeyError("tide")
             if self._options.do == "part":
                 for group in self._groups:
                     group._backend.abort()

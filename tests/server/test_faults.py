@@ -117,6 +117,16 @@ def test_a_worker_killed_at_start(start: Start) -> None:
     assert "Traceback" not in server.errors
 
 
+@pytest.mark.parametrize("executor", ["uniproc", "multiproc"])
+def test_a_plugin_that_fails_at_start_is_named(start: Start, executor: str) -> None:
+    flags = ["--attention", "faulty", "--attention-option", "at=start", "--attention-option", "do=bug"]
+    server = start("--executor", executor, *flags)
+    assert server.process.returncode == 2
+    told = "attention 'faulty' of faulty 1.0 failed in its constructor: KeyError: 'tide' ("
+    assert [told in line for line in server.errors.splitlines() if line.startswith("error: ")] == [True]
+    assert server.errors.count("in _fault") == 1  # the traceback
+
+
 def test_a_worker_killed_in_prefill(start: Start) -> None:
     server = start("--attention", "faulty", "--attention-option", "at=prefill", "--attention-option", "do=kill")
     begun = time.monotonic()

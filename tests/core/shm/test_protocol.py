@@ -3,8 +3,9 @@
 `explore` lets the processes take their steps in every order, kills one of them at every point (or nobody), and looks in
 every state that can be reached for what must not be: a message torn, lost or doubled, or somebody who sleeps for ever.
 Atomics are sequentially consistent here, as in _ring.c; that they order the payload is what ThreadSanitizer checks
-(test_ring_threads.py). Nobody spins. The time of a sleep may be over at any moment, as it is early for a reader that
-expects a message, but nobody may need that: a state in which nothing else would wake somebody is wrong.
+(test_ring_threads.py). Nobody spins, but for one look by a reader that heeds an announcement. The time of a sleep may
+be over at any moment, but nobody may need that: a state in which nothing else would wake somebody is wrong, and so is
+one in which somebody sleeps who has not heeded the last announcement.
 
 The bell is not a number here: a process that has read it is `fresh` until it rings, which is all that the number tells.
 What a process will not look at again is forgotten, so that equal states are seen to be equal. The steps bear the names
@@ -33,8 +34,14 @@ FAULTS = (
     "end looked at after the messages",
 )
 
-FIRST, FLAGGED, WOKEN = range(3)
-"""Why a process looks: it has just come, it has set the flag, it was asleep."""
+FAULTS_OF_ANNOUNCEMENTS = (
+    "no look for announcements after the flag",
+    "announcement not rung",
+    "announcement taken for a message",
+)
+
+FIRST, FLAGGED, WOKEN, HEEDING = range(4)
+"""Why a process looks: it has just come, it has set the flag, it was asleep, there was an announcement."""
 
 
 class Wrong(Exception):  # noqa: N818
@@ -52,6 +59,8 @@ class Case(NamedTuple):
     deaths: bool = True
     ends: bool = True
     """Whether the writer ends the ring after its last message, which wakes everybody."""
+    announces: int = 0
+    """How often the writer announces each message, and after the last one that which never comes."""
     fault: str = ""
 
 
@@ -63,6 +72,7 @@ class Model:
         self.case = case
         self.memory = SimpleNamespace(
             published=0,
+            announced=0,
             received=[0] * readers,
             gone=[0] * readers,
             live=readers,
@@ -71,12 +81,14 @@ class Model:
             slots=[-1] * case.slots,
         )
         self.processes = [
-            SimpleNamespace(kind="read", at="ended", index=index, sequence=0, why=FIRST, fresh=0, seen=0)
+            SimpleNamespace(
+                kind="read", at="ended", index=index, sequence=0, why=FIRST, fresh=0, seen=0, heeds=0, heeded=0
+            )
             for index in range(readers)
         ]
         self.processes.append(
             SimpleNamespace(
-                kind="write", at="ended", sequence=0, why=FIRST, fresh=0, room=0, slowest=0, index=0, received=0
+                kind="write", at="ended", sequence=0, why=FIRST, fresh=0, room=0, slowest=0, index=0, received=0, told=0
             )
         )
         self.processes.append(SimpleNamespace(kind="supervise", at="watch", victim=-1))
@@ -144,6 +156,8 @@ class Model:
     def _pending(self, process: SimpleNamespace) -> None:
         """A look has found nothing."""
         fault = self.case.fault
+        if process.why == HEEDING:
+            process.heeds, process.heeded, process.why = 0, process.heeds, FIRST
         if process.why == FIRST:
             process.at = "flag" if fault == "bell read after the flag" else "bell"
         elif process.why == FLAGGED:
@@ -156,7 +170,7 @@ class Model:
 
     def _found(self, process: SimpleNamespace, then: str) -> None:
         """A look ends the sleep, if there was one: the flag is taken back."""
-        process.at = then if process.why == FIRST else f"back {then}"
+        process.at = then if process.why in (FIRST, HEEDING) else f"back {then}"
 
     def _take_back(self, process: SimpleNamespace) -> None:
         mine = process.kind == "write"
@@ -210,7 +224,11 @@ class Model:
         memory, case = self.memory, self.case
         slot = process.sequence % case.slots
         if process.at == "ended":
-            if process.sequence == case.messages:
+            if process.why == FIRST and process.told < case.announces:
+                process.told += 1
+                memory.announced = process.sequence * case.announces + process.told
+                process.at = "ended" if case.fault == "announcement not rung" else "wake 0 ended"
+            elif process.sequence == case.messages:
                 process.at = "end" if case.ends else "over"
             else:
                 process.at = "live"
@@ -242,9 +260,12 @@ class Model:
         elif process.at == "begin fill":
             memory.slots[slot] = -2  # half of it
             process.at = "publish" if case.fault == "published before filled" else "end fill"
+        elif process.at == "clear":
+            memory.announced = process.told = 0
+            process.at = "publish"
         elif process.at == "end fill":
             memory.slots[slot] = process.sequence
-            process.at = "publish"
+            process.at = "clear" if case.announces else "publish"
             if case.fault == "published before filled":
                 process.sequence += 1
                 process.why, process.fresh, process.at = FIRST, 0, "wake 0 ended"
@@ -277,8 +298,17 @@ class Model:
                 process.at = "late"
             elif seen:
                 self._found(process, "over")
+            elif case.announces and self._listens(process):
+                process.at = "announced"
             else:
                 self._pending(process)
+        elif process.at == "announced":
+            if memory.announced in (0, process.heeded):
+                self._pending(process)
+            else:
+                self._found(process, "copy" if case.fault == "announcement taken for a message" else "heed")
+        elif process.at == "heed":
+            process.heeds, process.why, process.at = memory.announced, HEEDING, "ended"
         elif process.at == "late":
             if memory.ended:
                 self._found(process, "over")
@@ -287,6 +317,7 @@ class Model:
         elif process.at in ("bell", "flag", "sleep"):
             self._doze(process, 0)
         elif process.at == "copy":
+            process.heeds = process.heeded = 0
             if memory.slots[process.sequence % case.slots] != process.sequence:
                 raise Wrong(f"reader {process.index} copies message {process.sequence} from {memory.slots}")
             process.at = "receive"
@@ -300,6 +331,11 @@ class Model:
             else:
                 process.sequence += 1
                 process.why, process.fresh, process.at = FIRST, 0, "wake 1 ended"
+
+    def _listens(self, process: SimpleNamespace) -> bool:
+        """Whether a reader looks for announcements too."""
+        skips = self.case.fault == "no look for announcements after the flag" and process.why == FLAGGED
+        return process.why in (FLAGGED, WOKEN) and not skips
 
     def _supervise(self, process: SimpleNamespace) -> None:
         """After a death."""
@@ -324,6 +360,8 @@ class Model:
             raise Wrong(f"the writer stopped: {writer}")
         interrupted = 0 <= supervisor.victim < self.case.readers and not self.case.drop
         for reader in readers:
+            if reader.at == "asleep" and self.memory.announced not in (0, reader.heeded):
+                raise Wrong(f"{reader} sleeps through an announcement: {self.memory}")
             if reader.at == "over" and reader.sequence != self.memory.published and not interrupted:
                 raise Wrong(f"{reader} has not received all: {self.memory}")
 
@@ -373,9 +411,16 @@ def explore(case: Case) -> int:
         Case(readers=1, slots=2, messages=3),
         Case(readers=2, slots=1, messages=1, deaths=False),
         Case(readers=2, slots=1, messages=1, deaths=False, ends=False),
-        # Case(readers=2, slots=1, messages=1): 153,371 states, a quarter of a minute; for changes of the protocol
+        Case(readers=1, slots=1, messages=2, announces=1),
+        Case(readers=1, slots=1, messages=2, announces=2, deaths=False),
+        Case(readers=2, slots=1, messages=0, announces=1, deaths=False, ends=False),
+        # For changes of the protocol, half a minute:
+        # Case(readers=2, slots=1, messages=1): 153,371 states
+        # Case(readers=2, slots=1, messages=1, announces=1, deaths=False, ends=False): 266,571
     ],
-    ids=lambda case: f"{case.readers}-{case.slots}-{case.messages}-{case.drop:d}{case.deaths:d}{case.ends:d}",
+    ids=lambda case: (
+        f"{case.readers}-{case.slots}-{case.messages}-{case.drop:d}{case.deaths:d}{case.ends:d}-{case.announces}"
+    ),
 )
 def test_no_order_of_steps_and_no_death_loses_tears_or_hangs(case: Case) -> None:
     assert explore(case) > 1000
@@ -388,3 +433,9 @@ def test_a_fault_of_the_protocol_would_be_found(fault: str) -> None:
         case = Case(readers=2, slots=1, messages=1, deaths=False, ends=False, fault=fault)
     with pytest.raises(Wrong):
         explore(case)
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_ANNOUNCEMENTS)
+def test_a_fault_of_announcements_would_be_found(fault: str) -> None:
+    with pytest.raises(Wrong):
+        explore(Case(readers=1, slots=1, messages=1, announces=1, deaths=False, ends=False, fault=fault))

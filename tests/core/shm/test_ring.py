@@ -173,6 +173,36 @@ def test_ready_tells_whether_receive_returns_at_once(make):
     assert reader.ready()
 
 
+@pytest.mark.parametrize("spin", [{}, {"announce_us": 0}, {"spin_share": 0.0}, {"announce_us": 10**6}], ids=str)
+def test_an_announcement_changes_nothing_that_is_received(make, spin):
+    ring = make(readers=2, **spin)
+    writer, readers = ring.writer(), [ring.reader(0), ring.reader(1)]
+    writer.announce()
+    assert not readers[0].ready()
+    with pytest.raises(RingTimeoutError):
+        readers[0].receive(0.01)
+    received = [in_thread(lambda reader=reader: drain(reader)) for reader in readers]
+    for number in range(100):
+        for _ in range(number % 3):
+            writer.announce()
+        writer.send(bytes([number]), LONG)
+    writer.announce()
+    writer.close()
+    assert [value() for value in received] == [[bytes([number]) for number in range(100)]] * 2
+
+
+def test_announcements_never_block_or_raise(make):
+    ring = make(slots=1)
+    writer, reader = ring.writer(), ring.reader(0)
+    writer.send(b"the only slot")
+    writer.announce()
+    ring.interrupt("over")
+    writer.announce()
+    assert drain(reader) == [b"the only slot"]
+    reader.close()
+    writer.announce()
+
+
 def test_the_writer_closes_in_order(make):
     ring = make()
     writer, reader = ring.writer(), ring.reader(0)
@@ -358,7 +388,15 @@ def test_a_message_that_does_not_fit_leaves_the_ring_as_it_was(make):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"readers": 0}, {"readers": 65}, {"slots": 0}, {"slot_bytes": 0}, {"spin_us": -1}, {"spin_share": 1.1}],
+    [
+        {"readers": 0},
+        {"readers": 65},
+        {"slots": 0},
+        {"slot_bytes": 0},
+        {"spin_us": -1},
+        {"announce_us": 10**6 + 1},
+        {"spin_share": 1.1},
+    ],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_impossible_rings_are_refused(make, wrong):
@@ -481,3 +519,18 @@ def test_a_reader_that_waits_takes_no_processor_time(make):
     with pytest.raises(RingTimeoutError):
         reader.receive(1.0)
     assert time.process_time() - begin < 0.01
+
+
+def test_announcements_without_end_do_not_keep_a_reader_busy(make):
+    ring = make()
+    child = start(
+        "r = ring.reader(0)\nprint('waits', flush=True)\nbegin = time.process_time()\n"
+        "try: r.receive(1.0)\nexcept RingTimeoutError: print(time.process_time() - begin)",
+        ring,
+    )
+    writer = ring.writer()
+    assert line(child) == "waits"
+    while child.poll() is None:
+        writer.announce()
+        time.sleep(2e-4)
+    assert float(finish(child)) < 0.3  # mostly of waking

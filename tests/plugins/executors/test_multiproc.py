@@ -20,7 +20,7 @@ import pytest
 from engine.core.config import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError, EngineError, ExecutorError, PluginError
-from engine.core.shm import RingSpaceError, segment, side
+from engine.core.shm import RingSpaceError, RingWriter, segment, side
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, SamplingParams, Step
 from engine.plugins.executors.multiproc import MultiprocExecutor, Options
@@ -65,6 +65,26 @@ def test_a_result_comes_while_the_next_step_runs(make_executor: Make, make_step:
     assert executor._beats[0].begun == 2
     assert not second.done()
     second.result()
+
+
+def test_the_step_after_a_result_is_announced(
+    make_executor: Make, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def noted(name: str, call: Make) -> Make:
+        return lambda *given: (calls.append(name), call(*given))
+
+    for name in ("announce", "send"):
+        monkeypatch.setattr(RingWriter, name, noted(name, getattr(RingWriter, name)))
+    executor = make_executor()
+    executor.start()
+    first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
+    first.result()
+    assert calls == ["send", "send", "announce"]
+    second.result()
+    run(executor, make_step(3))
+    assert calls == ["send", "send", "announce", "announce", "send", "announce"]
 
 
 def test_every_rank_sees_every_step(make_executor: Make, make_step: MakeStep, until: Make) -> None:

@@ -33,6 +33,7 @@ from engine.core.startup import Progress
 from engine.core.types import NewSequence, Step
 from engine.plugins.executors.ray import Options, RayExecutor
 from engine.plugins.executors.ray_actor import RankActor
+from engine.testing.executors import ExecutorConformance
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file <_io:ResourceWarning")  # by older versions of Ray
@@ -138,6 +139,16 @@ def build(checkpoint: Path, address: str, **settings: Any) -> Engine:
     if settings.get("executor") == "ray":
         common["executor__options"] = {"address": address}
     return Engine(model=str(checkpoint), **{**common, **settings})
+
+
+class TestRay(ExecutorConformance):
+    executor = RayExecutor
+    refused_ranks = None
+    excused = ("open file .*/logs/python-core-driver-", "open file socket")  # of Ray, once a connection to the cluster
+
+    @pytest.fixture(autouse=True)
+    def in_cluster(self, address: str) -> None:
+        self.settings = {"executor__options": {"address": address}}
 
 
 def test_the_same_tokens_on_two_nodes_as_in_one_process(engine_checkpoint: Path, address: str) -> None:

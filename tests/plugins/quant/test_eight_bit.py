@@ -13,7 +13,7 @@ from engine.core.quant import LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.int8 import Int8
 
-from .eight_bit_packers import compressed, fp8_blocks, fp8_per_tensor, number
+from .eight_bit_packers import compressed, number
 
 CPU = DeviceInfo(type="cpu")
 CHANNEL = number("float", "channel")
@@ -119,49 +119,6 @@ def test_ranks_that_would_cut_blocks_are_refused():
     with pytest.raises(CheckpointError, match=r"2 ranks cannot share q: .* 192 of its 384 inputs"):
         linear(method, [("q", 128)], 384, "row", ranks=2)
     assert linear(method, [("q", 64)], 128, "none", ranks=8)
-
-
-def test_ranks_together_compute_the_whole():
-    """A column-parallel layer, then a row-parallel one; blocks are shared whole."""
-    torch.manual_seed(0)
-    packer = fp8_blocks("weight_scale_inv")
-    first, second = (packer(name, torch.randn(256, 256))[0] for name in "ab")
-    whole = {f"{name}.{key}": one for name, made in (("a", first), ("b", second)) for key, one in made.items()}
-    method = Fp8.from_checkpoint(BLOCKS, None)
-    x = torch.randn(3, 256)
-
-    def run(ranks):
-        total = torch.zeros(3, 256)
-        for rank in range(ranks):
-            y = x
-            for name, parallel in (("a", "column"), ("b", "row")):
-                kernel = linear(method, [(name, 256)], 256, parallel if ranks > 1 else "none")
-                parts = {
-                    key: whole[key] if spec.shard_dim is None else whole[key].chunk(ranks, spec.shard_dim)[rank]
-                    for key, spec in kernel.tensors().items()
-                }
-                y = kernel.apply(y, kernel.prepare(parts), None)
-            total += y
-        return total
-
-    torch.testing.assert_close(run(2), run(1), rtol=1e-4, atol=1e-2)
-
-
-def test_merged_parts_keep_scales_of_their_own():
-    """Scales a million apart: one scale for both would leave nothing of the smaller."""
-    torch.manual_seed(0)
-    pack = fp8_per_tensor()
-    parts = [("gate", torch.randn(24, 40) * 1e3), ("up", torch.randn(24, 40) * 1e-3)]
-    loaded, meant = {}, []
-    for name, weight in parts:
-        tensors, numbers = pack(name, weight)
-        loaded |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
-        meant.append(numbers)
-    kernel = linear(Fp8.from_checkpoint({"quant_method": "fp8"}, None), [("gate", 24), ("up", 24)], 40)
-    x, bias = torch.randn(2, 3, 40), torch.randn(48)
-    gate, up = kernel.apply(x, kernel.prepare(loaded), bias).split(24, -1)
-    torch.testing.assert_close(gate, x @ meant[0].T + bias[:24], rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(up, x @ meant[1].T + bias[24:], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])

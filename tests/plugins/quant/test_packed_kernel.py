@@ -140,23 +140,6 @@ def source_of(directory, tensors):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_together_compute_what_one_does(tmp_path, method, ranks):
-    weights, tensors = network_tensors(method)
-    source = source_of(tmp_path, tensors)
-    cls, config = METHODS[method]
-    shares = [Network(cls.from_checkpoint(config, None), rank=rank, ranks=ranks).load(source) for rank in range(ranks)]
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    outputs = [share.up(x).chunk(2, -1) for share in shares]
-    for part, name in enumerate("ab"):
-        found = torch.cat([output[part] for output in outputs], -1)
-        torch.testing.assert_close(found, x @ weights[name].plain.T, rtol=1e-4, atol=1e-4)
-    y = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
-    partial = [share.down(piece) for share, piece in zip(shares, y.chunk(ranks, -1), strict=True)]
-    torch.testing.assert_close(sum(partial), y @ weights["c"].plain.T, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_ranks_that_would_cut_groups_are_refused(tmp_path, method):
     """Before anything is loaded."""
     cls, config = METHODS[method]

@@ -1,0 +1,275 @@
+"""Conformance suite for executors: the tokens of `uniproc`, errors that reach the caller, and nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+
+from engine.core.checkpoint import Checkpoint
+from engine.core.config import EngineConfig, ExecutorConfig
+from engine.core.device import find_device
+from engine.core.engine import Engine
+from engine.core.errors import CapacityError, CheckpointError, ExecutorError
+from engine.core.executors import MOST_STEPS, Executor, PendingResult
+from engine.core.registry import load_plugins
+from engine.core.selection import resolve, settle
+from engine.core.settings import load_config
+from engine.core.startup import Progress
+from engine.core.types import NewSequence, SamplingParams, Slice, Step, StepResult
+from engine.testing.leftovers import PATIENCE, assert_nothing_left, belongings
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=0)
+DRAWN = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=5, logprobs=2, prompt_logprobs=1)
+PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
+STRANGER = 424242
+"""A sequence that no runner has heard of."""
+CLOSE = 1e-4
+"""Between two log probabilities of one token."""
+
+
+class ExecutorConformance:
+    """Derive a class named Test... from this one and set `executor`.
+
+    It is given a tiny Llama in float32. One that runs the model in other processes must be importable there by its
+    name.
+    """
+
+    executor: ClassVar[type[Executor]]
+    ranks: ClassVar[int] = 1
+    """How many the tests run (executor.tensor_parallel)."""
+    refused_ranks: ClassVar[int | None] = 2
+    """A number that it cannot run and has to refuse; None: there is none."""
+    device: ClassVar[str] = "cpu"
+    settings: ClassVar[Mapping[str, object]] = {}
+    """More settings of the engine, as executor__options={...}."""
+    excused: ClassVar[Sequence[str]] = ()
+    """Regular expressions of what a library leaves behind at each use, as `testing.leftovers` words it."""
+    used: ClassVar[bool] = False
+    """Set by the tests: what libraries do when they are first used is done."""
+
+    def test_steps(self, engine_checkpoint: Path) -> None:
+        """Prompts in chunks, decodes, several at once and a sequence in another's blocks; then with steps under way."""
+        with self.running(engine_checkpoint, reference()) as uniproc:
+            expected = run(uniproc, script(), 1) + run(uniproc, script(10), 1)
+        with self.running(engine_checkpoint) as executor:
+            found = run(executor, script(), 1) + run(executor, script(10), MOST_STEPS)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_same(mine, theirs)
+
+    def test_generate(self, engine_checkpoint: Path) -> None:
+        """An engine's greedy tokens."""
+        tokens = []
+        for executor, ranks in ((self.executor, self.ranks), (reference(), 1)):
+            settings = {**self._settings(executor, ranks), "scheduler__max_batch_tokens": 40}
+            with Engine(str(engine_checkpoint), executor=executor, **settings) as engine:
+                tokens.append([done.token_ids for done in engine.generate(PROMPTS, GREEDY)])
+                assert engine.check().ok, engine.check().detail
+        assert tokens[0] == tokens[1], "the tokens are not those of uniproc"
+
+    def test_start(self, engine_checkpoint: Path) -> None:
+        """What start() says, and what it tells meanwhile."""
+        told: list[Any] = []
+        executor = self.make(engine_checkpoint)
+        executor.watch(told.append)
+        info = executor.start()
+        try:
+            health = executor.check()
+            assert health.ok, f"check() says after the start: {health.detail}"
+            assert info.num_blocks > 0, f"there are {info.num_blocks} KV blocks"
+            assert info.page_size == 16, f"blocks of {info.page_size} tokens, not of cache.page_size, 16"
+            assert info.dtype == "float32", f"the model is in {info.dtype}, not in model.dtype, float32"
+            assert all(seconds >= 0 for _, seconds in info.phases), f"phases took {info.phases}"
+            assert all(isinstance(one, Progress) for one in told), f"the listener was told {told}"
+            assert isinstance(executor.asynchronous, bool), f"asynchronous is {executor.asynchronous!r}"
+        finally:
+            executor.shutdown()
+
+    def test_a_step_that_fails(self, engine_checkpoint: Path) -> None:
+        """An ExecutorError with what went wrong, and of several ranks which; nobody takes it to be well afterwards."""
+        with self.running(engine_checkpoint) as executor:
+            run(executor, script()[:2], 1)
+            with pytest.raises(ExecutorError) as caught:
+                executor.submit(Step(id=3, decodes=(STRANGER,), chunks=())).result()
+            told = str(caught.value)
+            assert str(STRANGER) in told, f"the error does not say what went wrong: {told}"
+            assert self.ranks == 1 or "rank" in told, f"the error does not say on which rank: {told}"
+            deadline = time.monotonic() + PATIENCE
+            while executor.check().ok:
+                assert time.monotonic() < deadline, "check() finds nothing wrong after a step has failed"
+                time.sleep(0.01)
+            assert executor.check().detail, "check() does not say what is wrong"
+
+    def test_shutdown(self, engine_checkpoint: Path) -> None:
+        """With a step under way; a second one does nothing; afterwards no step can be run."""
+        executor = self.make(engine_checkpoint)
+        executor.start()
+        executor.submit(script()[0])
+        executor.shutdown()
+        executor.shutdown()
+        assert not executor.check().ok, "check() says that an executor that is shut down can run steps"
+        with pytest.raises(ExecutorError):
+            executor.submit(script()[0])
+
+    def test_nothing_is_left_behind(self, engine_checkpoint: Path) -> None:
+        """No thread, no process, no open file, nothing in /dev/shm, but for what the first use of libraries leaves."""
+        self._use_once(engine_checkpoint)
+        before = belongings()
+        self._use(engine_checkpoint)
+        assert_nothing_left(before, "an executor that was shut down", self.excused)
+
+    def test_nothing_is_left_of_a_start_that_fails(self, engine_checkpoint: Path) -> None:
+        """A cache that is too small is a CapacityError; nobody calls shutdown() then."""
+        self._use_once(engine_checkpoint)
+        before = belongings()
+        with pytest.raises(CapacityError):
+            self.make(engine_checkpoint, cache__memory="1KiB").start()
+        assert_nothing_left(before, "a start that failed", self.excused)
+
+    def test_a_checkpoint_without_weights(self, engine_checkpoint: Path, tmp_path: Path) -> None:
+        """What is wrong with it is a CheckpointError here too."""
+        for file in engine_checkpoint.glob("*.json"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        with pytest.raises(CheckpointError, match="safetensors"):
+            self.make(tmp_path).start()
+
+    def test_making_one_does_no_work(self, engine_checkpoint: Path) -> None:
+        """The constructor keeps its arguments."""
+        self._use_once(engine_checkpoint)
+        before = belongings()
+        executor = self.make(engine_checkpoint)
+        assert_nothing_left(before, "a constructor")
+        del executor
+
+    def test_ranks_are_refused(self) -> None:
+        """A number that it runs is taken; nobody else refuses what it cannot run."""
+        device = find_device(self.device)
+        taken = EngineConfig(executor=ExecutorConfig(device=self.device, tensor_parallel=self.ranks))
+        assert self.executor.refuses(taken, device) is None, f"refuses() refuses {self.ranks} ranks"
+        if self.refused_ranks is None:
+            pytest.skip("runs any number")
+        wanted = attrs.evolve(taken, executor=attrs.evolve(taken.executor, tensor_parallel=self.refused_ranks))
+        refusal = self.executor.refuses(wanted, device)
+        assert isinstance(refusal, str), f"refuses() answers {refusal!r} to {self.refused_ranks} ranks"
+        assert refusal, "refuses() answers with an empty string"
+
+    def make(self, model: Path, kind: type[Executor] | None = None, **settings: object) -> Executor:
+        """An executor, not started; of another class if given."""
+        executor = kind or self.executor
+        given = {**self._settings(executor, self.ranks if kind is None else 1), "model__path": str(model), **settings}
+        config = load_config(overrides={key.replace("__", "."): (value, "test") for key, value in given.items()}).config
+        device = find_device(config.executor.device)
+        config = settle(config, device)
+        checkpoint = Checkpoint.open(model, generation_config=config.model.generation_config)
+        parts = resolve(config, load_plugins(), device, checkpoint.config, {"executor": executor})
+        return parts.executor(config, parts, parts.options["executors"])
+
+    @contextmanager
+    def running(self, model: Path, kind: type[Executor] | None = None) -> Iterator[Executor]:
+        """An executor that is started, and shut down in the end."""
+        executor = self.make(model, kind)
+        executor.start()
+        try:
+            yield executor
+        finally:
+            executor.shutdown()
+
+    def _use(self, model: Path) -> None:
+        with self.running(model) as executor:
+            run(executor, script()[:2], 1)
+
+    def _use_once(self, model: Path) -> None:
+        if not self.used:
+            self._use(model)
+            type(self).used = True
+
+    def _settings(self, executor: type[Executor], ranks: int) -> dict[str, Any]:
+        mine = self.settings if executor is self.executor else {}
+        return {
+            "cache__memory": "8MiB",
+            "executor__device": self.device,
+            "executor__threads": 1,
+            "executor__tensor_parallel": ranks,
+            "model__dtype": "float32",
+            "model__max_len": 256,
+            **mine,
+        }
+
+
+def reference() -> type[Executor]:
+    """The executor whose tokens count."""
+    return load_plugins().executors.get("uniproc").load()
+
+
+def script(after: int = 0) -> Sequence[Step]:
+    """Three sequences: one greedy, one drawn with log probabilities, and one in the blocks of the first.
+
+    after: what numbers of steps and sequences are counted from; above 0, that follow a script of ten less.
+    """
+    one, two, three = (after + number for number in (1, 2, 3))
+    prompts = [tuple(PROMPTS[row]) for row in (3, 1, 2)]
+    lengths = [len(prompt) for prompt in prompts]
+    news = [
+        NewSequence(sequence=number, tokens=tokens, prompt_len=len(tokens), params=params)
+        for number, tokens, params in zip((one, two, three), prompts, (GREEDY, DRAWN, GREEDY), strict=True)
+    ]
+    steps: list[dict[str, Any]] = [
+        {
+            "chunks": (Slice(one, 0, 30, False),),
+            "new": (news[0],),
+            "blocks": ((one, (0, 1, 2, 5)),),
+            "finished": (three - 10,) if after else (),
+        },
+        {
+            "chunks": (Slice(one, 30, lengths[0] - 30, True), Slice(two, 0, lengths[1], True)),
+            "new": (news[1],),
+            "blocks": ((two, (3, 4)),),
+        },
+        {"decodes": (one, two)},
+        {"decodes": (one, two), "iterations": 3},
+        {"decodes": (two,), "finished": (one,)},
+        {
+            "decodes": (two,),
+            "chunks": (Slice(three, 0, lengths[2], True),),
+            "new": (news[2],),
+            "blocks": ((three, (5, 0)),),
+        },
+        {"decodes": (three,), "finished": (two,)},
+    ]
+    return [Step(id=after + number, **{"decodes": (), "chunks": (), **step}) for number, step in enumerate(steps, 1)]
+
+
+def run(executor: Executor, steps: Sequence[Step], ahead: int) -> list[StepResult]:
+    """Their results, with at most so many under way."""
+    results = []
+    under_way: deque[PendingResult] = deque()
+    for step in steps:
+        if len(under_way) == ahead:
+            results.append(under_way.popleft().result())
+        under_way.append(executor.submit(step))
+    for pending in under_way:
+        results.append(pending.result())
+        assert pending.done(), f"done() denies that step {results[-1].step} is done, whose result is there"
+    return results
+
+
+def assert_same(found: StepResult, expected: StepResult) -> None:
+    """All but the seconds, and log probabilities up to rounding."""
+    step = f"step {expected.step}"
+    assert found.step == expected.step, f"the result of {step} says that it is of {found.step}"
+    assert found.tokens == expected.tokens, f"{step} sampled {found.tokens}; uniproc {expected.tokens}"
+    mine, theirs = (
+        [entry for row in one.logprobs for entry in row if entry is not None]
+        + [entry for _, entries in one.prompt_logprobs for entry in entries]
+        for one in (found, expected)
+    )
+    assert len(mine) == len(theirs), f"{step} has {len(mine)} log probabilities, not {len(theirs)}"
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.token == other.token, f"{step} has the log probability of token {one.token}, not of {other.token}"
+        assert abs(one.logprob - other.logprob) < CLOSE, f"{step}: log probability {one.logprob}, not {other.logprob}"

@@ -1,0 +1,126 @@
+"""A model over a KV cache of its own, fed what a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from engine.core.batch import ForwardBatch, ForwardPass
+from engine.core.checkpoint import Checkpoint
+from engine.core.config import EngineConfig
+from engine.core.distributed import RankGroup
+from engine.core.kv_cache import KVPool
+from engine.core.layers import LayerFactory
+from engine.core.loader import SafetensorsSource, WeightSource, load_weights
+from engine.core.models import Model
+from engine.core.registry import load_plugins
+from engine.core.selection import attention_spec
+
+MOST = 112
+"""Tokens of a sequence."""
+
+Piece = tuple[int, int, int]
+"""Sequence, first token, number of tokens."""
+
+
+class ModelBench:
+    """One rank of a model on the CPU. Slots of the cache that nothing was written to hold NaN."""
+
+    def __init__(
+        self,
+        model: type[Model],
+        directory: Path,
+        prompts: list[list[int]],
+        *,
+        options: Any = None,
+        dtype: str = "float32",
+        source: WeightSource | None = None,
+        group: RankGroup | None = None,
+    ) -> None:
+        """prompts: the sequences, by number. source: of the weights, in place of the checkpoint's."""
+        checkpoint = Checkpoint.open(directory)
+        self.prompts = prompts
+        self.spec = model.spec(checkpoint.config)
+        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group)
+        self.model = model(checkpoint.config, self.layers, options)
+        with torch.inference_mode():
+            load_weights(self.layers, source or SafetensorsSource(checkpoint), threads=1)
+        shape = attention_spec(self.spec, EngineConfig(), dtype, self.spec.max_len, dtype, self.layers.ranks)
+        self._page = shape.page_size
+        pages = -(-MOST // self._page)
+        self._tables = np.arange(pages * len(prompts), dtype=np.int32)[::-1].copy().reshape(len(prompts), pages)
+        self._pool = KVPool(shape, self._tables.size, "cpu")
+        for tensor in (*self._pool.keys, *self._pool.values):
+            tensor.fill_(torch.nan)
+        self._attention = load_plugins().attention.get("torch").load()(shape, self._pool, None)
+
+    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """What `forward` makes of one batch: [tokens, hidden_size]. Pieces of one token stand first."""
+        batch = self._batch(pieces)
+        with torch.inference_mode():
+            plan = self._attention.plan(batch)
+            run = ForwardPass(batch=_bare(batch), attention=self._attention, plan=plan, pool=self._pool)
+            return self.model.forward(run)
+
+    def logits(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Of all tokens of one batch: [tokens, vocab_size]."""
+        with torch.inference_mode():
+            return self.model.logits(self.hidden(pieces))
+
+    def prompt_logits(self, sequence: int, chunks: Sequence[int] = ()) -> torch.Tensor:
+        """Of all tokens of a prompt, computed in stretches of these lengths; by default in one."""
+        parts, start = [], 0
+        for count in chunks or [len(self.prompts[sequence])]:
+            parts.append(self.logits([(sequence, start, count)]))
+            start += count
+        assert start == len(self.prompts[sequence])
+        return torch.cat(parts)
+
+    def _batch(self, pieces: Sequence[Piece]) -> ForwardBatch:
+        counts = np.array([count for _, _, count in pieces], np.int32)
+        contexts = np.array([start + count for _, start, count in pieces], np.int32)
+        positions = [np.arange(start, start + count) for _, start, count in pieces]
+        slots = [
+            self._tables[sequence][at // self._page].astype(np.int64) * self._page + at % self._page
+            for (sequence, _, _), at in zip(pieces, positions, strict=True)
+        ]
+        tables = self._tables[[sequence for sequence, _, _ in pieces]]
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        tokens = [token for sequence, start, count in pieces for token in self.prompts[sequence][start : start + count]]
+        decodes = 0
+        while decodes < len(pieces) and pieces[decodes][2] == 1 and pieces[decodes][1] > 0:
+            decodes += 1
+        return ForwardBatch(
+            tokens=torch.tensor(tokens),
+            positions=torch.from_numpy(np.concatenate(positions)),
+            slots=torch.from_numpy(np.concatenate(slots)),
+            query_starts=torch.from_numpy(starts),
+            context_lens=torch.from_numpy(contexts),
+            block_tables=torch.from_numpy(tables),
+            logit_rows=torch.arange(len(tokens)),
+            num_decodes=decodes,
+            query_lens_host=counts,
+            context_lens_host=contexts,
+            block_tables_host=tables,
+        )
+
+
+def _bare(batch: ForwardBatch) -> ForwardBatch:
+    """What a model may use of a batch, as while pieces between attention calls are recorded."""
+    nothing: Any = None
+    return attrs.evolve(
+        batch,
+        query_starts=nothing,
+        context_lens=nothing,
+        block_tables=nothing,
+        logit_rows=nothing,
+        num_decodes=nothing,
+        query_lens_host=nothing,
+        context_lens_host=nothing,
+        block_tables_host=nothing,
+    )

@@ -1,0 +1,344 @@
+"""Conformance suite for quantization methods: what any method must compute, against products in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.core.device import DeviceInfo
+from engine.core.errors import CheckpointError
+from engine.core.kv_scales import FLOAT8
+from engine.core.layers import LayerFactory
+from engine.core.layers.activation import silu_and_mul
+from engine.core.layers.linear import Linear, PlainKernel
+from engine.core.quant import KVScaleNames, Prologue, QuantMethod
+from engine.testing.stored_layers import Make, StoredLayers, store_layers
+
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+"""Largest relative norm of the error of a row that rounding may make, by the type of activations."""
+ROWS = (1, 2, 17, 64)
+SCALES = (1.0, 30.0, 1 / 30)
+"""Of the weights of a layer's parts: with one for all, the smallest would have next to no digits."""
+EPS = 1e-6
+
+
+class QuantConformance:
+    """Derive a class named Test... from this one, and set `method`.
+
+    Layers are made and loaded as a model has it done, so that core's part, as sharing tensors out over ranks, is in it.
+    """
+
+    method: ClassVar[type[QuantMethod]]
+    checkpoint: ClassVar[Mapping[str, Any] | None] = None
+    """quantization_config of the checkpoints that `store` makes; None: they are not quantized."""
+    options: ClassVar[Any] = None
+    """Passed to the method; None: the defaults of its options_class."""
+    error: ClassVar[float] = 0.0
+    """What quantizing weights (beyond what `store` says) and activations may cost: a norm, relative to a row's."""
+    quantizes: ClassVar[bool] = True
+    """False: the method leaves all layers to core."""
+    device: ClassVar[str] = "cpu"
+    dtype: ClassVar[str] = "float32"
+    outputs: ClassVar[tuple[int, int, int]] = (64, 32, 32)
+    """Of a layer's parts, as queries, keys and values; of a layer of one part the first."""
+    inputs: ClassVar[int] = 128
+    ranks: ClassVar[tuple[int, ...]] = (2, 4)
+    """Numbers that share a layer of these sizes. What the method refuses is skipped."""
+    may_lack: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of tensors that a checkpoint need not have, and without which it means something else."""
+
+    def store(self, name: str, weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
+        """How the checkpoint has one layer: its tensors by what follows "NAME.", and the weight that they stand for.
+
+        name: of the layer. weight: [out, in] float32, which may be rounded. Override it together with `checkpoint`.
+        """
+        return {"weight": weight}, weight
+
+    @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+    @pytest.mark.parametrize("rows", ROWS)
+    def test_product(self, tmp_path: Path, rows: int, bias: bool) -> None:
+        """x W^T + b, for a decode step of one, of some, and for prompts."""
+        stored = self.stored(tmp_path)
+        x = self.x(rows)
+        y = self.call(stored.load(self.one("a", bias=bias)), x)
+        assert y.dtype == x.dtype, f"x is of {x.dtype}, the result of {y.dtype}"
+        self._close(y, stored.product(x, "a", bias=bias), f"{rows} rows")
+
+    def test_leading_dimensions(self, tmp_path: Path) -> None:
+        """x of any number of dimensions."""
+        stored = self.stored(tmp_path)
+        x = self.x(6)
+        y = self.call(stored.load(self.one("a")), x.view(2, 3, -1))
+        assert y.shape == (2, 3, self.outputs[0]), f"x of [2, 3, {self.inputs}] gives {list(y.shape)}"
+        self._close(y.flatten(0, 1), stored.product(x, "a"), "2 x 3 rows")
+
+    def test_merged_parts(self, tmp_path: Path) -> None:
+        """Outputs side by side, of parts whose weights differ in size by far."""
+        stored = self.stored(tmp_path)
+        x = self.x(17)
+        y = self.call(stored.load(self.merged(bias=True)), x)
+        self._close_parts(y, stored.product(x, "abc", bias=True), self.outputs)
+
+    @pytest.mark.parametrize("rows", ROWS)
+    def test_gated(self, tmp_path: Path, rows: int) -> None:
+        """silu(gate) * up, in one pass or in two."""
+        stored = self.stored(tmp_path, dict.fromkeys(("gate", "up"), self.outputs[0]), (1.0, 1.0))
+        layer = stored.load(self.gated)
+        assert isinstance(layer.kernel.gates_at_once(rows), bool), "gates_at_once() answers no truth value"
+        x = self.x(rows)
+        expected = silu_and_mul(stored.product(x, ["gate", "up"]))
+        with torch.inference_mode():
+            y = layer.gated(x)
+        # Of all rows at once: products of two numbers, both with errors, are small in some rows.
+        assert y.shape == expected.shape, f"gated, {rows} rows: shape {list(y.shape)}, not {list(expected.shape)}"
+        self._close(y.reshape(1, -1), expected.reshape(1, -1), f"gated, {rows} rows", 3.0)
+
+    def test_column_parallel(self, tmp_path: Path) -> None:
+        """The outputs of all ranks, part by part, are those of one."""
+        stored = self.stored(tmp_path)
+        x = self.x(17)
+        for ranks in self.ranks:
+            shares = stored.share(self.merged(bias=True, parallel="column"), ranks)
+            found = [torch.split(self.call(share, x), [size // ranks for size in self.outputs], -1) for share in shares]
+            together = torch.cat([piece for part in zip(*found, strict=True) for piece in part], -1)
+            self._close_parts(together, stored.product(x, "abc", bias=True), self.outputs, f"{ranks} ranks, ")
+
+    def test_row_parallel(self, tmp_path: Path) -> None:
+        """The results of all ranks add up to those of one."""
+        stored = self.stored(tmp_path)
+        x = self.x(17)
+        for ranks in self.ranks:
+            shares = stored.share(self.one("a", parallel="row"), ranks)
+            sums = [self.call(share, part) for share, part in zip(shares, x.chunk(ranks, -1), strict=True)]
+            total = torch.stack([part.double() for part in sums]).sum(0).to(x.dtype)
+            self._close(total, stored.product(x, "a"), f"the sum over {ranks} ranks", 1.5)
+
+    def test_fewer_key_and_value_heads_than_ranks(self, tmp_path: Path) -> None:
+        """Ranks side by side have the same keys and values, and queries of their own."""
+        heads, ranks, head_dim = 4, 4, self.outputs[1] // 2
+        stored = self.stored(tmp_path)
+        if self.outputs[0] != heads * head_dim:
+            pytest.skip(f"{self.outputs} are not {heads} heads of queries and 2 of keys and values")
+        x = self.x(2)
+        queries, *others = torch.split(stored.product(x, "abc"), list(self.outputs), -1)
+        names = ("a", "b", "c")
+        for rank, share in enumerate(
+            stored.share(
+                lambda layers: layers.qkv(names, self.inputs, num_heads=heads, num_kv_heads=2, head_dim=head_dim),
+                ranks,
+            )
+        ):
+            mine = [queries.chunk(ranks, -1)[rank], *(part.chunk(2, -1)[rank // 2] for part in others)]
+            parts = [part.shape[-1] for part in mine]
+            self._close_parts(self.call(share, x), torch.cat(mine, -1), parts, f"rank {rank} of {ranks}, ")
+
+    def test_nothing_is_changed(self, tmp_path: Path) -> None:
+        """Neither what was read nor x, weights and bias, which are used again, are written to."""
+        stored = self.stored(tmp_path, dict.fromkeys(("gate", "up"), self.outputs[0]), (1.0, 1.0))
+        kernel = stored.load(self.gated).kernel
+        loaded = stored.loaded(kernel)
+        bias = torch.ones(2 * self.outputs[0], device=self.device, dtype=self.x(1).dtype)
+        with torch.inference_mode():
+            before = copy(loaded)
+            given = {"x": self.x(17), "the bias": bias, **kernel.prepare(loaded)}
+            for name, tensor in loaded.items():
+                assert same(tensor, before[name]), f"prepare() changed {name}, which it was given"
+            before = copy(given)
+            for name in ("apply", "apply_gated"):
+                weights = {key: given[key] for key in list(given)[2:]}
+                getattr(kernel, name)(given["x"], weights, bias)
+                for key, tensor in given.items():
+                    assert same(tensor, before[key]), f"{name}() changed {key}, which it was given"
+
+    def test_a_call_depends_on_its_arguments_alone(self, tmp_path: Path) -> None:
+        """Not on the calls before: other numbers of rows, other values in the same memory, other weights."""
+        size = self.outputs[0]
+        stored = self.stored(tmp_path, dict.fromkeys("ab", size), (1.0, 1.0))
+        kernel = stored.load(self.one("a")).kernel
+        others = stored.loaded(stored.load(self.one("b")).kernel)
+        with torch.inference_mode():
+            weights = {
+                "a": kernel.prepare(stored.loaded(kernel)),
+                "b": kernel.prepare({f"a.{name.removeprefix('b.')}": tensor for name, tensor in others.items()}),
+            }
+            x = self.x(17)
+            for name, rows, seed in (("a", 17, 0), ("a", 17, 0), ("a", 2, 0), ("b", 17, 0), ("a", 17, 1), ("a", 17, 0)):
+                x.copy_(self.x(17, seed))
+                y = kernel.apply(x[:rows], weights[name], None)
+                self._close(y, stored.product(x[:rows], name), f"{rows} rows after others")
+
+    def test_captured_calls(self, tmp_path: Path) -> None:
+        """A replay of a CUDA graph follows what x holds by then."""
+        if torch.device(self.device).type != "cuda":
+            pytest.skip("graphs are captured on a GPU")
+        stored = self.stored(tmp_path)
+        layer = stored.load(self.one("a", bias=True))
+        for rows in ROWS:
+            x = self.x(rows)
+            self.call(layer, x)  # compiles
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.inference_mode(), torch.cuda.graph(graph):
+                y = layer(x)
+            for seed in (1, 2):
+                x.copy_(self.x(rows, seed))
+                graph.replay()
+                self._close(y, stored.product(x, "a", bias=True), f"a replay of {rows} rows")
+
+    @pytest.mark.parametrize("rows", ROWS)
+    def test_prologue(self, tmp_path: Path, rows: int) -> None:
+        """An input made in the kernel's own form means what the steps one after the other give."""
+        layer = self.stored(tmp_path).load(self.one("a"))
+        prologue = layer.kernel.prologue()
+        if prologue is None or not prologue.takes(rows):
+            pytest.skip(f"takes tensors alone, of {rows} rows")
+        with torch.inference_mode():
+            self._check_prologue(layer, prologue, rows)
+
+    def _check_prologue(self, layer: Linear, prologue: Prologue, rows: int) -> None:
+        x, up = self.x(rows), self.x(rows, seed=2)
+        norm_weight = torch.linspace(0.5, 1.5, self.inputs, device=self.device).to(x.dtype)
+        for residual in (None, self.x(rows, seed=1)):
+            total = x if residual is None else x + residual
+            normed = F.rms_norm(total, (self.inputs,), norm_weight, EPS)
+            made, found = prologue.normed(x.clone(), residual, norm_weight, EPS, layer.weights)
+            what = f"{rows} rows {'without' if residual is None else 'with'} a residual"
+            self._close(found, total.double().cpu(), f"the sum of {what}", 0.0)
+            y = prologue.apply(made, layer.weights, None)
+            self._close(y, layer(normed).double().cpu(), f"the norm of {what}")
+        gated = torch.cat((x, up), -1)
+        y = prologue.apply(prologue.activated(gated, layer.weights), layer.weights, None)
+        self._close(y, layer(silu_and_mul(gated)).double().cpu(), f"the activation of {rows} rows")
+
+    def test_wrong_shapes_are_refused(self, tmp_path: Path) -> None:
+        """Each tensor of a layer, one longer than it should be in some dimension, with its name."""
+        stored = self.stored(tmp_path)
+        for name, tensor in stored.loaded(stored.load(self.one("a")).kernel).items():
+            for dim in range(tensor.dim()):
+                wrong = torch.cat([tensor.cpu(), tensor.cpu().narrow(dim, 0, 1)], dim)
+                self._check_refused(stored, name, wrong, f"of shape {list(wrong.shape)}")
+
+    def test_lacking_tensors_are_refused(self, tmp_path: Path) -> None:
+        """Each with its name, unless the layer means the same without it."""
+        stored = self.stored(tmp_path)
+        x = self.x(2)
+        for name in stored.loaded(stored.load(self.one("a")).kernel):
+            if name.endswith(self.may_lack):
+                continue
+            try:
+                y = self.call(stored.load(self.one("a"), changed={name: None}), x)
+            except CheckpointError as error:
+                self._check_named(name, "lacking", str(error))
+            else:
+                self._close(y, stored.product(x, "a"), f"without {name}")
+
+    def _check_refused(self, stored: StoredLayers, name: str, tensor: torch.Tensor, what: str) -> None:
+        refusal = None
+        try:
+            stored.load(self.one("a"), changed={name: tensor})
+        except CheckpointError as error:
+            refusal = str(error)
+        self._check_named(name, what, refusal)
+
+    def _check_named(self, name: str, what: str, refusal: str | None) -> None:
+        assert refusal is not None, f"{name}, {what}, is not refused"
+        assert name in refusal, f"{name}, {what}, is refused without its name: {refusal}"
+
+    def test_refusals(self) -> None:
+        """Its own checkpoints are taken; one of a method that nobody knows is refused with a sentence."""
+        device = torch.device(self.device)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        info = DeviceInfo(type=device.type, index=device.index or 0, capability=capability)
+        refusal = self.method.refuses(self.checkpoint, info)
+        assert refusal is None, f"{self.method.__name__} refuses its checkpoint on {self.device}: {refusal}"
+        refusal = self.method.refuses({"quant_method": "nobody-s"}, info)
+        assert isinstance(refusal, str), f"refuses() answered {refusal!r} to a method that it cannot know"
+        assert refusal, "refuses() answered an empty string"
+
+    def test_layers_are_quantized(self, tmp_path: Path) -> None:
+        """A method that leaves everything alone would pass all else."""
+        own = not isinstance(self.stored(tmp_path).load(self.one("a")).kernel, PlainKernel)
+        assert own is self.quantizes, f"{self.method.__name__} {'has' if own else 'lacks'} a kernel for a plain layer"
+
+    def test_scales_of_the_cache(self) -> None:
+        """A type that a KV cache can have, and names of tensors."""
+        wanted = self.method.kv_dtype(self.checkpoint)
+        assert wanted in (None, FLOAT8, *TOLERANCE), f"kv_dtype() answered {wanted!r}"
+        names = self.make().kv_scales("model.layers.0.self_attn")
+        if names is not None:
+            assert isinstance(names, KVScaleNames), f"kv_scales() answered {names!r}"
+            assert names.keys, "kv_scales() knows no name of a scale of keys"
+            assert names.values, "kv_scales() knows no name of a scale of values"
+
+    def make(self) -> QuantMethod:
+        """A fresh method."""
+        options = self.options
+        if options is None and self.method.options_class is not None:
+            options = self.method.options_class()
+        return self.method.from_checkpoint(self.checkpoint, options)
+
+    def stored(
+        self, directory: Path, sizes: Mapping[str, int] | None = None, scales: Sequence[float] = SCALES
+    ) -> StoredLayers:
+        """Layers a, b and c, or those named in `sizes`, with so many outputs."""
+        sizes = sizes or dict(zip("abc", self.outputs, strict=True))
+        return store_layers(
+            directory, sizes, self.inputs, self.store, self.make, scales=scales, device=self.device, dtype=self.dtype
+        )
+
+    def one(self, name: str, **settings: Any) -> Make:
+        """A layer of one part."""
+        return lambda layers: layers.linear([(name, self.outputs[0])], self.inputs, **settings)
+
+    def merged(self, **settings: Any) -> Make:
+        """A layer of three parts."""
+        return lambda layers: layers.linear(list(zip("abc", self.outputs, strict=True)), self.inputs, **settings)
+
+    def gated(self, layers: LayerFactory) -> Linear:
+        """A layer of a gate and an up projection."""
+        parts = [("gate", self.outputs[0]), ("up", self.outputs[0])]
+        return layers.linear(parts, self.inputs, gated=True)
+
+    def x(self, rows: int, seed: int = 0) -> torch.Tensor:
+        """[rows, inputs], random."""
+        draw = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, self.inputs, generator=draw).to(self.device, getattr(torch, self.dtype))
+
+    def call(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """What a layer makes of x."""
+        with torch.inference_mode():
+            return layer(x)
+
+    def _close_parts(self, found: torch.Tensor, expected: torch.Tensor, sizes: Sequence[int], what: str = "") -> None:
+        assert found.shape == expected.shape, f"{what}shape {list(found.shape)}, not {list(expected.shape)}"
+        pairs = zip(*(torch.split(tensor, list(sizes), -1) for tensor in (found, expected)), strict=True)
+        for number, (part, meant) in enumerate(pairs):
+            self._close(part, meant, f"{what}part {number}")
+
+    def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str, share: float = 1.0) -> None:
+        """share: of `error`, that is allowed for."""
+        assert found.shape == expected.shape, f"{what}: shape {list(found.shape)}, not {list(expected.shape)}"
+        errors = (found.double().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        limit = share * self.error + TOLERANCE[self.dtype]
+        row, most = int(errors.argmax()), float(errors.max())
+        assert most <= limit, f"{what}: relative error {most:.2e} in row {row}, more than {limit:.1e}"
+
+
+def copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of each one of its own."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are of one type and shape, bit for bit."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.is_mkldnn:  # in a layout of oneDNN's own
+        return torch.equal(one.to_dense(), other.to_dense())
+    pair = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*pair)

@@ -1,0 +1,454 @@
+"""The executor suite finds the mistakes it is there to find, and passes a correct executor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from engine.core.checkpoint import Checkpoint
+from engine.core.device import find_device
+from engine.core.errors import EngineError, ExecutorError
+from engine.core.executors import Executor, Health
+from engine.core.runner import Runner
+from engine.core.startup import Phases
+from engine.core.types import TokenLogprobs
+from engine.testing import executors, leftovers
+from engine.testing.executors import ExecutorConformance
+from engine.testing.ranks import ThreadedRanks
+
+
+class Threaded(Executor):
+    """A thread of its own runs the steps; faulty ones below change one thing."""
+
+    api = "1"
+
+    @classmethod
+    def refuses(cls, config, device):
+        return "it runs one device" if config.executor.tensor_parallel > 1 else None
+
+    def __init__(self, config, parts, options):
+        self.given = config, parts
+        self.failure = "it is not started"
+        self.listener: Any = None
+        self.thread: ThreadPoolExecutor | None = None
+
+    @property
+    def asynchronous(self):
+        return True
+
+    def watch(self, listener):
+        self.listener = listener
+
+    def start(self):
+        config, parts = self.given
+        self.thread = ThreadPoolExecutor(1, "threaded")
+        try:
+            checkpoint = Checkpoint.open(config.model.path)
+            self.runner = Runner(config, parts, checkpoint, find_device(config.executor.device))
+            info = self.thread.submit(self.runner.start, Phases(self.listener)).result()
+        except BaseException:
+            self.shutdown()
+            raise
+        self.failure = ""
+        return info
+
+    def submit(self, step):
+        if self.thread is None:
+            raise ExecutorError("it is shut down")
+        return self.thread.submit(self.compute, step)
+
+    def compute(self, step):
+        try:
+            return self.runner.launch(step).result()
+        except EngineError:
+            raise
+        except Exception as error:
+            self.failure = f"step {step.id} failed: {error}"
+            raise ExecutorError(self.failure) from error
+
+    def check(self):
+        return Health(ok=not self.failure, detail=self.failure)
+
+    def shutdown(self):
+        self.failure = "it is shut down"
+        thread, self.thread = self.thread, None
+        if thread is not None:
+            thread.shutdown()
+
+
+class TestThreaded(ExecutorConformance):
+    executor = Threaded
+
+
+class Changed(Threaded):
+    """Has another result."""
+
+    def compute(self, step):
+        return self.change(super().compute(step))
+
+    def change(self, result):
+        return attrs.evolve(result, tokens=tuple(row[::-1] for row in result.tokens))
+
+
+class Once(Threaded):
+    """Repeats nothing."""
+
+    def compute(self, step):
+        return super().compute(attrs.evolve(step, iterations=1))
+
+
+class WithoutLogprobs(Changed):
+    def change(self, result):
+        return attrs.evolve(result, logprobs=(), prompt_logprobs=())
+
+
+class LogprobsOfOthers(Changed):
+    def change(self, result):
+        def moved(entry: TokenLogprobs | None) -> TokenLogprobs | None:
+            return None if entry is None else attrs.evolve(entry, logprob=entry.logprob - 1)
+
+        return attrs.evolve(result, logprobs=tuple(tuple(map(moved, row)) for row in result.logprobs))
+
+
+class WrongNumber(Changed):
+    def change(self, result):
+        return attrs.evolve(result, step=result.step + 1)
+
+
+class OneAtATime(Threaded):
+    """Has room for a single step, whose result it waits for."""
+
+    busy = False
+
+    def submit(self, step):
+        if self.busy:
+            raise ExecutorError(f"step {step.id} has to wait")
+        self.busy = True
+        return super().submit(step)
+
+    def compute(self, step):
+        try:
+            return super().compute(step)
+        finally:
+            self.busy = False
+
+
+class Shifting(Threaded):
+    """Gives each step the result of the one that was submitted last, where there are several."""
+
+    def submit(self, step):
+        executor = self
+        executor.last = super().submit(step)  # type: ignore[attr-defined]
+
+        class Last:
+            def done(self):
+                return True
+
+            def result(self):
+                return executor.last.result()  # type: ignore[attr-defined]
+
+        return Last()
+
+
+class NeverDone(Threaded):
+    def submit(self, step):
+        pending = super().submit(step)
+        pending.done = lambda: False  # type: ignore[method-assign]
+        return pending
+
+
+class Unwell(Threaded):
+    def check(self):
+        return Health(ok=False, detail="it has a cold")
+
+
+class NoBlocks(Threaded):
+    def start(self):
+        return attrs.evolve(super().start(), num_blocks=0)
+
+
+class OtherPages(Threaded):
+    def start(self):
+        return attrs.evolve(super().start(), page_size=32)
+
+
+class OtherType(Threaded):
+    def start(self):
+        return attrs.evolve(super().start(), dtype="bfloat16")
+
+
+class Backwards(Threaded):
+    def start(self):
+        return attrs.evolve(super().start(), phases=(("weights", -1.0),))
+
+
+class Chatty(Threaded):
+    def start(self):
+        self.listener("weights")
+        return super().start()
+
+
+class Vague(Threaded):
+    @property
+    def asynchronous(self):
+        return None
+
+
+class Raw(Threaded):
+    """Lets errors through as they come."""
+
+    def compute(self, step):
+        return self.runner.launch(step).result()
+
+
+class Mumbling(Threaded):
+    def compute(self, step):
+        try:
+            return super().compute(step)
+        except ExecutorError as error:
+            raise ExecutorError("a step failed") from error
+
+
+class Optimistic(Threaded):
+    """Is well until it is shut down."""
+
+    def check(self):
+        return Health(ok=self.thread is not None, detail="it is shut down")
+
+
+class Wordless(Threaded):
+    def check(self):
+        return Health(ok=not self.failure)
+
+
+class Immortal(Threaded):
+    """Is well even then."""
+
+    def check(self):
+        return Health(ok=True)
+
+
+class ShutOnce(Threaded):
+    def shutdown(self):
+        assert self.thread is not None, "there is no thread"
+        super().shutdown()
+
+
+class Reopening(Threaded):
+    """Goes on after its end."""
+
+    def submit(self, step):
+        self.thread = self.thread or ThreadPoolExecutor(1, "threaded")
+        return super().submit(step)
+
+
+class Unready(Threaded):
+    """Falls over its own end."""
+
+    def submit(self, step):
+        assert self.thread is not None, "the thread is gone"
+        return super().submit(step)
+
+
+left: list[Any] = []
+"""Of the executors below, to be tidied up."""
+
+
+@pytest.fixture
+def tidy() -> Iterator[None]:
+    yield
+    while left:
+        left.pop()()
+
+
+def leave_thread() -> None:
+    over = threading.Event()
+    threading.Thread(target=over.wait, name="forgotten").start()
+    left.append(over.set)
+
+
+def leave_process() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    left.extend((process.wait, process.kill))
+
+
+def leave_file() -> None:
+    file = open(os.devnull)  # noqa: SIM115
+    left.append(file.close)
+
+
+def leave_memory() -> None:
+    descriptor, name = tempfile.mkstemp(dir="/dev/shm")
+    os.close(descriptor)
+    left.append(lambda: os.unlink(name))
+
+
+def leaving(leave: Any) -> type[Threaded]:
+    """An executor that leaves something behind when it is shut down."""
+
+    class Leaving(Threaded):
+        def shutdown(self):
+            if self.thread is not None:
+                leave()
+            super().shutdown()
+
+    return Leaving
+
+
+class Untidy(Threaded):
+    """Leaves its thread where a start fails."""
+
+    def start(self):
+        config, parts = self.given
+        self.thread = ThreadPoolExecutor(1, "threaded")
+        left.append(self.thread.shutdown)
+        checkpoint = Checkpoint.open(config.model.path)
+        self.runner = Runner(config, parts, checkpoint, find_device(config.executor.device))
+        info = self.thread.submit(self.runner.start).result()
+        self.failure = ""
+        return info
+
+
+class Wrapping(Threaded):
+    """Has one error for everything."""
+
+    def start(self):
+        try:
+            return super().start()
+        except EngineError as error:
+            raise ExecutorError(f"it could not start: {error}") from error
+
+
+class Eager(Threaded):
+    """Starts in its constructor."""
+
+    def __init__(self, config, parts, options):
+        super().__init__(config, parts, options)
+        leave_thread()
+
+
+class Willing(Threaded):
+    @classmethod
+    def refuses(cls, config, device):
+        return None
+
+
+class Unwilling(Threaded):
+    @classmethod
+    def refuses(cls, config, device):
+        return "no"
+
+
+class Silent(Threaded):
+    @classmethod
+    def refuses(cls, config, device):
+        return "" if config.executor.tensor_parallel > 1 else None
+
+
+FAULTS: list[tuple[type[Executor], str, str]] = [
+    (Changed, "test_steps", r"step 2 sampled .*; uniproc"),
+    (Changed, "test_generate", "the tokens are not those of uniproc"),
+    (Once, "test_steps", r"step 4 sampled .*; uniproc"),
+    (WithoutLogprobs, "test_steps", "step 2 has 0 log probabilities, not"),
+    (LogprobsOfOthers, "test_steps", "step 2: log probability"),
+    (WrongNumber, "test_steps", "the result of step 1 says that it is of 2"),
+    (OneAtATime, "test_steps", "step 12 has to wait"),
+    (Shifting, "test_steps", "the result of step 11 says that it is of 12"),
+    (NeverDone, "test_steps", "done.. denies that step 7 is done"),
+    (Unwell, "test_start", "says after the start: it has a cold"),
+    (NoBlocks, "test_start", "there are 0 KV blocks"),
+    (OtherPages, "test_start", "blocks of 32 tokens"),
+    (OtherType, "test_start", "the model is in bfloat16"),
+    (Backwards, "test_start", "phases took"),
+    (Chatty, "test_start", "the listener was told"),
+    (Vague, "test_start", "asynchronous is None"),
+    (Raw, "test_a_step_that_fails", str(executors.STRANGER)),
+    (Mumbling, "test_a_step_that_fails", "does not say what went wrong: a step failed"),
+    (Optimistic, "test_a_step_that_fails", "finds nothing wrong after a step has failed"),
+    (Wordless, "test_a_step_that_fails", "does not say what is wrong"),
+    (Immortal, "test_shutdown", "that is shut down can run steps"),
+    (ShutOnce, "test_shutdown", "there is no thread"),
+    (Reopening, "test_shutdown", "DID NOT RAISE"),
+    (Unready, "test_shutdown", "the thread is gone"),
+    (leaving(leave_thread), "test_nothing_is_left_behind", "left behind: thread forgotten"),
+    (leaving(leave_process), "test_nothing_is_left_behind", r"left behind: process \d+ python"),
+    (leaving(leave_file), "test_nothing_is_left_behind", "left behind: open file /dev/null"),
+    (leaving(leave_memory), "test_nothing_is_left_behind", "left behind: /dev/shm has tmp"),
+    (Untidy, "test_nothing_is_left_of_a_start_that_fails", "a start that failed left behind: thread threaded"),
+    (Wrapping, "test_nothing_is_left_of_a_start_that_fails", "it could not start"),
+    (Wrapping, "test_a_checkpoint_without_weights", "it could not start"),
+    (Eager, "test_making_one_does_no_work", "a constructor left behind: thread forgotten"),
+    (Willing, "test_ranks_are_refused", "answers None to 2 ranks"),
+    (Unwilling, "test_ranks_are_refused", "refuses 1 ranks"),
+    (Silent, "test_ranks_are_refused", "with an empty string"),
+]
+
+
+@pytest.mark.usefixtures("tidy")
+@pytest.mark.parametrize(
+    ("executor", "test", "told"), FAULTS, ids=[f"{fault[0].__name__}-{fault[1]}" for fault in FAULTS]
+)
+def test_a_fault_is_found(
+    executor: type[Executor],
+    test: str,
+    told: str,
+    engine_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (executors, leftovers):
+        monkeypatch.setattr(module, "PATIENCE", 0.3)
+    suite = type("Suite", (ExecutorConformance,), {"executor": executor})()
+    needs: tuple[Path, ...] = (engine_checkpoint,)
+    if test == "test_ranks_are_refused":
+        needs = ()
+    if test == "test_a_checkpoint_without_weights":
+        needs = (engine_checkpoint, tmp_path)
+    with pytest.raises((AssertionError, KeyError, ExecutorError, pytest.fail.Exception), match=told):
+        getattr(suite, test)(*needs)
+
+
+def test_an_error_of_several_ranks_says_of_which(engine_checkpoint: Path) -> None:
+    class Two(ThreadedRanks):
+        ranks = 2
+        failure = ""
+
+        def submit(self, step):
+            try:
+                return super().submit(step)
+            except KeyError as error:
+                self.failure = self.words.format(error)  # type: ignore[attr-defined]
+                raise ExecutorError(self.failure) from error
+
+        def check(self):
+            return Health(ok=not self.failure, detail=self.failure)
+
+    members = {"ranks": 2, "executor": type("Nameless", (Two,), {"words": "it failed: {}"})}
+    with pytest.raises(AssertionError, match="does not say on which rank: it failed: 424242"):
+        type("Suite", (ExecutorConformance,), members)().test_a_step_that_fails(engine_checkpoint)
+    members["executor"] = type("Named", (Two,), {"words": "rank 0 failed: {}"})
+    type("Suite", (ExecutorConformance,), members)().test_a_step_that_fails(engine_checkpoint)
+
+
+def test_what_a_library_leaves_may_be_excused(
+    engine_checkpoint: Path, tidy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "PATIENCE", 0.3)
+    members = {"executor": leaving(leave_file), "excused": ("^open file /dev/null$",)}
+    type("Suite", (ExecutorConformance,), members)().test_nothing_is_left_behind(engine_checkpoint)
+
+
+def test_one_that_runs_any_number_of_ranks_says_so() -> None:
+    suite = type("Suite", (ExecutorConformance,), {"executor": Willing, "refused_ranks": None})()
+    with pytest.raises(pytest.skip.Exception, match="runs any number"):
+        suite.test_ranks_are_refused()

@@ -1,0 +1,289 @@
+"""The model suite finds the mistakes it is there to find, and passes a correct model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve, frozen
+
+from engine.core.errors import CheckpointError
+from engine.core.models import Model
+from engine.plugins.models.llama import Llama
+from engine.testing.models import ModelConformance
+
+
+class Tiny(ModelConformance):
+    """Of one layer with biases; faulty models below change one thing in Llama."""
+
+    model = Llama
+    architecture = "llama"
+    config = {"attention_bias": True, "num_hidden_layers": 1}  # noqa: RUF012
+
+
+@frozen
+class Options:
+    depth: int = 1
+
+
+class Optioned(Llama):
+    options_class = Options
+
+    def __init__(self, config, layers, options=None):
+        assert options == Options()
+        super().__init__(config, layers, options)
+
+
+class TestOptioned(Tiny):
+    model = Optioned
+
+
+class WrongRope(Llama):
+    """Rotates by another base."""
+
+    @classmethod
+    def parse(cls, config):
+        shape = super().parse(config)
+        return evolve(shape, rope=evolve(shape.rope, parameters={**shape.rope.parameters, "rope_theta": 500.0}))
+
+
+class Unbiased(Llama):
+    """Leaves the biases where they are."""
+
+    @classmethod
+    def parse(cls, config):
+        return evolve(super().parse(config), qkv_bias=False, output_bias=False)
+
+    def __init__(self, config, layers, options=None):
+        super().__init__(config, layers, options)
+        layers.ignore("*.bias")
+
+
+class Passing(Llama):
+    """Feeds the layers another batch."""
+
+    def forward(self, run):
+        return super().forward(evolve(run, batch=self.changed(run.batch)))
+
+
+class FromZero(Passing):
+    """Counts the positions of each batch from 0."""
+
+    def changed(self, batch):
+        return evolve(batch, positions=batch.positions - batch.positions[0])
+
+
+class Arranged(Passing):
+    """Counts positions through the batch."""
+
+    def changed(self, batch):
+        return evolve(batch, positions=batch.positions[0] + torch.arange(len(batch.positions)))
+
+
+class Remembering(Llama):
+    """Has the rotations of the first batch of each size."""
+
+    def __init__(self, config, layers, options=None):
+        super().__init__(config, layers, options)
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def forward(self, run):
+        hidden = super().forward(run)
+        return self.kept.setdefault(len(hidden), hidden)
+
+
+class Least(Llama):
+    def greedy(self, hidden):
+        peaks, tokens = super().greedy(-hidden)
+        return peaks, tokens
+
+
+class LowPeaks(Llama):
+    def greedy(self, hidden):
+        peaks, tokens = super().greedy(hidden)
+        return peaks - 1, tokens
+
+
+class OtherTypes(Llama):
+    def greedy(self, hidden):
+        peaks, tokens = super().greedy(hidden)
+        return peaks, tokens.int()
+
+
+class DoublePeaks(Llama):
+    def greedy(self, hidden):
+        peaks, tokens = super().greedy(hidden)
+        return peaks.double(), tokens
+
+
+class Layers:
+    """A factory whose products are changed."""
+
+    def __init__(self, layers: Any, **changes: Any) -> None:
+        self.layers = layers
+        self.changes = changes
+
+    def __getattr__(self, name: str) -> Any:
+        return self.changes.get(name, getattr(self.layers, name))
+
+
+class Unsummed(Llama):
+    """Has norms that leave the sums over ranks alone."""
+
+    def __init__(self, config, layers, options=None):
+        norm = lambda name, size, eps, sums=False: layers.norm(name, size, eps)  # noqa: E731
+        super().__init__(config, Layers(layers, norm=norm), options)
+
+
+class OwnTokens(Llama):
+    """Finds the likeliest of its own share of tokens."""
+
+    def __init__(self, config, layers, options=None):
+        super().__init__(config, layers, options)
+        self.rank, self.ranks = layers.rank, layers.ranks
+
+    def greedy(self, hidden):
+        peaks, tokens = self.logits(hidden).chunk(self.ranks, -1)[self.rank].max(-1)
+        return peaks.float(), tokens
+
+
+class Unused(Llama):
+    """Reads the last norm, and does without."""
+
+    def forward(self, run):
+        self._norm.weight = torch.ones_like(self._norm.weight)
+        return super().forward(run)
+
+
+class Unknowing(Llama):
+    """Does not know the biases, and does not say so."""
+
+    @classmethod
+    def parse(cls, config):
+        return evolve(super().parse(config), qkv_bias=False, output_bias=False)
+
+
+class Widened(Llama):
+    def logits(self, hidden):
+        return super().logits(hidden).float()
+
+
+class Coarse(Llama):
+    """Has its numbers rounded to three bits in bfloat16."""
+
+    def logits(self, hidden):
+        if hidden.dtype == torch.bfloat16:
+            hidden = hidden.to(torch.float8_e5m2).to(torch.bfloat16)
+        return super().logits(hidden)
+
+
+class Infinite(Llama):
+    def logits(self, hidden):
+        return super().logits(hidden) / 0
+
+
+class Peeking(Llama):
+    """Looks at what only attention may."""
+
+    def forward(self, run):
+        return super().forward(run)[: len(run.batch.context_lens) and None]
+
+
+class OtherHidden(Llama):
+    @classmethod
+    def spec(cls, config):
+        return evolve(super().spec(config), hidden_size=63)
+
+
+class OtherVocabulary(Llama):
+    @classmethod
+    def spec(cls, config):
+        return evolve(super().spec(config), vocab_size=500)
+
+
+class MoreWindows(Llama):
+    @classmethod
+    def spec(cls, config):
+        spec = super().spec(config)
+        return evolve(spec, sliding_windows=(*spec.sliding_windows, None))
+
+
+class Willing(Llama):
+    @classmethod
+    def refuses(cls, config):
+        return None
+
+
+class Unwilling(Llama):
+    @classmethod
+    def refuses(cls, config):
+        return "no"
+
+
+class Silent(Llama):
+    @classmethod
+    def refuses(cls, config):
+        return "" if super().refuses(config) else None
+
+
+class Raw(Llama):
+    @classmethod
+    def spec(cls, config):
+        assert config["hidden_size"]
+        return super().spec(config)
+
+
+class Nameless(Llama):
+    @classmethod
+    def spec(cls, config):
+        if "hidden_size" not in config:
+            raise CheckpointError("config.json lacks something")
+        return super().spec(config)
+
+
+class Shapeless(Llama):
+    @classmethod
+    def spec(cls, config):
+        return super().spec(config) if "hidden_size" in config else None
+
+
+FAULTS: list[tuple[type[Model], str, tuple[Any, ...], str]] = [
+    (WrongRope, "test_logits", (), "a prompt of 100 tokens: relative error"),
+    (Unbiased, "test_logits", (), "a prompt of 100 tokens: relative error"),
+    (FromZero, "test_stretches", (), "a prompt in stretches: relative error"),
+    (Peeking, "test_stretches", (), "NoneType"),
+    (Arranged, "test_batches", (), "of prompt 2: relative error"),
+    (Remembering, "test_a_pass_leaves_nothing_in_the_model", (), "a prompt after others: relative error"),
+    (Least, "test_greedy", (), "other tokens than those of the largest logits"),
+    (LowPeaks, "test_greedy", (), "greedy.*: relative error"),
+    (OtherTypes, "test_greedy", (), "gives tokens in torch.int32"),
+    (DoublePeaks, "test_greedy", (), "gives logits in torch.float64"),
+    (Unsummed, "test_ranks", (0,), "rank 0 of 2: relative error"),
+    (Unsummed, "test_ranks", (1,), "rank 0 of 4: relative error"),
+    (OwnTokens, "test_ranks", (0,), "on rank 0 of 2 gives other tokens"),
+    (Unused, "test_every_tensor_counts", (), "model.norm.weight is read, but changes nothing"),
+    (Unknowing, "test_every_tensor_counts", (), "does not know: .*bias"),
+    (Widened, "test_rounding", (), "logits are in torch.float32"),
+    (Coarse, "test_rounding", (), "bfloat16: relative error"),
+    (Infinite, "test_made_up_weights", (), "not finite"),
+    (OtherHidden, "test_spec", (), "hidden states of"),
+    (OtherVocabulary, "test_spec", (), "logits are not of 500 tokens"),
+    (MoreWindows, "test_spec", (), "of 1 layers"),
+    (Willing, "test_refusals", (), "answers None to an architecture"),
+    (Unwilling, "test_refusals", (), "refuses its own config.json: no"),
+    (Silent, "test_refusals", (), "with an empty string"),
+    (Raw, "test_keys_that_are_lacking", (), "hidden_size"),
+    (Nameless, "test_keys_that_are_lacking", (), "config.json without hidden_size does not name it"),
+    (Shapeless, "test_keys_that_are_lacking", (), "spec.. answers None"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "test", "arguments", "told"), FAULTS, ids=[f"{fault[0].__name__}-{fault[1]}" for fault in FAULTS]
+)
+def test_a_fault_is_found(model: type[Model], test: str, arguments: tuple[Any, ...], told: str, tmp_path: Path) -> None:
+    suite = type("Suite", (Tiny,), {"model": model})()
+    with pytest.raises((AssertionError, CheckpointError, KeyError, TypeError), match=told):
+        getattr(suite, test)(tmp_path, *arguments)
