@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes an installed distribution: install("dist", "1.0", module="source", entry="name")."""
+
+    def make(distribution: str, version: str, source: str, *, entry: str, target: str | None = None) -> None:
+        module = f"{distribution.replace('-', '_')}_module"
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[engine]\n{entry} = {target or module}\n")
+        if str(tmp_path) not in sys.path:
+            monkeypatch.syspath_prepend(str(tmp_path))
+        importlib.invalidate_caches()
+
+    yield make
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+TIDAL = """
+from engine.core.hooks import hookimpl
+
+@hookimpl
+def register_attention(register):
+    register("tidal", load, api="1", summary="")
+
+def load():
+    from engine.plugins.attention.torch import TorchAttention
+
+    class Tidal(TorchAttention):
+        def __init__(self, spec, pool, options):
+            raise KeyError("tide")
+
+    return Tidal
+"""
+
+
+@pytest.fixture
+def tidal(install: Callable[..., None]) -> None:
+    """The distribution engine-tidal 0.4, whose attention backend cannot be made."""
+    install("engine-tidal", "0.4", TIDAL, entry="tidal")

@@ -125,31 +125,8 @@ def test_the_script_prints_json_alone(engine_checkpoint):
     assert len(json.loads(done.stdout)["token_ids"]) == 12
 
 
-FAULTY = """
-from engine.core.hooks import hookimpl
-
-@hookimpl
-def register_attention(register):
-    register("tidal", load, api="1", summary="")
-
-def load():
-    from engine.plugins.attention.torch import TorchAttention
-
-    class Tidal(TorchAttention):
-        def __init__(self, spec, pool, options):
-            raise KeyError("tide")
-
-    return Tidal
-"""
-
-
-def test_a_plugin_that_fails_is_named_in_one_line(generate, run, engine_checkpoint, tmp_path, monkeypatch):
-    (tmp_path / "tidal_plugin.py").write_text(FAULTY)
-    info = tmp_path / "engine_tidal-0.4.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-tidal\nVersion: 0.4\n")
-    (info / "entry_points.txt").write_text("[engine]\ntidal = tidal_plugin\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+@pytest.mark.usefixtures("tidal")
+def test_a_plugin_that_fails_is_named_in_one_line(generate, run, engine_checkpoint):
     result = generate("x", "--attention", "tidal")
     assert result.exit_code == 2
     told = "error: attention 'tidal' of engine-tidal 0.4 failed in its constructor: KeyError: 'tide' ("

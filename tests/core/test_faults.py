@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,35 +254,10 @@ def test_a_hook_that_fails(make_engine, name: str) -> None:
         make_engine(Listener()).close()
 
 
-SOURCE = """
-from engine.core.hooks import hookimpl
-
-@hookimpl
-def register_attention(register):
-    def load():
-        from engine.plugins.attention.torch import TorchAttention
-        class Faulty(TorchAttention):
-            def __init__(self, spec, pool, options):
-                raise KeyError("tide")
-        return Faulty
-    register("tidal", load, api="1", summary="")
-"""
-
-
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A plugin as good as installed, whose backend cannot be made."""
-    (tmp_path / "tidal_plugin.py").write_text(SOURCE)
-    info = tmp_path / "engine_tidal-0.4.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-tidal\nVersion: 0.4\n")
-    (info / "entry_points.txt").write_text("[engine]\ntidal = tidal_plugin\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "tidal_plugin", raising=False)
-    return tmp_path
-
-
-def test_a_distribution_is_named_with_its_version(make_engine, installed: Path) -> None:
-    told = r"^attention 'tidal' of engine-tidal 0.4 failed in its constructor: KeyError: 'tide' \(.*tidal_plugin.py"
+@pytest.mark.usefixtures("tidal")
+def test_a_distribution_is_named_with_its_version(make_engine) -> None:
+    told = (
+        r"^attention 'tidal' of engine-tidal 0.4 failed in its constructor: KeyError: 'tide' \(.*engine_tidal_module.py"
+    )
     with pytest.raises(EngineError, match=told):
         make_engine(attention="tidal")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import subprocess
 import sys
@@ -57,27 +56,6 @@ class Complete(Incomplete):
 
 
 Install = Callable[..., None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Makes an installed distribution: install("dist", "1.0", module="source", entry="name")."""
-
-    def make(distribution: str, version: str, source: str, *, entry: str, target: str | None = None) -> None:
-        module = f"{distribution.replace('-', '_')}_module"
-        (tmp_path / f"{module}.py").write_text(source)
-        info = tmp_path / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(f"[engine]\n{entry} = {target or module}\n")
-        if str(tmp_path) not in sys.path:
-            monkeypatch.syspath_prepend(str(tmp_path))
-        importlib.invalidate_caches()
-
-    yield make
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
 
 
 def test_builtins_come_first_and_fill_every_seam() -> None:
