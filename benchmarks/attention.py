@@ -250,12 +250,9 @@ def decode_candidates(itemsize: int) -> list[Any]:
 
 
 def prefill_candidates() -> list[Any]:
-    from engine.plugins.kernels.paged_prefill import PrefillConfig
+    from engine.plugins.kernels.paged_prefill import PERSISTENT, PrefillConfig
 
-    persistent = [
-        PrefillConfig(rows=128, keys=keys, warps=4, stages=stages, persistent=True)
-        for keys, stages in ((128, 2), (128, 3), (64, 4))
-    ]
+    persistent = [attrs.evolve(PERSISTENT, keys=keys, stages=stages) for keys, stages in ((128, 2), (128, 3), (64, 4))]
     sizes = [(128, 64, 8), (128, 128, 8), (128, 64, 4), (128, 32, 4), (64, 64, 4), (64, 128, 4), (64, 32, 4)]
     return persistent + [
         PrefillConfig(rows=rows, keys=keys, warps=warps, stages=stages)

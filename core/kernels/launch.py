@@ -46,6 +46,14 @@ def dependent_launch(device: torch.device) -> Mapping[str, bool]:
 
 
 @cache
+def has_wgmma(device: torch.device) -> bool:
+    """Whether a GPU has Hopper's matrix instruction, which older ones lack, and newer ones too."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for a CPU, where the interpreter runs one program after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

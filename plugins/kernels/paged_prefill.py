@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from attrs import frozen
 
-from engine.core.kernels.launch import dependent_launch, release, wait
+from engine.core.kernels.launch import dependent_launch, has_wgmma, release, wait
 from engine.plugins.kernels import persistent_prefill
 from engine.plugins.kernels.paged_decode import as_type, capped, score_factor
 
@@ -41,16 +41,23 @@ class PrefillConfig:
 
 
 PERSISTENT = PrefillConfig(rows=128, keys=128, warps=4, stages=2, persistent=True)
+"""The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200."""
 
 
 def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
-    """Whether the persistent kernel takes queries of `dtype`, `group` heads a KV head, to such keys, [..., page_size,
-    kv_heads, head_dim]."""
-    if keys.device.type != "cuda" or torch.version.hip is not None or keys.dtype != dtype or dtype.itemsize != 2:
-        return False
+    """Whether the persistent kernel takes queries of `dtype`, `group` heads a KV head, to such keys.
+
+    keys: [..., page_size, kv_heads, head_dim].
+    """
     page_size, _, head_dim = keys.shape[-3:]
-    fits = page_size % persistent_prefill.RUN == 0 and group <= PERSISTENT.rows
-    return fits and head_dim in persistent_prefill.HEAD_DIMS and torch.cuda.get_device_capability(keys.device) == (9, 0)
+    return (
+        has_wgmma(keys.device)
+        and keys.dtype == dtype
+        and dtype.itemsize == 2
+        and head_dim in persistent_prefill.HEAD_DIMS
+        and page_size % persistent_prefill.RUN == 0
+        and group <= PERSISTENT.rows
+    )
 
 
 def prefill_config(

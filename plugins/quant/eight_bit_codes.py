@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from attrs import evolve
 
-from engine.core.kernels.launch import num_sms
+from engine.core.kernels.launch import has_wgmma, num_sms
 from engine.core.kernels.skinny_launch import Workspace
 from engine.plugins.kernels.persistent_matmul import ALIGNMENT
 from engine.plugins.kernels.quantize_rows import quantize_rows
@@ -64,8 +64,6 @@ FAST_ACCUMULATION = True
 """Whether torch's float8 kernel may add up products within the tensor cores only, with fewer digits."""
 HOPPER = (9, 0)
 """From which on there is TMA, and torch's float8 kernel takes a scale a row."""
-BLACKWELL = (10, 0)
-"""From which on there is no wgmma."""
 
 
 class CodesMultiplier:
@@ -82,9 +80,7 @@ class CodesMultiplier:
             codes != torch.int8 and dtype == torch.bfloat16 and outputs % 16 == 0 and has_capability(device, HOPPER)
         )
         """Whether torch has a kernel for it."""
-        self.persistent = (
-            outputs % ALIGNMENT == 0 and has_capability(device, HOPPER) and not has_capability(device, BLACKWELL)
-        )
+        self.persistent = outputs % ALIGNMENT == 0 and has_wgmma(device)
         """Whether tiles may be."""
         self._workspace = workspace
         self._chosen: dict[int, MatmulTile | None] = {}

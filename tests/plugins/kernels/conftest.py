@@ -9,10 +9,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.core.kernels.launch import has_wgmma
+
 
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def hopper(device) -> torch.device:
+    if not has_wgmma(device):
+        pytest.skip("this GPU has no wgmma")
+    return device
 
 
 @pytest.fixture

@@ -38,12 +38,6 @@ print(triton.compile(GluonASTSource(kernel, signature, values), GPUTarget("cuda"
 """Without a GPU, int8 for Hopper."""
 
 
-def hopper(device):
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("this GPU has no wgmma")
-    return device
-
-
 def test_two_steps_of_whole_numbers_are_in_flight():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
@@ -60,9 +54,9 @@ def test_two_steps_of_whole_numbers_are_in_flight():
 @pytest.mark.parametrize(
     ("rows", "weight_rows", "inputs"), [(64, 1024, 256), (257, 1032, 4112), (1, 264, 16), (2048, 6144, 4096)]
 )
-def test_products(kind, splits, rows, weight_rows, inputs, device, half):
-    workspace = Workspace(hopper(device))
-    operands = Operands(kind, rows, weight_rows, inputs, device, biased=rows == 257, half=half)
+def test_products(kind, splits, rows, weight_rows, inputs, hopper, half):
+    workspace = Workspace(hopper)
+    operands = Operands(kind, rows, weight_rows, inputs, hopper, biased=rows == 257, half=half)
     codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
     for tile_rows, outputs, warps, stages in SHAPES:
         whole = MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True)

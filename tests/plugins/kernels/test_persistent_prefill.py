@@ -37,12 +37,6 @@ print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "launch
 """Without a GPU, for Hopper."""
 
 
-@pytest.fixture
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this GPU has no wgmma")
-
-
 def test_both_products_of_a_step_are_in_flight_and_a_copy_has_16_bytes():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
