@@ -22,8 +22,8 @@ from models import MODELS, write_model
 from engine.cli.bench import latency, throughput
 from engine.cli.bench.load import make_load, opened
 from engine.cli.bench.report import Row, engine_settings, report, write
+from engine.core.config import load_config
 from engine.core.errors import EngineError
-from engine.core.settings import load_config
 from engine.plugins.schedulers.fcfs import FirstComeFirstServed
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -27,11 +27,9 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
-from engine.core.batch import ForwardBatch
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import find_device
-from engine.core.kv_cache import KVPool
-from engine.core.registry import load_plugins
+from engine.core.plugin_host import load_plugins
 
 BYTES_A_SECOND = 4.28e12
 """Copying on an H200."""
@@ -239,7 +237,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def decode_candidates(itemsize: int) -> list[Any]:
-    from engine.plugins.kernels.paged_decode import DecodeConfig
+    from engine.ops.attention.paged_decode import DecodeConfig
 
     found = []
     for tile, warps, stages, programs in itertools.product((32, 64, 128), (2, 4), (2, 3, 4), (1, 2, 3, 4)):
@@ -250,7 +248,7 @@ def decode_candidates(itemsize: int) -> list[Any]:
 
 
 def prefill_candidates() -> list[Any]:
-    from engine.plugins.kernels.paged_prefill import PERSISTENT, PrefillConfig
+    from engine.ops.attention.paged_prefill import PERSISTENT, PrefillConfig
 
     persistent = [attrs.evolve(PERSISTENT, keys=keys, stages=stages) for keys, stages in ((128, 2), (128, 3), (64, 4))]
     sizes = [(128, 64, 8), (128, 128, 8), (128, 64, 4), (128, 32, 4), (64, 64, 4), (64, 128, 4), (64, 32, 4)]
@@ -262,7 +260,7 @@ def prefill_candidates() -> list[Any]:
 
 
 def tuned_decode(bench: Bench, config: Any) -> Decode:
-    from engine.plugins.kernels.paged_decode import DecodeWorkspace, paged_decode
+    from engine.ops.attention.paged_decode import DecodeWorkspace, paged_decode
 
     heads, kv_heads = bench.spec.num_heads, bench.spec.num_kv_heads
     programs = config.programs_a_head(kv_heads, bench.q.device)
@@ -290,7 +288,7 @@ def tuned_decode(bench: Bench, config: Any) -> Decode:
 
 
 def tuned_prefill(bench: Bench, config: Any) -> Decode:
-    from engine.plugins.kernels.paged_prefill import paged_prefill, prefill_tiles
+    from engine.ops.attention.paged_prefill import paged_prefill, prefill_tiles
 
     group = bench.spec.num_heads // bench.spec.num_kv_heads
     batch = bench.batch

@@ -18,18 +18,16 @@ import torch
 import triton
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.kernels.activation import silu_and_mul
-from engine.core.kernels.argmax import argmax_rows
-from engine.core.kernels.norm import add_rms_norm
-from engine.core.kernels.rope import angles, rotate_and_write
-from engine.core.kernels.skinny_launch import Problem, Tile
-from engine.core.layers.skinny import FewRowsTables
-from engine.core.layers.timing import GraphTimer
-from engine.core.layers.tunable import Multiplication, Operands
-from engine.core.layers.tuning import Work, group, measure
-from engine.plugins.kernels.norm_quantize import add_rms_norm_quantize
-from engine.plugins.kernels.quantize_rows import quantize_rows
-from engine.plugins.kernels.silu_quantize import silu_and_mul_quantize
+from engine.core.autotune import GraphTimer, Multiplication, Operands, Work, group, measure
+from engine.core.layers import FewRowsTables
+from engine.ops.activation.quantize_rows import quantize_rows
+from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.activation.silu_and_mul_quantize import silu_and_mul_quantize
+from engine.ops.attention.rope_and_cache import angles, rotate_and_write
+from engine.ops.gemm.skinny_launch import Problem, Tile
+from engine.ops.norm.rms_norm import add_rms_norm
+from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
+from engine.ops.sampling.argmax import argmax_rows
 
 BANDWIDTH = 4.2e12
 DEVICE = torch.device("cuda", 0)

@@ -15,13 +15,11 @@ import torch
 from models import MODELS, write_model
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.checkpoint import Checkpoint
+from engine.core.config import load_config
 from engine.core.device import find_device
 from engine.core.layers import LayerFactory
-from engine.core.loader import DummySource, load_weights
-from engine.core.registry import load_plugins
-from engine.core.selection import fused_kernels, resolve
-from engine.core.settings import load_config
+from engine.core.plugin_host import fused_kernels, load_plugins, resolve
+from engine.core.weights import Checkpoint, DummySource, load_weights
 
 
 def main() -> None:

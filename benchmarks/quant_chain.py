@@ -19,12 +19,12 @@ import triton
 from models import LINEARS
 from triton.errors import TritonError
 
-from engine.core.kernels.launch import num_sms, shared_memory
-from engine.core.kernels.norm import add_rms_norm
-from engine.core.layers.timing import GraphTimer
-from engine.plugins.kernels.weight_only_launch import Multiplier
-from engine.plugins.kernels.weight_only_tiles import FEW, Problem, Tile, VectorTile, choose, split
-from engine.plugins.quant.layout import CodeLayout, Layout, PackedMatrix
+from engine.core.autotune import GraphTimer
+from engine.ops.common.launch import num_sms, shared_memory
+from engine.ops.gemm.packed_layout import CodeLayout, Layout, PackedMatrix
+from engine.ops.gemm.weight_only_launch import Multiplier
+from engine.ops.gemm.weight_only_tiles import FEW, Problem, Tile, VectorTile, choose, split
+from engine.ops.norm.rms_norm import add_rms_norm
 
 BANDWIDTH = 4.2e12
 DTYPE = torch.bfloat16

@@ -29,21 +29,19 @@ from attrs import evolve, frozen
 from triton.runtime.errors import OutOfResources
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.kernels.activation import silu_and_mul
-from engine.core.kernels.launch import shared_memory
-from engine.core.kernels.norm import add_rms_norm
-from engine.core.layers import tuning
-from engine.core.layers.timing import GraphTimer
-from engine.core.layers.tunable import Multiplication, Operands
+from engine.core.autotune import GraphTimer, Multiplication, Operands, tuner as tuning
 from engine.core.quant import LinearPart, LinearSpec
-from engine.plugins.kernels.quantize_rows import quantize_rows
-from engine.plugins.kernels.scaled_matmul import MatmulTile, matmul
-from engine.plugins.kernels.weight_only_launch import Multiplier
-from engine.plugins.kernels.weight_only_tiles import COLUMNS, MOST_ROWS, Problem, Tile, fits, split
-from engine.plugins.kernels.weight_only_tuning import WeightOnly
-from engine.plugins.quant.eight_bit import EightBitFormat
-from engine.plugins.quant.eight_bit_gpu import GpuKernel
-from engine.plugins.quant.layout import CodeLayout, Layout, PackedMatrix
+from engine.ops.activation.quantize_rows import quantize_rows
+from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.common.launch import shared_memory
+from engine.ops.gemm.packed_layout import CodeLayout, Layout, PackedMatrix
+from engine.ops.gemm.scaled_matmul import MatmulTile, matmul
+from engine.ops.gemm.weight_only_launch import Multiplier
+from engine.ops.gemm.weight_only_tiles import COLUMNS, MOST_ROWS, Problem, Tile, fits, split
+from engine.ops.norm.rms_norm import add_rms_norm
+from engine.plugins.quant.w8_gpu import GpuKernel
+from engine.plugins.quant.w8_kernel import EightBitFormat
+from engine.plugins.quant.weight_only_tuning import WeightOnly
 
 BANDWIDTH = 4.2e12
 DEVICE = torch.device("cuda", 0)

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.kernels.argmax import argmax_rows
-from engine.core.sampler import Sampler
+from engine.core.sampling import Sampler
 from engine.core.types import NewSequence, SamplingParams
+from engine.ops.sampling.argmax import argmax_rows
 
 WORKLOADS = {
     "greedy": [{"temperature": 0.0}],

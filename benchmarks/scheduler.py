@@ -20,10 +20,8 @@ from attrs import Factory, define
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.device import find_device
-from engine.core.kv_cache import BlockManager
-from engine.core.registry import load_plugins
-from engine.core.scheduler import Scheduler
-from engine.core.schedulers import SchedulingPolicy
+from engine.core.plugin_host import load_plugins
+from engine.core.schedulers import BlockManager, Scheduler, SchedulingPolicy
 from engine.core.types import Request, SamplingParams, Step, StepResult
 
 PAGE = 16

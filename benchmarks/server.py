@@ -28,7 +28,7 @@ import attrs
 import engine.demo
 from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
 from engine.core.executors import Health
-from engine.core.selection import Choice
+from engine.core.plugin_host import Choice
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
 
 VOCAB = 400
@@ -109,7 +109,7 @@ class PacedEngine:
 def serve(options: argparse.Namespace) -> int:
     """The server around the stand-in."""
     from engine import server
-    from engine.server.main import Commands
+    from engine.server.supervisor.main import Commands
 
     config = EngineConfig(
         model=ModelConfig(path=str(Path(engine.demo.__file__ or "").with_name("engine-demo")), served_name="bench"),
@@ -240,7 +240,7 @@ def main() -> int:
     if options.role == "serve":
         return serve(options)
     if options.role == "engine":
-        from engine.server import engine_process
+        from engine.server.engine_process.main import main as engine_process
 
         return engine_process.run(PacedEngine)  # type: ignore[arg-type]
     if options.role == "load":

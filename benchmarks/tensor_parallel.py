@@ -26,9 +26,8 @@ from models import MODELS, write_model
 
 from engine.cli.bench.load import opened
 from engine.cli.bench.report import Row, report, write
-from engine.core.config import EngineConfig
-from engine.core.selection import Parts
-from engine.core.settings import load_config
+from engine.core.config import EngineConfig, load_config
+from engine.core.plugin_host import Parts
 from engine.plugins.executors.uniproc import UniprocExecutor
 
 SUMS = ("all_reduce", "AllReduce", "_sum_norm")
@@ -39,9 +38,9 @@ INPUTS = 128
 
 def rank_executor(rank: int, ranks: int, meet: str) -> type[UniprocExecutor]:
     """An executor in this process that has one rank's share of the model. meet: a file that all ranks see."""
-    from engine.core.checkpoint import Checkpoint
     from engine.core.distributed import Rendezvous, join
     from engine.core.runner import Runner
+    from engine.core.weights import Checkpoint
 
     class OneRankOfThem(UniprocExecutor):
         def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:

@@ -45,8 +45,8 @@ def run_case(case: str, file: Path, given: list[str], *, small: bool) -> None:
     from engine.cli.bench.load import make_load, opened
     from engine.cli.bench.report import Row, engine_settings, report, write
     from engine.cli.bench.roofline import measured_roofline
+    from engine.core.config import load_config
     from engine.core.engine import Engine  # noqa: F401  (start-up counts from here, as theirs does: all imported)
-    from engine.core.settings import load_config
 
     begun = time.perf_counter()
     model, _, quant = case.partition(":")

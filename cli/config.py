@@ -11,8 +11,8 @@ import typer
 
 from engine.cli.options import configured
 from engine.cli.tables import print_table
+from engine.core.config import PATHS, Resolved, describe, flatten
 from engine.core.errors import ConfigError
-from engine.core.settings import PATHS, Resolved, describe, flatten
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig

@@ -12,8 +12,8 @@ import typer
 
 from engine.cli.opening import open_engine
 from engine.cli.options import OFFLINE, configured, sampled
+from engine.core.config import Resolved
 from engine.core.errors import InvalidRequestError
-from engine.core.settings import Resolved
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine

@@ -13,7 +13,7 @@ from engine.cli import bench, chat, config, generate, plugins, quantize, serve
 from engine.core.errors import EngineError, ExecutorError
 
 if TYPE_CHECKING:
-    from engine.core.registry import Plugins
+    from engine.core.plugin_host import Plugins
 
 DEBUG = "engine.debug"
 
@@ -50,7 +50,7 @@ class Commands(TyperGroup):
             raise typer.Exit(1 if isinstance(error, ExecutorError) else 2) from error
 
     def _add_late(self) -> None:
-        from engine.core.registry import load_plugins
+        from engine.core.plugin_host import load_plugins
 
         if self._complete:
             return
@@ -97,7 +97,7 @@ app.add_typer(plugins.app, name="plugins")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from engine.core.registry import HOME
+        from engine.core.plugin_host import HOME
 
         typer.echo(f"engine {importlib.metadata.version(HOME)}")
         raise typer.Exit

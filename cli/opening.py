@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.settings import Resolved
+from engine.core.config import Resolved
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine

@@ -15,9 +15,8 @@ from typing import Annotated, Any
 import attrs
 import typer
 
-from engine.core.config import EngineConfig
+from engine.core.config import EngineConfig, Resolved, Setting, describe, load_config
 from engine.core.errors import ConfigError, InvalidRequestError
-from engine.core.settings import Resolved, Setting, describe, load_config
 from engine.core.types import SamplingParams
 
 DEMO_MODEL = "default (demo model)"

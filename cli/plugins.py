@@ -11,12 +11,12 @@ from attrs import asdict, frozen
 
 from engine.cli.options import OFFLINE, SECTIONS, configured
 from engine.cli.tables import print_table
+from engine.core.config import Resolved
 from engine.core.errors import EngineError, PluginError
-from engine.core.settings import Resolved
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
-    from engine.core.registry import Plugins
+    from engine.core.plugin_host import Plugins, Question
 
 app = typer.Typer(help="List and check the installed plugins.", no_args_is_help=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -26,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @configured(without=SECTIONS)
 def list_plugins(resolved: Resolved, as_json: AsJson = False) -> None:
     """List what each plug point has to offer. Loads no implementation."""
-    from engine.core.registry import load_plugins
+    from engine.core.plugin_host import load_plugins
 
     plugins = load_plugins(resolved.config.plugins)
     columns = ("name", "summary", "distribution", "version", "preference")
@@ -59,7 +59,7 @@ class Verdict:
 @configured(without=OFFLINE)
 def check(resolved: Resolved, as_json: AsJson = False) -> None:
     """Load every plugin and say whether it would serve this model on this machine. Exit status 1 if one is broken."""
-    from engine.core.registry import load_plugins
+    from engine.core.plugin_host import load_plugins
 
     plugins = load_plugins(resolved.config.plugins)
     verdicts = check_all(resolved.config, plugins)
@@ -101,8 +101,7 @@ def _check_pairs(
     config: EngineConfig, plugins: Plugins, questions: Mapping[str, Callable[[type[Any]], str | None] | str]
 ) -> list[Verdict]:
     """The same for two plugins that the configuration names together."""
-    from engine.core.seams import SEAMS
-    from engine.core.selection import load_pair
+    from engine.core.plugin_host import SEAMS, load_pair
 
     verdicts = []
     for seam in SEAMS:
@@ -118,7 +117,7 @@ def _check_pairs(
 
 
 def _ask(seam: str, name: str, cls: type[Any], question: Callable[[type[Any]], str | None] | str) -> Verdict:
-    from engine.core.selection import ask
+    from engine.core.plugin_host import ask
 
     if isinstance(question, str):
         return Verdict(seam=seam, name=name, status="loads", reason=question)
@@ -133,22 +132,28 @@ def _questions(
     config: EngineConfig, plugins: Plugins, models: list[type[Any]]
 ) -> dict[str, Callable[[type[Any]], str | None] | str]:
     """How to ask a class of each seam whether it refuses; a sentence where it cannot be asked."""
-    from engine.core import selection
-    from engine.core.checkpoint import Checkpoint
     from engine.core.device import find_device
-    from engine.core.seams import SEAMS
+    from engine.core.plugin_host import (
+        SEAMS,
+        attention_question,
+        find_quant,
+        model_question,
+        quant_question,
+        questions_of_machine,
+    )
+    from engine.core.weights import Checkpoint
 
     device = find_device(config.executor.device)
-    questions: dict[str, selection.Question | str] = dict(selection.questions_of_machine(config, device))
+    questions: dict[str, Question | str] = dict(questions_of_machine(config, device))
     try:
         checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config).config
-        questions["model"] = ask_model = selection.model_question(checkpoint)
+        questions["model"] = ask_model = model_question(checkpoint)
         model = next((cls for cls in models if _ask("models", "", cls, ask_model).status == "usable"), None)
         if model is None:
             raise PluginError(f"no model plugin takes {config.model.path}")
-        questions["quant"] = selection.quant_question(checkpoint, device)
-        quant = selection.find_quant(config, plugins, device, checkpoint)
-        questions["attention"] = selection.attention_question(config, device, checkpoint, model, quant)
+        questions["quant"] = quant_question(checkpoint, device)
+        quant = find_quant(config, plugins, device, checkpoint)
+        questions["attention"] = attention_question(config, device, checkpoint, model, quant)
     except Exception as error:  # of a checkpoint that cannot be read, or of a plugin's own code
         for section in ("model", "quant", "attention"):
             questions.setdefault(section, f"not asked whether it would serve this model: {error}")

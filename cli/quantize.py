@@ -165,8 +165,7 @@ def quantize(
     shard_bytes = parse_size(max_shard_size)
 
     from engine.quantize.calibration import Calibration, read_text
-    from engine.quantize.run import HeldOut
-    from engine.quantize.run import quantize as run
+    from engine.quantize.run import HeldOut, quantize as run
 
     text = None
     if calibration:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from engine.cli.options import configured
-from engine.core.settings import Resolved
+from engine.core.config import Resolved
 
 
 @configured()

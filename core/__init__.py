@@ -1,33 +1,24 @@
-"""The contracts, and the engine that needs nothing else."""
+"""The contracts, and the engine that needs nothing else. A folder is a topic; its `__init__` lists the public names."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __name__ != "engine.core":
     raise ImportError(
         "import this package as engine.core (pip install -e . maps it); a second copy would duplicate every class"
     )
 
+from engine.core.lazy import exports
+
 if TYPE_CHECKING:
-    from engine.core.config import EngineConfig
-    from engine.core.engine import Engine
-    from engine.core.generation import Completion
-    from engine.core.types import Output, Request, SamplingParams
+    from engine.core.config.tree import EngineConfig as EngineConfig
+    from engine.core.engine import Engine as Engine
+    from engine.core.generation import Completion as Completion
+    from engine.core.types import Output as Output, Request as Request, SamplingParams as SamplingParams
 
-__all__ = ["Completion", "Engine", "EngineConfig", "Output", "Request", "SamplingParams"]
-
-_HOMES = {
-    "Completion": "generation",
-    "Engine": "engine",
-    "EngineConfig": "config",
-    "Output": "types",
-    "Request": "types",
-    "SamplingParams": "types",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: the engine needs torch, and most commands do not need the engine."""
-    if name in _HOMES:
-        return getattr(import_module(f"engine.core.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    config=("EngineConfig",),
+    engine=("Engine",),
+    generation=("Completion",),
+    types=("Output", "Request", "SamplingParams"),
+)

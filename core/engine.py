@@ -11,24 +11,25 @@ from typing import ParamSpec, TypeVar
 
 import attrs
 
-from engine.core.attention import AttentionBackend
-from engine.core.checkpoint import Checkpoint
-from engine.core.config import EngineConfig
+from engine.core.attention.base import AttentionBackend
+from engine.core.config.load import flatten, load_config
+from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
 from engine.core.errors import ConfigError, InvalidRequestError
-from engine.core.executors import Executor, Health, PendingResult
-from engine.core.faults import CONSTRUCTOR, TRACEBACK, blame
+from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
-from engine.core.kv_cache import BlockManager
-from engine.core.quant import QuantMethod
-from engine.core.registry import Plugins, load_plugins
-from engine.core.scheduler import Scheduler
-from engine.core.schedulers import SchedulingPolicy
-from engine.core.selection import max_len, resolve, settle, shape_of
-from engine.core.settings import flatten, load_config
+from engine.core.plugin_host.faults import CONSTRUCTOR, TRACEBACK, blame
+from engine.core.plugin_host.registry import Plugins, load_plugins
+from engine.core.plugin_host.selection import max_len, resolve, settle, shape_of
+from engine.core.quant.base import QuantMethod
+from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.policy import SchedulingPolicy
+from engine.core.schedulers.scheduler import Scheduler
 from engine.core.startup import Listener, Phases
-from engine.core.text import TextDelta, Tokenizer
+from engine.core.text.detokenizer import TextDelta
+from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step
+from engine.core.weights.checkpoint import Checkpoint
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from attrs import define, frozen
 
 from engine.core.errors import EngineError, ExecutorError, InvalidRequestError
-from engine.core.text import Detokenizer, TextDelta
+from engine.core.text.detokenizer import Detokenizer, TextDelta
 from engine.core.types import FINISH_ERROR, Output, Request, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:

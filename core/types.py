@@ -1,7 +1,7 @@
 """The objects that travel: what a user asks, what the scheduler orders, what a step returns.
 
 All are frozen classes of plain data (ints, floats, strings, tuples), so that any of them crosses a process boundary as
-msgpack (`core/wire.py`). They are attrs classes but for Output: one is made for each token, and a msgspec.Struct is
+msgpack (core/executors/wire.py). They are attrs classes but for Output: each token makes one, and a msgspec.Struct is
 made, written and read in a fraction of the time.
 """
 

@@ -17,10 +17,10 @@ from engine.core.quant import LinearPart, LinearSpec, QuantMethod
 from engine.plugins.quant.awq import Awq
 from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.pack_quantized import PackQuantized
-from engine.plugins.quant.packed_kernel import PackedKernel
 from engine.plugins.quant.packing import AWQ_ORDER, WORD
 from engine.plugins.quant.rounding import BLOCK, FP8, LIMITS, dequantize, quantize
 from engine.plugins.quant.w4a16 import Quantized
+from engine.plugins.quant.w4a16_kernel import PackedKernel
 from engine.quantize.grid import Grid
 from engine.quantize.settings import AWQ, GPTQ, NONE, STATIC, Settings
 

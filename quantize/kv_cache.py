@@ -7,7 +7,7 @@ import math
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.core.kv_scales import LARGEST, KVScales
+from engine.core.quant import LARGEST, KVScales
 
 
 class KVPeaks:

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from engine.core.kv_scales import KVScales
+from engine.core.quant import KVScales
 from engine.quantize.awq import relative_error, search_scales
 from engine.quantize.clipping import clip
 from engine.quantize.decoder import Decoder, Inputs

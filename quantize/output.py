@@ -22,8 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.core.errors import ConfigError
-from engine.core.loader import INDEX, PICKLES, SINGLE
-from engine.core.tensor_file import StoredTensor, TensorFile
+from engine.core.weights import INDEX, PICKLES, SINGLE, StoredTensor, TensorFile
 from engine.quantize.report import REPORT, LayerReport
 
 WORK = ".engine-quantize"

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from engine.core.kv_scales import KVScales
+from engine.core.quant import KVScales
 from engine.quantize.perplexity import Perplexity
 
 REPORT = "quantize_report.json"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from attrs import asdict, frozen
 
-from engine.core.checkpoint import Checkpoint
 from engine.core.device import find_device
 from engine.core.errors import ConfigError
 from engine.core.text import Tokenizer
+from engine.core.weights import Checkpoint
 from engine.quantize.calibration import Calibration, no_calibration
 from engine.quantize.decoder import Decoder
 from engine.quantize.formats import make_format

@@ -11,23 +11,17 @@ import torch
 from attrs import frozen
 from safetensors import safe_open
 
-from engine.core.checkpoint import Checkpoint, read_json
+from engine.core.config import load_config
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError
-from engine.core.faults import CONSTRUCTOR
-from engine.core.layers import LayerFactory
-from engine.core.layers.base import torch_dtype
-from engine.core.layers.linear import Linear
-from engine.core.loader import INDEX, SINGLE
+from engine.core.layers import LayerFactory, Linear, torch_dtype
 from engine.core.models import ModelSpec
-from engine.core.registry import load_plugins
-from engine.core.selection import DTYPES, resolve, shape_of
-from engine.core.settings import load_config
-from engine.core.tensor_file import StoredTensor, TensorFile
-from engine.plugins.quant.config import is_listed
-from engine.plugins.quant.kv_cache import KVCacheScheme
+from engine.core.plugin_host import CONSTRUCTOR, DTYPES, load_plugins, resolve, shape_of
+from engine.core.weights import INDEX, SINGLE, Checkpoint, StoredTensor, TensorFile, read_json
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.none import Unquantized
 from engine.plugins.quant.packing import WORD
+from engine.plugins.quant.quantization_config import is_listed
 from engine.quantize.settings import NONE, Settings
 
 LAYER = re.compile(r"^(.*\.layers\.(\d+))\.(.+)$")

@@ -16,8 +16,7 @@ import typer.main
 
 from engine.cli.main import app
 from engine.cli.options import purpose
-from engine.core.settings import Setting, describe
-from engine.core.structure import show
+from engine.core.config import Setting, describe, show
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

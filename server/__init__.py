@@ -13,7 +13,7 @@ if __name__ != "engine.server":
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
-    from engine.server.main import Commands
+    from engine.server.supervisor.main import Commands
 
 NEEDS = ("fastapi", "httptools", "prometheus_client", "uvicorn", "zmq")
 
@@ -34,7 +34,7 @@ def run(
         raise ConfigError(
             f"serving needs {', '.join(missing)}; install them with `pip install 'pluggable-llm-engine[server]'`"
         )
-    from engine.server import main
+    from engine.server.supervisor import main
 
     return main.serve(config, announce=announce or _print, commands=commands or main.Commands())
 

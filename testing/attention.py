@@ -12,11 +12,9 @@ import pytest
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
-from engine.core.batch import ForwardBatch
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
-from engine.core.kv_cache import KVPool
-from engine.core.kv_scales import FLOAT8, KVScales
+from engine.core.quant import FLOAT8, KVScales
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Largest relative norm of the error, by the type of queries."""

@@ -12,17 +12,15 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 
-from engine.core.checkpoint import Checkpoint
-from engine.core.config import EngineConfig, ExecutorConfig
+from engine.core.config import EngineConfig, ExecutorConfig, load_config
 from engine.core.device import find_device
 from engine.core.engine import Engine
 from engine.core.errors import CapacityError, CheckpointError, ExecutorError
 from engine.core.executors import MOST_STEPS, Executor, PendingResult
-from engine.core.registry import load_plugins
-from engine.core.selection import resolve, settle
-from engine.core.settings import load_config
+from engine.core.plugin_host import load_plugins, resolve, settle
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, SamplingParams, Slice, Step, StepResult
+from engine.core.weights import Checkpoint
 from engine.testing.leftovers import PATIENCE, assert_nothing_left, belongings
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=0)

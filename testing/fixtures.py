@@ -10,7 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
-    from engine.core.registry import Plugins
+    from engine.core.plugin_host import Plugins
 
 for _suite in ("attention", "executors", "leftovers", "models", "quant", "schedulers", "stored_layers"):
     pytest.register_assert_rewrite(f"engine.testing.{_suite}")
@@ -19,7 +19,7 @@ for _suite in ("attention", "executors", "leftovers", "models", "quant", "schedu
 @pytest.fixture(scope="session")
 def engine_plugins() -> Plugins:
     """All installed plugins."""
-    from engine.core.registry import load_plugins
+    from engine.core.plugin_host import load_plugins
 
     return load_plugins()
 
@@ -39,7 +39,7 @@ def make_engine(engine_checkpoint: Path) -> Iterator[Callable[..., Engine]]:
     It has a small KV cache, computes in float32 on the CPU unless told otherwise, and is closed after the test.
     """
     from engine.core.engine import Engine
-    from engine.core.registry import load_plugins
+    from engine.core.plugin_host import load_plugins
 
     engines: list[Engine] = []
 

@@ -10,16 +10,13 @@ import attrs
 import numpy as np
 import torch
 
-from engine.core.batch import ForwardBatch, ForwardPass
-from engine.core.checkpoint import Checkpoint
+from engine.core.attention import ForwardBatch, KVPool
 from engine.core.config import EngineConfig
 from engine.core.distributed import RankGroup
-from engine.core.kv_cache import KVPool
 from engine.core.layers import LayerFactory
-from engine.core.loader import SafetensorsSource, WeightSource, load_weights
-from engine.core.models import Model
-from engine.core.registry import load_plugins
-from engine.core.selection import attention_spec
+from engine.core.models import ForwardPass, Model
+from engine.core.plugin_host import attention_spec, load_plugins
+from engine.core.weights import Checkpoint, SafetensorsSource, WeightSource, load_weights
 
 MOST = 112
 """Tokens of a sequence."""

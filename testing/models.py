@@ -11,11 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.core.checkpoint import Checkpoint
 from engine.core.distributed import RankGroup
 from engine.core.errors import CheckpointError
-from engine.core.loader import SINGLE, DummySource
 from engine.core.models import Model, ModelSpec
+from engine.core.weights import SINGLE, Checkpoint, DummySource
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.model_bench import ModelBench
 from engine.testing.ranks import run_ranks

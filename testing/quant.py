@@ -12,11 +12,8 @@ import torch.nn.functional as F
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
-from engine.core.kv_scales import FLOAT8
-from engine.core.layers import LayerFactory
-from engine.core.layers.activation import silu_and_mul
-from engine.core.layers.linear import Linear, PlainKernel
-from engine.core.quant import KVScaleNames, Prologue, QuantMethod
+from engine.core.layers import LayerFactory, Linear, PlainKernel, silu_and_mul
+from engine.core.quant import FLOAT8, KVScaleNames, Prologue, QuantMethod
 from engine.testing.stored_layers import Make, StoredLayers, store_layers
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}

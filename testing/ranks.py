@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import attrs
 
-from engine.core.checkpoint import Checkpoint
 from engine.core.device import DeviceInfo
-from engine.core.distributed import OneRank, RankGroup, join
+from engine.core.distributed import OneRank, RankGroup, Rendezvous, join
 from engine.core.executors import Executor, Health, PendingResult
-from engine.core.rendezvous import Rendezvous
 from engine.core.runner import Runner
+from engine.core.weights import Checkpoint
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
-    from engine.core.selection import Parts
+    from engine.core.plugin_host import Parts
     from engine.core.types import CacheInfo, Step, StepResult
 
 S = TypeVar("S")

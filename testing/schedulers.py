@@ -9,9 +9,7 @@ import pytest
 from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
-from engine.core.kv_cache import BlockManager
-from engine.core.scheduler import Scheduler
-from engine.core.schedulers import SchedulingPolicy, Split
+from engine.core.schedulers import BlockManager, Scheduler, SchedulingPolicy, Split
 from engine.core.types import Request, SamplingParams, Step, StepResult
 
 

@@ -10,12 +10,10 @@ import torch
 from attrs import frozen
 from safetensors.torch import save_file
 
-from engine.core.checkpoint import Checkpoint
 from engine.core.errors import CheckpointError
-from engine.core.layers import LayerFactory
-from engine.core.layers.linear import Linear
-from engine.core.loader import SafetensorsSource, load_weights
+from engine.core.layers import LayerFactory, Linear
 from engine.core.quant import LinearKernel, QuantMethod
+from engine.core.weights import Checkpoint, SafetensorsSource, load_weights
 from engine.testing.ranks import LoneRank
 
 Make = Callable[[LayerFactory], Linear]

@@ -23,9 +23,9 @@ collect_ignore = ["sample_plugin"]
 
 ONE_AFTER_THE_OTHER = (
     "cli",
-    "core/kernels/test_peers.py",
+    "ops/norm/test_all_reduce_rms_norm.py",
     "core/shm",
-    "core/test_distributed.py",
+    "core/distributed",
     "plugins/executors",
     "plugins/quant/test_ranks.py",
     "server",

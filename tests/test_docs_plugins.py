@@ -19,10 +19,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from engine.core.config.load import load_config
 from engine.core.engine import Engine
 from engine.core.errors import CapacityError, ConfigError, ExecutorError, PluginError
-from engine.core.registry import load_plugins
-from engine.core.settings import load_config
+from engine.core.plugin_host.registry import load_plugins
 from engine.core.types import SamplingParams
 from engine.testing.checkpoints import make_checkpoint
 
@@ -190,7 +190,7 @@ def test_a_model_may_have_a_layer_of_its_own(example: Example, run: Run, mini: P
 
     from engine.core.hooks import hookimpl
     from engine.core.layers import Layer
-    from engine.core.quant import TensorSpec
+    from engine.core.quant.base import TensorSpec
 
     class Bias(Layer):
         nbytes = 0

@@ -13,7 +13,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-MAPPED = PROJECT["tool"]["setuptools"]["package-dir"]
+PACKAGES = sorted(link.name for link in (ROOT / "src" / "engine").iterdir() if link.is_symlink())
+"""The packages at the top of the repository, which src/engine links to."""
 
 
 def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -109,26 +110,24 @@ def test_pre_commit_downloads_nothing():
     assert all(hook["language"] == "system" for repo in config["repos"] for hook in repo["hooks"])
 
 
-def test_every_package_of_the_tree_is_listed():
-    found = {
-        ".".join([name, *init.parent.relative_to(ROOT / directory).parts])
-        for name, directory in MAPPED.items()
-        for init in (ROOT / directory).rglob("__init__.py")
-    }
-    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == sorted(found)
+def test_every_package_of_the_tree_has_a_link():
+    top = {init.parent.name for init in ROOT.glob("*/__init__.py")}
+    assert set(PACKAGES) == top - {"tests", "scripts"}
+    for package in PACKAGES:
+        assert (ROOT / "src" / "engine" / package).readlink() == Path("..", "..", package)
 
 
 def test_the_type_checker_sees_every_package():
     script = (ROOT / "scripts" / "typecheck").read_text(encoding="utf-8")
-    for name, directory in MAPPED.items():
-        assert f"-p {name}" in script
-        assert f" {directory}" in script.partition("for package in")[2].partition(";")[0]
+    assert "-p engine\n" in script
+    assert PROJECT["tool"]["mypy"]["mypy_path"] == "src"
 
 
 def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
     source = tmp_path / "source"
-    for directory in MAPPED.values():
+    for directory in PACKAGES:
         shutil.copytree(ROOT / directory, source / directory, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(ROOT / "src", source / "src", symlinks=True, ignore=shutil.ignore_patterns("*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE", *(["setup.py"] if (ROOT / "setup.py").exists() else [])):
         shutil.copy(ROOT / name, source)
     subprocess.run(
@@ -138,8 +137,8 @@ def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     held = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     wanted = {
-        Path(name.replace(".", "/"), file.relative_to(source / directory))
-        for name, directory in MAPPED.items()
+        Path("engine", file.relative_to(source))
+        for directory in PACKAGES
         for file in (source / directory).rglob("*.py")
     }
     data = {Path("engine/demo/engine-demo", file.name) for file in (source / "demo" / "engine-demo").glob("*")}
@@ -148,7 +147,8 @@ def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
     assert {path for path in held - built if path.parts[0] == "engine"} == {
         *wanted,
         *data,
-        Path("engine/core/py.typed"),
+        Path("engine/__init__.py"),
+        Path("engine/py.typed"),
     }
     scripts = next(path for path in held if path.name == "entry_points.txt")
     text = zipfile.ZipFile(wheel).read(str(scripts)).decode()

@@ -17,7 +17,7 @@ def main() -> None:
     from engine.cli.bench.load import Load, run_load
     from engine.core.config import EngineConfig
     from engine.core.engine import Engine
-    from engine.core.wire import Decoder
+    from engine.core.executors import Decoder
 
     config = Decoder[EngineConfig](EngineConfig).decode(sys.stdin.buffer.read())
     imported = time.monotonic()

@@ -14,10 +14,10 @@ from attrs import frozen
 
 from engine.cli.bench.ceilings import Ceilings, find_ceilings
 from engine.cli.bench.load import say
-from engine.core.checkpoint import read_key
 from engine.core.config import AUTO
 from engine.core.errors import CheckpointError
-from engine.core.memory import DTYPE_BYTES
+from engine.core.runner import DTYPE_BYTES
+from engine.core.weights import read_key
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
@@ -221,10 +221,9 @@ def measured_roofline(engine: Engine, bandwidth: float | None, matmul: float | N
 
 def configured_roofline(config: EngineConfig, bandwidth: float | None, matmul: float | None) -> Roofline | None:
     """As `measured_roofline`, for an engine in another process that has ended."""
-    from engine.core.checkpoint import Checkpoint
     from engine.core.device import find_device
-    from engine.core.registry import load_plugins
-    from engine.core.selection import find_quant, resolve_dtype, resolve_kv_dtype
+    from engine.core.plugin_host import find_quant, load_plugins, resolve_dtype, resolve_kv_dtype
+    from engine.core.weights import Checkpoint
 
     stored = Checkpoint.open(config.model.path).config
     device = find_device(config.executor.device)

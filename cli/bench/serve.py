@@ -23,8 +23,8 @@ from engine.cli.bench.report import Json, Plot, report, write
 from engine.cli.bench.roofline import Roofline, configured_roofline
 from engine.cli.bench.server_process import Server, cpu_seconds, running
 from engine.cli.options import DEMO_MODEL, configured
+from engine.core.config import DEFAULT, Resolved
 from engine.core.errors import ConfigError, ExecutorError
-from engine.core.settings import DEFAULT, Resolved
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
@@ -291,7 +291,7 @@ def served_config(resolved: Resolved) -> EngineConfig:
 
 
 def _given(resolved: Resolved) -> dict[str, object]:
-    from engine.core.settings import flatten
+    from engine.core.config import flatten
 
     ours = (DEFAULT, DEMO_MODEL)
     return {
@@ -310,7 +310,7 @@ def _check_remote(resolved: Resolved) -> None:
 
 def _vocab_size(config: EngineConfig) -> int:
     """Of the model's config.json. With --url and no --model this is the demo model's, small enough for any server."""
-    from engine.core.checkpoint import Checkpoint, read_key
+    from engine.core.weights import Checkpoint, read_key
 
     return read_key(Checkpoint.open(config.model.path).config, "vocab_size", int, TOKENS[1], least=1)
 

@@ -17,8 +17,8 @@ from engine.cli.bench.load import say
 from engine.cli.bench.report import Json, Plot, Row, report, write
 from engine.cli.options import OFFLINE, configured
 from engine.cli.tables import print_table
+from engine.core.config import Resolved
 from engine.core.errors import ExecutorError
-from engine.core.settings import Resolved
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
@@ -43,7 +43,7 @@ class Start:
 
 def start(config: EngineConfig) -> Start:
     """Start an engine in a process of its own. Raises ExecutorError with that process's words if it fails."""
-    from engine.core.wire import encode
+    from engine.core.executors import encode
 
     done = subprocess.run([*COMMAND, repr(time.monotonic())], input=encode(config), capture_output=True, check=False)
     if done.returncode:
@@ -66,8 +66,8 @@ def startup(
     resolved: Resolved,
 ) -> None:
     """Seconds from the start of a process to its first token, by phase."""
-    from engine.core.checkpoint import Checkpoint
     from engine.core.device import find_device
+    from engine.core.weights import Checkpoint
 
     if plot is not None:
         from engine.cli.bench.plot import check_plot

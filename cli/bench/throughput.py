@@ -14,8 +14,8 @@ from engine.cli.bench.report import Json, Plot, Row, engine_settings, percent, r
 from engine.cli.bench.roofline import Roofline, measured_roofline
 from engine.cli.options import OFFLINE, configured
 from engine.cli.tables import print_table
+from engine.core.config import Resolved
 from engine.core.errors import ConfigError
-from engine.core.settings import Resolved
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine

@@ -1,27 +1,71 @@
 """The layers models are built of; a model gets them from a LayerFactory, the loader fills them."""
 
-from engine.core.layers.activation import silu_and_mul
-from engine.core.layers.attention import Attention
-from engine.core.layers.base import Layer
-from engine.core.layers.embedding import Embedding
-from engine.core.layers.factory import LayerFactory
-from engine.core.layers.linear import Linear, PlainKernel
-from engine.core.layers.lm_head import LMHead
-from engine.core.layers.norm import HeadNorm, RMSNorm
-from engine.core.layers.rotary import Angles, Rotary, RotarySpec
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Angles",
-    "Attention",
-    "Embedding",
-    "HeadNorm",
-    "LMHead",
-    "Layer",
-    "LayerFactory",
-    "Linear",
-    "PlainKernel",
-    "RMSNorm",
-    "Rotary",
-    "RotarySpec",
-    "silu_and_mul",
-]
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.layers.activation import silu_and_mul as silu_and_mul
+    from engine.core.layers.attention import Attention as Attention
+    from engine.core.layers.base import (
+        Layer as Layer,
+        TensorLayer as TensorLayer,
+        plain_tensor as plain_tensor,
+        torch_dtype as torch_dtype,
+    )
+    from engine.core.layers.embedding import Embedding as Embedding
+    from engine.core.layers.factory import LayerFactory as LayerFactory
+    from engine.core.layers.linear import (
+        BIAS_SHARD_DIM as BIAS_SHARD_DIM,
+        WEIGHT_SHARD_DIM as WEIGHT_SHARD_DIM,
+        Linear as Linear,
+        PlainKernel as PlainKernel,
+    )
+    from engine.core.layers.lm_head import LMHead as LMHead
+    from engine.core.layers.matmul import multiply as multiply, pack as pack
+    from engine.core.layers.norm import HeadNorm as HeadNorm, RMSNorm as RMSNorm
+    from engine.core.layers.rotary import (
+        Angles as Angles,
+        RotaryEmbedding as RotaryEmbedding,
+        RotarySpec as RotarySpec,
+        refuses_rope as refuses_rope,
+        rotate as rotate,
+    )
+    from engine.core.layers.skinny_linear import FewRowsTables as FewRowsTables
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    activation=("silu_and_mul",),
+    attention=("Attention",),
+    base=(
+        "Layer",
+        "TensorLayer",
+        "plain_tensor",
+        "torch_dtype",
+    ),
+    embedding=("Embedding",),
+    factory=("LayerFactory",),
+    linear=(
+        "BIAS_SHARD_DIM",
+        "Linear",
+        "PlainKernel",
+        "WEIGHT_SHARD_DIM",
+    ),
+    lm_head=("LMHead",),
+    matmul=(
+        "multiply",
+        "pack",
+    ),
+    norm=(
+        "HeadNorm",
+        "RMSNorm",
+    ),
+    rotary=(
+        "Angles",
+        "RotaryEmbedding",
+        "RotarySpec",
+        "refuses_rope",
+        "rotate",
+    ),
+    skinny_linear=("FewRowsTables",),
+)

@@ -9,8 +9,8 @@ import torch
 from engine.core.layers.rotary import Angles, rotate
 
 if TYPE_CHECKING:
-    from engine.core.batch import ForwardPass
     from engine.core.layers.norm import HeadNorm
+    from engine.core.models.forward_pass import ForwardPass
 
 
 class Attention:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.core.errors import ConfigError
-from engine.core.quant import TensorSpec
+from engine.core.quant.base import TensorSpec
 
 if TYPE_CHECKING:
-    from engine.core.layers.tunable import Multiplication
+    from engine.core.autotune.op import Multiplication
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types a model computes in."""

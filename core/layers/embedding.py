@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from attrs import evolve
 
-from engine.core.distributed import RankGroup
+from engine.core.distributed.rank_group import RankGroup
 from engine.core.errors import ConfigError
 from engine.core.layers.base import TensorLayer
-from engine.core.quant import TensorSpec
+from engine.core.quant.base import TensorSpec
 
 SHARE_MULTIPLE = 8
 """Rows of a rank's share are a multiple of it where they can be, so that its rows of logits begin at 16 bytes."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from engine.core.distributed import OneRank, RankGroup
+from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import ConfigError
-from engine.core.faults import blame
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.embedding import Embedding, SharedEmbedding
-from engine.core.layers.kv_scales import KVScaleReader
+from engine.core.layers.kv_scale_reader import KVScaleReader
 from engine.core.layers.linear import Linear
 from engine.core.layers.lm_head import Head
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.plain import PlainLayers
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
-from engine.core.quant import LinearPart, LinearSpec, QuantMethod
+from engine.core.plugin_host.faults import blame
+from engine.core.quant.base import LinearPart, LinearSpec, QuantMethod
 
 L = TypeVar("L", bound=Layer)
 

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from engine.core.kernels.activation import silu_and_mul
-from engine.core.kernels.argmax import argmax_rows
-from engine.core.kernels.norm import add_rms_norm
-from engine.core.kernels.peers import sum_rms_norm
-from engine.core.kernels.ranks import choose_peaks, look_up, place_peaks
-from engine.core.kernels.rope import angles, rotate_and_write
-from engine.core.kernels.skinny_launch import MOST_ROWS, Problem
+from engine.core.autotune.op import Multiplication, Operands
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import SharedEmbedding
@@ -25,18 +19,24 @@ from engine.core.layers.lm_head import Head, LMHead, SharedHead
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.plain import PlainLayers
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
-from engine.core.layers.skinny import FewRowsTables, SkinnyKernel
-from engine.core.layers.tunable import Multiplication, Operands
+from engine.core.layers.skinny_linear import FewRowsTables, SkinnyKernel
+from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.attention.rope_and_cache import angles, rotate_and_write
+from engine.ops.gemm.skinny_launch import MOST_ROWS, Problem
+from engine.ops.norm.all_reduce_rms_norm import sum_rms_norm
+from engine.ops.norm.rms_norm import add_rms_norm
+from engine.ops.sampling.argmax import argmax_rows
+from engine.ops.sampling.vocab_parallel import choose_peaks, look_up, place_peaks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from engine.core.batch import ForwardPass
-    from engine.core.distributed import RankGroup
-    from engine.core.kernels.peers import RowSums
+    from engine.core.distributed.rank_group import RankGroup
     from engine.core.layers.embedding import Embedding
     from engine.core.layers.linear import Linear, Rows
-    from engine.core.quant import LinearKernel, LinearSpec
+    from engine.core.models.forward_pass import ForwardPass
+    from engine.core.quant.base import LinearKernel, LinearSpec
+    from engine.ops.norm.all_reduce_rms_norm import RowSums
 
 
 class FusedRMSNorm(RMSNorm):

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve
 
-from engine.core.faults import blame
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.matmul import multiply, pack
-from engine.core.quant import LinearInput, LinearKernel, LinearPart, LinearSpec, Prologue, TensorSpec
+from engine.core.plugin_host.faults import blame
+from engine.core.quant.base import LinearInput, LinearKernel, LinearPart, LinearSpec, Prologue, TensorSpec
 
 if TYPE_CHECKING:
-    from engine.core.layers.tunable import Multiplication
+    from engine.core.autotune.op import Multiplication
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all ranks."""

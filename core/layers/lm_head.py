@@ -12,7 +12,7 @@ from engine.core.errors import ConfigError
 from engine.core.layers.base import Layer
 from engine.core.layers.embedding import Embedding, SharedEmbedding
 from engine.core.layers.matmul import multiply, pack
-from engine.core.quant import TensorSpec
+from engine.core.quant.base import TensorSpec
 
 MOST_TOKENS = 2**24
 """Up to which float32 holds every whole number."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from engine.core.distributed import RankGroup
+from engine.core.distributed.rank_group import RankGroup
 from engine.core.layers.base import Layer, TensorLayer, plain_tensor, torch_dtype
-from engine.core.quant import TensorSpec
+from engine.core.quant.base import TensorSpec
 
 if TYPE_CHECKING:
     from engine.core.layers.linear import Linear, Rows

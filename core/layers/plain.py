@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.core.distributed import RankGroup
+from engine.core.distributed.rank_group import RankGroup
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.attention import Attention
 from engine.core.layers.embedding import Embedding, SharedEmbedding
@@ -12,7 +12,7 @@ from engine.core.layers.linear import PlainKernel
 from engine.core.layers.lm_head import Head, LMHead, SharedHead
 from engine.core.layers.norm import HeadNorm, RMSNorm, SummingNorm
 from engine.core.layers.rotary import Rotary, RotaryEmbedding, RotarySpec
-from engine.core.quant import LinearKernel, LinearSpec
+from engine.core.quant.base import LinearKernel, LinearSpec
 
 
 class PlainLayers:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from attrs import frozen
 
-from engine.core.checkpoint import read_key
 from engine.core.errors import CheckpointError
 from engine.core.layers.base import torch_dtype
+from engine.core.weights.checkpoint import read_key
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """What the rotary embedding of a LayerFactory makes of a pass's positions for the attention layers of the same one."""

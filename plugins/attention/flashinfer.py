@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot, window_of
-from engine.core.batch import ForwardBatch
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool, window_of
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError, PluginError
-from engine.core.kv_cache import KVPool
-from engine.core.kv_scales import FLOAT8
+from engine.core.quant import FLOAT8
+from engine.plugins.attention.flashinfer_block_lists import PageLists, page_lists
 from engine.plugins.attention.flashinfer_rules import (
     HEAD_DIMS,
     TENSOR_CORE_GROUP,
@@ -34,7 +33,6 @@ from engine.plugins.attention.flashinfer_rules import (
     xqa_refusal,
 )
 from engine.plugins.attention.flashinfer_xqa import XqaDecode
-from engine.plugins.attention.page_lists import PageLists, page_lists
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from attrs import Attribute, field, frozen
 
 from engine.core.attention import AttentionSpec
 from engine.core.errors import near_misses
-from engine.core.kv_scales import FLOAT8
+from engine.core.quant import FLOAT8
 
 HEAD_DIMS = (64, 128, 256)
 """What all of the kernels below are compiled for."""

@@ -7,7 +7,7 @@ import math
 import torch
 
 from engine.core.attention import AttentionSpec
-from engine.core.kv_scales import FLOAT8, KVScales
+from engine.core.quant import FLOAT8, KVScales
 
 SCRATCH = 8 * 2**20
 """Bytes for partial results: at most one a multiprocessor, 8 KiB each at 16 heads of 256."""

@@ -13,11 +13,9 @@ import numpy.typing as npt
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
-from engine.core.batch import ForwardBatch
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
 from engine.core.errors import ExecutorError
-from engine.core.kv_cache import KVPool
 from engine.plugins.attention.torch import Group, TorchAttention
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -35,7 +33,7 @@ _SIGNATURE = (
 @functools.cache
 def native_kernel() -> Any:
     """paged_decode of _paged.c; None where it was not built."""
-    spec = importlib.util.find_spec("engine.plugins.attention._paged")
+    spec = importlib.util.find_spec("engine.ops.attention._paged")
     if spec is None or spec.origin is None:
         return None
     kernel = ctypes.CDLL(spec.origin).paged_decode

@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot, window_of
-from engine.core.batch import ForwardBatch
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool, window_of
 from engine.core.device import DeviceInfo
-from engine.core.kv_cache import KVPool
-from engine.core.kv_scales import FLOAT8
+from engine.core.quant import FLOAT8
 
 
 @frozen

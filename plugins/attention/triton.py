@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
-from engine.core.batch import ForwardBatch
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
-from engine.core.kv_cache import KVPool
-from engine.core.kv_scales import FLOAT8
+from engine.core.quant import FLOAT8
 
 
 @frozen
@@ -68,8 +66,8 @@ class TritonAttention(AttentionBackend):
         return None
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
-        from engine.plugins.kernels.paged_decode import DecodeWorkspace, decode_configs
-        from engine.plugins.kernels.paged_prefill import can_persist
+        from engine.ops.attention.paged_decode import DecodeWorkspace, decode_configs
+        from engine.ops.attention.paged_prefill import can_persist
 
         self._spec = spec
         self._pool = pool
@@ -103,8 +101,8 @@ class TritonAttention(AttentionBackend):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
     ) -> None:
         """See AttentionBackend."""
-        from engine.plugins.kernels.paged_decode import paged_decode
-        from engine.plugins.kernels.paged_prefill import paged_prefill
+        from engine.ops.attention.paged_decode import paged_decode
+        from engine.ops.attention.paged_prefill import paged_prefill
 
         spec = self._spec
         keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
@@ -141,7 +139,7 @@ class TritonAttention(AttentionBackend):
             )
 
     def _plan_prompts(self, batch: ForwardBatch) -> Prompts:
-        from engine.plugins.kernels.paged_prefill import prefill_config, prefill_tiles
+        from engine.ops.attention.paged_prefill import prefill_config, prefill_tiles
 
         queries, first = batch.query_lens_host, batch.num_decodes
         itemsize = getattr(torch, self._spec.dtype).itemsize

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
+from engine.core.distributed import Rendezvous
 from engine.core.errors import (
     CapacityError,
     CheckpointError,
@@ -18,11 +19,10 @@ from engine.core.errors import (
     PluginError,
     PluginFaultError,
 )
-from engine.core.rendezvous import Rendezvous
+from engine.core.executors import Decoder, encode
 from engine.core.shm import RingHandle
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo
-from engine.core.wire import Decoder, encode
 
 T = TypeVar("T")
 

@@ -12,16 +12,15 @@ from attrs import evolve, field, frozen, validators
 
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo, find_device
+from engine.core.distributed import Rendezvous
 from engine.core.errors import ExecutorError
-from engine.core.executors import Health, PendingResult
-from engine.core.rendezvous import Rendezvous
-from engine.core.selection import Parts
+from engine.core.executors import Health, PendingResult, encode
+from engine.core.plugin_host import Parts
 from engine.core.shm import Ring, RingClosedError
 from engine.core.types import CacheInfo, Step
-from engine.core.wire import encode
-from engine.plugins.executors.beats import Beats
 from engine.plugins.executors.messages import Launch
 from engine.plugins.executors.pending import Pending
+from engine.plugins.executors.progress import Beats
 from engine.plugins.executors.remote import RemoteExecutor, cache_of_all
 from engine.plugins.executors.worker_process import WorkerProcess
 from engine.plugins.executors.workers import Workers

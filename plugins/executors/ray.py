@@ -9,13 +9,12 @@ from attrs import evolve, field, frozen, validators
 
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo, find_device
+from engine.core.distributed import Rendezvous
 from engine.core.errors import ConfigError, ExecutorError
-from engine.core.executors import Health, PendingResult
-from engine.core.rendezvous import Rendezvous
-from engine.core.selection import Parts
+from engine.core.executors import Health, PendingResult, encode
+from engine.core.plugin_host import Parts
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo, Step
-from engine.core.wire import encode
 from engine.plugins.executors.messages import Assignment
 from engine.plugins.executors.pending import Pending
 from engine.plugins.executors.ray_actor import Begin, RankActor, Whereabouts

@@ -11,13 +11,13 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from engine.core.rendezvous import MeetingPoint
+from engine.core.distributed import MeetingPoint
+from engine.core.executors import Decoder, encode
 from engine.core.shm import RingTimeoutError
 from engine.core.startup import Phases
 from engine.core.types import StepResult
-from engine.core.wire import Decoder, encode
-from engine.plugins.executors.beats import COLUMNS, Beat
 from engine.plugins.executors.messages import Assignment, Failed, Ready, Told
+from engine.plugins.executors.progress import COLUMNS, Beat
 from engine.plugins.executors.worker_loop import StepRunner, WorkerLoop, make_runner
 
 

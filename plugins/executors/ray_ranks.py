@@ -15,9 +15,9 @@ from attrs import define, field
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine.core.errors import EngineError, ExecutorError
+from engine.core.executors import Decoder, encode
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo
-from engine.core.wire import Decoder, encode
 from engine.plugins.executors.messages import Failed, FromWorker, Ready, Told
 from engine.plugins.executors.ray_actor import Begin, Whereabouts
 from engine.plugins.executors.stacks import busy_stack

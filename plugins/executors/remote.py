@@ -9,11 +9,10 @@ from attrs import evolve
 
 from engine.core.config import EngineConfig
 from engine.core.errors import ExecutorError, PluginError
-from engine.core.executors import MOST_STEPS, Executor
-from engine.core.selection import Parts
+from engine.core.executors import MOST_STEPS, Decoder, Executor
+from engine.core.plugin_host import Parts
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo, Step, StepResult
-from engine.core.wire import Decoder
 from engine.plugins.executors.pending import Pending
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from engine.core.checkpoint import Checkpoint
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo, find_device
 from engine.core.errors import EngineError, ExecutorError
 from engine.core.executors import Executor, Health, PendingResult
+from engine.core.plugin_host import Parts
 from engine.core.runner import Runner
-from engine.core.selection import Parts
 from engine.core.startup import Listener, Phases
 from engine.core.types import CacheInfo, Step
+from engine.core.weights import Checkpoint
 
 
 class UniprocExecutor(Executor):

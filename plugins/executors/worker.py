@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from engine.core.executors import encode
 from engine.core.shm import Ring, RingClosedError, RingWriter
 from engine.core.startup import Phases
 from engine.core.types import StepResult
-from engine.core.wire import encode
-from engine.plugins.executors.beats import Beats
 from engine.plugins.executors.messages import Connection, Failed, Launch, Ready, Told
+from engine.plugins.executors.progress import Beats
 from engine.plugins.executors.worker_loop import StepRunner, WorkerLoop, make_runner
 
 PR_SET_PDEATHSIG = 1

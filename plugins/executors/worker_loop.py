@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from attrs import evolve
 
-from engine.core.executors import PendingResult
+from engine.core.executors import Decoder, PendingResult
 from engine.core.shm import RingClosedError, RingTimeoutError
 from engine.core.startup import Phases, Progress
 from engine.core.types import CacheInfo, Step, StepResult
-from engine.core.wire import Decoder
-from engine.plugins.executors.answers import Answers
-from engine.plugins.executors.beats import Beat
 from engine.plugins.executors.messages import ERRORS, Assignment, Failed, Ready, Told
+from engine.plugins.executors.progress import Beat
+from engine.plugins.executors.results import Answers
 
 if TYPE_CHECKING:
     from engine.core.runner import Runner
@@ -152,12 +151,11 @@ def make_runner(assignment: Assignment, phases: Phases) -> Runner:
     """A runner with the plugins that the executor's process has chosen."""
     with phases.phase("import"):
         from engine.core.runner import Runner
-    from engine.core.checkpoint import Checkpoint
     from engine.core.device import find_device
     from engine.core.distributed import join
     from engine.core.hooks import lazy
-    from engine.core.registry import load_plugins
-    from engine.core.selection import resolve
+    from engine.core.plugin_host import load_plugins, resolve
+    from engine.core.weights import Checkpoint
 
     config = assignment.config
     with phases.phase("device"):

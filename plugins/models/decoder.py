@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from attrs import frozen
 
-from engine.core.checkpoint import read_key
 from engine.core.errors import CheckpointError
-from engine.core.layers import Angles, LayerFactory, RotarySpec
-from engine.core.layers.rotary import refuses_rope
+from engine.core.layers import Angles, LayerFactory, RotarySpec, refuses_rope
 from engine.core.models import Model, ModelSpec
+from engine.core.weights import read_key
 
 if TYPE_CHECKING:
-    from engine.core.batch import ForwardPass
+    from engine.core.models import ForwardPass
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 

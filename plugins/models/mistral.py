@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from attrs import evolve
 
-from engine.core.checkpoint import read_key
+from engine.core.weights import read_key
 from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
 
 DEFAULT_WINDOW = 4096

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from attrs import evolve
 
-from engine.core.checkpoint import read_key
 from engine.core.errors import CheckpointError
+from engine.core.weights import read_key
 from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

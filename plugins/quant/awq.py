@@ -13,12 +13,12 @@ import torch
 
 from engine.core.errors import CheckpointError
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
-from engine.plugins.quant.config import is_listed, modules_left_alone, same_for_all
 from engine.plugins.quant.groups import check_scales
-from engine.plugins.quant.packed_kernel import PackedKernel
-from engine.plugins.quant.packed_method import PackedMethod
 from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
+from engine.plugins.quant.quantization_config import is_listed, modules_left_alone, same_for_all
 from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
+from engine.plugins.quant.w4a16_kernel import PackedKernel
+from engine.plugins.quant.w4a16_method import PackedMethod
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = 4

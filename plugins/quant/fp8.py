@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from engine.core.errors import CheckpointError
-from engine.plugins.quant.eight_bit import STATIC, TOKEN, EightBitFormat
-from engine.plugins.quant.eight_bit_method import (
+from engine.plugins.quant.rounding import BLOCK
+from engine.plugins.quant.w8_kernel import STATIC, TOKEN, EightBitFormat
+from engine.plugins.quant.w8_method import (
     ActivationOptions,
     CompressedFormats,
     EightBitMethod,
@@ -17,7 +18,6 @@ from engine.plugins.quant.eight_bit_method import (
     OneFormat,
     one_of,
 )
-from engine.plugins.quant.rounding import BLOCK
 
 CODES = "float8_e4m3fn"
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from engine.core.errors import CheckpointError
-from engine.plugins.quant.eight_bit import TOKEN, EightBitFormat
-from engine.plugins.quant.eight_bit_method import ActivationOptions, CompressedFormats, EightBitMethod, FormatSource
+from engine.plugins.quant.w8_kernel import TOKEN, EightBitFormat
+from engine.plugins.quant.w8_method import ActivationOptions, CompressedFormats, EightBitMethod, FormatSource
 
 CODES = "int8"
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec, QuantMethod
-from engine.plugins.quant.kv_cache import KVCacheScheme
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 
 
 class Unquantized(QuantMethod):

@@ -15,13 +15,13 @@ import torch
 
 from engine.core.errors import CheckpointError
 from engine.core.quant import KVScaleNames, LinearKernel, LinearPart, LinearSpec, TensorSpec
-from engine.plugins.quant import config as quant_config
+from engine.plugins.quant import quantization_config as quant_config
 from engine.plugins.quant.groups import check_scales, group_of
-from engine.plugins.quant.kv_cache import KVCacheScheme
-from engine.plugins.quant.packed_kernel import PackedKernel
-from engine.plugins.quant.packed_method import PackedMethod
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.packing import WORD, unpack
 from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
+from engine.plugins.quant.w4a16_kernel import PackedKernel
+from engine.plugins.quant.w4a16_method import PackedMethod
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from engine.cli.config import to_toml
-from engine.core.config import EngineConfig
-from engine.core.settings import flatten, load_config
+from engine.core.config.load import flatten, load_config
+from engine.core.config.tree import EngineConfig
 
 
 def test_every_setting_is_shown_with_value_and_origin(run):

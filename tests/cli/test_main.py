@@ -7,9 +7,9 @@ import sys
 import pytest
 import typer
 
-from engine.core import registry
 from engine.core.errors import CapacityError, ExecutorError
 from engine.core.hooks import hookimpl
+from engine.core.plugin_host import registry
 
 HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "numpy", "safetensors")
 

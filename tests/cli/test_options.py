@@ -7,8 +7,8 @@ import typer
 from typer.testing import CliRunner
 
 from engine.cli.options import DEMO_MODEL, OFFLINE, SECTIONS, configured, purpose, sampled
+from engine.core.config.load import Resolved, describe
 from engine.core.errors import ConfigError, InvalidRequestError
-from engine.core.settings import Resolved, describe
 from engine.core.types import SamplingParams
 
 

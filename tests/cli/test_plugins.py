@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine.cli.plugins import check_all
-from engine.core import registry
-from engine.core.config import EngineConfig, ModelConfig
+from engine.core.config.tree import EngineConfig, ModelConfig
 from engine.core.hooks import hookimpl
-from engine.core.schedulers import API, SchedulingPolicy
+from engine.core.plugin_host import registry
+from engine.core.schedulers.policy import API, SchedulingPolicy
 from engine.plugins.attention.torch import TorchAttention
 
 

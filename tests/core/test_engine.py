@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine.core import Engine, Request, SamplingParams, runner
-from engine.core import engine as engine_module
+from engine.core import Engine, Request, SamplingParams, engine as engine_module
 from engine.core.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, PluginError
-from engine.core.schedulers import RequestView, SchedulingPolicy
+from engine.core.runner import runner
+from engine.core.schedulers.policy import RequestView, SchedulingPolicy
 from engine.core.startup import Progress
 from engine.core.types import Output
 from engine.plugins.executors.uniproc import UniprocExecutor

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from engine.core import Engine, SamplingParams
 from engine.core.errors import CheckpointError, ConfigError
-from engine.core.kv_scales import KVScales
 from engine.core.layers import LayerFactory
-from engine.core.text import Tokenizer
+from engine.core.quant.float8 import KVScales
+from engine.core.text.tokenizer import Tokenizer
 from engine.quantize.kv_cache import KVPeaks
 from engine.quantize.progress import Progress
 from engine.quantize.run import quantize

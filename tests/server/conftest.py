@@ -14,8 +14,8 @@ import attrs
 import httpx
 import pytest
 
-from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
-from engine.core.wire import encode
+from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
+from engine.core.executors.wire import encode
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 FAKE_FRONT_END = Path(__file__).with_name("fake_front_end.py")

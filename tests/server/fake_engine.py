@@ -22,19 +22,11 @@ from typing import Any
 
 from attrs import define, evolve
 
-from engine.core.config import EngineConfig
+from engine.core.config.tree import EngineConfig
 from engine.core.errors import CapacityError, ConfigError, ExecutorError, InvalidRequestError
-from engine.core.executors import Health
-from engine.core.selection import Choice
-from engine.core.types import (
-    CacheInfo,
-    EngineStats,
-    Output,
-    Request,
-    RequestTimes,
-    SamplingParams,
-    TokenLogprobs,
-)
+from engine.core.executors.base import Health
+from engine.core.plugin_host.selection import Choice
+from engine.core.types import CacheInfo, EngineStats, Output, Request, RequestTimes, SamplingParams, TokenLogprobs
 
 HELPER = "import time; time.sleep(60)"
 EOS = 256
@@ -171,6 +163,6 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
 
 
 if __name__ == "__main__":
-    from engine.server import engine_process
+    from engine.server.engine_process.main import main as engine_process
 
     sys.exit(engine_process.run(FakeEngine))  # type: ignore[arg-type]

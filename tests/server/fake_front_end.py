@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.core.config import ModelConfig
+from engine.core.config.tree import ModelConfig
 from engine.core.errors import CheckpointError
-from engine.server import front_end
+from engine.server.front_end.main import main as front_end
 
 BYTES = {token: bytes([token]) for token in range(256)}
 TABLES = {True: BYTES | {256: b""}, False: BYTES | {256: b"<eos>"}}

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from engine import server
-from engine.core.config import EngineConfig
+from engine.core.config.tree import EngineConfig
 from engine.core.errors import EngineError
-from engine.core.wire import Decoder
-from engine.server.main import Commands
+from engine.core.executors.wire import Decoder
+from engine.server.supervisor.main import Commands
 
 if __name__ == "__main__":
     file, engine, front_end = sys.argv[1:]

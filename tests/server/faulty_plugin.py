@@ -60,6 +60,6 @@ def load() -> type:
 def groups() -> list[Any]:
     """What joins this process's rank to the others, unless it is the first. Sought at the start: later the collector
     has put all that lives on out of sight."""
-    from engine.core.distributed import TorchGroup
+    from engine.core.distributed.rank_group import TorchGroup
 
     return [one for one in gc.get_objects() if isinstance(one, TorchGroup) and one.rank > 0]

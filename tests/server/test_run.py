@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from engine import server
-from engine.core.config import EngineConfig
+from engine.core.config.tree import EngineConfig
 from engine.core.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ import attrs
 import pytest
 import torch
 
-from engine.core.attention import AttentionBackend, AttentionSpec
-from engine.core.kv_scales import UNSCALED, KVScales
+from engine.core.attention.base import AttentionBackend, AttentionSpec
+from engine.core.quant.float8 import UNSCALED, KVScales
 from engine.testing.attention import BATCHES, AttentionConformance, dense_attention
 
 

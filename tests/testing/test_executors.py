@@ -15,13 +15,13 @@ from typing import Any
 import attrs
 import pytest
 
-from engine.core.checkpoint import Checkpoint
 from engine.core.device import find_device
 from engine.core.errors import EngineError, ExecutorError
-from engine.core.executors import Executor, Health
-from engine.core.runner import Runner
+from engine.core.executors.base import Executor, Health
+from engine.core.runner.runner import Runner
 from engine.core.startup import Phases
 from engine.core.types import TokenLogprobs
+from engine.core.weights.checkpoint import Checkpoint
 from engine.testing import executors, leftovers
 from engine.testing.executors import ExecutorConformance
 from engine.testing.ranks import ThreadedRanks

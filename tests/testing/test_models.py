@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, frozen
 
 from engine.core.errors import CheckpointError
-from engine.core.models import Model
+from engine.core.models.base import Model
 from engine.plugins.models.llama import Llama
 from engine.testing.models import ModelConformance
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attrs import evolve
 
 from engine.core.errors import CheckpointError
-from engine.core.quant import KVScaleNames, LinearInput, LinearKernel, Prologue, QuantMethod, TensorSpec
+from engine.core.quant.base import KVScaleNames, LinearInput, LinearKernel, Prologue, QuantMethod, TensorSpec
 from engine.testing.quant import QuantConformance
 
 HALVED = {"quant_method": "halved"}

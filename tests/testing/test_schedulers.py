@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from engine.core.errors import PluginError
-from engine.core.schedulers import SchedulingPolicy, Split
+from engine.core.schedulers.policy import SchedulingPolicy, Split
 from engine.testing.schedulers import PolicyConformance
 
 

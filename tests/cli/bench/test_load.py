@@ -10,7 +10,7 @@ import pytest
 
 from engine.cli.bench.load import Load, make_load, opened, parse_counts, parse_range, random_tokens, run_load
 from engine.core import Engine, EngineConfig
-from engine.core.config import CacheConfig, ExecutorConfig, ModelConfig
+from engine.core.config.tree import CacheConfig, ExecutorConfig, ModelConfig
 from engine.core.errors import ConfigError
 
 

@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 
 from engine.cli.bench.ceilings import Ceilings
-from engine.cli.bench.roofline import (
-    Roofline,
-    Shape,
-    configured_roofline,
-    make_work,
-    measured_roofline,
-    stored_bits,
-)
+from engine.cli.bench.roofline import Roofline, Shape, configured_roofline, make_work, measured_roofline, stored_bits
 from engine.core import Engine, EngineConfig
-from engine.core.config import ExecutorConfig, ModelConfig
+from engine.core.config.tree import ExecutorConfig, ModelConfig
 from engine.core.errors import CheckpointError
 
 H200 = Ceilings(bandwidth=4.28e12, flops=814e12, source="measured before")

@@ -15,8 +15,8 @@ import pytest
 
 from engine.cli.bench.serve import Plan, levels_of, processes_for, served_config
 from engine.cli.bench.server_process import Server, cpu_seconds
+from engine.core.config.load import load_config
 from engine.core.errors import ConfigError
-from engine.core.settings import load_config
 
 PLAN = Plan(concurrency=5, requests=13, input_len=4, output_len=3, vocab_size=64, processes=3, seed=1, timeout=5.0)
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine.cli.bench.startup import start
 from engine.core import EngineConfig
-from engine.core.config import ModelConfig
+from engine.core.config.tree import ModelConfig
 from engine.core.errors import ExecutorError
 
 

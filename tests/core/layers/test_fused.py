@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.core.kernels.peers import RowSums
-from engine.core.kernels.skinny_launch import MOST_ROWS
-from engine.core.kv_scales import UNSCALED, KVScales
 from engine.core.layers import LayerFactory, RotarySpec
-from engine.core.layers.skinny import BUCKETS, SkinnyKernel
+from engine.core.layers.skinny_linear import BUCKETS, SkinnyKernel
+from engine.core.quant.float8 import UNSCALED, KVScales
+from engine.ops.gemm.skinny_launch import MOST_ROWS
+from engine.ops.norm.all_reduce_rms_norm import RowSums
 from engine.testing.ranks import LoneRank
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.core.layers import Attention, HeadNorm, LayerFactory, RMSNorm, Rotary, RotarySpec, silu_and_mul
-from engine.core.layers.rotary import rotate
+from engine.core.layers import Attention, HeadNorm, LayerFactory, RMSNorm, RotarySpec, silu_and_mul
+from engine.core.layers.rotary import Rotary, rotate
 
 
 def reference_norm(x, weight, eps):

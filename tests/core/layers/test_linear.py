@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from engine.core.errors import ConfigError
-from engine.core.layers import LayerFactory, Linear, PlainKernel, silu_and_mul
-from engine.core.quant import LinearInput, LinearKernel, Prologue, QuantMethod, TensorSpec
+from engine.core.layers import LayerFactory, Linear, silu_and_mul
+from engine.core.layers.linear import PlainKernel
+from engine.core.quant.base import LinearInput, LinearKernel, Prologue, QuantMethod, TensorSpec
 from engine.testing.ranks import LoneRank
 
 

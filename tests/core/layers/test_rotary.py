@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.core.layers import Rotary, RotarySpec
-from engine.core.layers.rotary import refuses_rope, rotate
+from engine.core.layers.rotary import Rotary, RotarySpec, refuses_rope, rotate
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}

@@ -17,12 +17,20 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from engine.core.shm import Ring, RingClosedError, RingError, RingHandle, RingReader, RingSpaceError, RingTimeoutError
-from engine.core.shm import futex as futex_module
+from engine.core.executors.wire import Decoder, encode
+from engine.core.shm import (
+    Ring,
+    RingClosedError,
+    RingError,
+    RingHandle,
+    RingReader,
+    RingSpaceError,
+    RingTimeoutError,
+    futex as futex_module,
+)
 from engine.core.shm.futex import FutexSignals
 from engine.core.shm.ring import IMPLEMENTATIONS, choose
 from engine.core.shm.segment import free_bytes
-from engine.core.wire import Decoder, encode
 
 LONG = 20.0
 """Seconds after which a test has hung."""
@@ -86,7 +94,7 @@ def drain(reader: RingReader) -> list[bytes]:
 def start(code: str, ring: Ring, *arguments: object) -> subprocess.Popen[str]:
     """A process that runs `code` with `ring`, attached, and `arguments`, as strings."""
     prelude = (
-        "import os, signal, sys, time\nfrom engine.core.shm import *\nfrom engine.core.wire import Decoder\n"
+        "import os, signal, sys, time\nfrom engine.core.shm import *\nfrom engine.core.executors.wire import Decoder\n"
         "ring = Ring.attach(Decoder(RingHandle).decode(bytes.fromhex(sys.argv[1])))\narguments = sys.argv[2:]\n"
     )
     return subprocess.Popen(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  (it opens what stays open)
 
-from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig
+from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.types import Step
 from engine.plugins.executors.multiproc import MultiprocExecutor, Options
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.config import EngineConfig, ExecutorConfig
+from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError, EngineError, ExecutorError, PluginError
 from engine.core.shm import RingSpaceError, RingWriter, segment, side

@@ -25,10 +25,10 @@ import httpx
 import pytest
 
 from engine.core import Engine, SamplingParams
-from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig
+from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.errors import CapacityError, ExecutorError, PluginError
 from engine.core.hooks import hookimpl
-from engine.core.registry import load_plugins
+from engine.core.plugin_host.registry import load_plugins
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, Step
 from engine.plugins.executors.ray import Options, RayExecutor

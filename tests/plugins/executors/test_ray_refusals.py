@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.core import Engine
-from engine.core.config import EngineConfig, ExecutorConfig
+from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError, PluginError
 from engine.core.shm import RingTimeoutError

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from engine.core import Engine, SamplingParams
-from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig
+from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
 from engine.core.device import DeviceInfo
+from engine.core.distributed.rendezvous import Rendezvous
 from engine.core.errors import ExecutorError, PluginError
-from engine.core.registry import load_plugins
-from engine.core.rendezvous import Rendezvous
+from engine.core.plugin_host.registry import load_plugins
 from engine.core.startup import Phases
 from engine.plugins.executors import tp
 from engine.plugins.executors.messages import Assignment

@@ -8,7 +8,7 @@ from engine.core import Engine, SamplingParams
 from engine.core.errors import CheckpointError, ConfigError, PluginError
 from engine.testing.checkpoints import make_checkpoint
 
-from .eight_bit_packers import (
+from .w8_packers import (
     compressed,
     fp8_blocks,
     fp8_per_channel,

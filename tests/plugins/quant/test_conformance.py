@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from engine.plugins.quant.awq import Awq
-from engine.plugins.quant.eight_bit_method import ActivationOptions
 from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.int8 import Int8
 from engine.plugins.quant.none import Unquantized
 from engine.plugins.quant.pack_quantized import PackQuantized
+from engine.plugins.quant.w8_method import ActivationOptions
 from engine.testing.quant import QuantConformance
 
-from .eight_bit_packers import compressed, fp8_blocks, fp8_per_channel, fp8_per_tensor, int8_per_channel, number
 from .packers import Weight
+from .w8_packers import compressed, fp8_blocks, fp8_per_channel, fp8_per_tensor, int8_per_channel, number
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}

@@ -8,7 +8,8 @@ from engine.core.errors import CheckpointError
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import threaded_ranks
 
-from .eight_bit_packers import (
+from .packers import Weight, quantize_checkpoint
+from .w8_packers import (
     compressed,
     fp8_blocks,
     fp8_per_channel,
@@ -17,7 +18,6 @@ from .eight_bit_packers import (
     number,
     quantized,
 )
-from .packers import Weight, quantize_checkpoint
 
 PROMPT = [(37 * place) % 500 for place in range(30)]
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 1, "initializer_range": 0.1}

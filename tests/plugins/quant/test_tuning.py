@@ -7,22 +7,22 @@ import torch
 import torch.nn.functional as F
 
 from engine.core import Engine, SamplingParams
-from engine.core.kernels.skinny_launch import Workspace
+from engine.core.autotune.cache import TuningCache
+from engine.core.autotune.tuner import apply, collect
 from engine.core.layers import LayerFactory
-from engine.core.layers.tuning import apply, collect
-from engine.core.layers.tuning_cache import TuningCache
-from engine.core.quant import LinearPart, LinearSpec
-from engine.plugins.kernels import scaled_matmul
-from engine.plugins.kernels.weight_only_launch import Multiplier
-from engine.plugins.kernels.weight_only_tiles import MEASURED_CLASSES
-from engine.plugins.quant import eight_bit_codes
-from engine.plugins.quant.eight_bit import EightBitFormat
-from engine.plugins.quant.eight_bit_codes import HOPPER, ROW_CLASSES, CodesMultiplier, has_capability
-from engine.plugins.quant.eight_bit_gpu import FEW_ROWS, GpuKernel, WideningKernel
-from engine.plugins.quant.eight_bit_tuning import ByCodes
-from engine.plugins.quant.layout import CodeLayout, Layout
-from engine.plugins.quant.packed_kernel import Multipliers, PackedKernel
+from engine.core.quant.base import LinearPart, LinearSpec
+from engine.ops.gemm import scaled_matmul
+from engine.ops.gemm.packed_layout import CodeLayout, Layout
+from engine.ops.gemm.skinny_launch import Workspace
+from engine.ops.gemm.weight_only_launch import Multiplier
+from engine.ops.gemm.weight_only_tiles import MEASURED_CLASSES
+from engine.plugins.quant import w8a8_matmul as eight_bit_codes
 from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
+from engine.plugins.quant.w4a16_kernel import Multipliers, PackedKernel
+from engine.plugins.quant.w8_gpu import FEW_ROWS, GpuKernel, WideningKernel
+from engine.plugins.quant.w8_kernel import EightBitFormat
+from engine.plugins.quant.w8a8_matmul import HOPPER, ROW_CLASSES, CodesMultiplier, has_capability
+from engine.plugins.quant.w8a8_tuning import ByCodes
 from engine.testing.checkpoints import make_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from attrs import field, frozen, validators
 
-from engine.core.attention import AttentionBackend, AttentionSpec, GraphSlot
-from engine.core.batch import ForwardBatch
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
-from engine.core.kv_cache import KVPool
 
 
 @frozen

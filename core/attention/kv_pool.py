@@ -1,0 +1,70 @@
+"""The tensors of the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.core.attention.base import AttentionSpec
+from engine.core.quant.float8 import FLOAT8, UNSCALED, KVScales, encode
+from engine.core.weights.host_memory import host_tensor
+
+
+class KVPool:
+    """The KV cache's tensors: for each layer, keys and values [num_blocks + 1, page_size, kv_heads, head_dim].
+
+    The last block is scratch: padding is written there, and nobody reads it.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, num_blocks: int, device: torch.device | str, scales: Sequence[KVScales] = ()
+    ) -> None:
+        """scales: of each layer of a float8 cache; none: all are 1."""
+        self.num_blocks = num_blocks
+        self.page_size = spec.page_size
+        self.is_float8 = spec.kv_dtype == FLOAT8
+        """Whether it holds codes (kv_scales)."""
+        if scales and (not self.is_float8 or len(scales) != spec.num_layers):
+            raise ValueError(f"{len(scales)} scales for {spec.num_layers} layers in {spec.kv_dtype}")
+        self.scales = tuple(scales) or (UNSCALED,) * spec.num_layers
+        shape = (num_blocks + 1, spec.page_size, spec.num_kv_heads, spec.head_dim)
+
+        def tensor() -> torch.Tensor:
+            dtype = getattr(torch, spec.kv_dtype)
+            if torch.device(device).type == "cpu":  # zeroed memory takes no space before it is written
+                return host_tensor(shape, dtype, zeroed=True)
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        def tensors() -> list[torch.Tensor]:
+            return [tensor() for _ in range(spec.num_layers)]
+
+        self.keys = tensors()
+        self.values = tensors()
+        self._flat_keys = [self._flat(tensor) for tensor in self.keys]
+        self._flat_values = [self._flat(tensor) for tensor in self.values]
+
+    @property
+    def scratch_block(self) -> int:
+        """The block for padding."""
+        return self.num_blocks
+
+    @staticmethod
+    def bytes_per_block(spec: AttentionSpec) -> int:
+        """Memory that one block takes over all layers, keys and values."""
+        dtype: torch.dtype = getattr(torch, spec.kv_dtype)
+        return 2 * spec.num_layers * spec.page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store k and v: [tokens, kv_heads, head_dim] at `slots`: [tokens] int64, block * page_size + offset."""
+        keys, values = self._flat_keys[layer], self._flat_values[layer]
+        if self.is_float8:
+            scales = self.scales[layer]
+            k, v = encode(k, scales.key).view(keys.dtype), encode(v, scales.value).view(keys.dtype)
+        keys.index_copy_(0, slots, k.to(keys.dtype))
+        values.index_copy_(0, slots, v.to(keys.dtype))
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Slot by slot; codes as bytes, since torch copies no float8 by index on a CPU."""
+        flat = tensor.flatten(0, 1)
+        return flat.view(torch.uint8) if self.is_float8 else flat

@@ -1,0 +1,31 @@
+"""Autotuning: which kernel multiplies how many rows, chosen by measurement."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.autotune.op import (
+        Multiplication as Multiplication,
+        Operands as Operands,
+        Tunable as Tunable,
+        version_of as version_of,
+    )
+    from engine.core.autotune.timer import GraphTimer as GraphTimer
+    from engine.core.autotune.tuner import Work as Work, group as group, measure as measure
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    op=(
+        "Multiplication",
+        "Operands",
+        "Tunable",
+        "version_of",
+    ),
+    timer=("GraphTimer",),
+    tuner=(
+        "Work",
+        "group",
+        "measure",
+    ),
+)

@@ -1,0 +1,45 @@
+"""The configuration: one frozen tree, and how files and options are read into it."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.config.load import (
+        DEFAULT as DEFAULT,
+        PATHS as PATHS,
+        Resolved as Resolved,
+        Setting as Setting,
+        describe as describe,
+        flatten as flatten,
+        load_config as load_config,
+    )
+    from engine.core.config.structure import show as show
+    from engine.core.config.tree import (
+        AUTO as AUTO,
+        EngineConfig as EngineConfig,
+        ExecutorConfig as ExecutorConfig,
+        ModelConfig as ModelConfig,
+        ServerConfig as ServerConfig,
+    )
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    load=(
+        "DEFAULT",
+        "PATHS",
+        "Resolved",
+        "Setting",
+        "describe",
+        "flatten",
+        "load_config",
+    ),
+    structure=("show",),
+    tree=(
+        "AUTO",
+        "EngineConfig",
+        "ExecutorConfig",
+        "ModelConfig",
+        "ServerConfig",
+    ),
+)

@@ -1,0 +1,85 @@
+"""Which values of the settings are possible, alone and together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from engine.core.config.tree import AUTO, EngineConfig
+from engine.core.errors import ConfigError
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "model.max_len": (0, 2**31),
+    "model.load_threads": (0, 256),
+    "model.seed": (0, 2**63 - 1),
+    "scheduler.max_batch_tokens": (0, 2**24),
+    "scheduler.max_running": (1, 2**20),
+    "executor.tensor_parallel": (1, 1024),
+    "executor.threads": (0, 4096),
+    "cache.page_size": (1, 1024),
+    "cache.memory_fraction": (0, 1),
+    "server.port": (0, 65535),
+    "server.api_workers": (0, 256),
+    "server.replicas": (1, 256),
+    "server.replica_restarts": (0, 1_000_000),
+    "server.replica_restart_pause": (0, 60),
+    "server.shutdown_timeout": (0, 86400),
+    "server.health_timeout": (2, 86400),
+    "server.health_interval": (0, 86400),
+    "server.max_body_bytes": (1, 2**40),
+    "server.max_n": (1, 2**20),
+    "server.max_prompts": (1, 2**20),
+    "server.max_logprobs": (0, 1000),
+    "server.max_stop": (0, 2**20),
+    "server.max_stop_chars": (1, 2**20),
+    "server.max_logit_bias": (0, 2**20),
+    "server.max_waiting": (1, 2**31),
+}
+"""Least and greatest value of each setting that is a number."""
+
+_UNITS: Mapping[str, int] = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "2GiB", "1.5GB", "500MB" or "4096". Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is no size in bytes; write it as 2GiB, 500MB or 4096")
+    return int(float(match[1]) * factor)
+
+
+def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -> None:
+    """Call `complain(key, what is wrong and what to do)` for each rule that types and bounds do not express."""
+    size = config.cache.page_size
+    if size & (size - 1):
+        complain("cache.page_size", f"{size} is no power of two; use {1 << size.bit_length() - 1}")
+    if config.cache.memory != AUTO:
+        try:
+            if parse_bytes(config.cache.memory) == 0:
+                complain("cache.memory", "a KV cache of 0 bytes holds no token; give more")
+        except ConfigError as error:
+            complain("cache.memory", str(error))
+        if config.cache.memory_fraction:
+            complain("cache.memory_fraction", f"cache.memory ({config.cache.memory}) is given too; leave out one")
+    for section in ("model", "attention", "quant", "scheduler", "executor"):
+        if not getattr(config, section).name:
+            complain(f"{section}.name", f"the name is empty; use {AUTO!r} or leave it out")
+    if not config.server.host:
+        complain("server.host", "the address is empty; use 127.0.0.1, or 0.0.0.0 for all interfaces")
+    key = config.server.api_key
+    if key != key.strip() or not key.isascii() or not key.isprintable():
+        complain("server.api_key", "it has spaces around it or characters that an HTTP header cannot carry")
+    for name in sorted(set(config.plugins.allow) & set(config.plugins.deny)):
+        complain("plugins.deny", f"{name!r} is in allow and in deny; leave it in one")

@@ -1,0 +1,339 @@
+"""Reads settings from defaults, a file and the command line into one EngineConfig; every complaint names its place."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import attrs
+from attrs import frozen
+
+from engine.core.config.limits import BOUNDS, check_together, parse_bytes
+from engine.core.config.structure import load_yaml, show, structure, structure_options
+from engine.core.config.tree import EngineConfig
+from engine.core.errors import ConfigError, near_misses
+
+__all__ = [
+    "Resolved",
+    "Setting",
+    "describe",
+    "flatten",
+    "load_config",
+    "parse_bytes",
+    "structure_options",
+    "validate",
+]
+
+DEFAULT = "default"
+PATHS = ("model.path", "model.tokenizer", "model.chat_template", "executor.kernel_cache")
+"""Settings that name a file or directory; relative ones in a file start from the file's directory."""
+
+_TYPES: Mapping[type, str] = {
+    bool: "true or false",
+    int: "integer",
+    float: "number",
+    str: "string",
+    tuple: "list of strings",
+    dict: "table",
+}
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_BOOLEANS = {"true": True, "on": True, "false": False, "off": False}
+_Path = tuple[str, ...]
+
+
+@frozen(kw_only=True)
+class Setting:
+    """One setting, as the command line and the documentation show it."""
+
+    key: str
+    """section.name."""
+    type: type
+    """bool, int, float, str, tuple (of strings) or dict (a plugin's own settings)."""
+    annotation: Any
+    """The type as written in the configuration tree."""
+    default: Any
+    help: str
+    flag: str | None
+    choices: tuple[str, ...]
+    secret: bool
+    """Whether its value is never shown."""
+
+    @property
+    def path(self) -> tuple[str, str]:
+        """Section and name."""
+        section, _, name = self.key.partition(".")
+        return section, name
+
+    @property
+    def type_name(self) -> str:
+        """The type in words."""
+        return _TYPES[self.type]
+
+
+@frozen(kw_only=True)
+class Resolved:
+    """A configuration, and where each of its values comes from."""
+
+    config: EngineConfig
+    origins: Mapping[str, str]
+    """For each key of `flatten(config)`: default, the file's name, a flag, or what the caller said."""
+
+
+@frozen
+class _Given:
+    """A value that somebody gave."""
+
+    value: Any
+    origin: str
+    """For `Resolved.origins`."""
+    where: str
+    """For error messages."""
+
+
+def describe() -> list[Setting]:
+    """All settings, in the order of the configuration tree."""
+    found = []
+    for section in attrs.fields(EngineConfig):
+        cls: Any = type(section.default)
+        annotations = get_type_hints(cls)
+        for one in attrs.fields(cls):
+            annotation = annotations[one.name]
+            kind = getattr(annotation, "__origin__", annotation)
+            found.append(
+                Setting(
+                    key=f"{section.name}.{one.name}",
+                    type=dict if kind is Mapping else kind,
+                    annotation=annotation,
+                    default=getattr(section.default, one.name),
+                    help=one.metadata["help"],
+                    flag=one.metadata["flag"],
+                    choices=one.metadata["choices"],
+                    secret=one.metadata["secret"],
+                )
+            )
+    return found
+
+
+def join_key(path: Iterable[str]) -> str:
+    """A dotted key; a part that itself has a dot stands in quotes, as in TOML."""
+    return ".".join(part if _BARE.fullmatch(part) else show(part)[0] for part in path)
+
+
+def split_key(key: str) -> tuple[str, ...]:
+    """The parts of a dotted key."""
+    if '"' not in key:
+        return tuple(key.split("."))
+    try:
+        table: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{key} is no dotted key: {error}") from error
+    parts: list[str] = []
+    while isinstance(table, dict):
+        [(part, table)] = table.items()
+        parts.append(part)
+    return tuple(parts)
+
+
+def flatten(config: EngineConfig) -> dict[str, Any]:
+    """Dotted key -> value; a plugin's options by their own keys (attention.options.foo)."""
+    flat: dict[str, Any] = {}
+    for setting in describe():
+        flat |= {join_key(path): value for path, value in _leaves(setting, setting.path, _get(config, setting))}
+    return flat
+
+
+def load_config(
+    file: Path | None = None,
+    overrides: Mapping[str, object] = {},
+    defaults: Mapping[str, tuple[object, str]] = {},
+) -> Resolved:
+    """The configuration made of `defaults` ((value, origin) by dotted key), a TOML or YAML file, and `overrides`.
+
+    overrides: dotted key -> value, or a pair (value, origin). A string for a setting of another type, and for a
+    plugin's option, is read as typed on a command line: 64, true, off, "a,b" for a list; give lists as lists.
+    Raises ConfigError, which lists all that is wrong.
+    """
+    settings: dict[_Path, Setting] = {setting.path: setting for setting in describe()}
+    given: dict[_Path, _Given] = {}
+    problems: list[str] = []
+
+    def put(path: _Path, value: Any, origin: str, where: str) -> None:
+        setting = settings.get(path[:2])
+        if setting is None or (len(path) > 2 and setting.type is not dict):
+            problems.append(f"{where}: {_unknown(path, settings)}")
+            return
+        if setting.type is not dict:
+            value, wrong = _check(setting, value, where)
+            problems.extend(wrong)
+        elif path == setting.path and not isinstance(value, Mapping):
+            problems.append(f"{where}: expected a table of options, found {show(value)[0]}")
+        for inner, leaf in _leaves(setting, path, value):
+            for other in [one for one in given if one[: len(inner)] == inner or inner[: len(one)] == one]:
+                del given[other]
+            given[inner] = _Given(leaf, origin, where)
+
+    for key, (value, origin) in defaults.items():
+        put(split_key(key), value, origin, _place(origin, key))
+    if file is not None:
+        for path, value in _sections(_read(file)):
+            put(path, _from_file(path, value, file), file.name, f"{file}: {_bracketed(path)}")
+    for key, override in overrides.items():
+        path = split_key(key)
+        setting = settings.get(path[:2])
+        value, origin = override, setting.flag if setting is not None and setting.flag else "--set"
+        if isinstance(override, tuple) and len(override) == 2 and isinstance(override[1], str):
+            value, origin = override
+        put(path, _typed(value, setting), origin, origin if _is_flag(setting, origin, path) else _place(origin, key))
+
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config = _build(given)
+    places = {join_key(path): one.where for path, one in given.items()}
+    _raise_together(config, places)
+    origins = {join_key(path): one.origin for path, one in given.items()}
+    return Resolved(config=config, origins={key: origins.get(key, DEFAULT) for key in flatten(config)})
+
+
+def validate(config: EngineConfig) -> None:
+    """Raise ConfigError, which lists all that is wrong, for a tree made in Python with impossible values."""
+    problems: list[str] = []
+    for setting in describe():
+        value = _get(config, setting)
+        if setting.type is not dict:
+            problems += _check(setting, value, setting.key)[1]
+        elif not isinstance(value, Mapping):
+            problems.append(f"{setting.key}: expected a table of options, found {show(value)[0]}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    _raise_together(config, {})
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {file} cannot be read: {error}") from error
+    if file.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    if file.suffix in (".yaml", ".yml"):
+        return load_yaml(text, str(file))
+    raise ConfigError(f"the configuration file {file} is neither .toml nor .yaml; rename it after its format")
+
+
+def _sections(content: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
+    """The keys of a file, each with its section; a section without keys has none, but must be a section."""
+    known = attrs.fields_dict(EngineConfig)
+    for section, values in content.items():
+        if isinstance(values, Mapping) and values:
+            yield from (((section, str(name)), value) for name, value in values.items())
+        elif section not in known or not (values is None or values == {}):
+            yield (section,), values
+
+
+def _from_file(path: _Path, value: Any, file: Path) -> Any:
+    """The value, and a path in it seen from the file."""
+    return str(file.parent / value) if ".".join(path) in PATHS and isinstance(value, str) and value else value
+
+
+def _typed(value: Any, setting: Setting | None) -> Any:
+    """A string typed on a command line in the type its setting wants, if it can be read so."""
+    if not isinstance(value, str) or setting is None or setting.type is str:
+        return value
+    if setting.type is bool:
+        return _BOOLEANS.get(value.lower(), value)
+    if setting.type is tuple:
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if setting.type is dict:
+        return _toml_value(value)
+    try:
+        return setting.type(value)
+    except ValueError:
+        return value
+
+
+def _toml_value(text: str) -> Any:
+    """3, true, "3", [1, 2] as TOML reads them; anything else is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _leaves(setting: Setting, path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
+    """The value, or each value in a table of options."""
+    if setting.type is dict and isinstance(value, Mapping) and (value or path == setting.path):
+        for name, inner in value.items():
+            yield from _leaves(setting, (*path, str(name)), inner)
+    else:
+        yield path, value
+
+
+def _build(given: Mapping[_Path, _Given]) -> EngineConfig:
+    """The defaults with what was given laid over them."""
+    tree: dict[str, Any] = {section.name: {} for section in attrs.fields(EngineConfig)}
+    for path, one in given.items():
+        place = tree
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+        place[path[-1]] = one.value
+    defaults: Any = EngineConfig()
+    return EngineConfig(**{name: attrs.evolve(getattr(defaults, name), **values) for name, values in tree.items()})
+
+
+def _check(setting: Setting, value: Any, where: str) -> tuple[Any, list[str]]:
+    """The value in the setting's type, and what is wrong with it."""
+    value, wrong = structure(value, setting.annotation, where)
+    if wrong:
+        name = setting.path[1]
+        return value, [f"{one}; write it as {name} = {show(setting.default)[0]}, its default" for one in wrong]
+    if setting.choices and value not in setting.choices:
+        wrong.append(f"{where}: {value!r} is no choice; {near_misses(value, setting.choices)}")
+    low, high = BOUNDS.get(setting.key, (None, None))
+    if low is not None and high is not None and not low <= value <= high:
+        wrong.append(f"{where}: {value} is out of range; give {low} to {high}")
+    return value, wrong
+
+
+def _raise_together(config: EngineConfig, places: Mapping[str, str]) -> None:
+    problems: list[str] = []
+    check_together(config, lambda key, text: problems.append(f"{places.get(key, key)}: {text}"))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _unknown(path: _Path, settings: Iterable[_Path]) -> str:
+    """What to say of a key that no setting has."""
+    sections = list(dict.fromkeys(one[0] for one in settings))
+    if path[0] not in sections:
+        return f"there is no section {path[0]!r}; {near_misses(path[0], sections)}"
+    if len(path) == 1:
+        return f"{path[0]} is a section; give its keys as a table"
+    name = ".".join(path[1:])
+    elsewhere = [_bracketed(one) for one in settings if one[1] == name]
+    if elsewhere:
+        return f"there is no such key here; did you mean {' or '.join(elsewhere)}?"
+    return f"there is no such key; {near_misses(name, [one[1] for one in settings if one[0] == path[0]])}"
+
+
+def _is_flag(setting: Setting | None, origin: str, path: _Path) -> bool:
+    """Whether the origin says by itself which setting is meant."""
+    return setting is not None and origin == setting.flag and len(path) == 2
+
+
+def _bracketed(path: _Path) -> str:
+    return f"[{path[0]}] {'.'.join(path[1:])}".rstrip()
+
+
+def _place(origin: str, key: str) -> str:
+    return f"{origin} ({key})"
+
+
+def _get(config: EngineConfig, setting: Setting) -> Any:
+    section, name = setting.path
+    return getattr(getattr(config, section), name)

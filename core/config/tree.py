@@ -1,0 +1,233 @@
+"""The configuration: one frozen tree, resolved once and sent unchanged to every process.
+
+Each setting is defined here and nowhere else: its type, default, help text and command-line flag. The file reader
+(core/config/load.py), the command line (cli/options.py) and docs/configuration.md are made from this tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+from engine.core.quant.float8 import FLOAT8
+
+AUTO = "auto"
+KV_DTYPES = {"fp8": FLOAT8}
+"""Short names of types of keys and values."""
+
+
+def setting(
+    default: Any, text: str, *, flag: str | None = None, choices: tuple[str, ...] = (), secret: bool = False
+) -> Any:
+    """One setting. `flag`: its command-line option; None: set it in the file or by --set. Lists in `choices` are for
+    values that are no plugin names. A `secret` is never shown."""
+    metadata = {"help": text, "flag": flag, "choices": choices, "secret": secret}
+    if isinstance(default, dict):
+        return attrs.field(factory=dict, metadata=metadata)
+    return attrs.field(default=default, metadata=metadata)
+
+
+@frozen(kw_only=True)
+class ModelConfig:
+    """[model]: which checkpoint, and how to read it."""
+
+    path: str = setting("", "Directory of a Hugging Face checkpoint.", flag="--model")
+    name: str = setting(AUTO, "Architecture plugin; auto: by the checkpoint's config.json.", flag="--architecture")
+    options: Mapping[str, Any] = setting({}, "Settings of the architecture plugin.")
+    served_name: str = setting("", "Name in the HTTP interface; empty: the directory's.", flag="--served-model-name")
+    tokenizer: str = setting("", "Directory of the tokenizer; empty: the checkpoint's.", flag="--tokenizer")
+    chat_template: str = setting("", "File of a Jinja chat template; empty: the tokenizer's.", flag="--chat-template")
+    dtype: str = setting(
+        AUTO,
+        "Type of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU.",
+        flag="--dtype",
+        choices=(AUTO, "float32", "bfloat16", "float16"),
+    )
+    max_len: int = setting(0, "Longest context in tokens; 0: the model's own.", flag="--max-len")
+    load_format: str = setting(
+        AUTO,
+        "auto: safetensors files; dummy: random weights, only config.json is read.",
+        flag="--load-format",
+        choices=(AUTO, "dummy"),
+    )
+    load_threads: int = setting(
+        0, "Threads that read the weights; 0: as many as there are processors, up to 8.", flag="--load-threads"
+    )
+    generation_config: str = setting(
+        AUTO,
+        "auto: sampling defaults and stop tokens from generation_config.json; none: ignore that file.",
+        flag="--generation-config",
+        choices=(AUTO, "none"),
+    )
+    trust_remote_code: bool = setting(
+        False, "Let the tokenizer run Python code that comes with the checkpoint.", flag="--trust-remote-code"
+    )
+    seed: int = setting(0, "Seed of dummy weights.", flag="--weights-seed")
+
+
+@frozen(kw_only=True)
+class AttentionConfig:
+    """[attention]: how queries meet the KV cache."""
+
+    name: str = setting(
+        AUTO, "Attention backend; PREFILL,DECODE: one for prompts and one for decodes.", flag="--attention"
+    )
+    options: Mapping[str, Any] = setting(
+        {}, "Settings of the attention backend; of two: prefill.KEY and decode.KEY.", flag="--attention-option"
+    )
+
+
+@frozen(kw_only=True)
+class QuantConfig:
+    """[quant]: how weights are stored and multiplied."""
+
+    name: str = setting(AUTO, "Quantization method; auto: what the checkpoint says.", flag="--quant")
+    options: Mapping[str, Any] = setting({}, "Settings of the quantization method.", flag="--quant-option")
+
+
+@frozen(kw_only=True)
+class SchedulerConfig:
+    """[scheduler]: who runs next, and how much a step may hold."""
+
+    name: str = setting(AUTO, "Scheduling policy.", flag="--scheduler")
+    options: Mapping[str, Any] = setting({}, "Settings of the scheduling policy.", flag="--scheduler-option")
+    max_batch_tokens: int = setting(
+        0,
+        "Most tokens in one step; longer prompts are computed in chunks. 0: 8192 on a GPU, 2048 on a CPU.",
+        flag="--max-batch-tokens",
+    )
+    max_running: int = setting(256, "Most sequences in one step.", flag="--max-running")
+    overlap: str = setting(
+        AUTO,
+        "Plan the next step while one runs; auto: if the executor runs asynchronously.",
+        flag="--overlap",
+        choices=(AUTO, "on", "off"),
+    )
+
+
+@frozen(kw_only=True)
+class ExecutorConfig:
+    """[executor]: where the model runs."""
+
+    name: str = setting(AUTO, "Executor.", flag="--executor")
+    options: Mapping[str, Any] = setting({}, "Settings of the executor.", flag="--executor-option")
+    device: str = setting(AUTO, "auto (a GPU if there is one), cpu, cuda or cuda:N.", flag="--device")
+    tensor_parallel: int = setting(
+        1, "Devices that share the weights and the heads of each layer, from executor.device on.", flag="--tp"
+    )
+    threads: int = setting(0, "CPU threads for tensor operations; 0: torch's choice.", flag="--threads")
+    kernels: str = setting(
+        AUTO,
+        "Norms, rotary embedding, activation, few-row linears and sampling by fused (Triton) kernels or plain (PyTorch)"
+        " operations; auto: fused on a GPU.",
+        flag="--kernels",
+        choices=(AUTO, "fused", "plain"),
+    )
+    kernel_cache: str = setting(
+        "",
+        "Directory for the measured choice of kernels; empty: engine/kernels under $XDG_CACHE_HOME or ~/.cache.",
+    )
+    graphs: str = setting(
+        AUTO,
+        "CUDA graphs: of decode steps, and of what lies between the attention of two layers in small steps with"
+        " prompts; decode: of decode steps only; auto: on where device and attention backend allow it.",
+        flag="--graphs",
+        choices=(AUTO, "on", "decode", "off"),
+    )
+
+
+@frozen(kw_only=True)
+class CacheConfig:
+    """[cache]: the paged KV cache."""
+
+    page_size: int = setting(16, "Tokens a KV block.", flag="--page-size")
+    memory: str = setting(
+        AUTO,
+        'Size of the KV cache, as "2GiB" or "500MB"; auto: what memory_fraction leaves beside weights and activations.',
+        flag="--kv-memory",
+    )
+    memory_fraction: float = setting(
+        0.0,
+        "Share of the device's free memory for weights, activations and KV cache; 0: 0.9 of a GPU's, 0.5 of a CPU's.",
+        flag="--memory-fraction",
+    )
+    prefix_caching: bool = setting(True, "Reuse the KV blocks of equal prefixes.", flag="--prefix-caching")
+    dtype: str = setting(
+        AUTO,
+        "Type of keys and values; auto: what the checkpoint asks for, else that of the activations.",
+        flag="--kv-dtype",
+        choices=(AUTO, "float32", "bfloat16", "float16", FLOAT8, *KV_DTYPES),
+    )
+
+
+@frozen(kw_only=True)
+class PluginsConfig:
+    """[plugins]: which installed plugins are loaded."""
+
+    allow: tuple[str, ...] = setting((), "Load only these entry points (and the built-ins); empty: all.")
+    deny: tuple[str, ...] = setting((), "Do not load these entry points.")
+
+
+@frozen(kw_only=True)
+class ServerConfig:
+    """[server]: the HTTP interface and its limits."""
+
+    host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
+    port: int = setting(8000, "Port to listen on; 0: any free one.", flag="--port")
+    api_workers: int = setting(
+        0,
+        "Processes that answer HTTP and turn text into tokens and back; 0: one for every 4 cores, from 1 to 4.",
+        flag="--api-workers",
+    )
+    replicas: int = setting(
+        1,
+        "Engines, each with the whole model: on GPUs each on its own one (or executor.tensor_parallel of them), from"
+        " executor.device on; on a CPU they share the cores.",
+        flag="--replicas",
+    )
+    replica_restarts: int = setting(
+        5,
+        "Times that a dead replica, where there are several, is started anew before it is given up; 10 minutes of life"
+        " give all of them back. 0: never.",
+        flag="--replica-restarts",
+    )
+    replica_restart_pause: float = setting(
+        1.0, "Seconds until a dead replica is started anew; doubled each time, up to a minute."
+    )
+    api_key: str = setting(
+        "", "Key that clients must send as a bearer token; empty: none.", flag="--api-key", secret=True
+    )
+    shutdown_timeout: float = setting(
+        30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"
+    )
+    health_timeout: float = setting(
+        60.0, "Seconds without a round of the engine's loop, or without the step asked for, until /health says 503."
+    )
+    health_interval: float = setting(
+        60.0, "Seconds of idleness after which the engine computes one token to see that it can; 0: only on demand."
+    )
+    max_body_bytes: int = setting(8 * 2**20, "Largest request body.")
+    max_n: int = setting(64, "Most choices for one prompt.")
+    max_prompts: int = setting(256, "Most prompts in one completion request.")
+    max_logprobs: int = setting(20, "Most likeliest tokens reported at a position.")
+    max_stop: int = setting(16, "Most stop strings in one request.")
+    max_stop_chars: int = setting(256, "Longest stop string, characters.")
+    max_logit_bias: int = setting(1024, "Most tokens in logit_bias.")
+    max_waiting: int = setting(4096, "Most requests in the engine; one more gets 503.")
+
+
+@frozen(kw_only=True)
+class EngineConfig:
+    """All settings of one engine."""
+
+    model: ModelConfig = ModelConfig()
+    attention: AttentionConfig = AttentionConfig()
+    quant: QuantConfig = QuantConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    cache: CacheConfig = CacheConfig()
+    plugins: PluginsConfig = PluginsConfig()
+    server: ServerConfig = ServerConfig()

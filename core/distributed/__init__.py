@@ -1,0 +1,26 @@
+"""Ranks that share one model: collectives, and how ranks find each other."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.distributed.rank_group import (
+        OneRank as OneRank,
+        RankGroup as RankGroup,
+        join as join,
+    )
+    from engine.core.distributed.rendezvous import MeetingPoint as MeetingPoint, Rendezvous as Rendezvous
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    rank_group=(
+        "OneRank",
+        "RankGroup",
+        "join",
+    ),
+    rendezvous=(
+        "MeetingPoint",
+        "Rendezvous",
+    ),
+)

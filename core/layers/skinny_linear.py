@@ -1,0 +1,169 @@
+"""Unquantized linear layers where few rows go through Triton kernels; which ones, measurement decides (tuning.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from engine.core.autotune.op import Multiplication, Operands, Tunable, version_of
+from engine.core.layers.base import torch_dtype
+from engine.core.layers.linear import PlainKernel, merge
+from engine.core.quant.base import LinearSpec
+from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.common import launch
+from engine.ops.gemm import skinny, skinny_launch
+from engine.ops.gemm.skinny_launch import (
+    MOST_ROWS,
+    Problem,
+    SkinnyLaunch,
+    Tile,
+    Workspace,
+    candidates,
+    default_tile,
+    with_ahead,
+)
+from engine.ops.sampling.argmax import argmax_rows
+
+BUCKETS = (1, 2, 4, 8, MOST_ROWS)
+"""Numbers of rows for which a kernel is chosen; others take the next one's."""
+
+
+class FewRows(Tunable[Tile | None]):
+    """How one multiplication is done, by its number of rows: `launches[rows]`, None for torch's own."""
+
+    def __init__(self, problem: Problem, workspace: Workspace) -> None:
+        self.problem = problem
+        self.launches: list[SkinnyLaunch | None] = [None] * (MOST_ROWS + 1)
+        self._workspace = workspace
+        for rows in BUCKETS:
+            self.choose(rows, default_tile(problem, rows, workspace.device))
+
+    @property
+    def key(self) -> str:
+        """See Tunable."""
+        return str(self.problem)
+
+    @property
+    def version(self) -> str:
+        """See Tunable."""
+        return version_of(launch, skinny, skinny_launch)
+
+    @property
+    def inputs(self) -> int:
+        """See Tunable."""
+        return self.problem.inputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Tunable."""
+        return torch_dtype(self.problem.dtype)
+
+    @property
+    def classes(self) -> Sequence[int]:
+        """See Tunable."""
+        return BUCKETS
+
+    def candidates(self, rows: int) -> Sequence[Tile | None]:
+        """Torch's own first."""
+        return [None, *candidates(self.problem, rows, self._workspace.device)]
+
+    def refine(self, rows: int, ranked: Sequence[Tile | None]) -> Sequence[Tile | None]:
+        """The best number of bytes to fetch in advance with the fastest tile."""
+        fastest = next((tile for tile in ranked if tile is not None), None)
+        return [] if fastest is None else with_ahead(fastest, self.problem, self.dtype.itemsize)
+
+    def name(self, candidate: Tile | None) -> str:
+        """See Tunable."""
+        return "library" if candidate is None else str(candidate)
+
+    def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
+        """See Tunable."""
+        if candidate is not None:
+            weight = operands.weights["weight"]
+            self.make(rows, candidate).compile(weight.new_empty(rows, weight.shape[1]), weight, operands.bias)
+
+    def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+        """See Tunable; the largest outputs for argmax."""
+        weight = operands.weights["weight"]
+        if candidate is None:
+            return by_torch(self.problem, x, weight, operands.bias)
+        kernel = self.make(x.shape[0], candidate)
+        return kernel.peaks(x, weight)[0] if self.problem.epilogue == "argmax" else kernel(x, weight, operands.bias)
+
+    def choose(self, rows: int, candidate: Tile | None) -> None:
+        """Set the kernel of a bucket; None: torch's own."""
+        below = max((bucket for bucket in BUCKETS if bucket < rows), default=0)
+        made = None if candidate is None else self.make(rows, candidate)
+        self.launches[below + 1 : rows + 1] = [made] * (rows - below)
+
+    def make(self, rows: int, tile: Tile) -> SkinnyLaunch:
+        """A kernel that is not chosen yet."""
+        return SkinnyLaunch(self.problem, tile, rows, self._workspace)
+
+
+class FewRowsTables:
+    """One `FewRows` for all layers of one shape."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self._workspace = Workspace(self.device)
+        self._tables: dict[Problem, FewRows] = {}
+
+    def table(self, problem: Problem) -> FewRows:
+        """The table of a shape, made when it is first asked for."""
+        if problem not in self._tables:
+            self._tables[problem] = FewRows(problem, self._workspace)
+        return self._tables[problem]
+
+
+class SkinnyKernel(PlainKernel):
+    """Weights in the model's own type; up to 16 rows by the kernels chosen, more by torch."""
+
+    def __init__(self, spec: LinearSpec, tables: FewRowsTables) -> None:
+        super().__init__(spec)
+        outputs = sum(spec.rank_outputs(part) for part in spec.parts)
+        self.few_rows = tables.table(
+            Problem(
+                epilogue="gated" if spec.gated else "plain",
+                outputs=outputs // 2 if spec.gated else outputs,
+                inputs=spec.rank_inputs,
+                dtype=spec.dtype,
+            )
+        )
+        launches = self.few_rows.launches
+        self._plain = [None] * len(launches) if spec.gated else launches
+        self._gated = launches if spec.gated else [None] * len(launches)
+
+    def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """One matrix, the parts' outputs one below the other."""
+        return {"weight": merge(list(loaded.values()), self._spec.dtype)}
+
+    def multiplications(
+        self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> Sequence[Multiplication]:
+        """See LinearKernel."""
+        return [Multiplication(tunable=self.few_rows, operands=Operands(weights=weights, bias=bias))]
+
+    def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        """x: [..., in_features] -> [..., out_features]."""
+        launch = self._plain[x.shape[0]] if x.dim() == 2 and x.shape[0] <= MOST_ROWS else None
+        return F.linear(x, weights["weight"], bias) if launch is None else launch(x, weights["weight"], bias)
+
+    def apply_gated(
+        self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See LinearKernel."""
+        launch = self._gated[x.shape[0]] if x.dim() == 2 and x.shape[0] <= MOST_ROWS else None
+        if launch is None:
+            return silu_and_mul(F.linear(x, weights["weight"], bias))
+        return launch(x, weights["weight"], bias)
+
+
+def by_torch(problem: Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same multiplication without a kernel for few rows: what one must be faster than."""
+    y = F.linear(x, weight, bias)
+    if problem.epilogue == "gated":
+        return silu_and_mul(y)
+    return argmax_rows(y)[0] if problem.epilogue == "argmax" else y

@@ -1,0 +1,18 @@
+"""Models: the contract of an architecture, and what one forward pass is given."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.models.base import Model as Model, ModelSpec as ModelSpec
+    from engine.core.models.forward_pass import ForwardPass as ForwardPass
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    base=(
+        "Model",
+        "ModelSpec",
+    ),
+    forward_pass=("ForwardPass",),
+)

@@ -1,0 +1,61 @@
+"""The plugin host: finds plugins, registers what they offer, and chooses one for each extension point."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.plugin_host.extension_points import SEAMS as SEAMS
+    from engine.core.plugin_host.faults import CONSTRUCTOR as CONSTRUCTOR
+    from engine.core.plugin_host.registry import HOME as HOME, Plugins as Plugins, load_plugins as load_plugins
+    from engine.core.plugin_host.selection import (
+        DTYPES as DTYPES,
+        Choice as Choice,
+        Parts as Parts,
+        Question as Question,
+        ask as ask,
+        attention_question as attention_question,
+        attention_spec as attention_spec,
+        find_quant as find_quant,
+        fused_kernels as fused_kernels,
+        load_pair as load_pair,
+        model_question as model_question,
+        quant_question as quant_question,
+        questions_of_machine as questions_of_machine,
+        resolve as resolve,
+        resolve_dtype as resolve_dtype,
+        resolve_kv_dtype as resolve_kv_dtype,
+        settle as settle,
+        shape_of as shape_of,
+    )
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    extension_points=("SEAMS",),
+    faults=("CONSTRUCTOR",),
+    registry=(
+        "HOME",
+        "Plugins",
+        "load_plugins",
+    ),
+    selection=(
+        "Choice",
+        "DTYPES",
+        "Parts",
+        "Question",
+        "ask",
+        "attention_question",
+        "attention_spec",
+        "find_quant",
+        "fused_kernels",
+        "load_pair",
+        "model_question",
+        "quant_question",
+        "questions_of_machine",
+        "resolve",
+        "resolve_dtype",
+        "resolve_kv_dtype",
+        "settle",
+        "shape_of",
+    ),
+)

@@ -1,0 +1,83 @@
+"""The plug points: for each, its hook, its contract and the section of the configuration that chooses."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from attrs import frozen, has
+
+from engine.core.errors import PluginError
+
+
+@frozen
+class Seam:
+    """A plug point: where its contract stands, and which section of the configuration chooses."""
+
+    name: str
+    section: str
+    contract_name: str
+    contract_module: str = "base"
+    pairs: str = ""
+    """Where two plugins can serve together, named "first,second": what each is for, as the command line writes it."""
+
+    @property
+    def hook(self) -> str:
+        """The hook that fills it."""
+        return f"register_{self.name}"
+
+    @property
+    def module(self) -> Any:
+        """The module of the contract; importing it imports nothing heavy."""
+        return import_module(f"engine.core.{self.name}.{self.contract_module}")
+
+    @property
+    def contract(self) -> type:
+        """The abstract class."""
+        contract: type = getattr(self.module, self.contract_name)
+        return contract
+
+    @property
+    def api(self) -> str:
+        """Version of the contract."""
+        return str(self.module.API)
+
+    def pair(self, names: tuple[str, str], parts: tuple[type, type]) -> type:
+        """The class that serves by two."""
+        module = import_module(f"engine.core.{self.name}.pair")
+        made: type = module.pair_of(names, parts)
+        return made
+
+    def check(self, found: object, owner: str) -> None:
+        """Raise PluginError unless `found` is a concrete class that keeps this seam's contract."""
+        wanted = f"engine.core.{self.name}.{self.contract_name}"
+        if not isinstance(found, type) or not issubclass(found, self.contract):
+            raise PluginError(f"{owner} is {found!r}, not a subclass of {wanted}; derive it from that class")
+        missing = sorted(getattr(found, "__abstractmethods__", ()))
+        if missing:
+            raise PluginError(
+                f"{owner} is {found.__qualname__}, which lacks {', '.join(missing)} of {wanted}; add them"
+            )
+        options = getattr(found, "options_class", None)
+        if options is not None and not (isinstance(options, type) and has(options)):
+            raise PluginError(
+                f"{owner} has options_class = {options!r}, which is no attrs class; decorate it with @frozen"
+            )
+        api = getattr(found, "api", None)
+        if api != self.api:
+            raise PluginError(
+                f"{owner} is {found.__qualname__} with api = {api!r}, but this engine has version {self.api!r} of "
+                f"{wanted}; install a version of the plugin made for it"
+            )
+        flaw = self.module.flaw(found) if hasattr(self.module, "flaw") else None
+        if flaw is not None:
+            raise PluginError(f"{owner} is {found.__qualname__} with {flaw}")
+
+
+SEAMS = (
+    Seam("attention", "attention", "AttentionBackend", pairs="PREFILL,DECODE"),
+    Seam("quant", "quant", "QuantMethod"),
+    Seam("schedulers", "scheduler", "SchedulingPolicy", contract_module="policy"),
+    Seam("executors", "executor", "Executor"),
+    Seam("models", "model", "Model"),
+)

@@ -1,0 +1,112 @@
+"""How much memory the KV cache may take: a budget measured or given, less weights and activations."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from engine.core.attention.base import AttentionSpec
+from engine.core.config.limits import parse_bytes
+from engine.core.config.tree import AUTO, EngineConfig
+from engine.core.device import DeviceInfo
+from engine.core.errors import CapacityError
+from engine.core.models.base import ModelSpec
+from engine.core.quant.float8 import FLOAT8
+
+MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
+"""Of the free memory, for an engine that is told no other share."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FLOAT8: 1}
+
+
+def format_bytes(count: int) -> str:
+    """Bytes as a person reads them: 1.5 GiB."""
+    amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(amount) >= 1024 and len(units) > 1:
+        amount /= 1024
+        del units[0]
+    return f"{amount:.{0 if units[0] == 'B' else 2}f} {units[0]}"
+
+
+@frozen(kw_only=True)
+class MemoryPlan:
+    """Where the memory goes, in bytes."""
+
+    budget: int
+    weights: int
+    activations: int
+    kv: int
+    num_blocks: int
+
+
+def free_memory(device: DeviceInfo) -> int:
+    """Bytes free on the device now."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device.index)[0]
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise CapacityError("/proc/meminfo does not tell the free memory; give the size of the KV cache with --kv-memory")
+
+
+def estimate_activations(model: ModelSpec, config: EngineConfig, dtype: str) -> int:
+    """Bytes of one full step's intermediate results where they cannot be measured, counted generously.
+
+    Per token: about a dozen hidden-size rows (a merged gate-up projection is the largest); per sequence: three rows of
+    float32 logits.
+    """
+    tokens = config.scheduler.max_batch_tokens
+    rows = min(config.scheduler.max_running, tokens)
+    return tokens * 12 * model.hidden_size * DTYPE_BYTES[dtype] + rows * 3 * model.vocab_size * 4
+
+
+def plan_memory(
+    config: EngineConfig, spec: AttentionSpec, *, budget: int, weights: int, activations: int, bytes_per_block: int
+) -> MemoryPlan:
+    """Blocks of the KV cache under `budget` bytes, at most as many as all running sequences could fill.
+
+    Raises CapacityError with the table of the budget, and what would fit, when not even one sequence of the longest
+    context does.
+    """
+    needed = -(-spec.max_len // spec.page_size)
+    useful = needed * config.scheduler.max_running
+    if config.cache.memory == AUTO:
+        available = budget - weights - activations
+    else:
+        available = parse_bytes(config.cache.memory)
+        budget = weights + activations + available
+    num_blocks = min(available // bytes_per_block, useful)
+    if num_blocks < needed:
+        raise CapacityError(_too_small(spec, budget, weights, activations, available, bytes_per_block))
+    return MemoryPlan(
+        budget=budget,
+        weights=weights,
+        activations=activations,
+        kv=num_blocks * bytes_per_block,
+        num_blocks=num_blocks,
+    )
+
+
+def _too_small(
+    spec: AttentionSpec, budget: int, weights: int, activations: int, available: int, bytes_per_block: int
+) -> str:
+    fits = max(available // bytes_per_block, 0) * spec.page_size
+    needed = -(-spec.max_len // spec.page_size) * bytes_per_block
+    table = "\n".join(
+        f"  {name:<26}{format_bytes(size):>12}"
+        for name, size in (
+            ("memory budget", budget),
+            ("weights", weights),
+            ("activations", activations),
+            ("left for the KV cache", available),
+            (f"one context of {spec.max_len}", needed),
+        )
+    )
+    advice = (
+        f"the longest context that fits is {fits}: use --max-len {fits}, or give more memory with --kv-memory "
+        "or --memory-fraction"
+        if fits
+        else "no context fits: give more memory with --kv-memory or --memory-fraction, or lower --max-batch-tokens"
+    )
+    return f"the KV cache does not hold one context of {spec.max_len} tokens:\n{table}\n{advice}"

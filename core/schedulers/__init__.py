@@ -1,0 +1,30 @@
+"""Scheduling: the contract of a policy, and the scheduler that plans steps by one."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.schedulers.block_manager import BlockManager as BlockManager, HashChain as HashChain
+    from engine.core.schedulers.policy import (
+        API as API,
+        RequestView as RequestView,
+        SchedulingPolicy as SchedulingPolicy,
+        Split as Split,
+    )
+    from engine.core.schedulers.scheduler import Scheduler as Scheduler
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    block_manager=(
+        "BlockManager",
+        "HashChain",
+    ),
+    policy=(
+        "API",
+        "RequestView",
+        "SchedulingPolicy",
+        "Split",
+    ),
+    scheduler=("Scheduler",),
+)

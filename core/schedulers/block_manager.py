@@ -1,0 +1,197 @@
+"""Which sequence owns which KV block, and which blocks hold a known prefix. Pure Python: no tensors."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from struct import Struct
+
+DIGEST_BYTES = 16
+
+
+class HashChain:
+    """Digests of the full blocks of one token sequence that only grows, computed as far as asked, once.
+
+    A block's digest covers the salt and all tokens from the start of the sequence to the end of the block.
+    """
+
+    __slots__ = ("_digests", "_hash", "_pack", "_page_size")
+
+    def __init__(self, page_size: int, salt: str = "") -> None:
+        self._page_size = page_size
+        self._pack = Struct(f"{page_size}q").pack
+        # The salt's own digest is of fixed length, so that no salt can pass for another with tokens behind it.
+        self._hash = blake2b(blake2b(salt.encode()).digest(), digest_size=DIGEST_BYTES)
+        self._digests: list[bytes] = []
+
+    def digest(self, tokens: Sequence[int], block: int) -> bytes:
+        """Digest of the full block with number `block`, counted from the start of `tokens`."""
+        digests = self._digests
+        while len(digests) <= block:
+            start = len(digests) * self._page_size
+            self._hash.update(self._pack(*tokens[start : start + self._page_size]))
+            digests.append(self._hash.digest())
+        return digests[block]
+
+
+class _Table:
+    """The blocks of one sequence, and how many at its front are registered or were found in the cache."""
+
+    __slots__ = ("blocks", "registered")
+
+    def __init__(self, blocks: list[int], registered: int) -> None:
+        self.blocks = blocks
+        self.registered = registered
+
+
+class BlockManager:
+    """Hands out KV blocks to sequences and shares those of equal prefixes.
+
+    A block is free, used (by one sequence, or by several that share a prefix) or cached: full, known by its digest, and
+    used by nobody. Cached blocks are given away when no free one is left, the least recently used first.
+    """
+
+    def __init__(self, num_blocks: int, page_size: int, *, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
+        self._references = [0] * num_blocks
+        self._digests: list[bytes | None] = [None] * num_blocks
+        self._by_digest: dict[bytes, int] = {}
+        self._tables: dict[int, _Table] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks with nothing of use in them."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks kept for prefixes to come."""
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks in tables of sequences."""
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def table(self, sequence: int) -> tuple[int, ...]:
+        """The blocks of a sequence, in order."""
+        return tuple(self._tables[sequence].blocks)
+
+    def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
+        """Blocks that hold the longest cached prefix of `tokens`; changes nothing.
+
+        Never all of `tokens`: the last one must be computed, for its logits.
+        """
+        found: list[int] = []
+        for index in range((len(tokens) - 1) // self.page_size if self.prefix_caching else 0):
+            block = self._by_digest.get(chain.digest(tokens, index))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def can_allocate(
+        self, num_tokens: int, cached: Sequence[int] = (), *, spare: int = 0, without: Iterable[int] = ()
+    ) -> bool:
+        """Whether `allocate` would succeed and leave `spare` blocks, once the sequences `without` are freed."""
+        released = Counter(block for sequence in without for block in self._tables[sequence].blocks)
+        available = self.num_available + sum(self._references[block] == count for block, count in released.items())
+        revived = sum(self._references[block] == released[block] for block in cached)
+        return self.blocks_for(num_tokens) - len(cached) + spare <= available - revived
+
+    def allocate(self, sequence: int, num_tokens: int, cached: Sequence[int] = ()) -> list[int] | None:
+        """Give a new sequence blocks for its first `num_tokens`, of which `cached` (from `lookup`) are the front.
+
+        Returns all its blocks, or None, with nothing changed, when there are not enough.
+        """
+        if not self.can_allocate(num_tokens, cached):
+            return None
+        for block in cached:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+        self._tables[sequence] = _Table(list(cached), len(cached))
+        self.extend(sequence, num_tokens)
+        return list(self._tables[sequence].blocks)
+
+    def extend(self, sequence: int, num_tokens: int) -> list[int] | None:
+        """Make a sequence's blocks hold `num_tokens`.
+
+        Returns the blocks added (none if it had enough), or None, with nothing changed, when there are not enough.
+        """
+        blocks = self._tables[sequence].blocks
+        missing = -(-num_tokens // self.page_size) - len(blocks)
+        if missing > len(self._free) + len(self._cached):
+            return None
+        added = [self._take() for _ in range(missing)]
+        blocks += added
+        return added
+
+    def register(self, sequence: int, tokens: Sequence[int], chain: HashChain, num_computed: int) -> None:
+        """Let others share the sequence's full blocks among its first `num_computed` tokens, which are in the cache.
+
+        A block whose content is registered already stays private: one block a digest.
+        """
+        if not self.prefix_caching:
+            return
+        table = self._tables[sequence]
+        for index in range(table.registered, num_computed // self.page_size):
+            digest = chain.digest(tokens, index)
+            if digest not in self._by_digest:
+                block = table.blocks[index]
+                self._by_digest[digest] = block
+                self._digests[block] = digest
+            table.registered = index + 1
+
+    def free(self, sequence: int) -> None:
+        """Take the blocks from a sequence; registered ones that nobody else uses stay cached."""
+        # Last block first, so that a prefix is evicted from its end: a block without its parent cannot be found.
+        for block in reversed(self._tables.pop(sequence).blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._digests[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is accounted for exactly once."""
+        references = Counter(block for table in self._tables.values() for block in table.blocks)
+        used, free, cached = set(references), set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert len(used) + len(free) + len(cached) == len(used | free | cached), "a block is in two states"
+        assert used | free | cached == set(range(self.num_blocks)), "a block is lost"
+        assert self.num_used == len(used), "free + cached + used is not the total"
+        assert self._references == [references[block] for block in range(self.num_blocks)], "a reference count is wrong"
+        assert all(len(set(table.blocks)) == len(table.blocks) for table in self._tables.values()), "a block repeats"
+        known = {block: digest for block, digest in enumerate(self._digests) if digest is not None}
+        assert {digest: block for block, digest in known.items()} == self._by_digest, "the digest index is wrong"
+        assert cached <= known.keys(), "a cached block has no digest"
+        assert not free & known.keys(), "a free block has a digest"
+
+    def _take(self) -> int:
+        """One block for one sequence, the least recently used cached one if none is free."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            digest = self._digests[block]
+            assert digest is not None
+            del self._by_digest[digest]
+            self._digests[block] = None
+        self._references[block] = 1
+        return block

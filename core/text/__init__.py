@@ -1,0 +1,11 @@
+"""Text to tokens and back."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.text.detokenizer import Detokenizer as Detokenizer
+    from engine.core.text.tokenizer import Tokenizer as Tokenizer
+
+__getattr__, __dir__, __all__ = exports(__name__, detokenizer=("Detokenizer",), tokenizer=("Tokenizer",))

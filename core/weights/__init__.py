@@ -1,0 +1,40 @@
+"""Checkpoints on disk: their configuration, and loading their tensors."""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.weights.checkpoint import Checkpoint as Checkpoint, read_json as read_json, read_key as read_key
+    from engine.core.weights.loader import (
+        INDEX as INDEX,
+        PICKLES as PICKLES,
+        SINGLE as SINGLE,
+        DummySource as DummySource,
+        SafetensorsSource as SafetensorsSource,
+        WeightSource as WeightSource,
+        load_weights as load_weights,
+    )
+    from engine.core.weights.tensor_file import StoredTensor as StoredTensor, TensorFile as TensorFile
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    checkpoint=(
+        "Checkpoint",
+        "read_json",
+        "read_key",
+    ),
+    loader=(
+        "DummySource",
+        "INDEX",
+        "PICKLES",
+        "SINGLE",
+        "SafetensorsSource",
+        "WeightSource",
+        "load_weights",
+    ),
+    tensor_file=(
+        "StoredTensor",
+        "TensorFile",
+    ),
+)

@@ -1,0 +1,141 @@
+"""A model directory in the Hugging Face layout: what its JSON files say. The weights are core/weights/loader.py's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attrs import frozen
+
+from engine.core.errors import CheckpointError, InvalidRequestError
+from engine.core.types import SamplingParams
+
+T = TypeVar("T", int, float, bool)
+
+SAMPLING_KEYS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of generation_config.json -> SamplingParams."""
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+@frozen(kw_only=True)
+class Checkpoint:
+    """A model directory."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """config.json."""
+    generation_config: Mapping[str, Any]
+    """generation_config.json; empty without that file."""
+
+    @classmethod
+    def open(cls, path: str | Path, *, generation_config: str = "auto") -> Checkpoint:
+        """Read the directory's JSON files; with generation_config "none", that file is taken as absent.
+
+        Raises CheckpointError if it is no directory or has no config.json.
+        """
+        directory = model_directory(path)
+        if not (directory / "config.json").is_file():
+            raise CheckpointError(f"{directory} has no config.json; it is not a model in the Hugging Face layout")
+        generation = directory / "generation_config.json"
+        wanted = generation_config != "none" and generation.is_file()
+        return cls(
+            path=directory,
+            config=read_json(directory / "config.json"),
+            generation_config=read_json(generation) if wanted else {},
+        )
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """quantization_config of config.json; None for an unquantized checkpoint."""
+        stored = self.config.get("quantization_config")
+        if stored is not None and not isinstance(stored, Mapping):
+            raise CheckpointError(f"{self.path}/config.json: quantization_config is {stored!r}, not a table")
+        return stored or None
+
+    def default_params(self) -> SamplingParams:
+        """What generation_config.json recommends, for requests that say nothing else.
+
+        Raises CheckpointError for a value out of range.
+        """
+        stored = self.generation_config
+        values = {ours: stored[theirs] for theirs, ours in SAMPLING_KEYS.items() if stored.get(theirs) is not None}
+        if stored.get("do_sample") is False:
+            values["temperature"] = 0.0
+        try:
+            return SamplingParams(**values)
+        except (InvalidRequestError, TypeError) as error:
+            raise CheckpointError(f"{self.path}/generation_config.json: {error}") from error
+
+    def eos_tokens(self) -> frozenset[int]:
+        """Tokens that end a text: of generation_config.json, else of config.json; none if neither names any."""
+        for name, stored in (("generation_config.json", self.generation_config), ("config.json", self.config)):
+            value = stored.get("eos_token_id")
+            if value is None:
+                continue
+            tokens = value if isinstance(value, list) else [value]
+            if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
+                raise CheckpointError(
+                    f"{self.path}/{name}: eos_token_id is {value!r}; it must be a token id or a list of them"
+                )
+            return frozenset(tokens)
+        return frozenset()
+
+
+def model_directory(path: str | Path) -> Path:
+    """The directory that `path` names. Raises CheckpointError if there is none."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise CheckpointError(
+            f"the model directory {directory} {what}; give a directory with config.json and safetensors files"
+            " (names of models on a hub are not downloaded: fetch the model first)"
+        )
+    return directory
+
+
+def read_json(file: Path) -> Mapping[str, Any]:
+    """A JSON file that holds one object. Raises CheckpointError if it is something else or cannot be read."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+def read_key(
+    config: Mapping[str, Any],
+    key: str,
+    kind: type[T],
+    default: T | None = None,
+    *,
+    least: float = 0,
+    where: str = "config.json",
+) -> T:
+    """A number or flag of a config.json; absent and null mean `default`.
+
+    Raises CheckpointError, naming the key, if it is missing without a default, of another type or below `least`.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"{where} lacks {key!r}, which this model needs")
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise CheckpointError(f"{where}: {key!r} is {value!r}; it must be {KINDS[kind]}")
+    if value < least:
+        raise CheckpointError(f"{where}: {key!r} is {value!r}; it must be at least {least}")
+    return value

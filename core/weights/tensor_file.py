@@ -1,0 +1,134 @@
+"""A safetensors file: what its header says, and reading parts of its tensors from several threads at once.
+
+Format: 8 bytes, the length of the header (little-endian); the header, JSON of name -> dtype, shape, data_offsets; the
+tensors, row-major, at those offsets from the header's end (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from attrs import frozen
+from safetensors import SafetensorError, safe_open
+
+from engine.core.errors import CheckpointError
+from engine.core.weights.readers import CHUNK, Piece
+
+STORED_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Types in a safetensors header -> torch."""
+
+SHORT_RUN = 1 << 20
+"""Runs of bytes shorter than this (1 MiB) are gathered from the mapped file: a system call each would take longer."""
+
+
+@frozen
+class StoredTensor:
+    """One tensor of a file."""
+
+    dtype: str
+    """As torch names it, or as the header does where torch has no such type."""
+    shape: tuple[int, ...]
+    offset: int
+    """Where its bytes begin in the file."""
+
+
+class TensorFile:
+    """An open safetensors file. It may be read from any thread, and is closed when nobody holds it."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the header only. Raises CheckpointError for a file damaged or cut short."""
+        self.path = path
+        try:
+            with safe_open(path, framework="pt", device="cpu"):
+                pass  # has checked the header: sizes, offsets, no gaps, nothing behind the end
+            self._descriptor = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            size = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+            header = json.loads(os.pread(self._descriptor, size, 8))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is damaged or cut short ({path.stat().st_size} bytes: {error}); fetch it again"
+            ) from error
+        header.pop("__metadata__", None)
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: StoredTensor(
+                STORED_DTYPES.get(one["dtype"], one["dtype"]), tuple(one["shape"]), 8 + size + one["data_offsets"][0]
+            )
+            for name, one in header.items()
+        }
+
+    def pieces(self, name: str, dim: int, index: int, target: torch.Tensor) -> Iterator[Piece]:
+        """What reads a part of a tensor into `target`, a contiguous tensor: along `dim`, from row `index` on, as much
+        as `target` is long there; all of the other dimensions. No more of the file is read than that."""
+        stored = self.tensors[name]
+        memory = target.view(-1).view(torch.uint8)
+        if not memory.numel():
+            return
+        inner = math.prod(stored.shape[dim + 1 :]) * target.dtype.itemsize
+        runs = math.prod(stored.shape[:dim])  # the file holds the part as so many runs of bytes,
+        length = memory.numel() // runs  # each of this length,
+        stride = inner * (stored.shape[dim] if stored.shape else 1)  # and so far apart
+        first = stored.offset + index * inner
+        if length == stride or runs == 1:
+            yield from self._run(name, first, memory)
+        elif length >= SHORT_RUN:
+            for number, run in enumerate(memory.view(runs, length)):
+                yield from self._run(name, first + number * stride, run)
+        else:
+            most = CHUNK // length
+            for begin in range(0, runs, most):
+                rows = memory.view(runs, length)[begin : begin + most]
+                offset = first + begin * stride
+                read = partial(self._gather, offset, length, stride)
+                yield Piece((str(self.path), offset), rows.view(-1), read)
+
+    def _run(self, name: str, offset: int, memory: torch.Tensor) -> Iterator[Piece]:
+        for begin in range(0, memory.numel(), CHUNK):
+            read = partial(self._read, name, offset + begin)
+            yield Piece((str(self.path), offset + begin), memory[begin : begin + CHUNK], read)
+
+    def _read(self, name: str, offset: int, memory: memoryview) -> None:
+        """Fill `memory` with the file's bytes from `offset` on."""
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self._descriptor, [memory[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"tensor {name} in {self.path} cannot be read: {error.strerror}") from error
+            if not count:
+                raise CheckpointError(
+                    f"tensor {name} in {self.path} cannot be read: the file has become shorter; was it replaced?"
+                )
+            done += count
+
+    def _gather(self, offset: int, length: int, stride: int, memory: memoryview) -> None:
+        """Fill `memory` with runs of `length` bytes whose beginnings are `stride` apart. Frees the GIL, as `_read`."""
+        target = np.frombuffer(memory, np.uint8).reshape(-1, length)
+        np.copyto(target, np.ndarray(target.shape, np.uint8, self._mapped, offset, (stride, 1)))
+
+    @cached_property
+    def _mapped(self) -> mmap.mmap:
+        return mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ)

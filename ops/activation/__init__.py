@@ -1,0 +1,1 @@
+"""Activations and the quantization of activations."""

@@ -1,0 +1,229 @@
+"""Norm of heads, rotary embedding and the write to the KV cache, in one pass over the packed projections.
+
+Memory: a row of `qkv` is [query heads | key heads | value heads] of head_dim each. The pool of a layer is
+[slots, kv_heads, head_dim] dense, keys and values each.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.core.quant.float8 import LARGEST, UNSCALED, KVScales
+from engine.ops.common.launch import dependent_launch, release, wait
+
+HEADS_AT_ONCE = 8
+"""Heads of one token that a program takes."""
+ANGLES_AT_ONCE = 1024
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _angles_kernel(
+    cos,
+    sin,
+    positions,
+    frequencies,
+    tokens,
+    factor,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    pair = tl.arange(0, BLOCK_HALF)
+    frequency = tl.load(frequencies + pair, mask=pair < HALF, other=0.0)
+    wait(PDL)
+    release(PDL)  # not before, see kernels.launch
+    position = tl.load(positions + token, mask=token < tokens, other=0)
+    angle = position.to(tl.float32)[:, None] * frequency[None, :]
+    # Whole turns are taken off in float64: the sine of a large float32 depends on who computes it.
+    wide = angle.to(tl.float64)
+    turns = (wide * 0.15915494309189535 + 0.5).to(tl.int32)
+    angle = (wide - turns.to(tl.float64) * 6.283185307179586).to(tl.float32)
+    place = token.to(tl.int64)[:, None] * HALF + pair[None, :]
+    mask = (token < tokens)[:, None] & (pair < HALF)[None, :]
+    tl.store(cos + place, tl.cos(angle) * factor, mask=mask)
+    tl.store(sin + place, tl.sin(angle) * factor, mask=mask)
+
+
+def angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of position * frequency, times `factor`: [tokens, pairs] float32 each.
+
+    positions: [tokens] int64, none negative; frequencies: [pairs] float32, radians a token.
+    """
+    tokens, half = positions.shape[0], frequencies.shape[0]
+    cos, sin = torch.empty((2, tokens, half), dtype=torch.float32, device=positions.device)
+    block = triton.next_power_of_2(half)
+    block_tokens = max(1, ANGLES_AT_ONCE // block)
+    if tokens:
+        _angles_kernel[(-(-tokens // block_tokens),)](
+            cos,
+            sin,
+            positions,
+            frequencies,
+            tokens,
+            factor,
+            HALF=half,
+            BLOCK_HALF=block,
+            BLOCK_TOKENS=block_tokens,
+            num_warps=4,
+            **dependent_launch(positions.device),
+        )
+    return cos, sin
+
+
+@triton.jit
+def _rotate_and_write_kernel(
+    qkv,
+    keys,
+    values,
+    slots,
+    cos,
+    sin,
+    weight,
+    eps,
+    key_scale,
+    value_scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    release(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    # Queries and keys are turned, values only written.
+    turned = (head < HEADS + KV_HEADS)[:, None]
+    is_key = (head >= HEADS)[:, None] & turned
+    is_value = (head >= HEADS + KV_HEADS)[:, None] & (head < HEADS + 2 * KV_HEADS)[:, None]
+
+    # A head in three parts: the two halves that turn against each other, and what does not turn.
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    rest = tl.arange(0, BLOCK_REST)[None, :]
+    start = head[:, None] * DIM
+    in_pair = (pair < HALF) & (head < HEADS + 2 * KV_HEADS)[:, None]
+    in_rest = (rest < DIM - 2 * HALF) & (head < HEADS + 2 * KV_HEADS)[:, None]
+    if HAS_NORM:  # the weights lie like the heads of queries and keys
+        first_weight = tl.load(weight + start + pair, mask=in_pair & turned, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight + start + HALF + pair, mask=in_pair & turned, other=0.0).to(tl.float32)
+    wait(PDL)
+
+    row = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + start
+    slot = tl.load(slots + token)
+    angle = token * HALF + pair
+    c = tl.load(cos + angle, mask=pair < HALF, other=0.0)
+    s = tl.load(sin + angle, mask=pair < HALF, other=0.0)
+    first_as_is = tl.load(row + pair, mask=in_pair, other=0.0)
+    second_as_is = tl.load(row + HALF + pair, mask=in_pair, other=0.0)
+    first = first_as_is.to(tl.float32)
+    second = second_as_is.to(tl.float32)
+    if DIM > 2 * HALF:
+        rest_as_is = tl.load(row + 2 * HALF + rest, mask=in_rest, other=0.0)
+        third = rest_as_is.to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(first * first + second * second, axis=1)
+        if DIM > 2 * HALF:
+            squares += tl.sum(third * third, axis=1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        first = first * scale * first_weight
+        second = second * scale * second_weight
+        if DIM > 2 * HALF:
+            rest_weight = tl.load(weight + start + 2 * HALF + rest, mask=in_rest & turned, other=0.0).to(tl.float32)
+            third = third * scale * rest_weight
+    new_first = tl.where(turned, first * c - second * s, first_as_is.to(tl.float32))
+    new_second = tl.where(turned, second * c + first * s, second_as_is.to(tl.float32))
+
+    tl.store(row + pair, new_first.to(qkv.dtype.element_ty), mask=in_pair & turned)
+    tl.store(row + HALF + pair, new_second.to(qkv.dtype.element_ty), mask=in_pair & turned)
+    scale_of = tl.where(is_value, value_scale, key_scale)
+    new_first = _code(new_first, scale_of, LARGEST).to(keys.dtype.element_ty)
+    new_second = _code(new_second, scale_of, LARGEST).to(keys.dtype.element_ty)
+    key_row = keys + slot * (KV_HEADS * DIM) + (start - HEADS * DIM)
+    value_row = values + slot * (KV_HEADS * DIM) + (start - (HEADS + KV_HEADS) * DIM)
+    tl.store(key_row + pair, new_first, mask=in_pair & is_key)
+    tl.store(key_row + HALF + pair, new_second, mask=in_pair & is_key)
+    tl.store(value_row + pair, new_first, mask=in_pair & is_value)
+    tl.store(value_row + HALF + pair, new_second, mask=in_pair & is_value)
+    if DIM > 2 * HALF:
+        third = tl.where(turned, third, rest_as_is.to(tl.float32))
+        if HAS_NORM:
+            tl.store(row + 2 * HALF + rest, third.to(qkv.dtype.element_ty), mask=in_rest & turned)
+        third = _code(third, scale_of, LARGEST).to(keys.dtype.element_ty)
+        tl.store(key_row + 2 * HALF + rest, third, mask=in_rest & is_key)
+        tl.store(value_row + 2 * HALF + rest, third, mask=in_rest & is_value)
+
+
+@triton.jit
+def _code(x, scale, LARGEST: tl.constexpr):
+    """x / scale, at most LARGEST in size, NaN if x is; x itself where LARGEST is 0. Scale: [heads, 1]."""
+    if LARGEST > 0.0:
+        x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    scales: KVScales = UNSCALED,
+) -> None:
+    """Turn queries and keys where they lie in `qkv`, after their norm if `weight` is given; store keys and values.
+
+    qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], dense; keys, values: [blocks, page_size, kv_heads, head_dim];
+    slots: [tokens] int64, block * page_size + offset; cos, sin: [tokens, rotary_dim / 2] float32, dense;
+    weight: [num_heads + kv_heads, head_dim]. Dimension i turns with i + rotary_dim / 2. The pool may be of another
+    type; in float8 it gets codes by `scales` (kv_scales). All arithmetic is float32, and each number is rounded once.
+    """
+    tokens = qkv.shape[0]
+    if tokens == 0:
+        return
+    kv_heads, dim = keys.shape[-2:]
+    half = cos.shape[1]
+    heads, block_half, block_rest = _tile(num_heads + 2 * kv_heads, dim, half)
+    _rotate_and_write_kernel[(tokens, -(-(num_heads + 2 * kv_heads) // heads))](
+        qkv,
+        keys,
+        values,
+        slots,
+        cos,
+        sin,
+        qkv if weight is None else weight,
+        eps,
+        scales.key,
+        scales.value,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF=half,
+        BLOCK_HEADS=heads,
+        BLOCK_HALF=block_half,
+        BLOCK_REST=block_rest,
+        HAS_NORM=weight is not None,
+        LARGEST=LARGEST if keys.dtype == torch.float8_e4m3fn else 0.0,
+        num_warps=2,
+        **dependent_launch(qkv.device),
+    )
+
+
+@cache
+def _tile(heads: int, dim: int, half: int) -> tuple[int, int, int]:
+    """Heads, pairs and unturned dimensions of a program, powers of two."""
+    at_once = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
+    return at_once, triton.next_power_of_2(half), triton.next_power_of_2(max(dim - 2 * half, 1))

@@ -1,0 +1,1 @@
+"""Matrix products: few rows, many rows, quantized weights."""

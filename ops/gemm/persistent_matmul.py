@@ -1,0 +1,233 @@
+"""x W^T for prompts and eight-bit codes of W, written in Gluon: programs that stay, on GPUs with wgmma.
+
+There is one program a multiprocessor, and it goes through tiles. While a tile is scaled and stored, the next one's
+inputs are on their way. Two steps of products are in flight at once. Triton's own loop keeps two in flight only where
+sums are float32 (its WGMMAPipeline.cpp): with int8 it waits for every step, and the tensor cores are idle meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine.ops.common.launch import dependent_launch, num_sms, release, wait
+from engine.ops.gemm.skinny_launch import Workspace
+from engine.ops.gemm.split_k import add_others, is_last
+from engine.ops.gemm.tile_order import place_of_tile, share_of_inputs
+
+if TYPE_CHECKING:
+    from engine.ops.gemm.scaled_matmul import MatmulTile
+
+MOST_INTEGER_OUTPUTS = gl.constexpr(128)
+"""Of one instruction, for int8: the compiler knows no wider ones."""
+PIECE = 64
+"""Outputs that are stored at once: 128 bytes a row."""
+ALIGNMENT = 8
+"""Outputs must be a multiple of it, for rows of the result to begin at multiples of 16 bytes."""
+
+
+@gluon.jit
+def _fetch(x, weight, x_stages, weight_stages, filled, stage, begin_m, begin_n, start, pred):
+    """Start to fill a stage; its barrier tells when it is filled."""
+    barrier = filled.index(stage)
+    mbarrier.expect(barrier, x.block_type.nbytes + weight.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(x, [begin_m, start], barrier, x_stages.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(weight, [begin_n, start], barrier, weight_stages.index(stage), pred=pred)
+
+
+@gluon.jit
+def _step(tile, begin_m, begin_n, start, rows, outputs, first, end, BLOCK_K: gl.constexpr, SIZES: gl.constexpr):
+    """What is fetched next: further inputs of a tile, or the first of this program's next tile."""
+    start += BLOCK_K
+    if start >= end:
+        start = first
+        tile += gl.num_programs(0)
+        begin_m, begin_n = place_of_tile(tile, rows, outputs, SIZES[0], SIZES[1])
+    return tile, begin_m, begin_n, start
+
+
+@gluon.jit
+def _halves(values):
+    """Of the columns."""
+    HALF: gl.constexpr = values.shape[1] // 2
+    return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _send(out, pieces, values, begin_m, begin_n, NUMBER: gl.constexpr):
+    """Store a piece of a tile; of the two places in shared memory one may still be read from."""
+    piece = pieces.index(NUMBER % 2)
+    tma.store_wait(1)
+    piece.store(values)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out, [begin_m, begin_n + NUMBER * out.block_shape[1]], piece)
+
+
+@gluon.jit
+def _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, BIAS: gl.constexpr):
+    """Scale and store a tile. x_scale: [rows of x]; scale, bias: [rows of W], in any layout."""
+    line: gl.constexpr = gl.SliceLayout(0, total.type.layout)
+    result = total.to(gl.float32) * gl.expand_dims(gl.convert_layout(scale, line), 0) * gl.expand_dims(x_scale, 1)
+    if BIAS:
+        result += gl.expand_dims(gl.convert_layout(bias, line).to(gl.float32), 0)
+    left, right = _halves(result.to(out.dtype))
+    if 2 * out.block_shape[1] == total.shape[1]:
+        _send(out, pieces, left, begin_m, begin_n, 0)
+        _send(out, pieces, right, begin_m, begin_n, 1)
+    else:
+        values = _halves(left)
+        _send(out, pieces, values[0], begin_m, begin_n, 0)
+        _send(out, pieces, values[1], begin_m, begin_n, 1)
+        values = _halves(right)
+        _send(out, pieces, values[0], begin_m, begin_n, 2)
+        _send(out, pieces, values[1], begin_m, begin_n, 3)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _matmul_kernel(
+    out,
+    x,
+    weight,
+    x_scale,
+    scale,
+    bias,
+    partials,
+    arrivals,
+    rows,
+    outputs,
+    inputs,
+    STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+    BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """out, x, weight: descriptors of [rows, outputs], [rows, inputs] and [outputs, inputs]. Grid: programs, at most one
+    a tile, and with SPLITS just one; splits. The rest as in scaled_matmul.
+    """
+    BLOCK_M: gl.constexpr = x.block_shape[0]
+    BLOCK_N: gl.constexpr = weight.block_shape[0]
+    BLOCK_K: gl.constexpr = x.block_shape[1]
+    INTEGER: gl.constexpr = x.dtype == gl.int8
+    WIDTH: gl.constexpr = min(BLOCK_N, MOST_INTEGER_OUTPUTS) if INTEGER else BLOCK_N
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDTH, 32]
+    )
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    release(PDL)
+    x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    weight_stages = gl.allocate_shared_memory(weight.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
+    pieces = gl.allocate_shared_memory(out.dtype, [2, BLOCK_M, out.block_shape[1]], out.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(filled.index(stage), count=1)
+    tiles = gl.cdiv(rows, BLOCK_M) * gl.cdiv(outputs, BLOCK_N)
+    next_tile = gl.program_id(0)
+    next_m, next_n = place_of_tile(next_tile, rows, outputs, BLOCK_M, BLOCK_N)
+    first = 0
+    end = inputs
+    if SPLITS > 1:
+        first, end = share_of_inputs(inputs, BLOCK_K, SPLITS)
+        if first >= end:
+            next_tile = tiles  # there is nothing to fetch
+    next_start = first
+    wait(PDL)
+    for stage in gl.static_range(STAGES - 1):
+        _fetch(x, weight, x_stages, weight_stages, filled, stage, next_m, next_n, next_start, next_tile < tiles)
+        next_tile, next_m, next_n, next_start = _step(
+            next_tile, next_m, next_n, next_start, rows, outputs, first, end, BLOCK_K, (BLOCK_M, BLOCK_N)
+        )
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        begin_m, begin_n = place_of_tile(tile, rows, outputs, BLOCK_M, BLOCK_N)
+        m = begin_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA))
+        n = begin_n + gl.arange(0, BLOCK_N, LINE)
+        # Asked for now, so that they are there when the sums are.
+        row_scale = gl.load(x_scale + m, mask=m < rows, other=0.0)
+        output_scale = gl.load(scale + n, mask=n < outputs, other=0.0)
+        output_bias = gl.load(bias + n, mask=n < outputs, other=0.0) if BIAS else output_scale
+        total = gl.zeros((BLOCK_M, BLOCK_N), gl.int32 if INTEGER else gl.float32, MMA)
+        for _ in range(first, end, BLOCK_K):
+            mbarrier.wait(filled.index(stage), phase)
+            left = x_stages.index(stage)
+            right = weight_stages.index(stage).permute((1, 0))
+            total = warpgroup_mma(left, right, total, is_async=True)
+            total = warpgroup_mma_wait(1, deps=[total, left, right])[0]
+            # The step before is done, so its stage is free.
+            free = gl.where(stage == 0, STAGES - 1, stage - 1)
+            _fetch(x, weight, x_stages, weight_stages, filled, free, next_m, next_n, next_start, next_tile < tiles)
+            next_tile, next_m, next_n, next_start = _step(
+                next_tile, next_m, next_n, next_start, rows, outputs, first, end, BLOCK_K, (BLOCK_M, BLOCK_N)
+            )
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        total = warpgroup_mma_wait(0, deps=[total])
+        if SPLITS > 1:
+            lane = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA)), 1) * BLOCK_N
+            lane += gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, MMA)), 0)
+            mine = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)
+            if is_last(total, lane, mine, arrivals + tile, SPLITS):
+                total = add_others(total, lane, mine, arrivals + tile, SPLITS)
+                _store(out, pieces, total, row_scale, output_scale, output_bias, begin_m, begin_n, BIAS)
+        else:
+            _store(out, pieces, total, row_scale, output_scale, output_bias, begin_m, begin_n, BIAS)
+    tma.store_wait(0)
+
+
+def launch(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: MatmulTile,
+    workspace: Workspace,
+    *,
+    compile_only: bool = False,
+) -> None:
+    """Fill `out`, [rows, outputs] of 16-bit numbers; the others as in scaled_matmul.matmul, at least one row.
+
+    compile_only: in the threads of a triton.AsyncCompileMode if one is active. tile: of 128 or 256 outputs.
+    """
+    codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    numbers = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    arguments = (
+        TensorDescriptor.from_tensor(out, [tile.rows, PIECE], numbers),
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k], codes),
+        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k], codes),
+        x_scale,
+        scale,
+        scale if bias is None else bias,
+        workspace.partials.view(torch.int32) if x.dtype == torch.int8 else workspace.partials,
+        workspace.arrivals,
+        *out.shape,
+        x.shape[1],
+    )
+    constants = {
+        "STAGES": tile.stages,
+        "SPLITS": tile.splits,
+        "BIAS": bias is not None,
+        "num_warps": tile.warps,
+        **dependent_launch(x.device),
+    }
+    if compile_only:
+        _matmul_kernel.warmup(*arguments, grid=(1,), **constants)
+    else:
+        programs = tile.programs(*out.shape)
+        if tile.splits == 1:
+            programs = min(programs, num_sms(x.device))
+        _matmul_kernel[(programs, tile.splits)](*arguments, **constants)

@@ -1,0 +1,234 @@
+"""x W^T for few rows of x, where reading W is all that counts.
+
+Two forms. `vector`: a program holds a tile of W in registers, multiplies it by 1, 2 or 4 rows of x element by element
+and sums over the tile's columns at the end. `matrix`: tiles of W go through shared memory to the tensor cores, W in the
+place of the matrix with many rows and x^T, padded to 16 columns, in the other's; where W has few rows its columns may
+be shared out among programs, and the last one to finish adds up what all have left, in a fixed order.
+
+Both ask for weights before they wait for the kernel that writes x: `vector` loads its first tile, and both may bring
+more into the L2 cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.ops.activation.silu_and_mul import silu
+from engine.ops.common.launch import prefetch, release, wait
+from engine.ops.sampling.argmax import peaks_of
+
+PLAIN = tl.constexpr(0)
+"""out: [rows, outputs]."""
+GATED = tl.constexpr(1)
+"""W has 2 * outputs rows, gate before up, a tile both rows of an output; out: [rows, outputs], silu(gate) * up."""
+ARGMAX = tl.constexpr(2)
+"""out: [rows, programs] float32, the largest output of each program's; tokens: the same int32, which one it is."""
+COLUMNS = tl.constexpr(16)
+"""x^T is padded to so many columns."""
+
+
+@triton.jit
+def place_of(lane, TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
+    """For rows of a tile, by their numbers: the output each belongs to, and its row in W."""
+    if EPILOGUE == GATED:
+        output = tl.program_id(0) * (TILE // 2) + lane % (TILE // 2)
+        row = output + (lane // (TILE // 2)) * outputs
+    else:
+        output = tl.program_id(0) * TILE + lane
+        row = output
+    return output, row
+
+
+@triton.jit
+def rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
+    """`place_of` of all rows of a tile."""
+    return place_of(tl.arange(0, TILE), TILE, outputs, EPILOGUE)
+
+
+@triton.jit
+def _fetch(rows, begin, end, ahead, TILE: tl.constexpr, THREADS: tl.constexpr):
+    """Bring `ahead` bytes of each row of W, from column `begin` on but not beyond `end`, into the L2 cache."""
+    # Each thread asks for one piece.
+    PIECES: tl.constexpr = THREADS // TILE if TILE <= THREADS else 1
+    SIZE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+    piece = tl.minimum(ahead, (end - begin) * SIZE) // (PIECES * 16) * 16
+    if piece > 0:
+        start = begin * SIZE + tl.arange(0, PIECES) * piece
+        place = rows.to(tl.uint64)[:, None] + start.to(tl.uint64)[None, :]
+        prefetch(place, tl.zeros([TILE, PIECES], tl.int32) + piece)
+
+
+@triton.jit
+def store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
+    """total: [tile], sums of row m of x."""
+    valid = output < outputs
+    if BIAS:
+        total += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)
+    if EPILOGUE == PLAIN:
+        tl.store(out + m * outputs + output, total.to(out.dtype.element_ty), mask=valid & (m < rows))
+    elif EPILOGUE == GATED:
+        HALF: tl.constexpr = total.shape[0] // 2
+        pair = tl.reshape(total, [2, HALF])
+        is_gate = (tl.arange(0, 2) == 0)[:, None]
+        gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=0)
+        up = tl.sum(tl.where(is_gate, 0.0, pair), axis=0)
+        n = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        value = (silu(gate) * up).to(out.dtype.element_ty)
+        tl.store(out + m * outputs + n, value, mask=(n < outputs) & (m < rows))
+    else:
+        peak, first = peaks_of(tl.where(valid, total, float("-inf")), output, 0)
+        place = m * tl.num_programs(0) + tl.program_id(0)
+        tl.store(out + place, peak, mask=m < rows)
+        tl.store(tokens + place, first, mask=m < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "ahead"])
+def vector_kernel(
+    out,
+    tokens,
+    x,
+    weight,
+    bias,
+    rows,
+    outputs,
+    inputs,
+    ahead,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    THREADS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    BIAS: tl.constexpr,
+    LATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x: [rows, inputs] with rows <= ROWS (1, 2 or 4); weight: [outputs (twice if gated), inputs]; both dense.
+    LATE: W is large."""
+    if not LATE:
+        release(PDL)
+    output, row = rows_of(TILE, outputs, EPILOGUE)
+    valid = (output < outputs)[:, None]
+    k = tl.arange(0, BLOCK_K)
+    weight_row = weight + tl.where(output < outputs, row, 0).to(tl.int64) * inputs
+    tile = tl.load(weight_row[:, None] + k[None, :], mask=valid & (k < inputs)[None, :], other=0.0)
+    if PDL:
+        _fetch(weight_row, BLOCK_K, inputs, ahead, TILE, THREADS)
+    wait(PDL)
+    sum0 = tl.zeros([TILE, BLOCK_K], tl.float32)
+    if ROWS > 1:
+        sum1 = tl.zeros([TILE, BLOCK_K], tl.float32)
+    if ROWS > 2:
+        sum2 = tl.zeros([TILE, BLOCK_K], tl.float32)
+        sum3 = tl.zeros([TILE, BLOCK_K], tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        after = start + BLOCK_K + k
+        following = tl.load(weight_row[:, None] + after[None, :], mask=valid & (after < inputs)[None, :], other=0.0)
+        wide = tile.to(tl.float32)
+        inside = start + k < inputs
+        here = x + start + k
+        sum0 += wide * tl.load(here, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if ROWS > 1:
+            sum1 += wide * tl.load(here + inputs, mask=inside & (rows > 1), other=0.0).to(tl.float32)[None, :]
+        if ROWS > 2:
+            sum2 += wide * tl.load(here + 2 * inputs, mask=inside & (rows > 2), other=0.0).to(tl.float32)[None, :]
+            sum3 += wide * tl.load(here + 3 * inputs, mask=inside & (rows > 3), other=0.0).to(tl.float32)[None, :]
+        tile = following
+    if LATE:
+        release(PDL)  # see kernels.launch
+    store_vector(out, tokens, tl.sum(sum0, axis=1), bias, output, row, 0, rows, outputs, EPILOGUE, BIAS)
+    if ROWS > 1:
+        store_vector(out, tokens, tl.sum(sum1, axis=1), bias, output, row, 1, rows, outputs, EPILOGUE, BIAS)
+    if ROWS > 2:
+        store_vector(out, tokens, tl.sum(sum2, axis=1), bias, output, row, 2, rows, outputs, EPILOGUE, BIAS)
+        store_vector(out, tokens, tl.sum(sum3, axis=1), bias, output, row, 3, rows, outputs, EPILOGUE, BIAS)
+
+
+@triton.jit
+def _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
+    """total: [tile, COLUMNS], the transpose of what is stored."""
+    m = tl.arange(0, COLUMNS)
+    valid = output < outputs
+    if BIAS:
+        total += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)[:, None]
+    if EPILOGUE == PLAIN:
+        place = m[None, :] * outputs + output[:, None]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=valid[:, None] & (m < rows)[None, :])
+    elif EPILOGUE == GATED:
+        HALF: tl.constexpr = total.shape[0] // 2
+        pair = tl.reshape(total, [2, HALF, COLUMNS])
+        is_gate = (tl.arange(0, 2) == 0)[:, None, None]
+        gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=0)
+        up = tl.sum(tl.where(is_gate, 0.0, pair), axis=0)
+        n = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        value = (silu(gate) * up).to(out.dtype.element_ty)
+        mask = (n < outputs)[:, None] & (m < rows)[None, :]
+        tl.store(out + m[None, :] * outputs + n[:, None], value, mask=mask)
+    else:
+        peak, first = peaks_of(tl.where(valid[:, None], total, float("-inf")), output[:, None], 0)
+        place = m * tl.num_programs(0) + tl.program_id(0)
+        tl.store(out + place, peak, mask=m < rows)
+        tl.store(tokens + place, first, mask=m < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "ahead"])
+def matrix_kernel(
+    out,
+    tokens,
+    x,
+    weight,
+    bias,
+    partials,
+    arrivals,
+    rows,
+    outputs,
+    inputs,
+    ahead,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    THREADS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As `vector_kernel`, rows <= COLUMNS. With SPLIT, programs (n, 0) to (n, last) share the columns of W.
+
+    partials: [programs, splits, TILE, COLUMNS] float32; arrivals: [programs] int32, 0 before and after.
+    """
+    release(PDL)
+    output, row = rows_of(TILE, outputs, EPILOGUE)
+    valid = (output < outputs)[:, None]
+    weight_row = weight + tl.where(output < outputs, row, 0).to(tl.int64) * inputs
+    splits = tl.num_programs(1)
+    share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), splits) * BLOCK_K
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, inputs)
+    if PDL:
+        _fetch(weight_row, begin, end, ahead, TILE, THREADS)
+    wait(PDL)
+    m = tl.arange(0, COLUMNS)
+    x_row = (x + m * inputs)[:, None]
+    present = (m < rows)[:, None]
+    total = tl.zeros([TILE, COLUMNS], tl.float32)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < end)[None, :]
+        tile = tl.load(weight_row[:, None] + k[None, :], mask=valid & inside, other=0.0)
+        columns = tl.load(x_row + k[None, :], mask=present & inside, other=0.0)
+        total = tl.dot(tile, tl.trans(columns), total, input_precision="ieee")
+    if SPLIT:
+        lane = tl.arange(0, TILE)[:, None] * COLUMNS + m[None, :]
+        mine = partials + tl.program_id(0) * splits * (TILE * COLUMNS) + lane
+        tl.store(mine + tl.program_id(1) * (TILE * COLUMNS), total)
+        tl.debug_barrier()  # all of this program's sums are written before it says so
+        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel")
+        if arrived == splits - 1:
+            total = tl.zeros([TILE, COLUMNS], tl.float32)
+            for split in range(splits):
+                total += tl.load(mine + split * (TILE * COLUMNS), cache_modifier=".cg")
+            tl.store(arrivals + tl.program_id(0), 0)
+            _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE, BIAS)
+    else:
+        _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE, BIAS)

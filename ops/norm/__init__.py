@@ -1,0 +1,1 @@
+"""Norms, with the residual addition, the all-reduce or the quantization fused."""

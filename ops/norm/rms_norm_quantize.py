@@ -1,0 +1,110 @@
+"""Residual addition, norm and quantization in one pass over the rows: what a multiplication by codes takes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.ops.activation.quantize_rows import (
+    HALF,
+    LIMITS,
+    empty_codes,
+    inverse_of,
+    magnitudes,
+    marked,
+    scale_of,
+    to_codes,
+)
+from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.norm.rms_norm import add_norm, norm_tile
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_quantize_kernel(
+    codes,
+    scales,
+    residual,
+    x,
+    weight,
+    given,
+    rows,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INT8: tl.constexpr,
+    GIVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    release(PDL)
+    column = tl.arange(0, BLOCK)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = (row < rows)[:, None] & (column < SIZE)[None, :]
+    place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    factor = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    scale = tl.full([ROWS], 1.0, tl.float32)
+    if GIVEN:
+        scale *= tl.load(given)
+    wait(PDL)
+    normed = add_norm(x, residual, place, mask, factor, eps, SIZE, HAS_RESIDUAL)
+    # Rounded as if it had been written, so that codes are those of the two kernels one after the other.
+    values = normed.to(x.dtype.element_ty).to(tl.float32)
+    peak = tl.max(magnitudes(values), axis=1)
+    if not GIVEN:
+        scale = scale_of(peak, LIMIT)
+    found = to_codes(values, inverse_of(scale)[:, None], LIMIT, INT8, GIVEN).to(codes.dtype.element_ty)
+    # Stored in another shape than loaded, so that the compiler does not lay out the row for the codes: the order in
+    # which it is added up is to be that of add_rms_norm.
+    halves = tl.reshape(found, [ROWS, BLOCK // (2 * HALF), 2, HALF])
+    pairs = tl.reshape(tl.permute(halves, [0, 1, 3, 2]), [ROWS, BLOCK // (2 * HALF), 2 * HALF])
+    count: tl.constexpr = (SIZE + 2 * HALF - 1) // (2 * HALF)
+    block = tl.arange(0, BLOCK // (2 * HALF))
+    target = (row.to(tl.int64)[:, None] * count + block[None, :])[:, :, None] * (2 * HALF)
+    present = (row < rows)[:, None] & (block < count)[None, :]
+    tl.store(codes + target + tl.arange(0, 2 * HALF)[None, None, :], pairs, mask=present[:, :, None])
+    tl.store(scales + row, marked(scale, peak), mask=row < rows)
+
+
+def add_rms_norm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes and scales as quantize_rows makes them of add_rms_norm's result, and the sum, which overwrites `residual`.
+
+    x, residual: [rows, size] of one 16-bit type; weight: [size]. dtype, scale: as of quantize_rows.
+    """
+    if not x.is_contiguous():
+        x = x.contiguous()
+    rows, size = x.shape
+    total = x if residual is None else residual if residual.is_contiguous() else residual.contiguous()
+    codes, scales = empty_codes(rows, size, dtype, x.device)
+    if rows:
+        block, per_program, warps = norm_tile(size, rows)
+        _norm_quantize_kernel[(-(-rows // per_program),)](
+            codes,
+            scales,
+            total,
+            x,
+            weight,
+            scales if scale is None else scale,
+            rows,
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            ROWS=per_program,
+            HAS_RESIDUAL=residual is not None,
+            LIMIT=LIMITS[dtype],
+            INT8=dtype == torch.int8,
+            GIVEN=scale is not None,
+            num_warps=warps,
+            **dependent_launch(x.device),
+        )
+    return codes, scales, total

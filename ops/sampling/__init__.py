@@ -1,0 +1,1 @@
+"""Sampling, and the two ends of a decode step replayed as a CUDA graph."""

@@ -1,0 +1,42 @@
+"""What the methods that read packed weights (gptq, awq, pack-quantized) have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, ClassVar, Self
+
+from engine.core.device import DeviceInfo
+from engine.core.errors import CheckpointError
+from engine.core.quant import QuantMethod
+from engine.plugins.quant.w4a16_kernel import Multipliers
+
+
+class PackedMethod(QuantMethod):
+    """Made of a quantization_config, which it refuses by a CheckpointError; has no options."""
+
+    api: ClassVar[str] = "1"
+    reads: ClassVar[str]
+    """What a checkpoint must be, after "it needs one"."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for a quantization_config of another method, or one that is not supported."""
+        self._multipliers = Multipliers()
+
+    @classmethod
+    def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
+        """An unquantized checkpoint, or one of another method, format or width; a GPU without Triton."""
+        if checkpoint is None:
+            return f"the checkpoint is not quantized; it needs one {cls.reads}"
+        try:
+            cls(checkpoint)
+        except CheckpointError as error:
+            return str(error)
+        if device.type == "cuda" and find_spec("triton") is None:
+            return "its kernels for GPUs are written in Triton, which is not installed; install triton"
+        return None
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Self:
+        """Raises CheckpointError for a checkpoint that `refuses` refuses."""
+        return cls(checkpoint or {})

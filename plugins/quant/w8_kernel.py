@@ -1,0 +1,189 @@
+"""What linear layers with eight-bit weights have in common: reading or making codes and scales, and merging parts."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+
+from engine.core.errors import CheckpointError
+from engine.core.layers import WEIGHT_SHARD_DIM, plain_tensor, torch_dtype
+from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
+from engine.plugins.quant.rounding import BLOCK, quantize
+
+SCALE_DTYPES = ("float32", "bfloat16", "float16")
+NAMES = {"float8_e4m3fn": "fp8", "int8": "int8"}
+NONE, TOKEN, STATIC = "none", "token", "static"
+
+
+@frozen(kw_only=True)
+class EightBitFormat:
+    """How a linear layer is quantized."""
+
+    dtype: str
+    """Of codes: float8_e4m3fn or int8."""
+    granularity: str
+    """What shares a scale: tensor (a part of a merged layer), channel (an output) or block (of 128 x 128)."""
+    activations: str
+    """none: not quantized; token: with a scale a token (with blocks: a token's 128 inputs); static: a stored scale."""
+    scale_names: tuple[str, ...] = ()
+    """What scales may be called in the checkpoint; empty: it has no codes, and weights are quantized as they come."""
+    input_scale_names: tuple[str, ...] = ()
+    """The same of scales of activations, which are read if `activations` is static and else left out."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the checkpoint has codes."""
+        return bool(self.scale_names)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of codes."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def __str__(self) -> str:
+        shared = {"tensor": "per tensor", "channel": "per channel", "block": f"per {BLOCK} x {BLOCK} block"}
+        came = "" if self.is_stored else " (quantized while loading)"
+        return f"{NAMES[self.dtype]} weights {shared[self.granularity]}{came}"
+
+
+@frozen(kw_only=True)
+class Codes:
+    """The weight of one linear layer on this rank, parts one below the other."""
+
+    weight: torch.Tensor
+    """[out, in]."""
+    scale: torch.Tensor
+    """float32: [out], or of blocks [ceil(out / scale_rows), ceil(in / 128)]."""
+    input_scale: torch.Tensor | None
+    """[1] float32, of static activations: the largest of the parts'."""
+
+
+class EightBitKernel(LinearKernel):
+    """Reads codes and scales, or makes them of plain weights; subclasses multiply."""
+
+    def __init__(self, spec: LinearSpec, form: EightBitFormat) -> None:
+        """Raises CheckpointError where ranks that share the layer would cut blocks."""
+        self.spec = spec
+        self.form = form
+        sizes = [part.out_features for part in spec.parts[:-1]]
+        self.scale_rows = math.gcd(BLOCK, *sizes) if form.granularity == "block" else 0
+        """Outputs that share a block's scale once the parts are merged; 0: no blocks."""
+        for part in spec.parts:
+            self._check_shares(part)
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """NAME.weight of each part, and its scales."""
+        return {name: spec for part in self.spec.parts for name, spec in self._tensors_of(part).items()}
+
+    def _tensors_of(self, part: LinearPart) -> dict[str, TensorSpec]:
+        spec, form = self.spec, self.form
+        shape = (part.out_features, spec.in_features)
+        shard_dim = WEIGHT_SHARD_DIM[spec.parallel]
+        weight = f"{part.name}.weight"
+        if not form.is_stored:
+            return {weight: plain_tensor(shape, spec.dtype, shard_dim)}
+        dtypes: tuple[str, ...] = SCALE_DTYPES
+        scale_shape: tuple[int, ...] = (1,)
+        scale_shard = None
+        if form.granularity == "channel":
+            scale_shape, scale_shard = (part.out_features, 1), 0 if shard_dim == 0 else None
+        elif form.granularity == "block":
+            scale_shape, scale_shard = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK)), shard_dim
+            dtypes = (*SCALE_DTYPES, "float8_e8m0fnu")  # powers of two
+        inputs = form.input_scale_names
+        return {
+            weight: TensorSpec(shape=shape, dtypes=(form.dtype,), shard_dim=shard_dim),
+            **{
+                f"{part.name}.{name}": TensorSpec(
+                    shape=scale_shape, dtypes=dtypes, shard_dim=scale_shard, optional=len(form.scale_names) > 1
+                )
+                for name in form.scale_names
+            },
+            **{
+                f"{part.name}.{name}": TensorSpec(
+                    shape=(1,), dtypes=SCALE_DTYPES, optional=len(inputs) > 1 or form.activations != STATIC
+                )
+                for name in inputs
+            },
+        }
+
+    def merge(self, loaded: Mapping[str, torch.Tensor]) -> Codes:
+        """One weight of what was read. Raises CheckpointError for scales that are absent, broken or cannot be shared.
+
+        Parts are quantized one after the other into the memory of the whole.
+        """
+        sizes = [loaded[f"{part.name}.weight"].shape for part in self.spec.parts]
+        codes = self.form.torch_dtype
+        first = loaded[f"{self.spec.parts[0].name}.weight"]
+        weight = first
+        if len(sizes) > 1:
+            weight = torch.empty((sum(size[0] for size in sizes), sizes[0][1]), dtype=codes, device=first.device)
+        scales, begin = [], 0
+        for part, size in zip(self.spec.parts, sizes, strict=True):
+            stored = loaded[f"{part.name}.weight"]
+            if self.form.is_stored:
+                scale = self._scale_of(part, loaded, self.form.scale_names)
+            else:
+                stored, scale = quantize(stored, codes, self.form.granularity)
+            scales.append(self._widen(scale, size))
+            if len(sizes) > 1:
+                weight[begin : begin + size[0]] = stored
+            else:
+                weight = stored
+            begin += size[0]
+        input_scale = None
+        if self.form.activations == STATIC:
+            found = [self._scale_of(part, loaded, self.form.input_scale_names) for part in self.spec.parts]
+            input_scale = torch.stack(found).amax(0)
+        return Codes(weight=weight, scale=torch.cat(scales), input_scale=input_scale)
+
+    def _scale_of(self, part: LinearPart, loaded: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
+        found = [f"{part.name}.{name}" for name in names if f"{part.name}.{name}" in loaded]
+        if len(found) != 1:
+            wanted = " or ".join(f"{part.name}.{name}" for name in names)
+            raise CheckpointError(
+                f"the checkpoint has {'two' if found else 'no'} scales for {part.name}: want {wanted}"
+            )
+        scale = loaded[found[0]].float()
+        if not bool((scale.isfinite() & (scale != 0)).all()):
+            raise CheckpointError(
+                f"tensor {found[0]} has scales that are zero or not finite; fetch the checkpoint again"
+            )
+        return scale
+
+    def _check_shares(self, part: LinearPart) -> None:
+        spec = self.spec
+        sizes = (
+            (spec.rank_outputs(part), part.out_features, "outputs"),
+            (spec.rank_inputs, spec.in_features, "inputs"),
+        )
+        for local, total, what in sizes:
+            if self.scale_rows and local != total and local % BLOCK:
+                raise CheckpointError(
+                    f"{spec.ranks} ranks cannot share {part.name}: each would have {local} of its {total} {what},"
+                    f" which are no whole blocks of {BLOCK}; use fewer ranks or a checkpoint quantized per channel"
+                )
+
+    def _widen(self, scale: torch.Tensor, size: torch.Size) -> torch.Tensor:
+        """A part's scales as `Codes` has them."""
+        if not self.scale_rows:
+            return scale.reshape(-1).expand(size[0]).contiguous()
+        return scale.repeat_interleave(BLOCK // self.scale_rows, 0)[: -(-size[0] // self.scale_rows)]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of activations."""
+        return torch_dtype(self.spec.dtype)
+
+    @abstractmethod
+    def describe(self) -> str:
+        """How it is multiplied, for the log."""
+
+    def slow(self) -> str | None:
+        """Why it will not be fast, if it will not."""
+        return None

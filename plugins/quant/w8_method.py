@@ -1,0 +1,267 @@
+"""The quantization methods with eight-bit weights, but for what tells float8 and int8 apart."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import evolve, field, frozen, validators
+
+from engine.core.device import DeviceInfo
+from engine.core.errors import CheckpointError, ConfigError
+from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec, QuantMethod
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
+from engine.plugins.quant.quantization_config import (
+    CompressedConfig,
+    Scheme,
+    is_listed,
+    modules_left_alone,
+    same_for_all,
+)
+from engine.plugins.quant.rounding import BLOCK
+from engine.plugins.quant.w8_cpu import IntegerKernel, WidenedKernel
+from engine.plugins.quant.w8_kernel import NONE, STATIC, TOKEN, EightBitFormat, EightBitKernel
+
+if TYPE_CHECKING:
+    from engine.ops.gemm.weight_only_launch import Multiplier
+
+log = logging.getLogger(__name__)
+
+ACTIVATIONS = {"dynamic-token": TOKEN, "none": NONE}
+"""As the option names them."""
+STORAGE = {"float": ("float-quantized", "naive-quantized"), "int": ("int-quantized", "naive-quantized")}
+"""Formats of compressed-tensors that store codes as they are, by type."""
+CODES = {"float": "float8_e4m3fn", "int": "int8"}
+
+
+def one_of(*names: str) -> Any:
+    """A setting that is one of these names, or not given."""
+    return field(default=None, validator=validators.optional(validators.in_(names)))
+
+
+@frozen(kw_only=True)
+class ActivationOptions:
+    """Settings of both methods."""
+
+    activations: str | None = one_of(*ACTIVATIONS)
+    """dynamic-token or none; not given: as the checkpoint says, and dynamic-token for an unquantized one."""
+
+
+class EightBitMethod(QuantMethod):
+    """Reads codes and scales, or quantizes while loading."""
+
+    api: ClassVar[str] = "1"
+    name: ClassVar[str]
+
+    def __init__(self, formats: FormatSource, kv_cache: KVCacheScheme) -> None:
+        self._formats = formats
+        self._kv_cache = kv_cache
+        self._said: set[str] = set()
+        self._multipliers: dict[str, Multiplier] = {}
+
+    @classmethod
+    @abstractmethod
+    def read(cls, checkpoint: Mapping[str, Any]) -> FormatSource:
+        """What a quantization_config says. Raises CheckpointError for one that is not for this method."""
+
+    @classmethod
+    @abstractmethod
+    def online(cls, options: Any) -> EightBitFormat:
+        """How an unquantized checkpoint is quantized."""
+
+    @classmethod
+    def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
+        """A checkpoint quantized in another way; a GPU without Triton."""
+        if device.type == "cuda" and find_spec("triton") is None:
+            return "its kernels for GPUs are written in Triton, which is not installed; install triton"
+        if checkpoint is None:
+            return None
+        try:
+            cls.read(checkpoint)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> EightBitMethod:
+        """Raises CheckpointError for what `refuses` refuses, ConfigError for options that do not fit the checkpoint."""
+        wanted = None if options is None else options.activations
+        if checkpoint is None:
+            form = cls.online(options)
+            if wanted is not None:
+                form = evolve(form, activations=ACTIVATIONS[wanted])
+            return cls(OneFormat(form=form), KVCacheScheme())
+        granularity = getattr(options, "granularity", None)
+        if granularity is not None:
+            raise ConfigError(
+                f"quant.options granularity is {granularity!r}, but the checkpoint is quantized already; leave it out"
+            )
+        source = cls.read(checkpoint)
+        if wanted is not None:
+            source = Overridden(source=source, activations=ACTIVATIONS[wanted])
+        kv_cache = KVCacheScheme.parse(checkpoint)
+        kv_cache.say()
+        return cls(source, kv_cache)
+
+    @classmethod
+    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
+        """By kv_cache_scheme."""
+        return KVCacheScheme.parse(checkpoint).dtype
+
+    def kv_scales(self, attention: str) -> KVScaleNames | None:
+        """See QuantMethod."""
+        return self._kv_cache.names(attention)
+
+    def ignored(self) -> Sequence[str]:
+        """Scales of a quantized KV cache under other names, or of a kind that is not supported."""
+        return self._kv_cache.ignored()
+
+    def linear(self, spec: LinearSpec) -> LinearKernel | None:
+        """A kernel for the device; None for modules that the checkpoint leaves alone."""
+        form = same_for_all(spec, self._formats.format)
+        if form is None:
+            return None
+        kernel = self._kernel(spec, form)
+        self._say(kernel, form)
+        return kernel
+
+    def _kernel(self, spec: LinearSpec, form: EightBitFormat) -> EightBitKernel:
+        if spec.device == "cpu":
+            integers = form.dtype == "int8" and form.activations != NONE
+            return IntegerKernel(spec, form) if integers else WidenedKernel(spec, form)
+        from engine.ops.gemm.weight_only_launch import Multiplier
+        from engine.plugins.quant.w8_gpu import FP8_CAPABILITY, GpuKernel, WideningKernel
+        from engine.plugins.quant.w8a8_matmul import has_capability
+
+        device = torch.device(spec.device)
+        if spec.device not in self._multipliers:
+            self._multipliers[spec.device] = Multiplier(device)
+        can = form.dtype == "int8" or has_capability(device, FP8_CAPABILITY)
+        return (GpuKernel if can else WideningKernel)(spec, form, self._multipliers[spec.device])
+
+    def _say(self, kernel: EightBitKernel, form: EightBitFormat) -> None:
+        """Log how layers are multiplied, once for all layers of a kind."""
+        text, slow = f"{form}: {kernel.describe()}", kernel.slow()
+        where = f"(first: {kernel.spec.parts[0].name})"
+        if text not in self._said:
+            self._said.add(text)
+            log.info("%s %s", text, where)
+        if slow is not None and slow not in self._said:
+            self._said.add(slow)
+            log.warning("%s will be slow: %s %s", self.name, slow, where)
+
+
+class FormatSource(ABC):
+    """How each module of a checkpoint is quantized."""
+
+    @abstractmethod
+    def format(self, module: str) -> EightBitFormat | None:
+        """None: not at all."""
+
+
+@frozen(kw_only=True)
+class OneFormat(FormatSource):
+    """All modules alike but those left alone."""
+
+    form: EightBitFormat
+    left_alone: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, form: EightBitFormat, config: Mapping[str, Any]) -> OneFormat:
+        """With the list of modules left alone of a quantization_config."""
+        return cls(form=form, left_alone=modules_left_alone(config))
+
+    def format(self, module: str) -> EightBitFormat | None:
+        """See FormatSource."""
+        return None if is_listed(module, self.left_alone) else self.form
+
+
+@frozen(kw_only=True)
+class Overridden(FormatSource):
+    """Another source, with activations as an option wants them."""
+
+    source: FormatSource
+    activations: str
+
+    def format(self, module: str) -> EightBitFormat | None:
+        """See FormatSource."""
+        form = self.source.format(module)
+        return None if form is None else evolve(form, activations=self.activations)
+
+
+@frozen(kw_only=True)
+class CompressedFormats(FormatSource):
+    """By the config groups of compressed-tensors."""
+
+    config: CompressedConfig
+    formats: Mapping[str, EightBitFormat]
+    """By name of the group."""
+
+    @classmethod
+    def parse(cls, stored: Mapping[str, Any]) -> CompressedFormats:
+        """Raises CheckpointError, naming the group, for one that is not of eight-bit codes stored as they are."""
+        config = CompressedConfig.parse(stored)
+        return cls(config=config, formats={scheme.name: format_of(scheme) for scheme in config.schemes})
+
+    def format(self, module: str) -> EightBitFormat | None:
+        """See FormatSource."""
+        scheme = self.config.scheme(module)
+        return None if scheme is None else self.formats[scheme.name]
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """Of codes, in all groups."""
+        return frozenset(form.dtype for form in self.formats.values())
+
+
+def format_of(scheme: Scheme) -> EightBitFormat:
+    """The format of a config group. Raises CheckpointError unless it is of eight-bit codes stored as they are."""
+    weights, inputs = scheme.weights, scheme.inputs
+    whys = {
+        f"its weights have {weights.num_bits} bits, not 8": weights.num_bits != 8,
+        f"its weights are of type {weights.type!r}": weights.type not in CODES,
+        "its weights are asymmetric": not weights.symmetric,
+        f"its format is {scheme.format!r}, not {' or '.join(STORAGE.get(weights.type, ()))}": (
+            scheme.format not in STORAGE.get(weights.type, ())
+        ),
+        f"its weights have scales per {weights.strategy}, not per tensor, channel or block": (
+            weights.strategy not in ("tensor", "channel", "block")
+        ),
+        f"its blocks are {weights.block}, not {BLOCK} x {BLOCK}": (
+            weights.strategy == "block" and weights.block != (BLOCK, BLOCK)
+        ),
+        "blocks are supported of float codes only": weights.strategy == "block" and weights.type == "int",
+    }
+    if inputs is not None:
+        grouped = inputs.strategy == "group"
+        whys |= {
+            f"its activations are {inputs}, and its weights {weights}": (
+                inputs.num_bits != 8 or inputs.type != weights.type
+            ),
+            "its activations are asymmetric": not inputs.symmetric,
+            f"its activations have scales per {inputs.strategy}": inputs.strategy not in ("tensor", "token", "group"),
+            f"its activations have scales per group of {inputs.group_size}, its weights per {weights.strategy}": (
+                grouped and (weights.strategy != "block" or inputs.group_size != BLOCK)
+            ),
+            f"its activations have stored scales per {inputs.strategy}, not per tensor": (
+                not inputs.dynamic and inputs.strategy != "tensor"
+            ),
+            "its weights have blocks and its activations one stored scale": (
+                not inputs.dynamic and weights.strategy == "block"
+            ),
+        }
+    for why, applies in whys.items():
+        if applies:
+            raise CheckpointError(f"config group {scheme} of quantization_config is not supported here: {why}")
+    activations = NONE if inputs is None else TOKEN if inputs.dynamic else STATIC
+    return EightBitFormat(
+        dtype=CODES[weights.type],
+        granularity=weights.strategy,
+        activations=activations,
+        scale_names=("weight_scale",),
+        input_scale_names=("input_scale",) if activations == STATIC else (),
+    )

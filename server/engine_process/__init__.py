@@ -1,0 +1,1 @@
+"""An engine process: takes requests from the front ends and steps the engine."""

@@ -1,0 +1,1 @@
+"""A front end process: HTTP, tokenization, and its connections to the engine processes."""

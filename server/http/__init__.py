@@ -1,0 +1,1 @@
+"""The OpenAI API over HTTP: routes, request bodies and responses."""

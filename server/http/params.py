@@ -1,0 +1,141 @@
+"""From a request's parameters to SamplingParams, within the server's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from engine.core.config import ServerConfig
+from engine.core.errors import InvalidRequestError
+from engine.core.types import MAX_SEED, SamplingParams
+from engine.server.http.errors import ApiError, invalid
+from engine.server.http.request_bodies import Body
+
+PLAIN = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+"""Parameters that are called and mean the same in the request and in SamplingParams."""
+
+
+def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, vocab_size: int) -> SamplingParams:
+    """All but max_tokens and logprobs. Raises ApiError naming the parameter that is out of range."""
+    given = {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
+    if body.stop is not None:
+        given["stop"] = _stop(body.stop, limits)
+    if body.stop_token_ids is not None:
+        given["stop_token_ids"] = _token_ids(body.stop_token_ids, vocab_size, limits)
+    if body.logit_bias is not None:
+        given["logit_bias"] = _logit_bias(body.logit_bias, vocab_size, limits)
+    return evolve(defaults, **given)
+
+
+def evolve(params: SamplingParams, **changes: object) -> SamplingParams:
+    """`params` with changes. Raises ApiError where SamplingParams refuses them."""
+    try:
+        return attrs.evolve(params, **changes)  # type: ignore[arg-type]
+    except InvalidRequestError as error:
+        raise invalid(str(error), error.parameter) from None
+
+
+def choices(body: Body, limits: ServerConfig) -> int:
+    """n, checked."""
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= limits.max_n:
+        raise invalid(f"n must be from 1 to {limits.max_n} (server.max_n), not {n}", "n")
+    return n
+
+
+def check_stream_options(body: Body) -> None:
+    """stream_options mean something only in a stream."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is allowed only with stream: true", "stream_options")
+
+
+def check_logprobs(count: int, limits: ServerConfig, param: str) -> None:
+    """`count` likeliest tokens can be reported."""
+    if not 0 <= count <= limits.max_logprobs:
+        raise invalid(f"{param} must be from 0 to {limits.max_logprobs} (server.max_logprobs), not {count}", param)
+
+
+def max_tokens(
+    given: int | None, param: str, default: int | None, params: SamplingParams, prompt_len: int, max_len: int
+) -> SamplingParams:
+    """`params` with max_tokens: as given, or at most `default` (None: as much as the context holds).
+
+    Raises ApiError when prompt and answer do not fit into the context of `max_len` tokens.
+    """
+    room = max_len - prompt_len
+    if room < 1 or (given is not None and given > room):
+        asked = "" if given is None else f" and {given} for the answer ({param})"
+        raise invalid(
+            f"this model's context holds {max_len} tokens, but the request has {prompt_len} in the prompt{asked}; "
+            "shorten one of them",
+            param if room >= 1 else None,
+            "context_length_exceeded",
+        )
+    if given is None:
+        return evolve(params, max_tokens=min(room, default or room))
+    try:
+        return evolve(params, max_tokens=given)
+    except ApiError as error:
+        if error.param == "max_tokens":
+            raise invalid(error.message.replace("max_tokens", param, 1), param) from None
+        raise
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
+    """All token ids are the model's."""
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise invalid(f"{param} has token id {wrong}, but this model's are 0 to {vocab_size - 1}", param)
+
+
+def seed(params: SamplingParams, choice: int) -> SamplingParams:
+    """The parameters of one of n choices: each has a seed of its own."""
+    if params.seed is None or choice == 0:
+        return params
+    return attrs.evolve(params, seed=(params.seed + choice) % (MAX_SEED + 1))
+
+
+def _stop(stop: str | list[str], limits: ServerConfig) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(texts) > limits.max_stop:
+        raise invalid(f"stop has {len(texts)} strings; at most {limits.max_stop} (server.max_stop) are allowed", "stop")
+    if any(len(text) > limits.max_stop_chars for text in texts):
+        raise invalid(
+            f"a stop string is longer than {limits.max_stop_chars} characters (server.max_stop_chars)", "stop"
+        )
+    return texts
+
+
+def _token_ids(tokens: list[int], vocab_size: int, limits: ServerConfig) -> tuple[int, ...]:
+    if len(tokens) > limits.max_stop:
+        raise invalid(
+            f"stop_token_ids has {len(tokens)} tokens; at most {limits.max_stop} (server.max_stop) are allowed",
+            "stop_token_ids",
+        )
+    check_tokens(tokens, vocab_size, "stop_token_ids")
+    return tuple(tokens)
+
+
+def _logit_bias(bias: dict[int, float], vocab_size: int, limits: ServerConfig) -> tuple[tuple[int, float], ...]:
+    if len(bias) > limits.max_logit_bias:
+        raise invalid(
+            f"logit_bias has {len(bias)} tokens; at most {limits.max_logit_bias} (server.max_logit_bias) are allowed",
+            "logit_bias",
+        )
+    check_tokens(list(bias), vocab_size, "logit_bias")
+    if any(not -100 <= value <= 100 for value in bias.values()):
+        raise invalid("a logit_bias value is not from -100 to 100", "logit_bias")
+    return tuple(bias.items())

@@ -1,0 +1,174 @@
+"""The bodies of requests: every parameter the server honours, with its type. Anything else is refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from engine.server.http.errors import ApiError, invalid
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """stream_options of both APIs."""
+
+    include_usage: bool | None = None
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat completions share. None: the default of the model or the server."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+    """Whom the caller serves: free text, of no effect."""
+    # Beyond OpenAI's parameters; sent with `extra_body` of its client.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+
+
+class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: None = None
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+    # Null in what OpenAI's client makes of an earlier answer.
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+    name: None = None
+
+
+class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not OpenAI's: further variables of the chat template."""
+    # Known to OpenAI's clients, and not to this server: only null passes.
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    metadata: None = None
+    modalities: None = None
+    parallel_tool_calls: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    service_tier: None = None
+    store: None = None
+    tool_choice: None = None
+    tools: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    """Of a prompt; None: true. A chat template says itself which there are."""
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool | None = None
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNKNOWN = re.compile(r"contains unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+
+
+async def read(request: Request, kind: type[T], max_bytes: int) -> T:
+    """The request's body. Raises ApiError naming the parameter at fault, or 413."""
+    return decode(await _body(request, max_bytes), kind)
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(
+        413,
+        f"the body is larger than {max_bytes} bytes; send less, or raise server.max_body_bytes",
+        headers={"connection": "close"},
+    )
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise too_large
+    except ClientDisconnect:
+        raise invalid("the client went away before it had sent the whole body") from None
+    return bytes(body)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """`body` as JSON of one of the types above. Raises ApiError."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+
+
+def _explain(message: str) -> ApiError:
+    """msgspec's message as a sentence that begins with the parameter's name."""
+    path = _PATH.search(message)
+    where = path.group(1) if path else ""
+    reason = _PATH.sub("", message)
+    if match := _UNKNOWN.search(reason):
+        name = f"{where}.{match.group(1)}".lstrip(".")
+        return invalid(f"{name} is not a parameter of this server; leave it out", name, "unknown_parameter")
+    if match := _MISSING.search(reason):
+        name = f"{where}.{match.group(1)}".lstrip(".")
+        return invalid(f"{name} is missing", name, "missing_required_parameter")
+    if reason.startswith("Expected `null`"):
+        return invalid(f"{where} is not supported by this server; leave it out", where, "unsupported_parameter")
+    reason = reason[:1].lower() + reason[1:].replace("`", "")
+    return invalid(f"{where or 'the body'}: {reason}", where or None, "invalid_type")

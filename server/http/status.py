@@ -1,0 +1,59 @@
+"""GET /v1/models, /health and /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from engine.server.http.errors import invalid, json_response
+from engine.server.http.health import State, report
+from engine.server.http.service import Service
+from engine.server.shared.metrics import Exporter
+
+
+def routes(service: Service) -> APIRouter:
+    """The routes of this file."""
+    router = APIRouter()
+    exporter = Exporter(service.client.board, service.engines)
+
+    @router.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [_model(service)]})
+
+    @router.get("/v1/models/{model:path}", response_model=None)
+    async def model(model: str) -> Response:
+        service.check_model(model)
+        return json_response(_model(service))
+
+    @router.get("/health", response_model=None)
+    async def health(deep: str = "0") -> Response:
+        if deep not in ("0", "1"):
+            raise invalid(f"deep is {deep!r}; it must be 0 or 1", "deep")
+        states: Sequence[State] = service.faults()
+        if not all(states):
+            if service.draining:
+                return json_response({"status": "draining", "reason": "the server is shutting down"}, status=503)
+            if deep == "1":
+                states = await service.probe()
+        status, body = report(states)
+        return json_response(body, status=status)
+
+    @router.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(exporter.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "engine",
+        "max_model_len": service.max_len,
+    }

@@ -1,0 +1,1 @@
+"""What the server's processes share: messages, heartbeat, metrics."""

@@ -1,0 +1,1 @@
+"""The supervisor process: starts, watches and restarts all others."""

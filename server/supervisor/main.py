@@ -1,0 +1,160 @@
+"""The supervisor: starts engine processes and front ends, gives these connections, and takes all down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from engine.core.config import EngineConfig, ServerConfig
+from engine.core.errors import ConfigError
+from engine.server.shared.messages import BOARD
+from engine.server.shared.metrics import Board
+from engine.server.supervisor.child import adopt_orphans
+from engine.server.supervisor.engines import Engines
+from engine.server.supervisor.front_ends import FrontEnds
+from engine.server.supervisor.replicas import cores, count_gpus, finds_devices, replica_configs
+from engine.server.supervisor.summary import summary
+
+SHUTDOWN_SECONDS = 5.0
+"""What a process gets to stop when it has nothing left to do; then it is killed."""
+
+log = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class Commands:
+    """What starts the two kinds of processes."""
+
+    engine: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.engine_process.main")
+    front_end: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.front_end.main")
+
+
+def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Commands) -> int:
+    """Serve until told to stop; the exit code: 0 after SIGTERM or SIGINT, 1 when an engine process was dead then.
+
+    announce: given the summary when the server is ready.
+    Raises EngineError, with the failing process's own words, when the server cannot start.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
+    replicas = replica_configs(config, count_gpus, finds_devices)
+    adopt_orphans()
+    return asyncio.run(_Server(config, replicas, announce, commands).run())
+
+
+class _Server:
+    """One life of the server."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        replicas: Sequence[EngineConfig],
+        announce: Callable[[str], None],
+        commands: Commands,
+    ) -> None:
+        self._replicas = replicas
+        self._config = config
+        self._announce = announce
+        self._commands = commands
+        self._directory = tempfile.mkdtemp(prefix="engine-")  # mode 0700: nobody else can connect
+        self._engines: Engines | None = None
+        self._fronts: FrontEnds | None = None
+        self._stop = asyncio.Event()
+        self._signal = 0
+
+    async def run(self) -> int:
+        """Returns the exit code; raises EngineError when the server cannot start."""
+        loop = asyncio.get_running_loop()
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._on_signal, number)
+            with _bind(self._config.server) as listener:
+                return await self._run(listener)
+        finally:
+            self._kill()
+
+    async def _run(self, listener: socket.socket) -> int:
+        rows = workers(self._config.server)
+        board = Board.map(Path(self._directory) / BOARD, rows, len(self._replicas), create=True)
+        engines = self._engines = Engines(self._replicas, self._directory, self._commands.engine)
+        fronts = self._fronts = FrontEnds(self._config, self._directory, board, self._commands.front_end, engines.tell)
+        stop = asyncio.ensure_future(self._stop.wait())
+        start = asyncio.gather(engines.start(fronts.tell), fronts.start())
+        accept: asyncio.Task[None] | None = None
+        try:
+            await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not start.done():
+                return 128 + self._signal
+            started, _ = start.result()
+            listener.listen(2048)
+            listener.setblocking(False)
+            accept = asyncio.ensure_future(fronts.accept(listener))
+            slowest = max(started, key=lambda each: each.seconds)
+            self._announce(summary(slowest, self._config, _url(listener)))
+            await asyncio.wait((stop, accept), return_when=asyncio.FIRST_COMPLETED)
+            engines.drain()
+            await fronts.drain()
+            code = 1 if engines.failed else 0
+            accept.cancel()
+            listener.close()
+            await fronts.shutdown(SHUTDOWN_SECONDS)
+            await engines.shutdown(SHUTDOWN_SECONDS)
+            return code
+        finally:
+            tasks: list[asyncio.Future[Any]] = [stop, start, *([] if accept is None else [accept])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _kill(self) -> None:
+        """Leave nothing behind, at once."""
+        if self._fronts is not None:
+            self._fronts.kill()
+        if self._engines is not None:
+            self._engines.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            self._kill()
+            os._exit(128 + number)
+        self._signal = number
+        self._stop.set()
+
+
+def workers(config: ServerConfig) -> int:
+    """How many front ends there are."""
+    return config.api_workers or max(1, min(4, cores() // 4))
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    """The listening socket, bound before anything is loaded, so that a taken port is known at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit it
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}, port {config.port} ({error.strerror}); "
+            "choose another address by --host or --port (0: any free port)"
+        ) from None
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

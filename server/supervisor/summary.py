@@ -1,0 +1,74 @@
+"""What `engine serve` prints when it is ready."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.core.config import EngineConfig
+from engine.core.runner import format_bytes
+from engine.server.http.service import served_name
+from engine.server.shared.messages import Started
+
+WORTH_SAYING = 0.05
+"""Seconds; a phase of less is left out."""
+
+
+def summary(started: Started, config: EngineConfig, url: str) -> str:
+    """The address, the plugin of each seam and why, where the memory goes, and a line to paste.
+
+    started: what a replica has said, of several the one that was ready last.
+    """
+    cache = started.cache
+    contexts = cache.num_blocks * cache.page_size / started.max_len
+    plugins = [(choice.seam, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices]
+    stored = "" if cache.kv_dtype in ("", cache.dtype) else f", in {cache.kv_dtype}"
+    memory = [
+        ("weights", format_bytes(cache.weights_bytes), ""),
+        ("activations", format_bytes(cache.activation_bytes), ""),
+        (
+            "KV cache",
+            format_bytes(cache.kv_bytes),
+            f"{cache.num_blocks} blocks of {cache.page_size} tokens, {contexts:.1f} contexts of full length{stored}",
+        ),
+        ("budget", format_bytes(cache.budget_bytes), ""),
+    ]
+    phases = took(cache.phases)
+    replicas = "" if config.server.replicas == 1 else f"{config.server.replicas} replicas, each on "
+    title = f"{served_name(config)} on {replicas}{cache.device}, {cache.dtype}, context {started.max_len} tokens"
+    return "\n".join(
+        (
+            f"{title}, loaded in {started.seconds:.1f} s",
+            *([f"  {phases}"] if phases else []),
+            "",
+            *_table(plugins),
+            "",
+            *_table(memory),
+            "",
+            f"Listening on {url}",
+            "",
+            curl(config, url),
+            "",
+        )
+    )
+
+
+def took(phases: Sequence[tuple[str, float]]) -> str:
+    """The phases that took a while, longest first: weights 3.1 s, import 1.2 s."""
+    longest = sorted(phases, key=lambda phase: -phase[1])
+    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest if seconds >= WORTH_SAYING)
+
+
+def curl(config: EngineConfig, url: str) -> str:
+    """A command that asks the server for a completion."""
+    body = {"model": served_name(config), "prompt": "def read_lines(path):\n", "max_tokens": 48, "temperature": 0}
+    key = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key else ""
+    data = shlex.quote(msgspec.json.encode(body).decode())
+    return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {data}"
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"  {name:{widths[0]}}  {value:{widths[1]}}  {note}".rstrip() for name, value, note in rows]

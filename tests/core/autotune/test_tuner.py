@@ -1,0 +1,275 @@
+"""Choosing kernels: what is measured decides, what is on disk is not measured again."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+
+from engine.core.autotune.cache import TuningCache, default_directory
+from engine.core.autotune.tuner import CandidateError, apply, collect
+from engine.core.errors import ExecutorError
+from engine.core.layers import LayerFactory
+from engine.core.layers.linear import Linear
+from engine.core.layers.skinny_linear import BUCKETS, FewRowsTables, SkinnyKernel
+from engine.core.quant.base import LinearPart, LinearSpec
+
+MACHINE = {"device": "GPU 1 / 80 GB", "pytorch": "1", "triton": "2"}
+
+
+class FakeTimer:
+    """Torch takes 10; a tile what `rule` says."""
+
+    def __init__(self, rule):
+        self.rule = rule
+        self.prepared = []
+        self.asked = []
+
+    def prepare(self, wanted):
+        self.prepared += [(work.place, one) for work, candidates in wanted for one in candidates]
+
+    def seconds(self, work, candidate):
+        self.asked.append((work.place, candidate))
+        return 10.0 if candidate is None else self.rule(work.tunable.problem, work.rows, candidate)
+
+
+def model():
+    layers = LayerFactory(dtype="bfloat16", device="cpu", fused=True)
+    for index in range(2):
+        layers.linear([(f"{index}.qkv", 96)], 64, bias=True)
+        layers.linear([(f"{index}.gate", 80), (f"{index}.up", 80)], 64, gated=True)
+    layers.lm_head("lm_head", 200, 64)
+    for layer in layers.layers:
+        layer.fill({name: torch.zeros(spec.shape, dtype=torch.bfloat16) for name, spec in layer.tensors().items()})
+    return layers
+
+
+def run(layers, tmp_path, rule, machine=MACHINE):
+    timer = FakeTimer(rule)
+    return apply(collect(layers), TuningCache(tmp_path, machine), timer), timer
+
+
+def tables(layers, start):
+    """What multiplies, of the shape whose name begins so."""
+    [found] = {id(work.tunable): work.tunable for work in collect(layers) if work.place[0].startswith(start)}.values()
+    return found.launches
+
+
+def test_all_layers_of_a_shape_are_one_work():
+    works = collect(model())
+    assert {work.place: len(work.operands) for work in works} == {
+        (key, rows): count
+        for rows in BUCKETS
+        for key, count in {
+            "plain 96x64 bfloat16": 2,
+            "gated 80x64 bfloat16": 2,
+            "plain 200x64 bfloat16": 1,
+            "argmax 200x64 bfloat16": 1,
+        }.items()
+    }
+    assert all(len(work.tunables) == 1 for work in works)
+    biased = {work.place[0] for work in works if work.operands[0].bias is not None}
+    assert biased == {"plain 96x64 bfloat16"}
+
+
+def test_a_bias_that_is_added_after_the_sum_over_ranks_is_no_operand():
+    spec = LinearSpec(
+        parts=(LinearPart(name="o", out_features=8),), in_features=16, bias=True, dtype="bfloat16", parallel="row"
+    )
+    for reduce, biased in ((None, True), (lambda y: y, False)):
+        layer = Linear(spec, SkinnyKernel(spec, FewRowsTables("cpu")), reduce)
+        layer.fill({"o.weight": torch.zeros(8, 16), "o.bias": torch.zeros(8)})
+        [one] = layer.multiplications()
+        assert (one.operands.bias is not None) == biased
+
+
+def test_the_fastest_wins_and_torch_where_nothing_gains(tmp_path):
+    def rule(problem, rows, tile):
+        if problem.epilogue == "argmax":
+            return 9.95  # less than a hundredth
+        if problem.epilogue == "gated":
+            raise CandidateError("it is too large")
+        return 5.0 if (tile.rows, tile.block_k) == (32, 256) else 6.0
+
+    layers = model()
+    report, timer = run(layers, tmp_path, rule)
+    assert report.measured == len(report.choices) == 4 * len(BUCKETS)
+    assert timer.prepared == timer.asked
+    assert tables(layers, "gated") == tables(layers, "argmax") == [None] * 17
+    plain = tables(layers, "plain 96")
+    for rows in (3, 4, 8, 16):  # for fewer that tile is no candidate
+        assert (plain[rows].tile.rows, plain[rows].tile.block_k) == (32, 256)
+    assert plain[1] is not None
+    assert {choice.usual for choice in report.choices} == {"library"}
+    assert {choice.usual_seconds for choice in report.choices} == {10.0}
+    assert {choice.seconds for choice in report.choices if choice.problem.startswith("gated")} == {10.0}
+
+
+def test_fetching_ahead_is_tried_with_the_fastest_tile_only(tmp_path):
+    report, timer = run(model(), tmp_path, lambda problem, rows, tile: 5.0 - tile.rows / 1000 - tile.ahead / 1e6)
+    for choice in report.choices:
+        tried = [tile for place, tile in timer.asked if place == (choice.problem, choice.rows)][1:]
+        ahead = [tile for tile in tried if tile.ahead]
+        assert ahead
+        assert {tile.rows for tile in ahead} == {max(tile.rows for tile in tried)}
+        assert choice.kernel == str(max(ahead, key=lambda tile: tile.ahead))
+
+
+def test_a_candidate_that_cannot_run_is_left_out_and_the_log_says_why(tmp_path, caplog):
+    def rule(problem, rows, tile):
+        if tile.rows == 64:
+            raise CandidateError("out of shared memory")
+        return 1.0
+
+    with caplog.at_level(logging.DEBUG):
+        report, _ = run(model(), tmp_path, rule)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    assert any(
+        "gated 80x64 bfloat16, 8 rows: matrix 64x128" in text and "out of shared memory" in text for text in said
+    )
+    kernels = {choice.rows: choice.kernel for choice in report.choices if choice.problem.startswith("gated")}
+    assert kernels[1] == "library"  # of few rows no other is a candidate
+    assert kernels[8].startswith("matrix")
+
+
+def test_where_torch_cannot_run_the_fastest_tile_is_taken(tmp_path):
+    class WithoutTorch(FakeTimer):
+        def seconds(self, work, candidate):
+            if candidate is None:
+                raise CandidateError("no such type")
+            return super().seconds(work, candidate)
+
+    layers = model()
+    cache = TuningCache(tmp_path, MACHINE)
+    report = apply(collect(layers), cache, WithoutTorch(lambda problem, rows, tile: 20.0 + tile.rows))
+    assert {choice.usual_seconds for choice in report.choices} == {float("inf")}
+    assert [tables(layers, "gated")[rows].tile.rows for rows in (1, 8)] == [64, 16]
+    assert dict(cache.load()) == {(choice.problem, choice.rows): choice for choice in report.choices}
+
+
+def test_where_nothing_runs_an_error_says_why(tmp_path):
+    class Broken(FakeTimer):
+        def seconds(self, work, candidate):
+            raise CandidateError(f"no {candidate}")
+
+    with pytest.raises(
+        ExecutorError, match=r"none of \d+ kernels for plain 96x64 bfloat16 at 1 rows.*library: no None"
+    ):
+        apply(collect(model()), TuningCache(tmp_path, MACHINE), Broken(None))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_on_disk_is_not_measured_again(tmp_path):
+    first, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000 - tile.ahead / 1e6)
+    layers = model()
+    layers.linear([("new", 48)], 64).fill({"new.weight": torch.zeros(48, 64, dtype=torch.bfloat16)})
+    second, timer = run(layers, tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000)
+    assert second.measured == len(BUCKETS)
+    assert {key for (key, _), _ in timer.asked} == {"plain 48x64 bfloat16"}
+    assert set(first.choices) < set(second.choices)
+    layers = model()
+    third, timer = run(layers, tmp_path, None)
+    assert third.measured == 0
+    assert not timer.asked
+    assert not timer.prepared
+    assert third.choices == first.choices
+    for choice in third.choices:
+        assert str(tables(layers, choice.problem)[choice.rows].tile) == choice.kernel
+        assert choice.kernel.endswith("bytes ahead")
+        assert not choice.kernel.endswith(", 0 bytes ahead")
+
+
+@pytest.mark.parametrize("change", [{"version": "old"}, {"kernel": "a tile that is no candidate any more"}])
+def test_what_does_not_hold_any_more_is_measured_again(tmp_path, change):
+    def rule(problem, rows, tile):
+        return 1.0 + tile.rows / 1000
+
+    first, _ = run(model(), tmp_path, rule)
+    cache = TuningCache(tmp_path, MACHINE)
+    known = dict(cache.load())
+    place = ("gated 80x64 bfloat16", 8)
+    known[place] = evolve(known[place], **change)
+    cache.store(known)
+    second, timer = run(model(), tmp_path, rule)
+    assert second.measured == 1
+    assert {asked for asked, _ in timer.asked} == {place}
+    assert second.choices == first.choices
+    assert run(model(), tmp_path, None)[0].measured == 0
+
+
+def test_another_machine_has_a_file_of_its_own(tmp_path):
+    run(model(), tmp_path, lambda problem, rows, tile: 1.0)
+    for key in MACHINE:
+        report, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0, {**MACHINE, key: "other"})
+        assert report.measured
+    assert len(list(tmp_path.iterdir())) == 1 + len(MACHINE)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        json.dumps({"machine": {**MACHINE, "pytorch": "9"}, "choices": []}),
+        json.dumps({"machine": MACHINE, "choices": [{"rows": 1}]}),
+        json.dumps({"machine": MACHINE, "choices": 3}),
+        "\xff",
+    ],
+)
+def test_a_file_that_cannot_be_used_is_replaced_with_a_warning(content, tmp_path, caplog):
+    cache = TuningCache(tmp_path, MACHINE)
+    cache.path.write_text(content, encoding="latin-1")
+    with caplog.at_level(logging.WARNING):
+        report, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0)
+    assert report.measured
+    assert str(cache.path) in caplog.text
+    caplog.clear()
+    assert len(cache.load()) == report.measured
+    assert not caplog.text
+
+
+def test_a_directory_that_cannot_be_written_costs_only_a_warning(tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    layers = model()
+    report, _ = run(layers, blocked / "kernels", lambda problem, rows, tile: 1.0)
+    assert report.measured
+    assert tables(layers, "gated")[1] is not None
+    assert "measures again" in caplog.text
+
+
+def test_the_default_directory(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_directory() == Path("/somewhere/engine/kernels")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_directory() == Path.home() / ".cache" / "engine" / "kernels"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    from engine.core.autotune.tuner import tune
+
+    layers = LayerFactory(dtype="bfloat16", device="cuda", fused=True)
+    linear = layers.linear([("gate", 3072), ("up", 3072)], 1024, gated=True)
+    head = layers.lm_head("lm_head", 32000, 1024)
+    for layer in layers.layers:
+        names = layer.tensors().items()
+        layer.fill({name: torch.randn(spec.shape).to("cuda", torch.bfloat16) / 32 for name, spec in names})
+    with torch.inference_mode():
+        report = tune(layers, str(tmp_path))
+        assert report.measured == 3 * len(BUCKETS)
+        assert all(0 < choice.seconds < 1e-3 for choice in report.choices)
+        assert tune(layers, str(tmp_path)).measured == 0
+        for rows in (1, 3, 16, 17):
+            x = torch.randn(rows, 1024, device="cuda").bfloat16()
+            exact = x.double() @ linear.weights["weight"].double().T
+            gate, up = exact.chunk(2, -1)
+            exact = torch.nn.functional.silu(gate) * up
+            assert float((linear.gated(x).double() - exact).norm() / exact.norm()) < 2**-7
+            logits = x.double() @ head.weight.double().T
+            chosen = logits.gather(-1, head.greedy(x)[1][:, None])[:, 0]
+            torch.testing.assert_close(chosen, logits.amax(-1), rtol=2**-7, atol=2**-7)

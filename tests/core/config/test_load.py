@@ -1,0 +1,245 @@
+"""Settings from defaults, files and the command line: precedence, origins, and complaints that name their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import pytest
+
+from engine.core.config.load import describe, flatten, join_key, load_config, split_key, validate
+from engine.core.config.tree import AttentionConfig, CacheConfig, EngineConfig, PluginsConfig
+from engine.core.errors import ConfigError
+
+WriteFile = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteFile:
+    def make(text: str, name: str = "engine.toml") -> Path:
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return make
+
+
+def test_without_anything_all_is_default() -> None:
+    resolved = load_config()
+    assert resolved.config == EngineConfig()
+    assert set(resolved.origins.values()) == {"default"}
+    assert set(resolved.origins) == set(flatten(EngineConfig()))
+
+
+def test_the_command_line_goes_over_the_file_over_the_defaults(write: WriteFile) -> None:
+    file = write("[scheduler]\nmax_running = 8\nmax_batch_tokens = 512\n")
+    resolved = load_config(
+        file,
+        {"scheduler.max_running": "4"},
+        {"scheduler.max_batch_tokens": (64, "default (x)"), "model.path": ("/demo", "default (demo)")},
+    )
+    assert resolved.config.scheduler.max_running == 4
+    assert resolved.config.scheduler.max_batch_tokens == 512
+    assert resolved.config.model.path == "/demo"
+    assert resolved.origins["scheduler.max_running"] == "--max-running"
+    assert resolved.origins["scheduler.max_batch_tokens"] == "engine.toml"
+    assert resolved.origins["model.path"] == "default (demo)"
+    assert resolved.origins["cache.page_size"] == "default"
+
+
+def test_toml_and_yaml_say_the_same(write: WriteFile) -> None:
+    toml = write(
+        '[attention]\nname = "x"\n[attention.options]\nsplits = 4\nnested = {a = [1, 2]}\n[plugins]\ndeny = ["a"]\n'
+    )
+    yaml = write(
+        "attention: {name: x, options: {splits: 4, nested: {a: [1, 2]}}}\nplugins:\n  deny: [a]\nserver:\n", "e.yaml"
+    )
+    assert load_config(toml).config == load_config(yaml).config
+    assert load_config(toml).config.attention.options == {"splits": 4, "nested": {"a": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "value"),
+    [
+        ("scheduler.max_running", "64", 64),
+        ("cache.prefix_caching", "off", False),
+        ("cache.prefix_caching", "TRUE", True),
+        ("cache.memory_fraction", "0.5", 0.5),
+        ("cache.memory_fraction", 1, 1.0),
+        ("plugins.deny", "a, b", ("a", "b")),
+        ("plugins.deny", ["a", "b"], ("a", "b")),
+        ("model.served_name", "12", "12"),
+        ("attention.options.n", "3", 3),
+        ("attention.options.n", '"3"', "3"),
+        ("attention.options.n", "true", True),
+        ("attention.options.n", "[1, 2]", [1, 2]),
+        ("attention.options.n", "plain text", "plain text"),
+        ("attention.options.a.b", "1.5", 1.5),
+        ('attention.options."a.b"', "x", "x"),
+    ],
+)
+def test_the_command_line_is_read_by_the_type_of_the_setting(key: str, typed: object, value: object) -> None:
+    found = flatten(load_config(None, {key: typed}).config)[key]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_a_pair_gives_the_origin() -> None:
+    resolved = load_config(None, {"server.max_n": ("3", "--set"), "attention.options.a": ("1", "--attention-option")})
+    assert resolved.origins["server.max_n"] == "--set"
+    assert resolved.origins["attention.options.a"] == "--attention-option"
+
+
+def test_options_of_the_file_and_the_command_line_are_merged(write: WriteFile) -> None:
+    file = write('[quant.options]\na = 1\nb = 2\n[quant.options.layers]\n"model.layers.0" = "x"\n')
+    resolved = load_config(file, {"quant.options.b": "3", "quant.options.c": "4"})
+    assert resolved.config.quant.options == {"a": 1, "b": 3, "c": 4, "layers": {"model.layers.0": "x"}}
+    assert resolved.origins["quant.options.a"] == "engine.toml"
+    assert resolved.origins["quant.options.b"] == "--quant-option"
+    assert resolved.origins['quant.options.layers."model.layers.0"'] == "engine.toml"
+
+
+def test_an_option_replaces_a_table_of_options_and_the_reverse(write: WriteFile) -> None:
+    file = write("[quant.options]\na = {x = 1}\nb = 2\n")
+    resolved = load_config(file, {"quant.options.a": "3", "quant.options.b.y": "4"})
+    assert resolved.config.quant.options == {"a": 3, "b": {"y": 4}}
+
+
+def test_a_flattened_tree_can_be_loaded_again(write: WriteFile) -> None:
+    file = write(
+        '[quant.options]\n"a.b" = 1\nc = {d = ["x"]}\n[plugins]\nallow = ["p", "q"]\n[cache]\nmemory = "1GiB"\n'
+    )
+    config = load_config(file).config
+    assert load_config(defaults={key: (value, "x") for key, value in flatten(config).items()}).config == config
+
+
+def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path: Path) -> None:
+    file = write('[model]\npath = "ckpt"\ntokenizer = "/abs/tok"\nchat_template = "../t.jinja"\n')
+    config = load_config(file).config
+    assert config.model.path == str(tmp_path / "ckpt")
+    assert config.model.tokenizer == "/abs/tok"
+    assert Path(config.model.chat_template).resolve() == (tmp_path.parent / "t.jinja").resolve()
+    assert load_config(file, {"model.path": "here"}).config.model.path == "here"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[scheduler]\nmax_runing = 3", r"engine.toml: \[scheduler\] max_runing: .*did you mean max_running\?"),
+        ("[sheduler]\nname = 'x'", r"no section 'sheduler'; did you mean scheduler\?"),
+        ("[scheduler]\npage_size = 8", r"did you mean \[cache\] page_size\?"),
+        ("model = 'x'", "model is a section"),
+        ("model = 0", "model is a section"),
+        ("[sheduler]", r"no section 'sheduler'; did you mean scheduler\?"),
+        ("[model]\nmax_len = 'many'", r"\[model\] max_len: expected a whole number, found \"many\" \(a string\)"),
+        ("[model]\nmax_len = true", r"expected a whole number, found true"),
+        ("[model]\nmax_len = 8.0", r"expected a whole number, found 8.0"),
+        ("[model]\npath = 3", "expected a string, found 3"),
+        ("[model.path]\nx = 3", "path: expected a string, found a table"),
+        ("[cache]\nprefix_caching = 'yes'", 'expected true or false, found "yes"'),
+        ("[cache]\nprefix_caching = 1", "expected true or false, found 1"),
+        ("[cache]\nmemory_fraction = '0.5'", 'expected a number, found "0.5"'),
+        ("[cache]\nmemory_fraction = nan", "expected a number, found nan"),
+        ("[plugins]\nallow = 'abc'", 'expected a list, found "abc"'),
+        ("[plugins]\nallow = ['a', 3]", r"allow\[1\]: expected a string, found 3"),
+        ("[attention]\noptions = 3", "expected a table of options, found 3"),
+        ("[scheduler]\noverlap = 'onn'", "'onn' is no choice; did you mean on"),
+        ("[scheduler]\nmax_running = 0", "0 is out of range; give 1 to"),
+        ("[cache]\npage_size = 24", r"engine.toml: \[cache\] page_size: 24 is no power of two; use 16"),
+        ("[cache\n", "engine.toml is not valid TOML: .*line 1"),
+    ],
+)
+def test_a_wrong_file_is_refused_naming_place_and_fix(write: WriteFile, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {path: a, path: b}", "'path' is given twice"),
+        ("- a\n- b", "expected sections"),
+        ("model: [", "not valid YAML"),
+        ("sheduler:", r"no section 'sheduler'"),
+        ("? [a, b]\n: c", "YAML"),
+        ("model: {max_len: }", "max_len: expected a whole number, found nothing"),
+        ("cache: {prefix_caching: 'yes'}", "expected true or false"),
+    ],
+)
+def test_a_wrong_yaml_file_is_refused(write: WriteFile, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(text, "engine.yml"))
+
+
+def test_an_empty_file_changes_nothing(write: WriteFile) -> None:
+    assert (
+        load_config(write("model:\nserver: {}\n", "a.yaml")).config
+        == load_config(write("", "a.toml")).config
+        == EngineConfig()
+    )
+
+
+def test_a_missing_file_and_an_unknown_format_are_refused(tmp_path: Path, write: WriteFile) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"neither \.toml nor \.yaml"):
+        load_config(write("{}", "engine.json"))
+
+
+def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) -> None:
+    file = write("[scheduler]\nmax_running = 'x'\nmax_runing = 1\n[cache]\npage_size = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, {"scheduler.max_running": "4", "model.max_len": "y", "nothing.here": "1"})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 5
+    assert lines[3].startswith("--max-len: expected a whole number")
+    assert lines[4].startswith("--set (nothing.here): there is no section 'nothing'")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"cache.memory": "3GiX"}, "--kv-memory: '3GiX' is no size"),
+        ({"cache.memory": "1GiB", "cache.memory_fraction": "0.5"}, "--memory-fraction: cache.memory .* leave out one"),
+        ({"server.api_key": "k "}, "--api-key: "),
+        ({"server.host": ""}, "--host: the address is empty"),
+        ({"scheduler.name": ""}, "--scheduler: the name is empty"),
+        ({"plugins.allow": "a", "plugins.deny": "a"}, "'a' is in allow and in deny"),
+        ({"cache.prefix_caching": "maybe"}, '--prefix-caching: expected true or false, found "maybe"'),
+        ({"scheduler.max_running": "1.5"}, '--max-running: expected a whole number, found "1.5"'),
+    ],
+)
+def test_impossible_values_are_refused_naming_the_flag(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides)
+
+
+def test_a_tree_made_in_python_is_validated() -> None:
+    validate(EngineConfig())
+    with pytest.raises(ConfigError, match=r"cache.page_size: 3 is no power of two"):
+        validate(EngineConfig(cache=CacheConfig(page_size=3)))
+    with pytest.raises(ConfigError, match=r"plugins.allow: expected a list"):
+        validate(EngineConfig(plugins=PluginsConfig(allow="builtin")))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"attention.options: expected a table of options"):
+        validate(EngineConfig(attention=AttentionConfig(options=3)))  # type: ignore[arg-type]
+
+
+def test_every_setting_is_described() -> None:
+    settings = describe()
+    expected = [
+        f"{section.name}.{one.name}"
+        for section in attrs.fields(EngineConfig)
+        for one in attrs.fields(type(section.default))
+    ]
+    assert [setting.key for setting in settings] == expected
+    assert all(setting.help.endswith(".") and setting.type_name for setting in settings)
+    flags = [setting.flag for setting in settings if setting.flag]
+    assert len(set(flags)) == len(flags)
+    for setting in settings:
+        assert isinstance(setting.default, setting.type)
+        assert not setting.choices or setting.default in setting.choices
+
+
+@pytest.mark.parametrize("path", [("a", "b"), ("a", "b.c"), ("a", 'q"q', "x y")])
+def test_a_dotted_key_can_be_split_again(path: tuple[str, ...]) -> None:
+    assert split_key(join_key(path)) == path

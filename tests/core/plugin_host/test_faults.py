@@ -1,0 +1,263 @@
+"""What a plugin raises by mistake while an engine starts names the plugin, the call and the original error."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+
+from engine.core.errors import CheckpointError, ConfigError, EngineError, ExecutorError, PluginError, PluginFaultError
+from engine.core.hooks import hookimpl
+from engine.core.layers import Layer
+from engine.core.layers.linear import PlainKernel
+from engine.core.plugin_host.faults import blame
+from engine.core.runner.runner import Runner
+from engine.core.schedulers.policy import SchedulingPolicy
+from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.executors.uniproc import UniprocExecutor
+from engine.plugins.models.llama import Llama
+from engine.plugins.quant.none import Unquantized
+
+MINE = "'mine' passed in from Python failed in"
+
+
+def blamed(error: BaseException) -> None:
+    with blame("attention 'mine' of mine 1.0", "plan()"):
+        raise error
+
+
+def raising(error: BaseException | None = None) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        raise error or KeyError("tide")
+
+    return call
+
+
+def test_a_mistake_names_plugin_call_error_and_place_and_keeps_the_cause() -> None:
+    with pytest.raises(PluginFaultError) as caught:
+        blamed(KeyError("tide"))
+    assert str(caught.value).startswith("attention 'mine' of mine 1.0 failed in plan(): KeyError: 'tide' (")
+    assert f"({__file__}, line {blamed.__code__.co_firstlineno + 2}); mend it" in str(caught.value)
+    assert isinstance(caught.value, PluginError)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "in blamed" in "".join(traceback.format_exception(caught.value.__cause__))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("give it a tide"),
+        CheckpointError("it lacks a key"),
+        PluginError("no"),
+        ExecutorError("gone"),
+        MemoryError("no room"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_meant_and_lack_of_memory_pass_as_they_are(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        blamed(error)
+    assert caught.value is error
+
+
+def test_an_exit_is_a_mistake_and_not_obeyed() -> None:
+    with pytest.raises(PluginFaultError, match="SystemExit: 3"):
+        blamed(SystemExit(3))
+
+
+def test_a_module_that_is_missing_is_to_be_installed() -> None:
+    with pytest.raises(PluginFaultError, match=r"ModuleNotFoundError: .*; install what it needs"):
+        blamed(ModuleNotFoundError("No module named 'tide'"))
+
+
+def test_a_device_that_fails_is_no_mistake_of_the_plugin_but_it_is_named() -> None:
+    with pytest.raises(ExecutorError, match=r"attention 'mine' of mine 1.0 failed in plan\(\): AcceleratorError"):
+        blamed(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+
+
+def making(**members: Any) -> Any:
+    """A `linear` that gives such a kernel."""
+    kernel = type("Faulty", (PlainKernel,), members)
+    return lambda self, spec: kernel(spec)
+
+
+class Faulty(Layer):
+    nbytes = 0
+
+    def tensors(self):
+        return {}
+
+    def fill(self, loaded):
+        raise KeyError("tide")
+
+
+def with_layer(layer: Layer) -> Any:
+    """A constructor of a model that has this layer too."""
+
+    def make(self: Any, config: Any, layers: Any, options: Any = None) -> None:
+        Llama.__init__(self, config, layers, options)
+        layers.layers.append(layer)
+
+    return make
+
+
+@frozen
+class Options:
+    depth: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        raise KeyError("tide")
+
+
+class First(SchedulingPolicy):
+    api = "1"
+
+    def order(self, waiting, now):
+        return waiting
+
+    def victim(self, running):
+        return running[-1]
+
+
+def first_time(executor: Any) -> bool:
+    """As `shutdown` asks it too."""
+    if not executor.asked:
+        executor.asked = True
+        raise KeyError("tide")
+    return False
+
+
+REFUSES = {"refuses": classmethod(raising())}
+BASES = {
+    "attention": TorchAttention,
+    "quant": Unquantized,
+    "scheduler": First,
+    "executor": UniprocExecutor,
+    "model": Llama,
+}
+FAULTS: list[tuple[str, dict[str, Any], str]] = [
+    *((section, REFUSES, "refuses()") for section in BASES),
+    *((section, {"options_class": Options}, "its options_class") for section in BASES),
+    *((section, {"__init__": raising()}, "its constructor") for section in BASES if section != "quant"),
+    ("quant", {"kv_dtype": classmethod(raising())}, "kv_dtype()"),
+    ("quant", {"from_checkpoint": classmethod(raising())}, "from_checkpoint()"),
+    ("quant", {"ignored": raising()}, "ignored()"),
+    ("quant", {"kv_scales": raising()}, "kv_scales()"),
+    ("quant", {"linear": raising()}, "linear() of model.layers.0."),
+    ("quant", {"linear": making(__init__=raising())}, "linear() of model.layers.0."),
+    ("quant", {"linear": making(prologue=raising())}, "prologue() of model.layers.0."),
+    ("quant", {"linear": making(tensors=raising())}, "tensors() of model.layers.0."),
+    ("quant", {"linear": making(prepare=raising())}, "prepare() of model.layers.0."),
+    ("executor", {"watch": raising()}, "watch()"),
+    ("executor", {"start": raising()}, "start()"),
+    ("executor", {"asynchronous": property(first_time), "asked": False}, "asynchronous"),
+    ("model", {"spec": classmethod(raising())}, "spec()"),
+    ("model", {"__init__": with_layer(Faulty())}, "fill() of a layer"),
+    ("model", {"__init__": with_layer(type("Nameless", (Faulty,), {"tensors": raising()})())}, "tensors() of a layer"),
+]
+
+
+def offering(section: str, cls: type) -> Any:
+    hook = {"scheduler": "schedulers", "executor": "executors", "model": "models"}.get(section, section)
+
+    def register(register: Any) -> None:
+        register("mine", lambda: cls, api="1", summary="")
+
+    register.__name__ = f"register_{hook}"
+    return type("Plugin", (), {register.__name__: staticmethod(hookimpl(register))})()
+
+
+def build(make_engine: Any, section: str, members: dict[str, Any]) -> Any:
+    plugin = offering(section, type("Faulty", (BASES[section],), members))
+    return make_engine(plugin, on_progress=lambda _: None, **{f"{section}__name": "mine"})
+
+
+@pytest.mark.parametrize(
+    ("section", "members", "call"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_whatever_is_called_at_start_up(make_engine, section: str, members: dict[str, Any], call: str) -> None:
+    with pytest.raises(PluginFaultError) as caught:
+        build(make_engine, section, members)
+    whose = {
+        "refuses()": f"{section} 'mine' of object failed in",
+        "start()": f"{section} 'mine' passed in from Python, or what it runs, failed in",
+    }
+    assert str(caught.value).startswith(f"{whose.get(call, f'{section} {MINE}')} {call}")
+    assert "KeyError: 'tide'" in str(caught.value)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("section", "members"),
+    [
+        ("attention", {"__init__": raising(ConfigError("give it a tide"))}),
+        ("attention", {"refuses": classmethod(raising(ConfigError("give it a tide")))}),
+        ("quant", {"linear": raising(ConfigError("give it a tide"))}),
+        ("quant", {"linear": making(prepare=raising(ConfigError("give it a tide")))}),
+        ("model", {"__init__": raising(ConfigError("give it a tide"))}),
+        ("executor", {"start": raising(ConfigError("give it a tide"))}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_what_a_plugin_says_itself_is_said(make_engine, section: str, members: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^give it a tide$"):
+        build(make_engine, section, members)
+
+
+def test_auto_passes_over_one_that_says_why_in_an_error(make_engine) -> None:
+    class Plugin:
+        @hookimpl
+        def register_attention(self, register) -> None:
+            fussy = type("Fussy", (TorchAttention,), {"refuses": classmethod(raising(ConfigError("give it a tide")))})
+            register("fussy", lambda: fussy, api="1", summary="", preference=99)
+
+    [choice] = [one for one in make_engine(Plugin()).parts.choices if one.seam == "attention"]
+    assert "fussy refuses: give it a tide" in choice.reason
+
+
+def test_a_class_that_was_passed_in(make_engine) -> None:
+    faulty = type("Faulty", (TorchAttention,), {"__init__": raising()})
+    with pytest.raises(PluginFaultError, match=r"^attention 'Faulty' passed in from Python failed in its constructor"):
+        make_engine(attention=faulty)
+
+
+def test_what_several_do_together_names_all(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "_capture", raising(RuntimeError("operation not permitted when stream is capturing")))
+    told = r"^model 'llama' of .*, attention '\w+' of .* or quant 'none' of .* failed in the capture of CUDA graphs: "
+    with pytest.raises(PluginFaultError, match=told):
+        make_engine()
+
+
+def test_what_an_executor_runs_is_not_its_own_mistake(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "start", raising(OSError("the disk is gone")))
+    told = r"^executor 'uniproc' of .*, or what it runs, failed in start\(\): OSError: the disk is gone .*--debug"
+    with pytest.raises(PluginFaultError, match=told):
+        make_engine()
+
+
+@pytest.mark.parametrize("name", ["engine_started", "engine_stopped"])
+def test_a_hook_that_fails(make_engine, name: str) -> None:
+    class Listener:
+        """Named in the error."""
+
+    def fail(engine: Any) -> None:
+        raise KeyError("tide")
+
+    setattr(Listener, name, staticmethod(hookimpl(fail)))
+    with pytest.raises(PluginFaultError, match=rf"^plugin 'Listener' of object failed in {name}\(\): KeyError: 'tide'"):
+        make_engine(Listener()).close()
+
+
+@pytest.mark.usefixtures("tidal")
+def test_a_distribution_is_named_with_its_version(make_engine) -> None:
+    told = (
+        r"^attention 'tidal' of engine-tidal 0.4 failed in its constructor: KeyError: 'tide' \(.*engine_tidal_module.py"
+    )
+    with pytest.raises(EngineError, match=told):
+        make_engine(attention="tidal")

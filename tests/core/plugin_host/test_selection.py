@@ -1,0 +1,480 @@
+"""Which plugin serves each seam: by name, by auto, passed in; refusals, options and reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+
+from engine.core.attention.base import AttentionBackend
+from engine.core.config.tree import (
+    AttentionConfig,
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    PluginsConfig,
+    QuantConfig,
+    SchedulerConfig,
+)
+from engine.core.device import DeviceInfo
+from engine.core.errors import CheckpointError, ConfigError, PluginError
+from engine.core.executors.base import Executor
+from engine.core.hooks import hookimpl
+from engine.core.models.base import Model, ModelSpec
+from engine.core.plugin_host.registry import Plugins, load_plugins
+from engine.core.plugin_host.selection import (
+    Parts,
+    attention_spec,
+    find_quant,
+    max_len,
+    resolve,
+    resolve_dtype,
+    resolve_kv_dtype,
+    use_graphs,
+)
+from engine.core.quant.base import QuantMethod
+from engine.core.schedulers.policy import SchedulingPolicy
+
+CPU = DeviceInfo(type="cpu")
+GPU = DeviceInfo(type="cuda", capability=(9, 0))
+SHAPE = ModelSpec(
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_size=32,
+    vocab_size=100,
+    max_len=512,
+    sliding_windows=(None, 16),
+    scale=0.5,
+    softcap=30.0,
+)
+
+
+def concrete(contract: type, **members: Any) -> type[Any]:
+    """A class that fills every abstract method of a contract."""
+    filled = {name: lambda *_: None for name in contract.__abstractmethods__}  # type: ignore[attr-defined]
+    return type("Filled", (contract,), {**filled, "api": "1", **members})
+
+
+def refusing(answer: object) -> classmethod:
+    return classmethod(lambda cls, *_: answer)
+
+
+@frozen
+class Options:
+    splits: int = 1
+
+
+MODEL = concrete(Model, refuses=refusing(None), spec=classmethod(lambda cls, config: SHAPE))
+POLICY = concrete(SchedulingPolicy, options_class=Options, __init__=SchedulingPolicy.__init__)
+
+
+def registry(*offers: tuple[str, str, Any, int], defaults: bool = True) -> Plugins:
+    """Only these implementations: (seam, name, class or exception, preference), and one for each other seam."""
+
+    def hook(seam: str) -> Any:
+        def offer(register: Any) -> None:
+            for where, name, cls, preference in wanted:
+                if where == seam:
+                    register(name, load(cls), api="1", summary="", preference=preference)
+
+        offer.__name__ = f"register_{seam}"
+        return staticmethod(hookimpl(offer))
+
+    def load(cls: Any) -> Any:
+        def loader() -> Any:
+            if isinstance(cls, Exception):
+                raise cls
+            return cls
+
+        return loader
+
+    wanted = list(offers)
+    if defaults:
+        for seam, cls in (
+            ("models", MODEL),
+            ("attention", concrete(AttentionBackend)),
+            ("quant", concrete(QuantMethod)),
+            ("schedulers", POLICY),
+            ("executors", concrete(Executor)),
+        ):
+            if seam not in [offer[0] for offer in offers]:
+                wanted.append((seam, f"the-{seam}", cls, 1))
+    seams = ("models", "attention", "quant", "schedulers", "executors")
+    plugin = type("Plugin", (), {f"register_{seam}": hook(seam) for seam in seams})
+    return load_plugins(PluginsConfig(deny=("builtin",)), extra=[plugin()])
+
+
+def chosen(parts: Parts, seam: str) -> tuple[str, str]:
+    [choice] = [one for one in parts.choices if one.seam == seam]
+    return choice.name, choice.reason
+
+
+def test_auto_takes_the_most_preferred_that_does_not_refuse_and_says_why() -> None:
+    good, better = concrete(AttentionBackend), concrete(AttentionBackend, refuses=refusing("needs a GPU; use --device"))
+    plugins = registry(
+        ("attention", "good", good, 1), ("attention", "better", better, 5), ("attention", "shy", good, 0)
+    )
+    parts = resolve(EngineConfig(), plugins, CPU, {})
+    assert parts.attention is good
+    name, reason = chosen(parts, "attention")
+    assert name == "good"
+    assert "better refuses: needs a GPU; use --device" in reason
+    assert "shy" not in reason
+
+
+def test_equal_preference_keeps_the_order_of_loading() -> None:
+    one, two = concrete(AttentionBackend), concrete(AttentionBackend)
+    plugins = registry(("attention", "z-first", one, 1), ("attention", "a-second", two, 1))
+    assert resolve(EngineConfig(), plugins, CPU, {}).attention is one
+
+
+def test_auto_passes_over_a_class_that_cannot_be_imported_or_crashes() -> None:
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError("crash")
+
+    good = concrete(QuantMethod)
+    plugins = registry(
+        ("quant", "gone", ImportError("no such library"), 9),
+        ("quant", "crashing", concrete(QuantMethod, refuses=classmethod(crash)), 8),
+        ("quant", "vague", concrete(QuantMethod, refuses=refusing(True)), 7),
+        ("quant", "good", good, 1),
+    )
+    parts = resolve(EngineConfig(), plugins, CPU, {})
+    assert parts.quant is good
+    reason = chosen(parts, "quant")[1]
+    for part in ("no such library", "ZeroDivisionError: crash", "it must be a sentence or None"):
+        assert part in reason
+
+
+def test_nothing_left_for_auto_lists_every_refusal() -> None:
+    plugins = registry(
+        ("models", "aa", concrete(Model, refuses=refusing("builds only A")), 1),
+        ("models", "bb", concrete(Model, refuses=refusing("builds only B")), 1),
+        ("models", "cc", MODEL, 0),
+    )
+    with pytest.raises(PluginError) as caught:
+        resolve(EngineConfig(), plugins, CPU, {})
+    for part in ("no model plugin serves this", "aa refuses: builds only A", "bb refuses: builds only B", "cc"):
+        assert part in str(caught.value)
+    named = evolve(EngineConfig(), model=ModelConfig(name="cc"))
+    assert resolve(named, plugins, CPU, {}).model is MODEL
+
+
+def test_an_empty_seam_is_an_error() -> None:
+    with pytest.raises(PluginError, match=r"no model plugin serves this: none is offered to auto.*installed: nothing"):
+        resolve(EngineConfig(), registry(defaults=False), CPU, {})
+
+
+def test_a_named_plugin_that_refuses_raises_its_sentence() -> None:
+    bad = concrete(Executor, refuses=refusing("it needs two GPUs; use another"))
+    plugins = registry(("executors", "good", concrete(Executor), 5), ("executors", "bad", bad, 1))
+    config = evolve(EngineConfig(), executor=ExecutorConfig(name="bad"))
+    with pytest.raises(PluginError, match="executor 'bad' of object refuses: it needs two GPUs; use another"):
+        resolve(config, plugins, CPU, {})
+
+
+def test_a_named_plugin_that_cannot_be_imported_raises_its_cause() -> None:
+    plugins = registry(("quant", "gone", ImportError("no such library"), 0))
+    with pytest.raises(PluginError, match="no such library") as caught:
+        resolve(evolve(EngineConfig(), quant=QuantConfig(name="gone")), plugins, CPU, {})
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_refuses_is_asked_with_what_the_contract_says() -> None:
+    asked: dict[str, Any] = {}
+
+    def note(name: str) -> Any:
+        return classmethod(lambda cls, *arguments: asked.update({name: arguments}))
+
+    plugins = registry(
+        ("models", "m", concrete(Model, refuses=note("models"), spec=classmethod(lambda cls, config: SHAPE)), 1),
+        ("attention", "a", concrete(AttentionBackend, refuses=note("attention")), 1),
+        ("quant", "q", concrete(QuantMethod, refuses=note("quant")), 1),
+        ("schedulers", "s", concrete(SchedulingPolicy, refuses=note("schedulers")), 1),
+        ("executors", "e", concrete(Executor, refuses=note("executors")), 1),
+    )
+    config, checkpoint = EngineConfig(), {"quantization_config": {"bits": 4}}
+    resolve(config, plugins, GPU, checkpoint)
+    assert asked == {
+        "models": (checkpoint,),
+        "attention": (attention_spec(SHAPE, config, "float32", 512, "float32"), GPU),
+        "quant": ({"bits": 4}, GPU),
+        "schedulers": (),
+        "executors": (config, GPU),
+    }
+    second = evolve(GPU, index=1)  # as in a worker
+    resolve(config, plugins, second, checkpoint, first=GPU)
+    assert [asked[seam][-1] for seam in ("attention", "quant", "executors")] == [second, second, GPU]
+
+
+def test_ranks_are_asked_for_their_share_and_refused_where_there_is_none() -> None:
+    asked = []
+    attention = concrete(AttentionBackend, refuses=classmethod(lambda cls, spec, device: asked.append(spec)))
+    plugins = registry(("attention", "a", attention, 1))
+    resolve(EngineConfig(executor=ExecutorConfig(tensor_parallel=4)), plugins, GPU, {})
+    assert (asked[0].num_heads, asked[0].num_kv_heads) == (1, 1)
+    with pytest.raises(ConfigError, match=r"3 ranks cannot share .* these numbers of ranks can: 1, 2, 4"):
+        resolve(EngineConfig(executor=ExecutorConfig(tensor_parallel=3)), plugins, GPU, {})
+
+
+def test_a_page_size_the_backend_cannot_read_is_a_refusal() -> None:
+    picky = concrete(AttentionBackend, page_sizes=(64, 128))
+    plugins = registry(("attention", "picky", picky, 1))
+    with pytest.raises(PluginError, match=r"picky refuses: it reads KV blocks of 64 or 128 tokens, not 16"):
+        resolve(EngineConfig(), plugins, CPU, {})
+    config = evolve(EngineConfig(), cache=CacheConfig(page_size=128))
+    assert resolve(config, plugins, CPU, {}).attention is picky
+
+
+def pair(name: str, **first: Any) -> tuple[EngineConfig, Plugins]:
+    """A configuration that names two of these: first (page sizes and refusal as given), and second with options."""
+    plugins = registry(
+        ("attention", "first", concrete(AttentionBackend, **first), 1),
+        ("attention", "second", concrete(AttentionBackend, options_class=Options), 1),
+    )
+    return evolve(EngineConfig(), attention=AttentionConfig(name=name)), plugins
+
+
+def test_attention_may_name_two() -> None:
+    config, plugins = pair("first, second", page_sizes=(64, 16))
+    config = evolve(config, attention=evolve(config.attention, options={"decode": {"splits": 3}}))
+    parts = resolve(config, plugins, CPU, {})
+    assert parts.attention.names == ("first", "second")  # type: ignore[attr-defined]
+    assert parts.attention.page_sizes == (64, 16)
+    assert parts.options["attention"].decode == Options(3)
+    [choice] = [one for one in parts.choices if one.seam == "attention"]
+    assert (choice.name, choice.provenance, choice.reason) == ("first, second", "object", "asked for by name")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "message"),
+    [
+        ("first,second", {"refuses": refusing("no tide")}, r"'first,second' refuses: first \(for prefill\): no tide"),
+        (
+            "first,second",
+            {"page_sizes": (64,)},
+            "refuses: it reads KV blocks of 64 tokens, not 16; set cache.page_size",
+        ),
+        ("first,secnd", {}, r"there is no attention plugin 'secnd'; did you mean second\?"),
+        ("first,auto", {}, "'first,auto' does not name two plugins; write it as PREFILL,DECODE"),
+        ("first,", {}, "does not name two plugins"),
+        ("first,second,first", {}, "does not name two plugins"),
+    ],
+)
+def test_two_that_cannot_serve_are_refused(name: str, first: dict[str, Any], message: str) -> None:
+    config, plugins = pair(name, **first)
+    with pytest.raises(PluginError, match=message):
+        resolve(config, plugins, CPU, {})
+
+
+def test_other_seams_take_one() -> None:
+    config = evolve(EngineConfig(), quant=QuantConfig(name="the-quant,the-quant"))
+    with pytest.raises(PluginError, match="there is no quant plugin 'the-quant,the-quant'"):
+        resolve(config, registry(), CPU, {})
+
+
+def test_wrong_options_of_two_name_the_part() -> None:
+    config, plugins = pair("first,second")
+    config = evolve(config, attention=evolve(config.attention, options={"decode": {"split": 3}}))
+    with pytest.raises(ConfigError, match=r"attention 'first,second': attention.options.decode: there is no option"):
+        resolve(config, plugins, CPU, {})
+
+
+def test_options_reach_the_plugin_as_its_own_class() -> None:
+    plugins = registry(("attention", "mine", concrete(AttentionBackend, options_class=Options), 1))
+    config = evolve(
+        EngineConfig(),
+        attention=AttentionConfig(options={"splits": 3}),
+        scheduler=SchedulerConfig(options={"splits": 4}),
+    )
+    parts = resolve(config, plugins, CPU, {})
+    assert parts.options == {"attention": Options(3), "quant": None, "executors": None, "models": None}
+    assert parts.policy.options == Options(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": 3}, r"attention 'mine': attention.options: there is no option 'split'; did you mean splits\?"),
+        ({"splits": "3"}, "attention 'mine': attention.options.splits: expected a whole number"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, object], message: str) -> None:
+    plugins = registry(("attention", "mine", concrete(AttentionBackend, options_class=Options), 1))
+    with pytest.raises(ConfigError, match=message):
+        resolve(evolve(EngineConfig(), attention=AttentionConfig(options=options)), plugins, CPU, {})
+
+
+def test_options_for_a_plugin_without_any_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"quant.options has no options, but bits was given"):
+        resolve(evolve(EngineConfig(), quant=QuantConfig(options={"bits": 4})), registry(), CPU, {})
+
+
+def test_classes_and_policies_can_be_passed_in() -> None:
+    backend, policy = concrete(AttentionBackend), POLICY(Options(7))
+    parts = resolve(EngineConfig(), registry(), CPU, {}, {"attention": backend, "scheduler": policy})
+    assert parts.attention is backend
+    assert parts.policy is policy
+    [attention] = [choice for choice in parts.choices if choice.seam == "attention"]
+    assert (attention.provenance, attention.reason) == ("object", "passed in from Python")
+    by_class = resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": POLICY})
+    assert by_class.policy.options == Options()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"atention": 3}, r"no plug point 'atention'; did you mean attention\?"),
+        ({"attention": dict}, "the attention passed in is .*not a subclass"),
+        ({"attention": concrete(AttentionBackend)()}, "pass the class"),
+        ({"scheduler": SchedulingPolicy}, "lacks order, victim"),
+        ({"quant": concrete(QuantMethod, refuses=refusing("not here"))}, "refuses: not here"),
+        ({"executor": concrete(Executor, api="7")}, "api = '7'"),
+    ],
+)
+def test_what_is_passed_in_must_keep_the_contract(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        resolve(EngineConfig(), registry(), CPU, {}, overrides)
+
+
+def raising(error: Exception) -> Any:
+    def call(*arguments: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_a_policy_that_cannot_be_made_is_named() -> None:
+    faulty = concrete(SchedulingPolicy, __init__=raising(KeyError("tide")))
+    with pytest.raises(
+        PluginError, match=r"^scheduler 'Filled' passed in from Python failed in its constructor: KeyError: 'tide' "
+    ):
+        resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": faulty})
+    told = concrete(SchedulingPolicy, __init__=raising(ConfigError("give it a tide")))
+    with pytest.raises(ConfigError, match=r"^give it a tide$"):
+        resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": told})
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (
+            raising(KeyError("hidden_size")),
+            PluginError,
+            r"^model 'mine' .* failed in spec\(\): KeyError: 'hidden_size' .*read_key",
+        ),
+        (raising(CheckpointError("it lacks a key")), CheckpointError, "^it lacks a key$"),
+        (
+            lambda *_: {},
+            PluginError,
+            r"^model 'mine' .* answers spec\(\) with {}; it must be an engine.core.models.ModelSpec",
+        ),
+        (lambda *_: evolve(SHAPE, sliding_windows=()), PluginError, "sliding_windows of 0 layers for 2"),
+    ],
+)
+def test_a_model_class_that_cannot_say_its_shape_is_named(spec: Any, error: type[Exception], message: str) -> None:
+    offer = ("models", "mine", concrete(Model, refuses=refusing(None), spec=classmethod(spec)), 1)
+    with pytest.raises(error, match=message):
+        resolve(EngineConfig(), registry(offer), CPU, {})
+
+
+def test_options_beside_a_finished_policy_are_not_ignored() -> None:
+    config = evolve(EngineConfig(), scheduler=SchedulerConfig(options={"splits": 1}))
+    with pytest.raises(ConfigError, match=r"scheduler.options is set"):
+        resolve(config, registry(), CPU, {}, {"scheduler": POLICY(Options())})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "checkpoint", "device", "dtype"),
+    [
+        ("auto", {"dtype": "bfloat16"}, CPU, "float32"),
+        ("auto", {"dtype": "bfloat16"}, GPU, "bfloat16"),
+        ("auto", {"torch_dtype": "float16"}, GPU, "float16"),
+        ("auto", {"dtype": None, "text_config": {"torch_dtype": "torch.bfloat16"}}, GPU, "bfloat16"),
+        ("auto", {}, GPU, "float32"),
+        ("float16", {"dtype": "bfloat16"}, GPU, "float16"),
+        ("bfloat16", {}, CPU, "bfloat16"),
+    ],
+)
+def test_dtype(wanted: str, checkpoint: dict[str, Any], device: DeviceInfo, dtype: str) -> None:
+    assert resolve_dtype(evolve(EngineConfig(), model=ModelConfig(dtype=wanted)), checkpoint, device) == dtype
+
+
+def test_a_dtype_nobody_computes_in_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dtype is float8_e4m3fn; choose --dtype"):
+        resolve_dtype(EngineConfig(), {"dtype": "float8_e4m3fn"}, GPU)
+
+
+def test_graphs_that_an_instance_sets_must_be_among_those_there_are() -> None:
+    backend = concrete(AttentionBackend)()
+    assert not use_graphs(EngineConfig(), backend, GPU)
+    backend.graphs = "decode"
+    assert use_graphs(EngineConfig(), backend, GPU)
+    backend.graphs = "decodes"
+    with pytest.raises(PluginError, match="Filled has set graphs = 'decodes'; it must be one of none, decode, any"):
+        use_graphs(EngineConfig(), backend, GPU)
+
+
+def test_max_len() -> None:
+    assert max_len(EngineConfig(), SHAPE) == 512
+    assert max_len(evolve(EngineConfig(), model=ModelConfig(max_len=100)), SHAPE) == 100
+    with pytest.raises(ConfigError, match=r"model.max_len \(--max-len\) is 513, but this model was made for 512"):
+        max_len(evolve(EngineConfig(), model=ModelConfig(max_len=513)), SHAPE)
+
+
+def test_the_attention_spec_says_what_the_model_asks() -> None:
+    config = evolve(EngineConfig(), cache=CacheConfig(page_size=32))
+    spec = attention_spec(SHAPE, config, "float16", 128, "bfloat16")
+    assert (spec.dtype, spec.kv_dtype, spec.page_size, spec.max_len) == ("float16", "bfloat16", 32, 128)
+    assert (spec.sliding_windows, spec.softcap, spec.scale) == ((None, 16), 30.0, 0.5)
+
+
+FLOAT8 = "float8_e4m3fn"
+OLD_GPU = DeviceInfo(type="cuda", capability=(8, 6))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "asked", "device", "found"),
+    [
+        ("auto", None, GPU, "float16"),
+        ("auto", FLOAT8, GPU, FLOAT8),
+        ("auto", FLOAT8, CPU, FLOAT8),
+        ("auto", FLOAT8, OLD_GPU, "float16"),
+        ("float16", FLOAT8, GPU, "float16"),
+        ("bfloat16", None, GPU, "bfloat16"),
+        ("fp8", None, GPU, FLOAT8),
+        (FLOAT8, None, OLD_GPU, FLOAT8),
+    ],
+)
+def test_kv_dtype(wanted: str, asked: str | None, device: DeviceInfo, found: str) -> None:
+    stored: list[Any] = []
+    quant = concrete(QuantMethod, kv_dtype=classmethod(lambda cls, config: stored.append(config) or asked))
+    config = evolve(EngineConfig(), cache=CacheConfig(dtype=wanted))
+    assert resolve_kv_dtype(config, "float16", {"quantization_config": {"bits": 8}}, quant, device) == found
+    assert stored in ([], [{"bits": 8}])
+
+
+def test_the_checkpoint_s_kv_dtype_is_what_attention_is_asked_for() -> None:
+    asked: list[Any] = []
+    quant = concrete(QuantMethod, kv_dtype=classmethod(lambda cls, config: FLOAT8))
+    backend = concrete(AttentionBackend, refuses=classmethod(lambda cls, spec, device: asked.append(spec.kv_dtype)))
+    reading = type("Reading", (backend,), {"reads_float8": True})
+    plugins = registry(("attention", "old", backend, 2), ("attention", "new", reading, 1), ("quant", "q", quant, 1))
+    parts = resolve(EngineConfig(), plugins, GPU, {})
+    assert parts.attention is reading
+    assert asked == [FLOAT8, FLOAT8]
+    [choice] = [choice for choice in parts.choices if choice.seam == "attention"]
+    assert "old refuses: it reads no KV cache in float8_e4m3fn; use --kv-dtype float32" in choice.reason
+
+
+def test_the_quantization_method_alone() -> None:
+    picky = concrete(QuantMethod, refuses=refusing("no"))
+    other = concrete(QuantMethod)
+    plugins = registry(("quant", "picky", picky, 2), ("quant", "other", other, 1))
+    assert find_quant(EngineConfig(), plugins, GPU, {}) is other
+    with pytest.raises(PluginError, match="'picky' of object refuses: no"):
+        find_quant(evolve(EngineConfig(), quant=QuantConfig(name="picky")), plugins, GPU, {})

@@ -1,0 +1,253 @@
+"""Decode steps that are replayed: on the CPU with a recorder that does the work again each time, on a GPU for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.core import Engine, SamplingParams
+from engine.core.attention.base import AttentionBackend, GraphSlot
+from engine.core.attention.batch import ForwardBatch
+from engine.core.config.tree import EngineConfig, ExecutorConfig
+from engine.core.device import DeviceInfo
+from engine.core.errors import ConfigError
+from engine.core.plugin_host.selection import use_graphs
+from engine.core.runner import cuda_graphs as graphs, piecewise_graphs as pieces, runner
+from engine.plugins.attention.torch import TorchAttention
+from engine.testing.checkpoints import make_checkpoint
+
+T = TypeVar("T")
+PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+class FixedAttention(TorchAttention):
+    """Decodes by masks over the longest context, from what is on the device alone."""
+
+    graphs = "decode"
+
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Any:
+        return super().plan(batch) if graph is None else batch
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        if not isinstance(plan, ForwardBatch):
+            return super().forward(layer, q, k, v, plan)
+        spec = self._spec
+        tables = plan.block_tables.long()
+        slots = (tables[:, :, None] * spec.page_size + torch.arange(spec.page_size, device=q.device)).flatten(1)
+        hidden = torch.arange(slots.shape[1], device=q.device) >= plan.context_lens[:, None]
+        keys, values = (
+            part[layer][slots].repeat_interleave(spec.num_heads // spec.num_kv_heads, 2)
+            for part in (self._keys, self._values)
+        )
+        scores = torch.einsum("shd,sthd->sht", q, keys) * spec.scale
+        scores = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+        return torch.einsum("sht,sthd->shd", scores, values.masked_fill(hidden[:, :, None, None], 0.0))
+
+
+class Again:
+    """In place of graphs.Recorder: a replay is the work itself, into the same tensors."""
+
+    recorded = 0
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        type(self).recorded += 1
+        made = work()
+
+        def replay() -> None:
+            again = work()
+            if isinstance(made, torch.Tensor):
+                assert isinstance(again, torch.Tensor)
+                made.copy_(again)
+
+        return replay, made
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", tokenizer=True)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> type[Again]:
+    monkeypatch.setattr(runner, "Recorder", Again)
+    monkeypatch.setattr(runner, "use_graphs", lambda config, attention, device: config.executor.graphs != "off")
+    Again.recorded = 0
+    return Again
+
+
+def build(checkpoint: Path, *, attention: type[AttentionBackend] | None = None, **settings: Any) -> Engine:
+    usual = {"executor__device": "cpu", "executor__graphs": "decode", "cache__memory": "8MiB", "model__max_len": 256}
+    settings = usual | settings
+    parts = {} if attention is None else {"attention": attention}
+    return Engine(model=str(checkpoint), scheduler__max_running=settings.pop("running", 4), **parts, **settings)
+
+
+def tokens_of(engine: Engine, params: SamplingParams | list[SamplingParams] = GREEDY) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in engine.generate(PROMPTS, params)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[tuple[int, ...]]:
+    with build(checkpoint, executor__graphs="off") as engine:
+        return tokens_of(engine)
+
+
+def test_sizes_reach_the_most_and_waste_little() -> None:
+    for most in (1, 2, 5, 8, 64, 100, 256, 1000):
+        sizes = graphs.batch_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+        for count in range(1, most + 1):
+            fits = min(size for size in sizes if size >= count)
+            assert fits - count < max(8, count // 3 + 1)
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_replays_give_the_same_tokens(
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again], overlap: str
+) -> None:
+    with build(checkpoint, attention=FixedAttention, scheduler__overlap=overlap) as engine:
+        assert replays.recorded == len(graphs.batch_sizes(4))
+        assert tokens_of(engine) == expected
+        assert tokens_of(engine) == expected, "what the first run left behind must not matter"
+
+
+def test_fused_kernels_at_both_ends(checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]) -> None:
+    few = attrs.evolve(GREEDY, max_tokens=3)
+    with build(checkpoint, attention=FixedAttention, executor__kernels="fused", running=2) as engine:
+        found = [completion.token_ids for completion in engine.generate(PROMPTS[:3], few)]
+    assert found == [tokens[:3] for tokens in expected[:3]]
+
+
+def test_chunks_between_replays(checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]) -> None:
+    with build(checkpoint, attention=FixedAttention, scheduler__max_batch_tokens=7, running=3) as engine:
+        assert tokens_of(engine) == expected
+
+
+def test_preemption_between_replays(checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]) -> None:
+    with build(checkpoint, attention=FixedAttention, cache__memory="68KiB", model__max_len=100) as engine:
+        assert tokens_of(engine) == expected
+        assert engine.stats().preemptions > 0
+
+
+def test_each_ending_gives_what_plain_steps_give(checkpoint: Path, replays: type[Again]) -> None:
+    drawn = [
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=row, max_tokens=24, ignore_eos=True)
+        for row in range(6)
+    ]
+    penalized = attrs.evolve(GREEDY, repetition_penalty=1.3, presence_penalty=0.5)
+    reported = attrs.evolve(GREEDY, logprobs=2)
+    mixed = [GREEDY, drawn[1], penalized, reported, drawn[4], GREEDY]
+    with build(checkpoint, executor__graphs="off") as plain, build(checkpoint, attention=FixedAttention) as replayed:
+        for params in (drawn, [penalized] * 6, [reported] * 6, mixed):
+            assert tokens_of(replayed, params) == tokens_of(plain, params)
+
+
+def test_a_step_is_padded_by_little() -> None:
+    counts = pieces.token_counts(10_000)
+    assert counts[-1] == pieces.MOST_TOKENS
+    for tokens in range(1, counts[-1] + 1):
+        fits = min(count for count in counts if count >= tokens)
+        assert fits - tokens < max(64, fits // 4)
+    assert pieces.token_counts(100) == [64]
+
+
+def test_a_capable_backend_and_device_decide() -> None:
+    cuda, cpu = DeviceInfo(type="cuda", capability=(9, 0)), DeviceInfo(type="cpu")
+    able: Any = object.__new__(FixedAttention)
+    unable: Any = object.__new__(TorchAttention)
+
+    def config(graphs: str) -> EngineConfig:
+        return EngineConfig(executor=ExecutorConfig(graphs=graphs))
+
+    assert use_graphs(config("auto"), able, cuda)
+    assert not use_graphs(config("auto"), unable, cuda)
+    assert not use_graphs(config("auto"), able, cpu)
+    assert not use_graphs(config("off"), able, cuda)
+    for wanted in ("on", "decode"):
+        for backend, device in ((unable, cuda), (able, cpu)):
+            with pytest.raises(ConfigError, match="graphs were asked for, but"):
+                use_graphs(config(wanted), backend, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [1, 4, 8])
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("on", ["on", "decode", "off"])
+@pytest.mark.parametrize("attention", ["triton", "torch"])
+def test_greedy_tokens_on_a_gpu(
+    checkpoint: Path, expected: list[tuple[int, ...]], attention: str, on: str, overlap: str, steps: int
+) -> None:
+    if attention == "torch" and on != "off":
+        pytest.skip("this backend cannot be captured")
+    with build(
+        checkpoint,
+        executor__device="cuda",
+        executor__graphs=on,
+        attention__name=attention,
+        scheduler__overlap=overlap,
+        scheduler__name="multi_step",
+        scheduler__options={"steps": steps},
+    ) as engine:
+        assert tokens_of(engine) == expected
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with heads as large as FlashInfer wants them."""
+    return make_checkpoint(tmp_path_factory.mktemp("wide"), "qwen3", tokenizer=True, head_dim=64)
+
+
+def shortfalls(checkpoint: Path, tokens: list[tuple[int, ...]]) -> torch.Tensor:
+    """How far below the best logit, in standard deviations, that of each token is by transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    found = []
+    with torch.inference_mode():
+        for prompt, chosen in zip(PROMPTS, tokens, strict=True):
+            logits = model(torch.tensor([[*prompt, *chosen]])).logits[0, len(prompt) - 1 : -1]
+            best = logits.max(-1).values
+            found.append((best - logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]) / logits.std(-1))
+    return torch.cat(found)
+
+
+TIE = 0.02
+"""In standard deviations of logits: float16 decides by chance between tokens nearer than this."""
+
+
+def test_shortfalls_tell_greedy_tokens_from_others(wide: Path) -> None:
+    with build(wide, attention__name="torch", model__dtype="float16", executor__graphs="off") as engine:
+        tokens = tokens_of(engine)
+    assert shortfalls(wide, tokens).max() < TIE
+    later = [(*chosen[1:], chosen[0]) for chosen in tokens]
+    assert shortfalls(wide, later).max() > 20 * TIE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [1, 4, 8])
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("on", ["on", "off"])
+@pytest.mark.parametrize("attention", ["flashinfer", "flashinfer,triton", "triton"])
+def test_greedy_tokens_in_half_precision(wide: Path, attention: str, on: str, overlap: str, steps: int) -> None:
+    """For kernels that know no float32: no other token is better by more than rounding."""
+    pytest.importorskip("flashinfer", reason="needs FlashInfer")
+    with build(
+        wide,
+        executor__device="cuda",
+        executor__graphs=on,
+        attention__name=attention,
+        model__dtype="float16",
+        scheduler__overlap=overlap,
+        scheduler__name="multi_step",
+        scheduler__options={"steps": steps},
+    ) as engine:
+        assert shortfalls(wide, tokens_of(engine)).max() < TIE

@@ -1,0 +1,104 @@
+import attrs
+import pytest
+
+from engine.core.attention.base import AttentionSpec
+from engine.core.attention.kv_pool import KVPool
+from engine.core.config.tree import CacheConfig, EngineConfig, SchedulerConfig
+from engine.core.device import DeviceInfo
+from engine.core.errors import CapacityError
+from engine.core.models.base import ModelSpec
+from engine.core.runner.memory import DTYPE_BYTES, estimate_activations, format_bytes, free_memory, plan_memory
+
+SPEC = AttentionSpec(
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    scale=1.0,
+    dtype="float32",
+    kv_dtype="float32",
+    page_size=16,
+    max_len=100,
+    sliding_windows=(None,),
+)
+CONFIG = EngineConfig(scheduler=SchedulerConfig(max_running=4))
+
+
+def test_the_cache_gets_what_weights_and_activations_leave() -> None:
+    plan = plan_memory(CONFIG, SPEC, budget=1000, weights=300, activations=200, bytes_per_block=50)
+    assert (plan.num_blocks, plan.kv) == (10, 500)
+
+
+def test_a_float8_cache_has_twice_the_blocks_of_a_16_bit_one() -> None:
+    counts = []
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        spec = attrs.evolve(SPEC, dtype="bfloat16", kv_dtype=dtype)
+        size = KVPool.bytes_per_block(spec)
+        assert size == 2 * 16 * 8 * DTYPE_BYTES[dtype]
+        budget = 1000 + 9 * 2 * 16 * 8 * 2
+        counts.append(
+            plan_memory(CONFIG, spec, budget=budget, weights=600, activations=400, bytes_per_block=size).num_blocks
+        )
+    assert counts == [9, 18]
+
+
+def test_no_more_blocks_than_running_sequences_can_fill() -> None:
+    plan = plan_memory(CONFIG, SPEC, budget=10**9, weights=0, activations=0, bytes_per_block=50)
+    assert plan.num_blocks == 4 * 7
+
+
+def test_a_given_size_counts_for_the_cache_alone() -> None:
+    config = attrs.evolve(CONFIG, cache=CacheConfig(memory="1kB"))
+    plan = plan_memory(config, SPEC, budget=0, weights=300, activations=200, bytes_per_block=50)
+    assert (plan.num_blocks, plan.budget) == (20, 1500)
+
+
+def test_too_little_memory_says_what_would_fit() -> None:
+    with pytest.raises(CapacityError) as caught:
+        plan_memory(CONFIG, SPEC, budget=800, weights=300, activations=200, bytes_per_block=50)
+    message = str(caught.value)
+    assert "--max-len 96" in message
+    assert "--kv-memory" in message
+    for line in ("memory budget", "weights", "activations", "left for the KV cache"):
+        assert line in message
+
+
+def test_no_memory_at_all_offers_no_length() -> None:
+    with pytest.raises(CapacityError, match="no context fits"):
+        plan_memory(CONFIG, SPEC, budget=100, weights=300, activations=200, bytes_per_block=50)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (3 * 2**30, "3.00 GiB"),
+        (2**50, "1024.00 TiB"),
+    ],
+)
+def test_sizes_are_readable(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_free_memory_of_this_machine_is_some() -> None:
+    assert 2**20 < free_memory(DeviceInfo(type="cpu")) < 2**50
+
+
+def test_wider_steps_need_more_activations() -> None:
+    model = ModelSpec(
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        hidden_size=8,
+        vocab_size=100,
+        max_len=100,
+        sliding_windows=(None,),
+        scale=1.0,
+    )
+    narrow = attrs.evolve(CONFIG, scheduler=SchedulerConfig(max_batch_tokens=2048))
+    wide = attrs.evolve(CONFIG, scheduler=SchedulerConfig(max_batch_tokens=4096))
+    assert estimate_activations(model, wide, "float32") > estimate_activations(model, narrow, "float32")
+    assert estimate_activations(model, narrow, "float32") > estimate_activations(model, narrow, "bfloat16")

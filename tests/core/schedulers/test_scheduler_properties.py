@@ -1,0 +1,396 @@
+"""The scheduler under any policy and any course of events, with a runner that reads its context from the KV blocks.
+
+The runner keeps the pool as a dictionary and derives each token from what it finds there by way of the block table. So
+each output equals that of its request alone, unless a block was lost, shared or overwritten wrongly.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
+from engine.core.schedulers.scheduler import Scheduler
+from engine.core.types import Output, Request, SamplingParams, Step, StepResult, TokenLogprobs
+from engine.plugins.schedulers.fcfs import FirstComeFirstServed
+from engine.plugins.schedulers.multi_step import MultiStep, MultiStepOptions
+from engine.plugins.schedulers.priority import Priority
+
+PAGE = 2
+EOS = 0
+VOCABULARY = 12
+
+
+def next_token(context: Sequence[int], seed: int) -> int:
+    """What the model makes of a context."""
+    return crc32(repr((list(context), seed)).encode()) % VOCABULARY
+
+
+def expected_output(request: Request, longest: int) -> tuple[list[int], str]:
+    """Tokens and finish reason of a request that runs alone."""
+    params = request.params
+    assert params.seed is not None
+    tokens: list[int] = []
+    most = params.max_tokens or longest - len(request.prompt)
+    stops = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, EOS}
+    while True:
+        tokens.append(next_token([*request.prompt, *tokens], params.seed))
+        if tokens[-1] in stops and len(tokens) >= params.min_tokens:
+            return tokens, "stop"
+        if len(tokens) == most:
+            return tokens, "length"
+
+
+def sequences(step: Step) -> list[int]:
+    """All that the step computes something of."""
+    return [*step.decodes, *(piece.sequence for piece in step.chunks)]
+
+
+class FakeRunner:
+    """Runs steps by their contract alone."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.pool: dict[tuple[int, int], tuple[int, int, int]] = {}  # (block, offset): (seed, position, token)
+        self.known: dict[int, list[int]] = {}
+        self.params: dict[int, SamplingParams] = {}
+        self.prompt_len: dict[int, int] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.numbers: set[int] = set()
+        self.cached = 0
+        self.decodes: tuple[int, ...] = ()  # of the last step
+
+    def run(self, step: Step) -> StepResult:
+        for sequence in step.finished:
+            for state in (self.known, self.params, self.prompt_len, self.tables):
+                del state[sequence]
+            self.computed.pop(sequence, None)
+        for new in step.new:
+            assert new.sequence not in self.numbers, "a sequence number is used again"
+            self.numbers.add(new.sequence)
+            self.known[new.sequence] = list(new.tokens)
+            self.params[new.sequence] = new.params
+            self.prompt_len[new.sequence] = new.prompt_len
+            self.tables[new.sequence] = []
+        for sequence, blocks in step.blocks:
+            assert blocks
+            self.tables[sequence] += blocks
+        assert len(set(sequences(step))) == len(sequences(step))
+        assert step.iterations == 1 or not step.chunks
+        assert (step.decodes is self.decodes) == (step.decodes == self.decodes), "nothing changed, but the object"
+        self.decodes = step.decodes
+
+        rows = []
+        scores = []
+        for _ in range(step.iterations):
+            rows.append([self.decode(sequence) for sequence in step.decodes])
+        for piece in step.chunks:
+            sequence, known = piece.sequence, self.known[piece.sequence]
+            assert piece.sample == (piece.start + piece.count == len(known))
+            self.compute(sequence, piece.start, piece.start + piece.count)
+            if piece.sample:
+                rows[0].append(self.sample(sequence))
+            if self.params[sequence].prompt_logprobs is not None and piece.start < self.prompt_len[sequence] - 1:
+                end = min(piece.start + piece.count, self.prompt_len[sequence] - 1)
+                targets = known[piece.start + 1 : end + 1]
+                scores.append((sequence, tuple(TokenLogprobs(token=token, logprob=0.0, rank=1) for token in targets)))
+        return StepResult(
+            step=step.id,
+            tokens=tuple(tuple(row) for row in rows),
+            logprobs=tuple(tuple(TokenLogprobs(token=token, logprob=0.0, rank=1) for token in row) for row in rows),
+            prompt_logprobs=tuple(scores),
+        )
+
+    def decode(self, sequence: int) -> int:
+        """Compute the token sampled last, and sample."""
+        position = self.computed[sequence]
+        assert position == len(self.known[sequence]) - 1 >= self.prompt_len[sequence]
+        self.compute(sequence, position, position + 1)
+        return self.sample(sequence)
+
+    def sample(self, sequence: int) -> int:
+        """The token after all that is computed."""
+        seed = self.params[sequence].seed
+        assert seed is not None
+        token = next_token(self.read(sequence, self.computed[sequence]), seed)
+        self.known[sequence].append(token)
+        return token
+
+    def compute(self, sequence: int, start: int, end: int) -> None:
+        """Write positions to the pool: each once, in order, into blocks that nobody else has."""
+        if sequence not in self.computed:
+            assert start % self.page_size == 0
+            self.cached += start
+        else:
+            assert start == self.computed[sequence], "a position is skipped or computed twice"
+        for position in range(start, end):
+            block = self.tables[sequence][position // self.page_size]
+            holders = [other for other, table in self.tables.items() if block in table]
+            assert holders == [sequence], "a block that others hold is written"
+            seed = self.params[sequence].seed
+            assert seed is not None
+            self.pool[block, position % self.page_size] = (seed, position, self.known[sequence][position])
+        self.computed[sequence] = end
+
+    def read(self, sequence: int, end: int) -> list[int]:
+        """The context as the pool has it. The seeds stand for the salts: no block of another seed may be in it."""
+        cells = [
+            self.pool[self.tables[sequence][position // self.page_size], position % self.page_size]
+            for position in range(end)
+        ]
+        assert all(seed == self.params[sequence].seed for seed, _, _ in cells), "prefixes of other salts are shared"
+        assert [position for _, position, _ in cells] == list(range(end))
+        return [token for _, _, token in cells]
+
+
+class Hostile(SchedulingPolicy):
+    """Any answer that is allowed, the worse the better."""
+
+    api = "1"
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self.random = random.Random(options)
+
+    def order(self, waiting: Sequence[RequestView], now: float) -> Sequence[RequestView]:
+        return self.random.choices(waiting, k=self.random.randrange(len(waiting) + 2))
+
+    def victim(self, running: Sequence[RequestView]) -> RequestView:
+        return self.random.choice(running)
+
+    def preempts(self, candidate: RequestView, running: Sequence[RequestView]) -> RequestView | None:
+        return self.random.choice([*running, None])
+
+    def split(self, budget: int, waiting: Sequence[RequestView], running: Sequence[RequestView]) -> Split:
+        shares = (-5, 0, 1, 3, budget, budget, 10**9)
+        return Split(decode=self.random.choice(shares), prefill=self.random.choice(shares))
+
+    def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
+        return self.random.choice([-1, 0, 1, 2, 3, 10**9])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    policy: type[SchedulingPolicy]
+
+    def make_policy(self, seed: int) -> SchedulingPolicy:
+        return self.policy(seed)
+
+    @initialize(
+        num_blocks=st.integers(3, 12),
+        max_batch_tokens=st.sampled_from([1, 3, 5, 8, 30]),
+        max_running=st.integers(1, 6),
+        max_len=st.sampled_from([8, 15, 40]),
+        prefix_caching=st.booleans(),
+        steps_ahead=st.integers(0, 1),
+        seed=st.integers(0, 1000),
+    )
+    def begin(
+        self,
+        num_blocks: int,
+        max_batch_tokens: int,
+        max_running: int,
+        max_len: int,
+        prefix_caching: bool,
+        steps_ahead: int,
+        seed: int,
+    ) -> None:
+        self.blocks = BlockManager(num_blocks, PAGE, prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(
+            self.make_policy(seed),
+            self.blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+            max_len=max_len,
+            eos_tokens=frozenset({EOS}),
+        )
+        self.max_batch_tokens = max_batch_tokens
+        self.max_running = max_running
+        self.longest = min(max_len, num_blocks * PAGE + 1)
+        self.steps_ahead = steps_ahead
+        self.runner = FakeRunner(PAGE)
+        self.in_flight: deque[tuple[Step, StepResult]] = deque()
+        self.live: dict[str, Request] = {}
+        self.outputs: dict[str, list[Output]] = {}
+        self.admitted: list[int] = []  # requests in the order of their first admission
+        self.clock = 0.0
+        self.count = 0
+
+    @rule(data=st.data(), same=st.integers(1, 3))
+    def add(self, data: st.DataObject, same: int) -> None:
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=min(8, self.longest - 1)))
+        most = self.longest - len(prompt)
+        max_tokens = data.draw(st.none() | st.integers(1, most))
+        salt = data.draw(st.integers(0, 1))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=data.draw(st.integers(0, max_tokens or most)) if data.draw(st.booleans()) else 0,
+            seed=salt,
+            ignore_eos=data.draw(st.booleans()),
+            stop_token_ids=tuple(data.draw(st.lists(st.integers(1, VOCABULARY), max_size=1))),
+            prompt_logprobs=data.draw(st.sampled_from([None, None, None, 0])),
+        )
+        priority = data.draw(st.integers(0, 2))
+        for _ in range(same):
+            self.clock += 1
+            request = Request(
+                id=str(self.count),
+                prompt=tuple(prompt),
+                params=params,
+                priority=priority,
+                arrival=self.clock,
+                salt=str(salt),
+            )
+            self.count += 1
+            self.live[request.id] = request
+            self.outputs[request.id] = []
+            self.scheduler.add(request)
+
+    @rule(turns=st.integers(1, 6))
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            self.turn()
+
+    @rule()
+    def plan(self) -> None:
+        if len(self.in_flight) <= self.steps_ahead:
+            self.schedule()
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def take_result(self) -> None:
+        self.commit()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.live)))
+        output = self.scheduler.abort(request)
+        assert output is not None
+        assert (output.request, output.finish_reason, output.tokens) == (request, "abort", ())
+        assert self.scheduler.abort(request) is None
+        tokens, _ = expected_output(self.live.pop(request), self.longest)
+        got = [token for output in self.outputs.pop(request) for token in output.tokens]
+        assert got == tokens[: len(got)]
+        self.scheduler.check()
+
+    @invariant()
+    def consistent(self) -> None:
+        self.scheduler.check()
+        assert set(self.scheduler.requests()) == set(self.live)
+        stats = self.scheduler.stats()
+        assert stats.running + stats.waiting == len(self.live)
+        assert stats.running <= self.max_running
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        turns = 0
+        while self.live:
+            self.turn()
+            turns += 1
+            assert turns < 3000, "no progress"
+        while self.in_flight:
+            self.commit()
+        self.scheduler.check()
+        assert not self.scheduler.has_work
+        assert self.blocks.num_used == 0
+        if not self.blocks.prefix_caching:
+            assert self.runner.cached == 0
+
+    def turn(self) -> None:
+        """One turn of the engine's loop."""
+        planned = self.schedule()
+        if self.in_flight and not (planned and len(self.in_flight) <= self.steps_ahead):
+            self.commit()
+
+    def schedule(self) -> bool:
+        self.clock += 1
+        step = self.scheduler.schedule(self.clock)
+        if step is None:
+            assert self.in_flight or not self.live, "nothing runs though something could"
+            return False
+        assert sequences(step)
+        assert len(step.decodes) + sum(piece.count for piece in step.chunks) <= self.max_batch_tokens
+        assert len(sequences(step)) <= self.max_running
+        result = self.runner.run(step)
+        for sequence in sequences(step):
+            assert tuple(self.runner.tables[sequence]) == self.blocks.table(sequence)
+        running = self.scheduler._queues.running
+        assert set(self.runner.tables) == set(running)
+        for new in step.new:
+            number = int(running[new.sequence].request.id)
+            if number not in self.admitted:
+                self.admitted.append(number)
+        if issubclass(self.policy, FirstComeFirstServed):
+            assert self.admitted == sorted(self.admitted), "a request overtook an earlier one"
+        self.in_flight.append((step, result))
+        return True
+
+    def commit(self) -> None:
+        step, result = self.in_flight.popleft()
+        self.clock += 1
+        for output in self.scheduler.commit(step, result, self.clock):
+            request = self.live[output.request]
+            self.outputs[output.request].append(output)
+            assert output.tokens
+            assert [entry.token for entry in output.logprobs] == list(output.tokens)
+            if output.finish_reason is not None:
+                del self.live[output.request]
+                self.check_finished(request, self.outputs.pop(output.request))
+        self.scheduler.check()
+
+    def check_finished(self, request: Request, outputs: list[Output]) -> None:
+        tokens, reason = expected_output(request, self.longest)
+        last = outputs[-1]
+        assert [token for output in outputs for token in output.tokens] == tokens
+        assert last.finish_reason == reason
+        assert last.stop_token == (tokens[-1] if reason == "stop" else None)
+        scores = [output.prompt_logprobs for output in outputs]
+        if request.params.prompt_logprobs is None:
+            assert scores == [None] * len(outputs)
+        else:
+            assert scores[0] is not None
+            assert [entry.token for entry in scores[0]] == list(request.prompt[1:])
+            assert scores[1:] == [None] * (len(outputs) - 1)
+        assert last.times is not None
+        assert request.arrival <= last.times.scheduled <= last.times.first_token <= last.times.finished == self.clock
+
+
+LIMITS = settings(max_examples=100, stateful_step_count=25, deadline=None, derandomize=True, database=None)
+
+
+class FcfsMachine(SchedulerMachine):
+    policy = FirstComeFirstServed
+
+
+class PriorityMachine(SchedulerMachine):
+    policy = Priority
+
+
+class MultiStepMachine(SchedulerMachine):
+    policy = MultiStep
+
+    def make_policy(self, seed: int) -> SchedulingPolicy:
+        return MultiStep(MultiStepOptions(steps=("auto", 2, 3, 4, 8)[seed % 5]))
+
+
+class HostileMachine(SchedulerMachine):
+    policy = Hostile
+
+
+TestFcfs = FcfsMachine.TestCase
+TestFcfs.settings = LIMITS
+TestPriority = PriorityMachine.TestCase
+TestPriority.settings = LIMITS
+TestMultiStep = MultiStepMachine.TestCase
+TestMultiStep.settings = LIMITS
+TestHostile = HostileMachine.TestCase
+TestHostile.settings = LIMITS

@@ -1,0 +1,82 @@
+"""A prefill kernel on random keys and values, compared with the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+
+from engine.core.attention.base import AttentionSpec
+from engine.ops.attention.paged_prefill import PrefillConfig, paged_prefill, prefill_tiles
+from engine.testing.attention import dense_attention
+
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+PAGE = 16
+SMALL = PrefillConfig(rows=32, keys=16, warps=4, stages=2)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def check(
+    lengths,
+    *,
+    heads=(2, 1),
+    dim=32,
+    window=None,
+    softcap=None,
+    config=SMALL,
+    dtype=torch.float32,
+    kv_dtype=None,
+    value_scale=1.0,
+    page=PAGE,
+):
+    """lengths: (cached, new) of each sequence; the first row of q is a decode's, which is to be left alone."""
+    torch.manual_seed(0)
+    kv_dtype = kv_dtype or dtype
+    contexts = [cached + new for cached, new in lengths]
+    counts = [-(-context // page) for context in contexts]
+    order = torch.randperm(sum(counts) + 1).tolist()
+    pool = [torch.full((sum(counts) + 1, page, heads[1], dim), torch.nan) for _ in range(2)]
+    tables = torch.full((1 + len(lengths), max(counts)), order.pop(), dtype=torch.int32)
+    starts = np.cumsum([0, 1, *(new for _, new in lengths)])
+    q = torch.randn(int(starts[-1]), heads[0] + 2 * heads[1], dim).to(dtype).to(DEVICE)[:, : heads[0]]
+    spec = AttentionSpec(
+        num_layers=1,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=dim,
+        scale=dim**-0.5,
+        dtype="float32",
+        kv_dtype="float32",
+        page_size=page,
+        max_len=max(contexts),
+        sliding_windows=(window,),
+        softcap=softcap,
+    )
+    expected = []
+    for row, (context, count) in enumerate(zip(contexts, counts, strict=True), start=1):
+        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+        at = torch.arange(context)
+        blocks = tables[row][at // page].long()
+        k, v = (torch.randn(context, heads[1], dim).to(kv_dtype).float() for _ in range(2))
+        pool[0][blocks, at % page], pool[1][blocks, at % page] = k, v
+        v = v.double() * value_scale
+        expected.append(dense_attention(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window))
+    tiles = prefill_tiles(
+        np.diff(starts).astype(np.int32), np.array([1, *contexts], np.int32), 1, config.tokens(heads[0] // heads[1])
+    )
+    out = torch.full(q.shape, -7.0, dtype=dtype, device=DEVICE)
+    paged_prefill(
+        q,
+        *(part.to(kv_dtype).to(DEVICE) for part in pool),
+        tables.to(DEVICE),
+        torch.from_numpy(tiles).to(DEVICE),
+        out,
+        scale=spec.scale,
+        softcap=softcap,
+        window=window,
+        value_scale=value_scale,
+        config=config,
+    )
+    assert (out[0] == -7).all(), "a decode's row was written"
+    wanted = torch.cat(expected)
+    assert (out[1:].double().cpu() - wanted).norm() / wanted.norm() <= TOLERANCE[dtype]

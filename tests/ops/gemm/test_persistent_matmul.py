@@ -1,0 +1,69 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from attrs import evolve
+
+from engine.ops.gemm.scaled_matmul import MatmulTile, matmul
+from engine.ops.gemm.skinny_launch import Workspace
+from engine.plugins.quant.w8a8_matmul import PERSISTENT_SHAPES
+
+from .w8a8 import Operands, check_close
+
+SHAPES = sorted({shape for of_class in PERSISTENT_SHAPES.values() for shape in of_class})
+LIMIT = 2**-6
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from engine.ops.gemm.persistent_matmul import _matmul_kernel as kernel
+
+def block(kind, bits, columns):
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    return f"tensordesc<{kind}[128, {columns}],{layout!r}>"
+
+constants = {"STAGES": 5, "SPLITS": 2, "BIAS": True, "PDL": True}
+types = {
+    "out": block("bf16", 16, 64), "x": block("i8", 8, 128), "weight": block("i8", 8, 128), "x_scale": "*fp32",
+    "scale": "*fp32", "bias": "*bf16", "partials": "*i32", "arrivals": "*i32",
+}
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+options = {"num_warps": 8, "launch_pdl": True}
+print(triton.compile(GluonASTSource(kernel, signature, values), GPUTarget("cuda", 90, 32), options).asm["ptx"])
+"""
+"""Without a GPU, int8 for Hopper."""
+
+
+def test_two_steps_of_whole_numbers_are_in_flight():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [line.strip() for line in done.stdout.splitlines() if "wgmma." in line]
+    products = [number for number, line in enumerate(steps) if "mma_async" in line]
+    assert all("s32.s8.s8" in steps[number] for number in products)
+    assert steps[products[-1] + 1 :][:2] == ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 1;"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("rows", "weight_rows", "inputs"), [(64, 1024, 256), (257, 1032, 4112), (1, 264, 16), (2048, 6144, 4096)]
+)
+def test_products(kind, splits, rows, weight_rows, inputs, hopper, half):
+    workspace = Workspace(hopper)
+    operands = Operands(kind, rows, weight_rows, inputs, hopper, biased=rows == 257, half=half)
+    codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
+    for tile_rows, outputs, warps, stages in SHAPES:
+        whole = MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True)
+        tile = evolve(whole, splits=splits)
+        if tile.fits(rows, weight_rows):
+            first = matmul(*codes, half, tile, workspace)
+            check_close(first, operands.exact(codes=True), LIMIT)
+            assert not workspace.arrivals.any()
+            for _ in range(10):
+                assert torch.equal(matmul(*codes, half, tile, workspace), first)

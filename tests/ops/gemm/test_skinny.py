@@ -1,0 +1,196 @@
+"""Multiplication of few rows against float64: both forms, all epilogues, ragged sizes, shared columns."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.ops.gemm.skinny_launch import (
+    AHEAD,
+    MOST_ROWS,
+    MOST_SUMS,
+    Problem,
+    SkinnyLaunch,
+    Tile,
+    Workspace,
+    candidates,
+    default_tile,
+    with_ahead,
+)
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+VECTOR = Tile(form="vector", rows=8, block_k=64, warps=4)
+MATRIX = Tile(form="matrix", rows=16, block_k=32, warps=4, stages=3)
+SHARED = Tile(form="matrix", rows=32, block_k=16, warps=4, stages=3, splits=4)
+
+
+@pytest.fixture
+def workspace(device):
+    made = Workspace(torch.device(device))
+    made.partials.fill_(float("nan"))
+    return made
+
+
+def padded(rows, columns, dtype, device):
+    """A matrix with NaN before and behind it."""
+    memory = torch.full((rows + 2, columns), float("nan"), device=device).to(dtype)
+    memory[1:-1] = torch.randn(rows, columns, device=device) / columns**0.25
+    return memory[1:-1]
+
+
+class Operands:
+    """Random operands of one problem, and what it comes to in float64."""
+
+    def __init__(self, epilogue, rows, outputs, inputs, device, dtype=torch.float32, biased=False):
+        self.problem = Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=NAMES[dtype])
+        self.x = padded(rows, inputs, dtype, device)
+        self.weight = padded(self.problem.weight_rows, inputs, dtype, device)
+        self.bias = padded(1, self.problem.weight_rows, dtype, device)[0] if biased else None
+        bias = None if self.bias is None else self.bias.double()
+        self.exact = F.linear(self.x.double(), self.weight.double(), bias)
+        if epilogue == "gated":
+            gate, up = self.exact.chunk(2, -1)
+            self.exact = F.silu(gate) * up
+
+
+def compare(tile, operands, workspace, rows):
+    """Run a tile on the first rows."""
+    x, exact = operands.x[:rows], operands.exact[:rows]
+    launch = SkinnyLaunch(operands.problem, tile, rows, workspace)
+    if operands.problem.epilogue == "argmax":
+        peaks, tokens = launch.peaks(x, operands.weight)
+        assert (peaks.dtype, tokens.dtype, peaks.shape, tokens.shape) == (torch.float32, torch.int64, (rows,), (rows,))
+        best = exact.amax(-1)
+        # Sums of float32 in another order: the error grows with the root of their length.
+        torch.testing.assert_close(peaks.double(), best, rtol=1e-5, atol=1e-6 * x.shape[1] ** 0.5)
+        chosen = exact.gather(-1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(chosen, best, rtol=1e-5, atol=1e-5)
+        return
+    out = launch(x, operands.weight, operands.bias)
+    assert out.dtype == x.dtype
+    assert out.shape == exact.shape
+    limit = TOLERANCE[x.dtype]
+    assert float((out.double() - exact).norm() / exact.norm()) < limit
+    torch.testing.assert_close(out.double(), exact, rtol=4 * limit, atol=2 * limit)
+    assert torch.equal(out, launch(x, operands.weight, operands.bias))
+    assert not workspace.arrivals.any()
+
+
+def check(tile, epilogue, rows, outputs, inputs, workspace, *, dtype=torch.float32, biased=False):
+    compare(tile, Operands(epilogue, rows, outputs, inputs, workspace.device, dtype, biased), workspace, rows)
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize(("outputs", "inputs"), [(13, 50), (3, 200)])
+def test_vector(epilogue, rows, outputs, inputs, workspace):
+    check(VECTOR, epilogue, rows, outputs, inputs, workspace)
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (13, 50)])
+def test_matrix(epilogue, rows, outputs, inputs, workspace):
+    check(MATRIX, epilogue, rows, outputs, inputs, workspace)
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "gated"])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 50), (16, 33, 72)])
+def test_columns_shared_out(epilogue, rows, outputs, inputs, workspace):
+    """Among them: a share that is empty (50 columns are 4 blocks of 16, 72 are 5)."""
+    check(SHARED, epilogue, rows, outputs, inputs, workspace)
+
+
+@pytest.mark.parametrize("tile", [VECTOR, MATRIX, SHARED], ids=["vector", "matrix", "shared"])
+@pytest.mark.parametrize("epilogue", ["plain", "gated"])
+def test_bias(tile, epilogue, workspace):
+    check(tile, epilogue, 3, 20, 48, workspace, biased=True)
+
+
+@pytest.mark.parametrize(
+    ("tile", "dtype"),
+    [
+        (VECTOR, torch.bfloat16),
+        (VECTOR, torch.float16),
+        (MATRIX, torch.float16),
+        (SHARED, torch.float16),
+        # The interpreter multiplies the bits of bfloat16 as integers.
+        pytest.param(MATRIX, torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param(SHARED, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_shorter_types(tile, dtype, workspace):
+    check(tile, "plain", 4, 24, 96, workspace, dtype=dtype)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy: infinity times a padding zero
+@pytest.mark.parametrize("tile", [VECTOR, MATRIX], ids=["vector", "matrix"])
+def test_peaks_show_what_is_not_finite(tile, workspace):
+    device = workspace.device
+    weight = torch.randn(50, 32, device=device).abs()
+    weight[40] = weight[7] = 100.0
+    x = torch.ones(4, 32, device=device)
+    x[1, 3], x[2, 3], x[3] = float("nan"), float("inf"), -1.0
+    problem = Problem(epilogue="argmax", outputs=50, inputs=32, dtype="float32")
+    peaks, tokens = SkinnyLaunch(problem, tile, 4, workspace).peaks(x, weight)
+    assert tokens[0] == 7
+    assert peaks[1].isnan()
+    assert peaks[2] == float("inf")
+    assert ((tokens >= 0) & (tokens < 50)).all()
+    assert tokens[3] == int((x[3] @ weight.T).argmax())
+
+
+def test_a_nan_in_one_weight_row_shows_only_for_its_output(workspace):
+    weight = torch.randn(20, 32, device=workspace.device)
+    weight[5, 9] = float("nan")
+    problem = Problem(epilogue="plain", outputs=20, inputs=32, dtype="float32")
+    for tile in (VECTOR, MATRIX, SHARED):
+        out = SkinnyLaunch(problem, tile, 2, workspace)(torch.randn(2, 32, device=workspace.device), weight)
+        assert torch.equal(out.isnan().nonzero()[:, 1].unique(), torch.tensor([5], device=workspace.device))
+
+
+SHAPES = [(6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (1024, 2048), (3072, 1024), (1024, 3072)]
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (128256, 4096), (64, 64)])
+@pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiles_to_try_fit_the_workspace(outputs, inputs, epilogue, dtype, monkeypatch):
+    monkeypatch.setattr("engine.ops.gemm.skinny_launch.num_sms", lambda device: 132)
+    problem = Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype)
+    cpu = torch.device("cpu")
+    for rows in (1, 2, 4, 8, MOST_ROWS):
+        tiles = [*candidates(problem, rows, cpu), default_tile(problem, rows, cpu)]
+        for tile in filter(None, tiles):
+            assert tile.form == "matrix" or rows <= 4
+            assert dtype != "float32" or tile.form == "vector"
+            assert tile.splits == 1 or epilogue != "argmax"
+            if tile.splits > 1:
+                assert tile.programs(problem) * tile.splits * tile.rows * MOST_ROWS <= MOST_SUMS
+        if dtype == "bfloat16" and inputs >= 1024:
+            assert len(tiles) >= 4
+
+
+def test_fetching_ahead_needs_aligned_rows():
+    problem = Problem(epilogue="plain", outputs=64, inputs=4096, dtype="bfloat16")
+    assert [tile.ahead for tile in with_ahead(VECTOR, problem, 2)] == [AHEAD[0] // 8, 8192]
+    assert with_ahead(VECTOR, Problem(epilogue="plain", outputs=64, inputs=4097, dtype="bfloat16"), 2) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
+def test_all_tiles_at_real_sizes(outputs, inputs, epilogue, workspace):
+    operands = Operands(epilogue, MOST_ROWS, outputs, inputs, workspace.device, torch.bfloat16)
+    for rows in (1, 2, 4, 8, MOST_ROWS):
+        for tile in candidates(operands.problem, rows, workspace.device):
+            for one in [tile, *with_ahead(tile, operands.problem, 2)]:
+                for present in sorted({rows, max(rows - 1, 1)}):
+                    compare(one, operands, workspace, present)
+
+
+@pytest.mark.gpu
+def test_a_weight_beyond_two_to_the_31_bytes(workspace):
+    check(
+        Tile(form="vector", rows=4, block_k=1024, warps=4), "argmax", 1, 151936, 16384, workspace, dtype=torch.bfloat16
+    )

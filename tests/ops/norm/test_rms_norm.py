@@ -1,0 +1,66 @@
+"""Residual addition and norm against float64."""
+
+import pytest
+import torch
+
+from engine.ops.norm.rms_norm import FEW, add_rms_norm
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the interpreter cuts bfloat16 off
+
+
+def reference(x, weight, eps):
+    wide = x.double()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+def check(rows, size, dtype, device):
+    x, residual = (torch.randn(rows, size, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(size, device=device).to(dtype)
+    expected = x + residual
+    out, total = add_rms_norm(x, residual, weight, 1e-5)
+    assert total is residual
+    torch.testing.assert_close(total, expected, rtol=0 if dtype == torch.float32 else TOLERANCE[dtype], atol=0)
+    expected = total.clone()
+    assert out.dtype == dtype
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(out.double(), reference(expected, weight, 1e-5), rtol=limit, atol=limit * 1e-2)
+    before = x.clone()
+    out, same = add_rms_norm(x, None, weight, 1e-5)
+    assert same is x
+    assert torch.equal(x, before)
+    torch.testing.assert_close(out.double(), reference(x, weight, 1e-5), rtol=limit, atol=limit * 1e-2)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 96), (5, 1000), (2, 4096), (FEW + 3, 24)])
+def test_equals_float64(rows, size, dtype, device):
+    check(rows, size, dtype, device)
+
+
+def test_rows_of_more_dimensions_and_strided_ones(device):
+    weight = torch.randn(32, device=device)
+    x = torch.randn(3, 5, 64, device=device)[..., ::2]
+    out, total = add_rms_norm(x, None, weight, 1e-5)
+    assert out.shape == (3, 5, 32)
+    assert torch.equal(total, x)
+    torch.testing.assert_close(out.double(), reference(x, weight, 1e-5), rtol=1e-5, atol=1e-6)
+
+
+def test_no_rows(device):
+    out, total = add_rms_norm(torch.empty(0, 8, device=device), None, torch.ones(8, device=device), 1e-5)
+    assert out.shape == total.shape == (0, 8)
+
+
+def test_a_bad_row_stays_alone(device):
+    x = torch.randn(4, 48, device=device)
+    x[2] = float("nan")
+    out, _ = add_rms_norm(x, None, torch.ones(48, device=device), 1e-5)
+    assert out[2].isnan().all()
+    assert out[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (256, 1024), (8192, 4096), (16384, 1024), (300, 5120)])
+def test_real_sizes(rows, size, dtype, device):
+    check(rows, size, dtype, device)

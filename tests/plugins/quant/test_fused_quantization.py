@@ -1,0 +1,184 @@
+"""Activations quantized where they are made: the same digits as in kernels of their own."""
+
+import pytest
+import torch
+
+from engine.core import Engine, SamplingParams
+from engine.core.layers import LayerFactory
+from engine.core.quant.base import LinearInput, LinearPart, LinearSpec
+from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.gemm.weight_only_launch import Multiplier
+from engine.plugins.quant import (
+    fused_quantization as eight_bit_prologue,
+    w8_gpu as eight_bit_gpu,
+    w8a8_matmul as eight_bit_codes,
+)
+from engine.plugins.quant.fp8 import Fp8
+from engine.plugins.quant.int8 import Int8
+from engine.plugins.quant.w8_gpu import FEW_ROWS, GpuKernel, WideningKernel
+from engine.plugins.quant.w8_kernel import EightBitFormat
+from engine.testing.checkpoints import make_checkpoint
+from engine.testing.ranks import LoneRank
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = "bfloat16" if DEVICE.type == "cuda" else "float16"  # of which the interpreter can multiply matrices
+HIDDEN, INTERMEDIATE = 136, 264
+
+
+class EightBit(Int8):
+    """Kernels for GPUs, on a CPU by the interpreter. Codes are int8: float8 is rounded wrongly there."""
+
+    def _kernel(self, spec, form):
+        return GpuKernel(spec, form, self._multipliers.setdefault(spec.device, Multiplier(DEVICE)))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that quantize, one after the other."""
+    names = []
+
+    def noted(module, name):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, **more: names.append(name) or kernel(*given, **more))
+
+    noted(eight_bit_codes, "quantize_rows")
+    noted(eight_bit_prologue, "add_rms_norm_quantize")
+    noted(eight_bit_prologue, "silu_and_mul_quantize")
+    return names
+
+
+def make_mlp(*, group=None, fused=True, method=EightBit, hidden=HIDDEN, intermediate=INTERMEDIATE):
+    """Norm, gate and up, down, of one rank."""
+    torch.manual_seed(0)
+    quant = method.from_checkpoint(None, None)
+    layers = LayerFactory(dtype=HALF, device=str(DEVICE), quant=quant, group=group, fused=fused)
+    norm = layers.norm("norm", hidden, 1e-5, sums=True)
+    parts = [("gate", intermediate), ("up", intermediate)]
+    gate_up = layers.linear(parts, hidden, bias=True, parallel="column", gated=True)
+    down = layers.linear([("down", hidden)], intermediate, parallel="row", summed=False)
+    for layer in layers.layers:
+        loaded = {}
+        for name, spec in layer.tensors().items():
+            shape = list(spec.shape)
+            if spec.shard_dim is not None:
+                shape[spec.shard_dim] //= layers.ranks
+            loaded[name] = torch.randn(shape, device=DEVICE)
+        layer.fill(loaded)
+    return norm, gate_up, down
+
+
+def randn(*shape):
+    return torch.randn(*shape, device=DEVICE).to(getattr(torch, HALF))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("static", [False, True])
+def test_many_rows_are_quantized_where_they_are_made(static, ranks, launched, monkeypatch):
+    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 2)
+    norm, gate_up, down = make_mlp(group=None if ranks == 1 else LoneRank(1, ranks))
+    if static:
+        for layer in (gate_up, down):
+            layer.weights = {**layer.weights, "input_scale": torch.tensor([0.02], device=DEVICE)}
+    for rows in (0, 2, 3, 5):
+        x, residual = randn(rows, HIDDEN), randn(rows, HIDDEN)
+        launched.clear()
+        normed, expected_total = norm(x, residual.clone())
+        expected = down(gate_up.gated(normed))
+        assert launched == ["quantize_rows"] * (2 if rows > 2 else 0)
+        launched.clear()
+        made, total = norm.into(gate_up, x, residual.clone())
+        product = gate_up.gated_into(down, made)
+        got = down(product)
+        assert launched == (["add_rms_norm_quantize", "silu_and_mul_quantize"] if rows > 2 else [])
+        assert isinstance(made, LinearInput) == isinstance(product, LinearInput) == (rows > 2)
+        assert torch.equal(total, expected_total)
+        assert torch.equal(got, expected)
+        if rows > 2:
+            assert torch.equal(gate_up.gated(made), silu_and_mul(gate_up(normed)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 3072), (4096, 14336)])
+@pytest.mark.parametrize("method", [Fp8, Int8])
+def test_captured_in_a_graph(method, hidden, intermediate):
+    norm, gate_up, down = make_mlp(method=method, hidden=hidden, intermediate=intermediate)
+    for rows in (33, 64, 256, 1000):
+        x, residual = randn(rows, hidden), randn(rows, hidden)
+
+        def work(x=x, residual=residual):
+            made, total = norm.into(gate_up, x, residual.clone())
+            return down(gate_up.gated_into(down, made)), total
+
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got, total = work()
+        x.copy_(randn(rows, hidden))
+        graph.replay()
+        normed, expected_total = norm(x, residual.clone())
+        assert torch.equal(total, expected_total)
+        assert torch.equal(got, down(gate_up.gated(normed)))
+
+
+def test_plain_layers_norm_by_themselves(launched, monkeypatch):
+    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 2)
+    norm, gate_up, _ = make_mlp(fused=False)
+    x = randn(3, HIDDEN)
+    assert torch.equal(norm.into(gate_up, x)[0], norm(x)[0])
+    assert not launched
+
+
+def test_which_kernels_have_their_input_made(monkeypatch):
+    def kernel(cls=GpuKernel, activations="token", granularity="channel", dtype=HALF, codes="float8_e4m3fn"):
+        spec = LinearSpec(
+            parts=(LinearPart(name="a", out_features=16),), in_features=16, bias=False, dtype=dtype, device=str(DEVICE)
+        )
+        return cls(
+            spec, EightBitFormat(dtype=codes, granularity=granularity, activations=activations), Multiplier(DEVICE)
+        )
+
+    monkeypatch.setattr(eight_bit_gpu, "is_without_tma", lambda device: False)
+    for one in (kernel(), kernel(codes="int8"), kernel(activations="static")):
+        assert [one.prologue().takes(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [False, False, True]
+        assert [one.gates_at_once(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [True, True, False]
+    tensors = [{"activations": "none"}, {"granularity": "block"}, {"dtype": "float32"}, {"cls": WideningKernel}]
+    assert all(kernel(**changes).prologue() is None for changes in tensors)
+    monkeypatch.setattr(eight_bit_gpu, "is_without_tma", lambda device: True)
+    assert kernel().prologue() is None
+
+
+def test_rows_of_another_kernel_are_refused(monkeypatch):
+    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 2)
+    _, _, down = make_mlp()
+
+    class Other(LinearInput):
+        pass
+
+    with pytest.raises(TypeError, match="Other was made for another kernel; this one takes rows of codes"):
+        down(Other())
+
+
+def test_a_model_answers_the_same(tmp_path, launched, monkeypatch):
+    """Whole engines, with activations quantized by themselves and where they are made."""
+    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 4)
+    path = make_checkpoint(tmp_path / "model", "qwen3", tokenizer=True, num_hidden_layers=2)
+    settings = {"model__dtype": HALF, "cache__memory": "4MiB", "attention": "torch", "executor__kernels": "fused"}
+    settings |= {"executor__graphs": "off", "executor__kernel_cache": str(tmp_path / "kernels"), "model__max_len": 32}
+    settings |= {"scheduler__max_batch_tokens": 16, "scheduler__max_running": 2}
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    prompt = [(11 * place) % 500 for place in range(9)]
+    found = []
+    for prologue, block in (
+        (
+            GpuKernel.prologue,
+            ["add_rms_norm_quantize", "quantize_rows", "add_rms_norm_quantize", "silu_and_mul_quantize"],
+        ),
+        (lambda kernel: None, ["quantize_rows"] * 4),
+    ):
+        monkeypatch.setattr(GpuKernel, "prologue", prologue)
+        with Engine(model=str(path), quant=EightBit, executor__device=DEVICE.type, **settings) as engine:
+            launched.clear()
+            [done] = engine.generate([prompt], params)
+        assert launched == block * 2  # of the prompt; a decode has few rows
+        found.append((done.token_ids, [one.logprob for one in (*done.prompt_logprobs, *done.logprobs)]))
+    assert found[0] == found[1]

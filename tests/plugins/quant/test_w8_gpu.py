@@ -1,0 +1,255 @@
+"""The kernels for GPUs, chosen by rows, against float64: in Triton's interpreter where there is no GPU."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.core.errors import CheckpointError
+from engine.core.quant.base import LinearPart, LinearSpec
+from engine.ops.gemm import weight_only_tiles
+from engine.ops.gemm.packed_layout import CodeLayout
+from engine.ops.gemm.weight_only_launch import Multiplier
+from engine.plugins.quant import w8_gpu as eight_bit_gpu, w8a8_matmul as eight_bit_codes
+from engine.plugins.quant.fp8 import Fp8, Fp8Options
+from engine.plugins.quant.int8 import Int8
+from engine.plugins.quant.w8_gpu import GpuKernel, WideningKernel
+from engine.plugins.quant.w8_kernel import EightBitFormat
+from engine.plugins.quant.w8a8_matmul import has_capability
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = "bfloat16" if DEVICE.type == "cuda" else "float16"  # of which the interpreter can multiply matrices
+CODES = {"fp8": "float8_e4m3fn", "int8": "int8"}
+PARTS = (("gate", 32), ("up", 32))
+INPUTS = 272
+LIMIT = 2**-6
+
+
+def make(kind, granularity, activations, *, parts=PARTS, inputs=INPUTS, dtype=HALF, cls=GpuKernel):
+    form = EightBitFormat(dtype=CODES[kind], granularity=granularity, activations=activations)
+    named = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
+    spec = LinearSpec(parts=named, in_features=inputs, bias=True, dtype=dtype, device=str(DEVICE))
+    return cls(spec, form, Multiplier(DEVICE))
+
+
+class Case:
+    """A layer with random weights, its prepared tensors, and the float64 weight its codes stand for."""
+
+    def __init__(self, kernel, seed=0):
+        torch.manual_seed(seed)
+        self.kernel = kernel
+        self.dtype = getattr(torch, kernel.spec.dtype)
+        loaded = {
+            f"{part.name}.weight": torch.randn(part.out_features, kernel.spec.in_features, device=DEVICE)
+            * (10.0 ** (i - 1))
+            for i, part in enumerate(kernel.spec.parts)
+        }
+        self.weights = dict(kernel.prepare(loaded))
+        self.bias = torch.randn(kernel.spec.out_features, device=DEVICE).to(self.dtype)
+        layout = CodeLayout(dtype=kernel.form.dtype)
+        codes = layout.unpack(self.weights["weight"], kernel.spec.in_features).double()
+        scale = self.weights["scale"].double()
+        if kernel.scale_rows:
+            row = torch.arange(codes.shape[0], device=DEVICE) // kernel.scale_rows
+            column = torch.arange(codes.shape[1], device=DEVICE) // 128
+            self.meant = codes * scale[row][:, column]
+        else:
+            self.meant = codes * scale[:, None]
+
+    def inputs(self, rows):
+        """Numbers that float8 has when they are scaled: the interpreter rounds others wrongly."""
+        values = torch.randn(rows, self.kernel.spec.in_features, device=DEVICE).clamp(-3.5, 3.5) * 4
+        values = values.to(torch.float8_e4m3fn).float()
+        values[values.abs() < 2.0**-3] = 0
+        values[:, ::128] = 14.0
+        return (values / 16).to(self.dtype)
+
+    def check(self, rows, limit=LIMIT):
+        x = self.inputs(rows)
+        y = F.linear(x.double(), self.meant, self.bias.double())
+        gate, up = y.chunk(2, -1)
+        for got, exact in (
+            (self.kernel.apply(x, self.weights, self.bias), y),
+            (self.kernel.apply_gated(x, self.weights, self.bias), F.silu(gate) * up),
+        ):
+            assert got.dtype == x.dtype
+            assert got.shape == exact.shape
+            assert float((got.double() - exact).norm() / exact.norm()) < limit
+
+
+FORMS = [
+    ("fp8", "tensor", "token"),
+    ("fp8", "channel", "token"),
+    ("fp8", "channel", "none"),
+    ("fp8", "block", "token"),
+    ("fp8", "block", "none"),
+    ("int8", "channel", "token"),
+    ("int8", "channel", "none"),
+]
+
+
+@pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[1:])
+def test_all_numbers_of_rows(kind, granularity, activations, monkeypatch):
+    """A few (weight-only), and many (codes by codes, or weights unpacked)."""
+    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 16)
+    monkeypatch.setattr(weight_only_tiles, "MOST_ROWS", 20)
+    case = Case(make(kind, granularity, activations))
+    for rows in (1, 9, 17, 41):
+        case.check(rows)
+
+
+@pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[2:])
+def test_inputs_that_are_no_multiple_of_16(kind, granularity, activations, monkeypatch):
+    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 4)
+    case = Case(make(kind, granularity, activations, parts=(("gate", 10), ("up", 10)), inputs=150))
+    for rows in (2, 5, 20):
+        case.check(rows)
+
+
+@pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[1:])
+def test_float32_keeps_its_digits(kind, granularity, activations):
+    case = Case(make(kind, granularity, activations, dtype="float32"))
+    for rows in (3, 9):
+        case.check(rows, 1e-5)
+
+
+def test_widened_where_there_is_no_float8():
+    for granularity in ("channel", "block"):
+        Case(make("fp8", granularity, "token", cls=WideningKernel)).check(5)
+
+
+def test_static_activations_are_clamped_to_their_scale(monkeypatch):
+    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 0)
+    for kind, most in (("fp8", 448.0), ("int8", 127.0)):
+        case = Case(make(kind, "channel", "token"))
+        case.weights["input_scale"] = torch.tensor([1 / 64], device=DEVICE)
+        x = case.inputs(3)
+        x[1] = 100.0
+        exact = F.linear((x.double() * 64).round().clamp(-most, most) / 64 if kind == "int8" else
+                         (x.double() * 64).clamp(-most, most) / 64, case.meant)  # fmt: skip
+        got = case.kernel.apply(x, case.weights, None)
+        assert float((got.double() - exact).norm() / exact.norm()) < LIMIT
+
+
+def test_shapes_around_the_rows_are_kept():
+    case = Case(make("int8", "channel", "token"))
+    x = case.inputs(6)
+    flat = case.kernel.apply(x, case.weights, None)
+    assert torch.equal(case.kernel.apply(x.view(2, 3, INPUTS), case.weights, None), flat.view(2, 3, -1))
+    assert case.kernel.apply(x[:0], case.weights, None).shape == (0, 64)
+    assert case.kernel.apply_gated(x[:0], case.weights, None).shape == (0, 32)
+    strided = torch.cat([x, x], 1)[:, :INPUTS]
+    assert torch.equal(case.kernel.apply(strided, case.weights, None), flat)
+
+
+def test_the_weights_that_are_given_are_multiplied():
+    """Whatever was given to the same kernel before."""
+    kernel = make("int8", "channel", "token", parts=(("gate", 8), ("up", 8)))
+    first, second = (Case(kernel, seed) for seed in (1, 2))
+    for case in (first, first, second, first):
+        case.check(1)
+
+
+def test_no_rows_in_float32():
+    kernel = make("fp8", "channel", "token", dtype="float32")
+    case = Case(kernel)
+    assert kernel.apply(torch.empty(0, INPUTS, device=DEVICE), case.weights, case.bias).shape == (0, 64)
+    assert kernel.apply_gated(torch.empty(0, INPUTS, device=DEVICE), case.weights, case.bias).shape == (0, 32)
+
+
+def test_capability():
+    assert not has_capability(torch.device("cpu"), (0, 0))
+
+
+def test_codes_that_are_no_numbers_are_refused():
+    kernel = make("fp8", "channel", "token", parts=(("q_proj", 16),), inputs=32)
+    form = EightBitFormat(
+        dtype="float8_e4m3fn", granularity="tensor", activations="token", scale_names=("weight_scale",)
+    )
+    kernel = GpuKernel(kernel.spec, form, Multiplier(DEVICE))
+    codes = torch.ones(16, 32, device=DEVICE).to(torch.float8_e4m3fn)
+    loaded = {"q_proj.weight": codes, "q_proj.weight_scale": torch.ones(1, device=DEVICE)}
+    kernel.prepare(loaded)
+    codes.view(torch.uint8)[3, 5] = 0xFF
+    with pytest.raises(CheckpointError, match="the weights of q_proj have a NaN"):
+        kernel.prepare(loaded)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "capability", "words"),
+    [
+        ("float32", 32, True, "float32"),
+        (HALF, 32, False, "compute capability below 8.9"),
+        (HALF, 32, True, None),
+    ],
+)
+def test_slow_paths_are_said(dtype, inputs, capability, words, monkeypatch, caplog):
+    monkeypatch.setattr(eight_bit_codes, "has_capability", lambda device, least: capability)
+    caplog.set_level(logging.INFO)
+    method = Fp8.from_checkpoint(None, Fp8Options(granularity="channel"))
+    parts = (LinearPart(name="q", out_features=16),)
+    # "meta" stands for a GPU: nothing is multiplied.
+    spec = LinearSpec(parts=parts, in_features=inputs, bias=False, dtype=dtype, device="meta")
+    kernels = [method.linear(spec), method.linear(spec)]
+    assert isinstance(kernels[0], GpuKernel if capability else WideningKernel)
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(caplog.records) - len(warnings) == 1
+    assert len(warnings) == (words is not None)
+    if words is not None:
+        assert words in warnings[0]
+
+
+REAL = [
+    ((("q", 4096), ("k", 1024), ("v", 1024)), 4096),
+    ((("o", 4096),), 4096),
+    ((("gate", 14336), ("up", 14336)), 4096),
+    ((("down", 4096),), 14336),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS)
+@pytest.mark.parametrize(("parts", "inputs"), REAL)
+def test_real_sizes(kind, granularity, activations, parts, inputs):
+    case = Case(make(kind, granularity, activations, parts=parts, inputs=inputs))
+    for rows in (1, 2, 4, 8, 16, 32, 33, 64, 128, 256, 257, 2048):
+        case.check(rows, 0.03)
+
+
+@pytest.mark.gpu
+def test_float16_on_a_gpu():
+    for kind, granularity, activations in FORMS:
+        case = Case(make(kind, granularity, activations, dtype="float16"))
+        for rows in (1, 40, 300):
+            case.check(rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", [Fp8, Int8])
+def test_captured_in_a_graph(method):
+    spec = LinearSpec(
+        parts=(LinearPart(name="gate", out_features=1024), LinearPart(name="up", out_features=1024)),
+        in_features=1024,
+        bias=False,
+        dtype="bfloat16",
+        device="cuda:0",
+        gated=True,
+    )
+    kernel = method.from_checkpoint(None, None).linear(spec)
+    weights = kernel.prepare(
+        {f"{part.name}.weight": torch.randn(1024, 1024, device="cuda") / 32 for part in spec.parts}
+    )
+    for rows in (1, 8, 64, 100, 512):
+        x = torch.randn(rows, 1024, device="cuda").bfloat16()
+        expected = kernel.apply_gated(x, weights, None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = kernel.apply_gated(x, weights, None)
+        for _ in range(2):
+            graph.replay()
+            assert torch.equal(got, expected)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, kernel.apply_gated(x, weights, None))

@@ -1,0 +1,139 @@
+"""The choice of a replica, without any process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given, strategies as st
+
+from engine.core.types import Request, SamplingParams
+from engine.server.front_end.routing import ANSWER_TOKENS, Place, Prefixes, Router
+
+PAGE = 16
+
+
+def request(prompt: Sequence[int], salt: str = "", **params: Any) -> Request:
+    return Request(id="r", prompt=tuple(prompt), params=SamplingParams(**params), salt=salt)
+
+
+def prompt(seed: int, blocks: int) -> list[int]:
+    """Full blocks and a token, as no other seed has them."""
+    return [seed * 10_000 + token for token in range(blocks * PAGE + 1)]
+
+
+def one(router: Router, tokens: Sequence[int], loads: Sequence[float | None], salt: str = "") -> int:
+    return router.place([request(tokens, salt)], loads)[0].replica
+
+
+def test_one_replica_gets_everything_and_nothing_is_remembered() -> None:
+    router = Router([100], PAGE)
+    first, again = (router.place([request(prompt(1, 4), max_tokens=7)], [5.0])[0] for _ in range(2))
+    assert first == again == Place(0, 4 * PAGE + 1, 7)
+
+
+def test_without_a_known_prefix_the_least_loaded_one() -> None:
+    assert one(Router([100] * 3, PAGE), prompt(1, 2), [30, 10, 20]) == 1
+    assert one(Router([100] * 3, PAGE), [1, 2], [30, 20, 10]) == 2
+
+
+def test_a_prefix_is_followed_as_far_as_it_saves_more_than_waiting_costs() -> None:
+    saved = 10 * PAGE
+    for difference, expected in ((saved - 1, 1), (saved, 1), (saved + 1, 0)):
+        router = Router([100] * 2, PAGE)
+        assert one(router, prompt(1, 10), [1000, 0]) == 1
+        assert one(router, prompt(1, 10), [0, difference]) == expected
+
+
+def test_the_longer_of_two_prefixes() -> None:
+    router = Router([100] * 2, PAGE)
+    assert one(router, prompt(1, 4), [0, 1000]) == 0
+    assert one(router, prompt(1, 8), [1000, 0]) == 1
+    assert one(router, prompt(1, 9), [0, 0]) == 1
+    assert router.place([request(prompt(1, 9))], [0, 0])[0].prompt == 1
+
+
+def test_what_was_sent_elsewhere_is_known_in_both() -> None:
+    router = Router([100] * 2, PAGE)
+    for loads in ([0, 10**6], [10**6, 0]):
+        one(router, prompt(1, 8), loads)
+    assert [router.place([request(prompt(1, 8))], loads)[0] for loads in ([0, 1], [1, 0])] == [
+        Place(0, 1, ANSWER_TOKENS),
+        Place(1, 1, ANSWER_TOKENS),
+    ]
+
+
+def test_another_salt_is_another_prefix() -> None:
+    router = Router([100] * 2, PAGE)
+    assert one(router, prompt(1, 8), [0, 1000], "a") == 0
+    assert one(router, prompt(1, 8), [PAGE, 0], "b") == 1
+    assert one(router, prompt(1, 8), [PAGE, 0], "a") == 0
+
+
+def test_idle_replicas_share_out_prompts_and_all_front_ends_agree() -> None:
+    routers = [Router([1000] * 4, PAGE) for _ in range(2)]
+    chosen = [[one(router, prompt(seed, 3), [0] * 4) for seed in range(200)] for router in routers]
+    assert chosen[0] == chosen[1]
+    assert min(Counter(chosen[0]).values()) > 25
+    assert Counter(one(routers[0], [1], [0] * 4) for _ in range(8)) == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+def test_choices_of_one_prompt_stay_together_and_prompts_spread() -> None:
+    requests = [request(prompt(seed, 4), max_tokens=10) for seed in range(6) for _ in range(3)]
+    places = Router([100] * 2, PAGE).place(requests, [0, 0])
+    for index in range(0, len(places), 3):
+        assert len({place.replica for place in places[index : index + 3]}) == 1
+        assert [place.prompt for place in places[index : index + 3]] == [4 * PAGE + 1, 0, 0]
+    assert Counter(place.replica for place in places) == {0: 9, 1: 9}
+    assert {place.answer for place in places} == {10}
+
+
+def test_what_a_new_engine_was_not_sent_is_not_known() -> None:
+    router = Router([100] * 2, PAGE)
+    for seed, loads in ((1, [0, 1000]), (2, [1000, 0])):
+        one(router, prompt(seed, 8), loads)
+    router.renew(1, 100)
+    assert [one(router, prompt(seed, 8), loads) for seed, loads in ((1, [PAGE, 0]), (2, [0, PAGE]))] == [0, 0]
+    router.renew(0, 4)  # with less memory for its cache
+    for _ in range(2):
+        places = router.place([request(prompt(3, 8))], [0, None])
+    assert places[0].prompt == 4 * PAGE + 1
+
+
+def test_without_prefix_caches_only_loads_count() -> None:
+    router = Router([0, 0], PAGE)
+    assert one(router, prompt(1, 50), [0, 1]) == 0
+    assert one(router, prompt(1, 50), [1, 0]) == 1
+
+
+def test_prefixes_are_forgotten_from_their_ends_the_oldest_first() -> None:
+    prefixes = Prefixes(5)
+    old, new = ([b"%d.%d" % (seed, block) for block in range(3)] for seed in range(2))
+    prefixes.remember(old)
+    prefixes.remember(new)
+    assert (prefixes.known(old), prefixes.known(new), len(prefixes)) == (2, 3, 5)
+    prefixes.remember(old)
+    assert (prefixes.known(old), prefixes.known(new), len(prefixes)) == (3, 2, 5)
+
+
+tokens = st.lists(st.integers(0, 1), min_size=1, max_size=40)
+
+
+@given(
+    st.lists(st.tuples(tokens, st.lists(st.none() | st.integers(0, 100), min_size=3, max_size=3)), max_size=20),
+    st.integers(0, 8),
+)
+def test_never_a_closed_replica_nor_one_that_costs_more_than_the_least_busy(
+    sent: list[tuple[list[int], list[float | None]]], blocks: int
+) -> None:
+    router = Router([blocks] * 3, 4)
+    for prompt_tokens, loads in sent:
+        open_loads = [load for load in loads if load is not None]
+        if not open_loads:
+            continue
+        (place,) = router.place([request(prompt_tokens)], loads)
+        load = loads[place.replica]
+        assert load is not None
+        assert 1 <= place.prompt <= len(prompt_tokens)
+        assert load + place.prompt <= min(open_loads) + len(prompt_tokens)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.server.http.errors import ApiError
+from engine.server.http.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode
+
+COMPLETION = {"model": "m", "prompt": "p"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def refusal(kind: type[msgspec.Struct], body: Any) -> ApiError:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    with pytest.raises(ApiError) as caught:
+        decode(data, kind)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_a_whole_completion_body() -> None:
+    body = decode(
+        msgspec.json.encode(
+            COMPLETION | {"logit_bias": {"7": -1}, "temperature": 1, "stream_options": {"include_usage": True}}
+        ),
+        CompletionBody,
+    )
+    assert body.logit_bias == {7: -1.0}
+    assert body.stream_options is not None
+    assert body.stream_options.include_usage
+
+
+@pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2], [[1, 2], [3]]])
+def test_forms_of_a_prompt(prompt: Any) -> None:
+    assert decode(msgspec.json.encode(COMPLETION | {"prompt": prompt}), CompletionBody).prompt == prompt
+
+
+def test_null_means_not_given() -> None:
+    names = set(msgspec.json.schema(ChatBody)["$defs"]["ChatBody"]["properties"]) - {"model", "messages"}
+    assert decode(msgspec.json.encode(CHAT | dict.fromkeys(names)), ChatBody).n is None
+    options = {"stream_options": {"include_usage": None}}
+    assert decode(msgspec.json.encode(COMPLETION | options), CompletionBody).stream_options is not None
+    tokenize = dict.fromkeys(("model", "prompt", "messages", "add_special_tokens"))
+    assert decode(msgspec.json.encode(tokenize), TokenizeBody).prompt is None
+    detokenize = {"tokens": [1], "model": None, "skip_special_tokens": None}
+    assert decode(msgspec.json.encode(detokenize), DetokenizeBody).tokens == [1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "words"),
+    [
+        (CompletionBody, COMPLETION | {"topk": 3}, "topk", "is not a parameter of this server"),
+        (CompletionBody, COMPLETION | {"suffix": "x"}, "suffix", "is not supported"),
+        (CompletionBody, COMPLETION | {"temperature": "hot"}, "temperature", "expected float"),
+        (CompletionBody, COMPLETION | {"n": True}, "n", "expected int"),
+        (CompletionBody, COMPLETION | {"n": 1.5}, "n", "expected int"),
+        (CompletionBody, COMPLETION | {"logit_bias": {"x": 1}}, "logit_bias", "expected int"),
+        (CompletionBody, COMPLETION | {"prompt": 3}, "prompt", "expected str"),
+        (CompletionBody, COMPLETION | {"prompt": [1.5]}, "prompt[0]", "expected int"),
+        (CompletionBody, COMPLETION | {"priority": 2**31}, "priority", "expected int <"),
+        (CompletionBody, {"model": "m"}, "prompt", "is missing"),
+        (CompletionBody, {"prompt": "m"}, "model", "is missing"),
+        (CompletionBody, COMPLETION | {"stream_options": {"a": 1}}, "stream_options.a", "is not a parameter"),
+        (ChatBody, CHAT | {"tools": []}, "tools", "is not supported"),
+        (ChatBody, CHAT | {"tool_choice": "auto"}, "tool_choice", "is not supported"),
+        (ChatBody, CHAT | {"functions": [{}]}, "functions", "is not supported"),
+        (ChatBody, CHAT | {"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        (
+            ChatBody,
+            CHAT | {"messages": [{"role": "user", "content": "", "x": 1}]},
+            "messages[0].x",
+            "is not a parameter",
+        ),
+        (CompletionBody, [], None, "expected object"),
+        (CompletionBody, b"", None, "not JSON"),
+        (CompletionBody, b"{", None, "not JSON"),
+        (CompletionBody, b"\xff", None, "not JSON"),
+        (CompletionBody, b'{"model": "\xff"}', None, "not JSON"),
+        (ChatBody, b'{"response_format":' + b'{"a":' * 100_000, None, "not JSON"),
+        (CompletionBody, b'{"model": "m", "prompt": "p", "temperature": 1e999}', "temperature", ""),
+    ],
+)
+def test_refusals_name_the_parameter(kind: type[msgspec.Struct], body: Any, param: str | None, words: str) -> None:
+    error = refusal(kind, body)
+    assert error.param == param
+    assert words in error.message
+    if param:
+        assert error.message.startswith(param)
+    assert error.body()["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,191 @@
+"""Streams over a connection that is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from engine.server.http.errors import ApiError
+from engine.server.http.responses import stream
+
+
+class FakeConnection:
+    def __init__(self) -> None:
+        self.full = False
+        self.chunks: list[bytes] = []
+        self.writable: Callable[[], None] | None = None
+
+    def write_chunk(self, data: bytes) -> None:
+        self.chunks.append(data)
+
+    def when_writable(self, listener: Callable[[], None] | None) -> None:
+        self.writable = listener
+
+
+class FakeGeneration:
+    """Stands for generation and event stream both: gives out what the test puts in."""
+
+    def __init__(self) -> None:
+        self.generation = self
+        self.running = {0}
+        self.open = False
+        self._news: list[bytes | Exception] = []
+        self._last = False
+        self._wake: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> None:
+        self.open = True
+
+    def __exit__(self, *_: object) -> None:
+        self.open = False
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._wake = listener
+
+    def write_later(self, write: Callable[[bytes], None], data: bytes) -> None:
+        asyncio.get_running_loop().call_soon(write, data)
+
+    def take(self) -> bytes:
+        news, self._news = self._news, []
+        if self._last:
+            self.running.clear()
+        for each in news:
+            if isinstance(each, Exception):
+                raise each
+        return b"".join(each for each in news if isinstance(each, bytes))
+
+    def put(self, news: bytes | Exception, *, last: bool = False) -> None:
+        self._news.append(news)
+        self._last = last
+        self._wake()
+
+
+class Client:
+    """One request for a stream."""
+
+    def __init__(self) -> None:
+        self.events = FakeGeneration()
+        self.connection = FakeConnection()
+        self.sent: list[Any] = []
+        self.gone = asyncio.Event()
+        scope = {"type": "http", "state": {"connection": self.connection}}
+        answer = stream(self.events, {"x-request-id": "r"})  # type: ignore[arg-type]
+        self.task = asyncio.ensure_future(answer(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, str]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    @property
+    def last(self) -> bytes:
+        """The body of the last message, which ends the response."""
+        assert not self.sent[-1].get("more_body", False)
+        body: bytes = self.sent[-1]["body"]
+        return body
+
+
+def test_events_are_written_as_they_come() -> None:
+    async def main() -> None:
+        client = Client()
+        await client.settle()
+        assert client.events.open
+        assert client.sent == []
+        client.events.put(b"")  # half a character
+        client.events.put(b"one")
+        client.events.put(b"two")
+        await client.settle()
+        assert [message["type"] for message in client.sent] == ["http.response.start"]
+        assert dict(client.sent[0]["headers"])[b"x-request-id"] == b"r"
+        assert client.connection.chunks == [b"one", b"two"]
+        client.events.put(b"three", last=True)
+        await client.task
+        assert client.connection.chunks == [b"one", b"two", b"three"]
+        assert client.last == b"data: [DONE]\n\n"
+        assert not client.events.open
+
+    asyncio.run(main())
+
+
+def test_all_is_written_before_the_end_of_the_response() -> None:
+    async def main(*events: bytes) -> None:
+        client = Client()
+        order = client.sent
+        client.connection.chunks = order
+        await client.settle()
+        for event in events:  # all before the task wakes
+            client.events.put(event, last=event == events[-1])
+        await client.task
+        start, *written, end = order
+        assert start["type"] == "http.response.start"
+        assert b"".join(written) == b"".join(events)
+        assert end["body"] == b"data: [DONE]\n\n"
+
+    asyncio.run(main(b"all"))
+    asyncio.run(main(b"one", b"two"))
+    asyncio.run(main(b"one", b"two", b"three"))
+
+
+def test_nothing_is_made_while_the_client_does_not_read() -> None:
+    async def main() -> None:
+        client = Client()
+        await client.settle()
+        client.events.put(b"one")
+        await client.settle()
+        client.connection.full = True
+        client.events.put(b"two")
+        client.events.put(b"three", last=True)
+        await client.settle()
+        assert client.connection.chunks == [b"one"]
+        client.connection.full = False
+        assert client.connection.writable is not None
+        client.connection.writable()
+        await client.task
+        assert client.connection.chunks == [b"one", b"twothree"]
+        assert client.connection.writable is None
+
+    asyncio.run(main())
+
+
+def test_an_error_before_the_first_event_is_a_response_and_one_after_it_an_event() -> None:
+    async def main() -> None:
+        early, late, broken = Client(), Client(), Client()
+        await early.settle()
+        early.events.put(ApiError(400, "no"))
+        await early.task
+        assert early.sent[0]["status"] == 400
+        assert early.connection.chunks == []
+        for client, error in ((late, ApiError(503, "enough")), (broken, KeyError("a bug"))):
+            client.events.put(b"one")
+            await client.settle()
+            client.events.put(error)
+            await client.task
+            assert client.sent[0]["status"] == 200
+            assert client.last.startswith(b'data: {"error":{"message":')
+        assert b"enough" in late.last
+        assert b"its log says more" in broken.last
+
+    asyncio.run(main())
+
+
+def test_a_client_that_goes_away_ends_the_generation() -> None:
+    async def main() -> None:
+        for begun in (False, True):
+            client = Client()
+            await client.settle()
+            if begun:
+                client.events.put(b"one")
+                await client.settle()
+            client.gone.set()
+            await client.task
+            assert not client.events.open
+            assert len(client.sent) == begun
+
+    asyncio.run(main())

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.core.types import EngineStats, RequestTimes
+from engine.server.shared.metrics import Board, EngineReport, Exporter, Histogram, Metrics
+
+REPLICAS = 2
+
+
+def board(rows: int = 1) -> Board:
+    return Board([memoryview(array("d", [0.0] * (Metrics.SIZE + REPLICAS))) for _ in range(rows)])
+
+
+def samples(board: Board, stats: EngineStats, up: bool = True) -> dict[tuple[str, str], float]:
+    return read(Exporter(board, lambda: [EngineReport(up=up, stats=stats)]))
+
+
+def read(exporter: Exporter) -> dict[tuple[str, str], float]:
+    """By name, and the values of the labels."""
+    text = exporter.text().decode()
+    return {
+        (sample.name, "".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_histogram_counts_up_to_each_bound() -> None:
+    histogram = Histogram((1.0, 2.0), memoryview(array("d", [0.0] * 4)))
+    histogram.observe(0.5)
+    histogram.observe(1.0)
+    histogram.observe(1.5, 3)
+    histogram.observe(9.0)
+    assert histogram.buckets() == [("1.0", 2), ("2.0", 5), ("+Inf", 6)]
+    assert histogram.sum == 0.5 + 1.0 + 4.5 + 9.0
+
+
+def test_phases_of_starting() -> None:
+    report = EngineReport(up=True, stats=EngineStats(), startup=(("weights", 3.5), ("import", 1.0)))
+    text = Exporter(board(), lambda: [report]).text().decode()
+    assert 'engine_startup_seconds{phase="weights"} 3.5' in text
+    assert 'engine_startup_seconds{phase="import"} 1.0' in text
+
+
+def test_engine_statistics() -> None:
+    stats = EngineStats(
+        running=2,
+        waiting=3,
+        blocks_used=25,
+        blocks_cached=15,
+        blocks_total=100,
+        prefix_queries=40,
+        prefix_hits=30,
+        preemptions=4,
+        prompt_tokens=50,
+        generation_tokens=60,
+        steps=7,
+        seconds=(("wait", 1.5),),
+    )
+    found = samples(board(), stats)
+    expected = {
+        ("engine_up", ""): 1,
+        ("engine_num_requests_running", ""): 2,
+        ("engine_num_requests_waiting", ""): 3,
+        ("engine_kv_cache_usage_perc", ""): 0.25,
+        ("engine_kv_blocks", "used"): 25,
+        ("engine_kv_blocks", "cached"): 15,
+        ("engine_kv_blocks", "free"): 60,
+        ("engine_prefix_cache_queries_total", ""): 40,
+        ("engine_prefix_cache_hits_total", ""): 30,
+        ("engine_num_preemptions_total", ""): 4,
+        ("engine_prompt_tokens_total", ""): 50,
+        ("engine_generation_tokens_total", ""): 60,
+        ("engine_steps_total", ""): 7,
+        ("engine_phase_seconds_total", "wait"): 1.5,
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_durations_and_ends() -> None:
+    numbers = board()
+    (metrics,) = numbers.fronts
+    metrics.tokens(0.3, 1, first=True)
+    metrics.tokens(0.04, 4, first=False)
+    times = RequestTimes(arrival=1.0, scheduled=1.25, first_token=1.3, finished=2.0)
+    metrics.finish("stop", times, 1.0)
+    found = samples(numbers, EngineStats())
+    assert found["engine_time_to_first_token_seconds_sum", ""] == 0.3
+    assert found["engine_inter_token_latency_seconds_count", ""] == 4
+    assert found["engine_inter_token_latency_seconds_bucket", "0.01"] == 4
+    assert found["engine_inter_token_latency_seconds_bucket", "0.005"] == 0
+    assert found["engine_request_queue_time_seconds_sum", ""] == 0.25
+    assert found["engine_e2e_request_latency_seconds_sum", ""] == 1.0
+    assert found["engine_requests_finished_total", "stop"] == 1
+    assert found["engine_requests_finished_total", "abort"] == 0
+
+
+def test_two_servers_in_one_process_do_not_meet() -> None:
+    first, second = board(), board()
+    first.fronts[0].finish("stop", None, 1.0)
+    assert samples(second, EngineStats())["engine_requests_finished_total", "stop"] == 0
+    assert samples(first, EngineStats(), up=False)["engine_up", ""] == 0
+
+
+def test_the_numbers_of_all_front_ends_add_up_whoever_is_asked(tmp_path: Path) -> None:
+    file = tmp_path / "board"
+    made, seen = Board.map(file, 2, REPLICAS, create=True), Board.map(file, 2, REPLICAS)
+    made.fronts[0].finish("stop", None, 0.5)
+    seen.fronts[1].finish("stop", None, 0.25)
+    seen.fronts[1].tokens(0.25, 1, first=True)
+    seen.fronts[1].under_way = 3
+    made.fronts[0].loads[1] = 5
+    seen.fronts[1].loads[1] = 6
+    seen.fronts[1].loads[0] = 1
+    for each in (made, seen):
+        found = samples(each, EngineStats())
+        assert found["engine_requests_finished_total", "stop"] == 2
+        assert found["engine_e2e_request_latency_seconds_sum", ""] == 0.75
+        assert found["engine_time_to_first_token_seconds_count", ""] == 1
+        assert each.under_way == 3
+        assert each.loads == [1, 11]
+
+
+def test_what_a_dead_front_end_counted_stays() -> None:
+    numbers = board(2)
+    numbers.fronts[0].finish("stop", None, 0.5)
+    numbers.fronts[0].under_way = 2
+    numbers.fronts[0].loads[0] = 7
+    numbers.fronts[1].loads[0] = 3
+    numbers.fronts[0].bury()
+    found = samples(numbers, EngineStats())
+    assert found["engine_requests_finished_total", "stop"] == 1
+    assert found["engine_requests_finished_total", "abort"] == 2
+    assert numbers.under_way == 0
+    assert numbers.loads == [3, 0]
+
+
+def test_several_engines_are_told_apart() -> None:
+    stats = EngineStats(running=2, steps=3, blocks_total=4, blocks_used=1, seconds=(("wait", 1.5),))
+    reports = [
+        EngineReport(up=True, stats=stats, startup=(("weights", 2.5),)),
+        EngineReport(up=False, stats=EngineStats(), restarts=2),
+    ]
+    found = read(Exporter(board(), lambda: reports))
+    expected = {
+        ("engine_up", "0"): 1,
+        ("engine_up", "1"): 0,
+        ("engine_restarts_total", "0"): 0,
+        ("engine_restarts_total", "1"): 2,
+        ("engine_num_requests_running", "0"): 2,
+        ("engine_num_requests_running", "1"): 0,
+        ("engine_kv_cache_usage_perc", "0"): 0.25,
+        ("engine_kv_blocks", "0free"): 3,
+        ("engine_kv_blocks", "1free"): 0,
+        ("engine_steps_total", "0"): 3,
+        ("engine_phase_seconds_total", "wait0"): 1.5,
+        ("engine_startup_seconds", "weights0"): 2.5,
+        ("engine_requests_finished_total", "stop"): 0,
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert ("engine_up", "") not in found

@@ -1,0 +1,173 @@
+"""Several front ends of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import httpx
+
+from engine.core.config.tree import ServerConfig
+from engine.server.supervisor.main import workers
+
+Serve = Callable[..., AbstractContextManager[Any]]
+
+COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+FINISHED = 'engine_requests_finished_total{finish_reason="%s"}'
+
+
+def connections(server: Any) -> dict[int, int]:
+    """Established TCP connections of each front end."""
+    port = f":{int(server.url.rpartition(':')[2]):04X}"
+    with open("/proc/net/tcp") as table:
+        rows = [line.split() for line in table]
+    inodes = {f"socket:[{row[9]}]" for row in rows[1:] if row[1].endswith(port) and row[3] == "01"}
+    held = {}
+    for pid in server.front_end_pids():
+        links = [os.path.join(f"/proc/{pid}/fd", name) for name in os.listdir(f"/proc/{pid}/fd")]
+        held[pid] = sum(os.path.islink(link) and os.readlink(link) in inodes for link in links)
+    return held
+
+
+def streams(server: Any, count: int, during: Callable[[], None] = lambda: None, **body: Any) -> list[str]:
+    """The text of that many streams at once, or the name of the error that ended it; `during`: called midway."""
+
+    async def one(client: httpx.AsyncClient, begun: asyncio.Semaphore) -> str:
+        told = ""
+        try:
+            asked = COMPLETION | {"stream": True} | body
+            async with client.stream("POST", "/v1/completions", json=asked) as response:
+                async for line in response.aiter_lines():
+                    if not told:
+                        begun.release()
+                    told += line
+        except httpx.HTTPError as error:
+            return type(error).__name__
+        return told
+
+    async def all_of_them() -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        begun = asyncio.Semaphore(0)
+        async with httpx.AsyncClient(base_url=server.url, timeout=30, limits=limits) as client:
+            tasks = [asyncio.create_task(one(client, begun)) for _ in range(count)]
+            for _ in range(count):
+                await begun.acquire()
+            await asyncio.to_thread(during)
+            return await asyncio.gather(*tasks)
+
+    return asyncio.run(all_of_them())
+
+
+def test_connections_spread_evenly_and_metrics_add_up(serve_fake: Serve) -> None:
+    with serve_fake(api_workers=2, options={"delay": 0.01}) as server:
+        spread: list[int] = []
+
+        def during() -> None:
+            spread.extend(connections(server).values())
+            server.until(lambda: server.metrics()["engine_num_requests_running"] == 64)
+
+        told = streams(server, 64, during, max_tokens=60)
+        assert spread == [32, 32]
+        assert all(text.endswith("data: [DONE]") for text in told)
+        server.until(lambda: server.metrics()["engine_num_requests_running"] == 0)
+        with httpx.Client() as one, httpx.Client() as other:  # one connection in each front end
+            seen = [client.get(f"{server.url}/metrics").text for client in (one, other)]
+            assert sum(connections(server).values()) == 2
+            assert set(connections(server).values()) == {1}
+        assert seen[0] == seen[1]
+        metrics = server.metrics()
+        assert metrics[FINISHED % "length"] == 64
+        assert metrics["engine_time_to_first_token_seconds_count"] == 64
+        assert metrics["engine_generation_tokens_total"] == 64 * 60
+        assert httpx.get(f"{server.url}/v1/models").json() == httpx.get(f"{server.url}/v1/models").json()
+        assert server.stop() == 0
+        assert server.errors == ""
+
+
+def test_a_killed_front_end_is_replaced(serve_fake: Serve) -> None:
+    with serve_fake(api_workers=2, options={"delay": 0.01}) as server:
+        streams(server, 8)
+        before = server.metrics()
+        pids = server.front_end_pids()
+
+        def during() -> None:
+            os.kill(pids[0], signal.SIGKILL)
+            server.until(lambda: server.metrics()["engine_num_requests_running"] == 8)  # those of the dead are gone
+
+        told = streams(server, 16, during, max_tokens=200)
+        assert sum(text.endswith("data: [DONE]") for text in told) == 8
+        assert sum(text in {"RemoteProtocolError", "ReadError"} for text in told) == 8
+        server.until(lambda: len(server.front_end_pids()) == 2)
+        assert pids[0] not in server.front_end_pids()
+        assert pids[1] in server.front_end_pids()
+        after = server.metrics()
+        assert all(after[name] >= value for name, value in before.items() if name.endswith(("_total", "_count")))
+        assert after[FINISHED % "abort"] == before[FINISHED % "abort"] + 8
+        assert after[FINISHED % "length"] == before[FINISHED % "length"] + 8
+        server.until(lambda: sorted(connections(server)) == sorted(server.front_end_pids()), 5)
+
+        def both_work() -> bool:
+            held: list[int] = []
+            streams(server, 2, lambda: held.extend(connections(server).values()), max_tokens=20)
+            return held == [1, 1]
+
+        server.until(both_work)
+        assert "was killed by SIGKILL" in server.errors
+        assert server.stop() == 0
+
+
+def test_the_death_of_the_engine_reaches_all(serve_fake: Serve) -> None:
+    with serve_fake(api_workers=2, options={"delay": 0.01}) as server:
+        killed: list[float] = []
+
+        def during() -> None:
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            killed.append(time.monotonic())
+
+        told = streams(server, 8, during, max_tokens=250)
+        assert time.monotonic() - killed[0] < 2  # not a measurement: it is what is promised
+        assert all('"code":"engine_failed"' in text.rpartition("data: ")[2] for text in told)
+        with httpx.Client() as one, httpx.Client() as other:
+            for client in (one, other):
+                assert client.get(f"{server.url}/health").status_code == 503
+                assert "engine_up 0.0" in client.get(f"{server.url}/metrics").text
+                assert client.post(f"{server.url}/v1/completions", json=COMPLETION).status_code == 503
+        assert server.stop() == 1
+
+
+def test_sigterm_drains_all(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
+    with serve_fake(api_workers=2, options={"delay": 0.01}) as server:
+        children = server.children()
+
+        def during() -> None:
+            server.process.terminate()
+            server.until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+            with httpx.Client() as one, httpx.Client() as other:
+                for client in (one, other):
+                    refused = client.post(f"{server.url}/v1/completions", json=COMPLETION)
+                    assert refused.json()["error"]["code"] == "shutting_down"
+
+        told = streams(server, 8, during, max_tokens=200)
+        assert all(text.endswith("data: [DONE]") for text in told)
+        assert server.process.wait(10) == 0
+        assert not any(map(alive, children))
+
+
+def test_signals_for_front_ends_go_to_the_supervisor(serve_fake: Serve) -> None:
+    with serve_fake() as server:
+        (pid,) = server.front_end_pids()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        assert httpx.post(f"{server.url}/v1/completions", json=COMPLETION).status_code == 200
+        assert server.front_end_pids() == [pid]
+        assert server.stop() == 0
+
+
+def test_how_many() -> None:
+    assert workers(ServerConfig(api_workers=3)) == 3
+    assert 1 <= workers(ServerConfig()) <= 4

@@ -1,0 +1,90 @@
+"""What each replica gets of the machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.core.config.tree import CacheConfig, EngineConfig, ExecutorConfig, ServerConfig
+from engine.core.errors import ConfigError, PluginError
+from engine.server.supervisor.replicas import cores, count_gpus, finds_devices, replica_configs
+
+
+def config(replicas: int, *, cache: CacheConfig | None = None, **executor: Any) -> EngineConfig:
+    return EngineConfig(
+        executor=ExecutorConfig(**executor), cache=cache or CacheConfig(), server=ServerConfig(replicas=replicas)
+    )
+
+
+def devices(made: EngineConfig, gpus: int) -> list[str]:
+    return [each.executor.device for each in replica_configs(made, lambda: gpus, finds_devices)]
+
+
+def nobody_counts() -> int:
+    raise AssertionError("the GPUs were counted")
+
+
+def test_one_replica_is_left_as_it_is() -> None:
+    made = config(1)
+    assert replica_configs(made, nobody_counts, finds_devices) == [made]
+
+
+def test_each_replica_has_its_own_gpus() -> None:
+    assert devices(config(3), 8) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert devices(config(2, device="cuda:2", tensor_parallel=2), 6) == ["cuda:2", "cuda:4"]
+    assert [each.executor.threads for each in replica_configs(config(2), lambda: 2, finds_devices)] == [0, 0]
+
+
+def test_who_finds_devices_is_told_none() -> None:
+    assert devices(config(3, name="ray", device="cuda"), 1) == ["cuda"] * 3
+    assert devices(config(2, name="ray"), 0) == ["cpu"] * 2
+    assert devices(config(2, name="tp", tensor_parallel=2), 4) == ["cuda:0", "cuda:2"]
+    with pytest.raises(PluginError, match="nonesuch"):
+        devices(config(2, name="nonesuch"), 2)
+
+
+@pytest.mark.parametrize(
+    ("made", "gpus", "words"),
+    [
+        (config(3), 2, "3 replicas need 3 GPUs from cuda:0 on, and there are 2; use --replicas 2"),
+        (
+            config(2, device="cuda:1", tensor_parallel=2),
+            4,
+            "of 2 GPUs each need 4 GPUs from cuda:1 on, and there are 3",
+        ),
+        (config(2, tensor_parallel=4), 2, "need 8 GPUs from cuda:0 on, and there are 2; use --tp 2"),
+        (config(2, device="cuda"), 0, "need 2 GPUs from cuda:0 on, and there are 0; use --device cpu"),
+    ],
+)
+def test_too_few_gpus(made: EngineConfig, gpus: int, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replica_configs(made, lambda: gpus, finds_devices)
+    assert words in str(caught.value)
+
+
+def test_a_cpu_is_shared_out() -> None:
+    for made, count in ((config(2, device="cpu"), nobody_counts), (config(2), lambda: 0)):
+        first, second = replica_configs(made, count, finds_devices)
+        assert first == second
+        assert first.executor.device == "cpu"
+        assert first.executor.threads == max(1, cores() // 2)
+        assert first.cache.memory_fraction == 0.25
+    (given, _) = replica_configs(
+        config(2, device="cpu", threads=7, cache=CacheConfig(memory="1GiB")), nobody_counts, finds_devices
+    )
+    assert given.executor.threads == 7
+    assert given.cache == CacheConfig(memory="1GiB")
+    (part, _) = replica_configs(
+        config(2, device="cpu", cache=CacheConfig(memory_fraction=0.8)), nobody_counts, finds_devices
+    )
+    assert part.cache.memory_fraction == 0.4
+
+
+def test_an_unknown_device_is_for_the_engine_to_refuse() -> None:
+    assert devices(config(2, device="tpu"), 4) == ["tpu", "tpu"]
+
+
+def test_the_gpus_of_this_machine() -> None:
+    torch = pytest.importorskip("torch")
+    assert count_gpus() == torch.cuda.device_count()

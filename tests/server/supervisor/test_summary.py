@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+
+from attrs import evolve
+from msgspec.structs import replace
+
+from engine.core.config.tree import EngineConfig
+from engine.core.plugin_host.selection import Choice
+from engine.core.types import CacheInfo, SamplingParams
+from engine.server.shared.messages import Started
+from engine.server.supervisor.summary import curl, summary
+
+STARTED = Started(
+    cache=CacheInfo(
+        num_blocks=64,
+        page_size=16,
+        weights_bytes=3 * 2**20,
+        activation_bytes=512,
+        kv_bytes=2 * 2**30,
+        budget_bytes=3 * 2**30,
+        device="a small box",
+        dtype="float32",
+        phases=(("import", 0.3), ("device", 0.01), ("weights", 0.75)),
+    ),
+    choices=(Choice(seam="attention", name="first", provenance="somewhere 1.0", reason="nothing else ran"),),
+    max_len=512,
+    vocab_size=10,
+    default_params=SamplingParams(),
+    seconds=1.25,
+)
+
+
+def test_all_that_was_decided_is_told(fake_config: Callable[..., EngineConfig]) -> None:
+    text = summary(STARTED, fake_config(), "http://127.0.0.1:8123")
+    for words in (
+        "tiny on a small box, float32, context 512 tokens, loaded in 1.2 s",
+        "attention  first  somewhere 1.0: nothing else ran",
+        "3.00 MiB",
+        "512 B",
+        "2.00 GiB",
+        "64 blocks of 16 tokens, 2.0 contexts of full length",
+        "loaded in 1.2 s\n  weights 0.8 s, import 0.3 s\n\n",
+        "Listening on http://127.0.0.1:8123",
+    ):
+        assert words in text
+
+
+def test_a_cache_of_another_type_is_told(fake_config: Callable[..., EngineConfig]) -> None:
+    for kv_dtype, said in (("float32", "full length\n"), ("float8_e4m3fn", "full length, in float8_e4m3fn\n")):
+        started = replace(STARTED, cache=evolve(STARTED.cache, kv_dtype=kv_dtype))
+        assert said in summary(started, fake_config(), "http://h:1")
+
+
+def test_the_curl_line_can_be_pasted(fake_config: Callable[..., EngineConfig]) -> None:
+    words = shlex.split(curl(fake_config(), "http://h:1"))
+    assert words[:2] == ["curl", "http://h:1/v1/completions"]
+    assert json.loads(words[-1])["model"] == "tiny"
+    assert "secret" not in curl(fake_config(api_key="secret"), "http://h:1")
+    assert "Authorization: Bearer $API_KEY" in curl(fake_config(api_key="secret"), "http://h:1")
