@@ -91,7 +91,7 @@ class Bench:
             scale=HEAD_DIM**-0.5,
             dtype="bfloat16",
             kv_dtype=kv_dtype,
-            page_size=PAGE,
+            block_size=PAGE,
             max_len=int(contexts.max()),
             sliding_windows=(None,) * layers,
         )

@@ -18,13 +18,13 @@ import torch
 import triton
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.autotune import GraphTimer, Multiplication, Operands, Work, group, measure
+from engine.core.autotune import AutotunedCall, GraphTimer, Operands, TuningTask, group, measure
 from engine.core.layers import FewRowsTables
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.activation.silu_and_mul_quantize import silu_and_mul_quantize
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
-from engine.ops.gemm.skinny_launch import Problem, Tile
+from engine.ops.gemm.skinny_launch import GemmShape, Tile
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
 from engine.ops.sampling.argmax import argmax_rows
@@ -191,7 +191,7 @@ def time_host() -> list[Timed]:
     qkv, pages = randn(1, 48 * 128), torch.empty(2, 4, 16, 8, 128, dtype=DTYPE, device=DEVICE)
     slots, frequencies = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.rand(64, device=DEVICE)
     cos, sin = angles(slots, frequencies, 1.0)
-    table = FewRowsTables("cuda:0").table(Problem(epilogue="plain", outputs=4096, inputs=4096, dtype="bfloat16"))
+    table = FewRowsTables("cuda:0").table(GemmShape(epilogue="plain", outputs=4096, inputs=4096, dtype="bfloat16"))
     matrix, wide = randn(4096, 4096), randn(1, 8192)
     launch = table.launches[1]
     assert launch is not None
@@ -219,7 +219,7 @@ def time_host() -> list[Timed]:
     return found
 
 
-def time_linear(timer: GraphTimer, problem: Problem, show: int) -> list[Row]:
+def time_linear(timer: GraphTimer, problem: GemmShape, show: int) -> list[Row]:
     """Torch beside the best tile, at each number of rows; `show` tiles are printed."""
     works = make_works(problem)
     floor = works[0].operands[0].nbytes / BANDWIDTH
@@ -240,7 +240,7 @@ def time_linear(timer: GraphTimer, problem: Problem, show: int) -> list[Row]:
     return found
 
 
-def time_alone(timer: GraphTimer, work: Work, tile: Tile | None) -> float:
+def time_alone(timer: GraphTimer, work: TuningTask, tile: Tile | None) -> float:
     """Seconds of one multiplication between others of its kind."""
     x = randn(work.rows, work.tunable.inputs)
 
@@ -251,12 +251,12 @@ def time_alone(timer: GraphTimer, work: Work, tile: Tile | None) -> float:
     return timer.replayed(calls) / len(work.operands)
 
 
-def make_works(problem: Problem) -> list[Work]:
+def make_works(problem: GemmShape) -> list[TuningTask]:
     """Layers enough to be cold."""
     nbytes = problem.weight_rows * problem.inputs * DTYPE.itemsize
     table = FewRowsTables(str(DEVICE)).table(problem)
     return group(
-        Multiplication(tunable=table, operands=Operands(weights={"weight": randn(problem.weight_rows, problem.inputs)}))
+        AutotunedCall(tunable=table, operands=Operands(weights={"weight": randn(problem.weight_rows, problem.inputs)}))
         for _ in range(min(max(int(COLD_BYTES / nbytes) + 1, 2), 16))
     )
 
@@ -297,7 +297,7 @@ def main() -> None:
             rows += show(time_host())
         if "linear" in arguments.only:
             for epilogue, outputs, inputs in LINEARS:
-                problem = Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype="bfloat16")
+                problem = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype="bfloat16")
                 rows += time_linear(timer, problem, 3 if arguments.tune else 0)
                 torch.cuda.empty_cache()
     if arguments.json is not None:

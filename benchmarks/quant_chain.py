@@ -23,7 +23,7 @@ from engine.core.autotune import GraphTimer
 from engine.ops.common.launch import num_sms, shared_memory
 from engine.ops.gemm.packed_layout import CodeLayout, Layout, PackedMatrix
 from engine.ops.gemm.weight_only_launch import Multiplier
-from engine.ops.gemm.weight_only_tiles import FEW, Problem, Tile, VectorTile, choose, split
+from engine.ops.gemm.weight_only_tiles import FEW, GemmShape, Tile, VectorTile, choose, split
 from engine.ops.norm.rms_norm import add_rms_norm
 
 BANDWIDTH = 4.2e12
@@ -73,10 +73,10 @@ class Chain:
         words, entries = self.layout.pack(values, scales, None, 128, str(DTYPE).removeprefix("torch."))
         return PackedMatrix(words=words, scales=entries, layout=self.layout)
 
-    def problem(self, name: str) -> Problem:
+    def problem(self, name: str) -> GemmShape:
         """Of one of the layers."""
         rows, inputs = self.shapes[name]
-        return Problem(gated=name == "gate_up", weight_rows=rows, inputs=inputs, layout=self.layout, dtype=DTYPE)
+        return GemmShape(gated=name == "gate_up", weight_rows=rows, inputs=inputs, layout=self.layout, dtype=DTYPE)
 
     def usual(self, name: str, rows: int) -> Tile | VectorTile:
         """What the engine takes."""

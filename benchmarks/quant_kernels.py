@@ -29,7 +29,7 @@ from attrs import evolve, frozen
 from triton.runtime.errors import OutOfResources
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.autotune import GraphTimer, Multiplication, Operands, tuner as tuning
+from engine.core.autotune import AutotunedCall, GraphTimer, Operands, tuner as tuning
 from engine.core.quant import LinearPart, LinearSpec
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.activation.silu_and_mul import silu_and_mul
@@ -37,10 +37,10 @@ from engine.ops.common.launch import shared_memory
 from engine.ops.gemm.packed_layout import CodeLayout, Layout, PackedMatrix
 from engine.ops.gemm.scaled_matmul import MatmulTile, matmul
 from engine.ops.gemm.weight_only_launch import Multiplier
-from engine.ops.gemm.weight_only_tiles import COLUMNS, MOST_ROWS, Problem, Tile, fits, split
+from engine.ops.gemm.weight_only_tiles import COLUMNS, MOST_ROWS, GemmShape, Tile, fits, split
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.plugins.quant.w8_gpu import GpuKernel
-from engine.plugins.quant.w8_kernel import EightBitFormat
+from engine.plugins.quant.w8_kernel import W8Format
 from engine.plugins.quant.weight_only_tuning import WeightOnly
 
 BANDWIDTH = 4.2e12
@@ -105,7 +105,7 @@ class Layers:
         rows, inputs = LINEARS[shape]
         copy = coded(kind, rows, inputs, multiplier) if kind in CODES else grouped(kind, rows, inputs)
         matrix, self.layout = copy.matrix, copy.matrix.layout
-        self.problem = Problem(
+        self.problem = GemmShape(
             gated=self.gated, weight_rows=rows, inputs=inputs, layout=self.layout, zeros=matrix.zeros
         )
         self.kernel = eight_bit(kind, self.problem, multiplier) if kind in CODES else None
@@ -128,18 +128,18 @@ class Layers:
         """By bfloat16 weights."""
         return [lambda x, weight=weight: self.activate(F.linear(x, weight)) for weight in self.plain]
 
-    def multiplications(self) -> Iterator[Multiplication]:
+    def autotuned_calls(self) -> Iterator[AutotunedCall]:
         """What the engine measures at start."""
         for one in self.copies:
             if self.kernel is not None:
-                yield from self.kernel.multiplications({"weight": one.codes, "scale": one.matrix.scales}, None)
+                yield from self.kernel.autotuned_calls({"weight": one.codes, "scale": one.matrix.scales}, None)
             else:
                 operands = Operands(weights=one.matrix.tensors)
-                yield Multiplication(tunable=WeightOnly(self.multiplier, self.problem), operands=operands)
+                yield AutotunedCall(tunable=WeightOnly(self.multiplier, self.problem), operands=operands)
 
     def choose(self, rows: Sequence[int], timer: GraphTimer, *, show: bool) -> None:
         """As at the start of an engine that multiplies so many rows, but for the cache."""
-        works = tuning.group(self.multiplications())
+        works = tuning.group(self.autotuned_calls())
         wanted = {next((work.rows for work in works if work.rows >= count), None) for count in rows}
         works = [work for work in works if work.rows in wanted]
         begin = time.perf_counter()
@@ -247,17 +247,17 @@ def coded(kind: str, rows: int, inputs: int, multiplier: Multiplier) -> Copy:
     """Random float8 or int8 weights."""
     dtype, granularity = CODES[kind]
     layout = CodeLayout(dtype=dtype, scale_rows=128 if granularity == "block" else 0)
-    problem = Problem(gated=False, weight_rows=rows, inputs=inputs, layout=layout)
+    problem = GemmShape(gated=False, weight_rows=rows, inputs=inputs, layout=layout)
     weight = torch.randn(rows, inputs, device=DEVICE).bfloat16() / inputs**0.5
     prepared = eight_bit(kind, problem, multiplier).prepare({"w.weight": weight})
     codes, scales = prepared["weight"], prepared["scale"]
     return Copy(matrix=PackedMatrix(words=layout.words(codes), scales=scales, layout=layout), codes=codes)
 
 
-def eight_bit(kind: str, problem: Problem, multiplier: Multiplier) -> GpuKernel:
+def eight_bit(kind: str, problem: GemmShape, multiplier: Multiplier) -> GpuKernel:
     """The layer of the quantization plugin."""
     dtype, granularity = CODES[kind]
-    form = EightBitFormat(dtype=dtype, granularity=granularity, activations="token")
+    form = W8Format(dtype=dtype, granularity=granularity, activations="token")
     part = LinearPart(name="w", out_features=problem.weight_rows)
     spec = LinearSpec(
         parts=(part,), in_features=problem.inputs, bias=False, dtype="bfloat16", device=str(DEVICE), gated=problem.gated

@@ -148,7 +148,7 @@ def main() -> None:
         settings = {
             "policy": arguments.policy,
             "prefix_caching": caching,
-            "page_size": PAGE,
+            "block_size": PAGE,
             "repeat": arguments.repeat,
         }
         write(arguments.json, report("scheduler", find_device("cpu").name, rows, settings))

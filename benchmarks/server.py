@@ -56,7 +56,7 @@ class PacedEngine:
         self.parts = Parts()
         self.cache_info = CacheInfo(
             num_blocks=1,
-            page_size=16,
+            block_size=16,
             weights_bytes=0,
             activation_bytes=0,
             kv_bytes=0,

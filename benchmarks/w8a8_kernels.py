@@ -26,7 +26,7 @@ from engine.core.autotune import GraphTimer
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.gemm.scaled_matmul import MatmulTile, compile_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, CodesMultiplier
+from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul
 
 DEVICE = torch.device("cuda", 0)
 KINDS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -66,7 +66,7 @@ class Product:
     def candidates(self) -> list[MatmulTile]:
         """That are measured at start for so many rows."""
         outputs, inputs = self.weights[0].shape
-        multiplier = CodesMultiplier(self.workspace, self.x.dtype, outputs, inputs, torch.bfloat16)
+        multiplier = W8A8Matmul(self.workspace, self.x.dtype, outputs, inputs, torch.bfloat16)
         rows = next((most for most in ROW_CLASSES if most >= self.x.shape[0]), ROW_CLASSES[-1])
         return [tile for tile in multiplier.candidates(rows) if tile is not None]
 

@@ -101,10 +101,10 @@ def _check_pairs(
     config: EngineConfig, plugins: Plugins, questions: Mapping[str, Callable[[type[Any]], str | None] | str]
 ) -> list[Verdict]:
     """The same for two plugins that the configuration names together."""
-    from engine.core.plugin_host import SEAMS, load_pair
+    from engine.core.plugin_host import EXTENSION_POINTS, load_pair
 
     verdicts = []
-    for seam in SEAMS:
+    for seam in EXTENSION_POINTS:
         name = getattr(config, seam.section).name
         if seam.pairs and "," in name:
             try:
@@ -134,7 +134,7 @@ def _questions(
     """How to ask a class of each seam whether it refuses; a sentence where it cannot be asked."""
     from engine.core.device import find_device
     from engine.core.plugin_host import (
-        SEAMS,
+        EXTENSION_POINTS,
         attention_question,
         find_quant,
         model_question,
@@ -157,4 +157,4 @@ def _questions(
     except Exception as error:  # of a checkpoint that cannot be read, or of a plugin's own code
         for section in ("model", "quant", "attention"):
             questions.setdefault(section, f"not asked whether it would serve this model: {error}")
-    return {seam.name: questions[seam.section] for seam in SEAMS}
+    return {seam.name: questions[seam.section] for seam in EXTENSION_POINTS}

@@ -47,7 +47,7 @@ class Engine:
         scheduler an instance too), which need not be registered.
     plugins: plugins already loaded; by default all that are installed.
     on_progress: told what happens while the engine starts.
-    settings: any other setting, with "__" for the dot (cache__page_size=32).
+    settings: any other setting, with "__" for the dot (cache__block_size=32).
 
     Raises ConfigError, PluginError, CheckpointError or CapacityError when it cannot be built.
     """
@@ -115,7 +115,7 @@ class Engine:
         self._scheduler = Scheduler(
             self.parts.policy,
             BlockManager(
-                self.cache_info.num_blocks, self.cache_info.page_size, prefix_caching=self.config.cache.prefix_caching
+                self.cache_info.num_blocks, self.cache_info.block_size, prefix_caching=self.config.cache.prefix_caching
             ),
             max_batch_tokens=self.config.scheduler.max_batch_tokens,
             max_running=self.config.scheduler.max_running,

@@ -140,7 +140,7 @@ class NewSequence:
 
 
 @frozen
-class Slice:
+class PrefillChunk:
     """A stretch of known tokens of one sequence to compute: `count` of them from position `start` on."""
 
     sequence: int
@@ -159,7 +159,7 @@ class Step:
     """Sequences that compute one token each, the one sampled last for them, and sample the next. The runner holds that
     token, so that a step can be planned before the result of the one before is known, and the token's position, since
     it counts what it has computed of each sequence. The same tuple object as in the step before if nothing changed."""
-    chunks: tuple[Slice, ...]
+    chunks: tuple[PrefillChunk, ...]
     """Stretches of prompts, and of output that was computed before a preemption."""
     iterations: int = 1
     """Above 1 (there are no chunks then): repeat, feeding back each sampled token, without asking the scheduler."""
@@ -221,7 +221,7 @@ class CacheInfo:
     """The KV cache an executor has made, and where the memory went (bytes)."""
 
     num_blocks: int
-    page_size: int
+    block_size: int
     """Tokens a block."""
     weights_bytes: int
     activation_bytes: int

@@ -20,7 +20,7 @@ from engine.plugins.quant.pack_quantized import PackQuantized
 from engine.plugins.quant.packing import AWQ_ORDER, WORD
 from engine.plugins.quant.rounding import BLOCK, FP8, LIMITS, dequantize, quantize
 from engine.plugins.quant.w4a16 import Quantized
-from engine.plugins.quant.w4a16_kernel import PackedKernel
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.quantize.grid import Grid
 from engine.quantize.settings import AWQ, GPTQ, NONE, STATIC, Settings
 
@@ -143,7 +143,7 @@ class Packed(Format):
         part = LinearPart(name=name, out_features=outputs)
         spec = LinearSpec(parts=(part,), in_features=inputs, bias=False, dtype="float32")
         kernel = self.method.from_checkpoint(self.config(()), None).linear(spec)
-        assert isinstance(kernel, PackedKernel)
+        assert isinstance(kernel, W4A16Kernel)
         loaded = {f"{name}.{end}": tensor for end, tensor in tensors.items()}
         return kernel.reader.read(part, spec, loaded).dequantize(kernel.reader.scheme)
 

@@ -75,13 +75,13 @@ class AttentionConformance:
         prefills = [(pick.choice([0, 0, pick.randint(1, 40)]), pick.randint(1, 40)) for _ in range(pick.randint(0, 4))]
         self.check(self.spec(), tuple(decodes + prefills) or ((0, 1),), seed=seed)
 
-    @pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128, 256])
-    def test_page_size(self, page_size: int) -> None:
+    @pytest.mark.parametrize("block_size", [1, 2, 16, 32, 64, 128, 256])
+    def test_page_size(self, block_size: int) -> None:
         """Every page size the backend says it can read."""
-        sizes = self.backend.page_sizes
-        if sizes is not None and page_size not in sizes:
+        sizes = self.backend.block_sizes
+        if sizes is not None and block_size not in sizes:
             pytest.skip(f"reads pages of {sizes}")
-        self.check(self.spec(page_size=page_size), BATCHES["mixed"])
+        self.check(self.spec(block_size=block_size), BATCHES["mixed"])
 
     @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
     def test_group_size(self, group: int) -> None:
@@ -169,14 +169,14 @@ class AttentionConformance:
             {"softcap": 2.0},
             {"head_dim": 128, "scale": 0.08, "num_heads": 14},
             {"head_dim": 256, "num_layers": 1, "sliding_windows": (None,)},
-            {"page_size": 64, "num_kv_heads": 4},
+            {"block_size": 64, "num_kv_heads": 4},
         ],
         ids=str,
     )
     def test_float8_cache_of_other_shapes(self, changes: dict[str, Any]) -> None:
         """The same with what else the suite asks for."""
-        if self.backend.page_sizes is not None and changes.get("page_size", 0) not in (0, *self.backend.page_sizes):
-            pytest.skip(f"reads pages of {self.backend.page_sizes}")
+        if self.backend.block_sizes is not None and changes.get("block_size", 0) not in (0, *self.backend.block_sizes):
+            pytest.skip(f"reads pages of {self.backend.block_sizes}")
         self.check(self.spec(kv_dtype=FLOAT8, **changes), BATCHES["mixed"])
 
     @pytest.mark.parametrize("window", [None, 20])
@@ -255,7 +255,7 @@ class AttentionConformance:
             scale=0.125,
             dtype=self.dtype,
             kv_dtype=self.dtype,
-            page_size=self.backend.page_sizes[0] if self.backend.page_sizes else 16,
+            block_size=self.backend.block_sizes[0] if self.backend.block_sizes else 16,
             max_len=256,
             sliding_windows=(None, None),
         )
@@ -295,11 +295,11 @@ class AttentionConformance:
         """The batch of a graph of `rows` decodes: fixed buffers, here all padding, beside the longest host lengths."""
         name = self._device().torch_name
         scratch = work.pool.scratch_block
-        tables = np.full((rows, -(-spec.max_len // spec.page_size)), scratch, np.int32)
+        tables = np.full((rows, -(-spec.max_len // spec.block_size)), scratch, np.int32)
         return ForwardBatch(
             tokens=torch.zeros(rows, dtype=torch.int64, device=name),
             positions=torch.zeros(rows, dtype=torch.int64, device=name),
-            slots=torch.full((rows,), scratch * spec.page_size, dtype=torch.int64, device=name),
+            slots=torch.full((rows,), scratch * spec.block_size, dtype=torch.int64, device=name),
             query_starts=torch.arange(rows + 1, dtype=torch.int32, device=name),
             context_lens=torch.ones(rows, dtype=torch.int32, device=name),
             block_tables=torch.tensor(tables, device=name),
@@ -338,7 +338,7 @@ class AttentionConformance:
         draw = torch.Generator().manual_seed(seed)
         name = self._device().torch_name
         contexts = [cached + new for cached, new in lengths]
-        counts = [-(-context // spec.page_size) for context in contexts]
+        counts = [-(-context // spec.block_size) for context in contexts]
         blocks = list(range(sum(counts) + 2))
         pick.shuffle(blocks)
         unused = blocks.pop()
@@ -347,7 +347,7 @@ class AttentionConformance:
         for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
             tables[row, :count] = [blocks.pop() for _ in range(count)]
             at = np.arange(context)
-            slots.append(tables[row, at // spec.page_size].astype(np.int64) * spec.page_size + at % spec.page_size)
+            slots.append(tables[row, at // spec.block_size].astype(np.int64) * spec.block_size + at % spec.block_size)
         pool = KVPool(spec, sum(counts) + 2, name, scales_of(spec))
         for tensor in (*pool.keys, *pool.values):
             if pool.is_float8:

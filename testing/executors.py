@@ -19,7 +19,7 @@ from engine.core.errors import CapacityError, CheckpointError, ExecutorError
 from engine.core.executors import MOST_STEPS, Executor, PendingResult
 from engine.core.plugin_host import load_plugins, resolve, settle
 from engine.core.startup import Progress
-from engine.core.types import NewSequence, SamplingParams, Slice, Step, StepResult
+from engine.core.types import NewSequence, PrefillChunk, SamplingParams, Step, StepResult
 from engine.core.weights import Checkpoint
 from engine.testing.leftovers import PATIENCE, assert_nothing_left, belongings
 
@@ -81,7 +81,7 @@ class ExecutorConformance:
             health = executor.check()
             assert health.ok, f"check() says after the start: {health.detail}"
             assert info.num_blocks > 0, f"there are {info.num_blocks} KV blocks"
-            assert info.page_size == 16, f"blocks of {info.page_size} tokens, not of cache.page_size, 16"
+            assert info.block_size == 16, f"blocks of {info.block_size} tokens, not of cache.block_size, 16"
             assert info.dtype == "float32", f"the model is in {info.dtype}, not in model.dtype, float32"
             assert all(seconds >= 0 for _, seconds in info.phases), f"phases took {info.phases}"
             assert all(isinstance(one, Progress) for one in told), f"the listener was told {told}"
@@ -219,13 +219,13 @@ def script(after: int = 0) -> Sequence[Step]:
     ]
     steps: list[dict[str, Any]] = [
         {
-            "chunks": (Slice(one, 0, 30, False),),
+            "chunks": (PrefillChunk(one, 0, 30, False),),
             "new": (news[0],),
             "blocks": ((one, (0, 1, 2, 5)),),
             "finished": (three - 10,) if after else (),
         },
         {
-            "chunks": (Slice(one, 30, lengths[0] - 30, True), Slice(two, 0, lengths[1], True)),
+            "chunks": (PrefillChunk(one, 30, lengths[0] - 30, True), PrefillChunk(two, 0, lengths[1], True)),
             "new": (news[1],),
             "blocks": ((two, (3, 4)),),
         },
@@ -234,7 +234,7 @@ def script(after: int = 0) -> Sequence[Step]:
         {"decodes": (two,), "finished": (one,)},
         {
             "decodes": (two,),
-            "chunks": (Slice(three, 0, lengths[2], True),),
+            "chunks": (PrefillChunk(three, 0, lengths[2], True),),
             "new": (news[2],),
             "blocks": ((three, (5, 0)),),
         },

@@ -48,7 +48,7 @@ class ModelBench:
         with torch.inference_mode():
             load_weights(self.layers, source or SafetensorsSource(checkpoint), threads=1)
         shape = attention_spec(self.spec, EngineConfig(), dtype, self.spec.max_len, dtype, self.layers.ranks)
-        self._page = shape.page_size
+        self._page = shape.block_size
         pages = -(-MOST // self._page)
         self._tables = np.arange(pages * len(prompts), dtype=np.int32)[::-1].copy().reshape(len(prompts), pages)
         self._pool = KVPool(shape, self._tables.size, "cpu")

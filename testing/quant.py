@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.layers import LayerFactory, Linear, PlainKernel, silu_and_mul
-from engine.core.quant import FLOAT8, KVScaleNames, Prologue, QuantMethod
+from engine.core.quant import FLOAT8, FusedInputQuantization, KVScaleNames, QuantMethod
 from engine.testing.stored_layers import Make, StoredLayers, store_layers
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -191,13 +191,13 @@ class QuantConformance:
     def test_prologue(self, tmp_path: Path, rows: int) -> None:
         """An input made in the kernel's own form means what the steps one after the other give."""
         layer = self.stored(tmp_path).load(self.one("a"))
-        prologue = layer.kernel.prologue()
+        prologue = layer.kernel.fused_input_quantization()
         if prologue is None or not prologue.takes(rows):
             pytest.skip(f"takes tensors alone, of {rows} rows")
         with torch.inference_mode():
             self._check_prologue(layer, prologue, rows)
 
-    def _check_prologue(self, layer: Linear, prologue: Prologue, rows: int) -> None:
+    def _check_prologue(self, layer: Linear, prologue: FusedInputQuantization, rows: int) -> None:
         x, up = self.x(rows), self.x(rows, seed=2)
         norm_weight = torch.linspace(0.5, 1.5, self.inputs, device=self.device).to(x.dtype)
         for residual in (None, self.x(rows, seed=1)):

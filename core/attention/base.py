@@ -38,7 +38,7 @@ class AttentionSpec:
     """Of queries and outputs: float32, bfloat16 or float16."""
     kv_dtype: str
     """Of keys and values in the cache: as dtype, or float8_e4m3fn for codes (kv_scales)."""
-    page_size: int
+    block_size: int
     """Tokens a KV block."""
     max_len: int
     """Longest context, tokens."""
@@ -46,6 +46,11 @@ class AttentionSpec:
     """For each layer: a token sees itself and the window - 1 tokens before it; None: all before it."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
+
+    @property
+    def page_size(self) -> int:
+        """`block_size` under its first name, for plugins that use it."""
+        return self.block_size
 
 
 @define
@@ -62,7 +67,7 @@ Plan = Any
 class AttentionBackend(ABC):
     """Computes attention over the paged KV cache.
 
-    The pool's tensors have the layout `kv_layout` names ("NHD": [blocks, page_size, kv_heads, head_dim] for each layer
+    The pool's tensors have the layout `kv_layout` names ("NHD": [blocks, block_size, kv_heads, head_dim] for each layer
     and each of keys and values). Core has rotated q and k and written k and v into the pool before `forward`. A backend
     never writes to the pool and never reads a slot beyond a sequence's context length: what is there may be NaN.
 
@@ -75,7 +80,7 @@ class AttentionBackend(ABC):
     graphs: str = "none"
     """Which batches may be captured in a CUDA graph: none, decode or any. The class says what it can do at best; an
     instance sets its own where that depends on the spec, and the runner asks the instance."""
-    page_sizes: ClassVar[tuple[int, ...] | None] = None
+    block_sizes: ClassVar[tuple[int, ...] | None] = None
     """Page sizes it can read, a tuple with the preferred one first; None: any."""
     reads_float8: ClassVar[bool] = False
     """Whether it reads a float8 cache, by pool.scales; one that does not is not asked to."""
@@ -124,9 +129,9 @@ def flaw(cls: type[AttentionBackend]) -> str | None:
         return f"kv_layout = {cls.kv_layout!r}, but the KV cache is laid out as {' or '.join(LAYOUTS)} only; read that"
     if cls.graphs not in GRAPHS:
         return f"graphs = {cls.graphs!r}; it must be one of {', '.join(GRAPHS)}"
-    sizes = cls.page_sizes
+    sizes = cls.block_sizes
     if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(type(size) is int for size in sizes)):
-        return f"page_sizes = {sizes!r}; it must be a tuple of numbers, as (16, 32), or None for any"
+        return f"block_sizes = {sizes!r}; it must be a tuple of numbers, as (16, 32), or None for any"
     return None
 
 

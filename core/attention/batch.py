@@ -25,7 +25,7 @@ class ForwardBatch:
     positions: torch.Tensor
     """[tokens] int64: each token's place in its sequence."""
     slots: torch.Tensor
-    """[tokens] int64: where its key and value go: block * page_size + offset."""
+    """[tokens] int64: where its key and value go: block * block_size + offset."""
     query_starts: torch.Tensor
     """[sequences + 1] int32: first token of each sequence, then the number of tokens."""
     context_lens: torch.Tensor

@@ -12,7 +12,7 @@ from engine.core.weights.host_memory import host_tensor
 
 
 class KVPool:
-    """The KV cache's tensors: for each layer, keys and values [num_blocks + 1, page_size, kv_heads, head_dim].
+    """The KV cache's tensors: for each layer, keys and values [num_blocks + 1, block_size, kv_heads, head_dim].
 
     The last block is scratch: padding is written there, and nobody reads it.
     """
@@ -22,13 +22,13 @@ class KVPool:
     ) -> None:
         """scales: of each layer of a float8 cache; none: all are 1."""
         self.num_blocks = num_blocks
-        self.page_size = spec.page_size
+        self.block_size = spec.block_size
         self.is_float8 = spec.kv_dtype == FLOAT8
         """Whether it holds codes (kv_scales)."""
         if scales and (not self.is_float8 or len(scales) != spec.num_layers):
             raise ValueError(f"{len(scales)} scales for {spec.num_layers} layers in {spec.kv_dtype}")
         self.scales = tuple(scales) or (UNSCALED,) * spec.num_layers
-        shape = (num_blocks + 1, spec.page_size, spec.num_kv_heads, spec.head_dim)
+        shape = (num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
 
         def tensor() -> torch.Tensor:
             dtype = getattr(torch, spec.kv_dtype)
@@ -53,10 +53,10 @@ class KVPool:
     def bytes_per_block(spec: AttentionSpec) -> int:
         """Memory that one block takes over all layers, keys and values."""
         dtype: torch.dtype = getattr(torch, spec.kv_dtype)
-        return 2 * spec.num_layers * spec.page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store k and v: [tokens, kv_heads, head_dim] at `slots`: [tokens] int64, block * page_size + offset."""
+        """Store k and v: [tokens, kv_heads, head_dim] at `slots`: [tokens] int64, block * block_size + offset."""
         keys, values = self._flat_keys[layer], self._flat_values[layer]
         if self.is_float8:
             scales = self.scales[layer]

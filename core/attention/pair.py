@@ -60,8 +60,8 @@ class AttentionPair(AttentionBackend):
                 f"one KV cache has one layout, but {cls.names[0]} reads {layouts[0]} and {cls.names[1]} reads "
                 f"{layouts[1]}; choose two backends of the same layout"
             )
-        if cls.page_sizes == ():
-            sizes = [" or ".join(map(str, part.page_sizes or ())) for part in cls.parts]
+        if cls.block_sizes == ():
+            sizes = [" or ".join(map(str, part.block_sizes or ())) for part in cls.parts]
             return (
                 f"{cls.names[0]} reads KV blocks of {sizes[0]} tokens and {cls.names[1]} of {sizes[1]}, none in "
                 "common; choose two backends that share a size"
@@ -128,7 +128,7 @@ def pair_of(
         "parts": parts,
         "kv_layout": parts[0].kv_layout,
         "reads_float8": all(part.reads_float8 for part in parts),
-        "page_sizes": _common(parts[0].page_sizes, parts[1].page_sizes),
+        "block_sizes": _common(parts[0].block_sizes, parts[1].block_sizes),
         "options_class": _options_class(names, parts),
     }
     return type("AttentionPair", (AttentionPair,), members)

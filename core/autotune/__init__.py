@@ -6,25 +6,25 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.autotune.op import (
-        Multiplication as Multiplication,
+        AutotunedCall as AutotunedCall,
+        AutotunedOp as AutotunedOp,
         Operands as Operands,
-        Tunable as Tunable,
         version_of as version_of,
     )
     from engine.core.autotune.timer import GraphTimer as GraphTimer
-    from engine.core.autotune.tuner import Work as Work, group as group, measure as measure
+    from engine.core.autotune.tuner import TuningTask as TuningTask, group as group, measure as measure
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
     op=(
-        "Multiplication",
+        "AutotunedCall",
         "Operands",
-        "Tunable",
+        "AutotunedOp",
         "version_of",
     ),
     timer=("GraphTimer",),
     tuner=(
-        "Work",
+        "TuningTask",
         "group",
         "measure",
     ),

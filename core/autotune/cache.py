@@ -19,21 +19,21 @@ from attrs import asdict, frozen
 
 log = logging.getLogger(__name__)
 
-Choices = Mapping[tuple[str, int], "Choice"]
+Choices = Mapping[tuple[str, int], "TuningResult"]
 """By problem and class of rows."""
 
 
 @frozen(kw_only=True)
-class Choice:
+class TuningResult:
     """What was found best for one multiplication in one class of rows."""
 
     problem: str
-    """Tunable.key."""
+    """AutotunedOp.key."""
     rows: int
     version: str
-    """Tunable.version."""
+    """AutotunedOp.version."""
     kernel: str
-    """Tunable.name."""
+    """AutotunedOp.name."""
     seconds: float
     usual: str
     """The candidate that this one had to gain on."""
@@ -63,7 +63,7 @@ class TuningCache:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if content["machine"] != self._machine:
                 raise ValueError(f"it is of {content['machine']}")
-            choices = [cattrs.structure(entry, Choice) for entry in content["choices"]]
+            choices = [cattrs.structure(entry, TuningResult) for entry in content["choices"]]
         except (OSError, ValueError, TypeError, KeyError, cattrs.BaseValidationError) as error:
             log.warning("the measured kernels in %s cannot be used and are measured anew: %s", self.path, error)
             return {}

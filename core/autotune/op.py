@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 
 C = TypeVar("C")
-"""A candidate: one way to multiply. It is hashable, and says by `Tunable.name` which one it is."""
+"""A candidate: one way to multiply. It is hashable, and says by `AutotunedOp.name` which one it is."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class Operands:
         return sum(tensor.nbytes for tensor in self.weights.values())
 
 
-class Tunable(ABC, Generic[C]):
+class AutotunedOp(ABC, Generic[C]):
     """One multiplication, the same for all layers of one size and format.
 
     Before anything is chosen it is multiplied in some fair way. Chosen is by classes of rows: the choice for a class
@@ -93,10 +93,10 @@ class Tunable(ABC, Generic[C]):
 
 
 @frozen(kw_only=True, eq=False)
-class Multiplication:
+class AutotunedCall:
     """One that a layer does."""
 
-    tunable: Tunable[Any]
+    tunable: AutotunedOp[Any]
     operands: Operands
 
 

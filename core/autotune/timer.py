@@ -13,7 +13,7 @@ import triton
 from triton.errors import TritonError
 
 from engine.core.autotune.op import Operands
-from engine.core.autotune.tuner import CandidateError, Work
+from engine.core.autotune.tuner import CandidateError, TuningTask
 from engine.ops.norm.rms_norm import add_rms_norm
 
 REPLAYS = 5
@@ -38,7 +38,7 @@ class GraphTimer:
             torch.zeros(1, device=device)
             self._first.capture_end()
 
-    def prepare(self, wanted: Sequence[tuple[Work, Sequence[Any]]]) -> None:
+    def prepare(self, wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
         """Compile in threads: the compiler proper is not Python. What fails, fails again where it is launched."""
         with (
             ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as threads,
@@ -48,7 +48,7 @@ class GraphTimer:
                 for candidate in candidates:
                     work.tunable.compile(work.rows, candidate, work.operands[0])
 
-    def seconds(self, work: Work, candidate: Any) -> float:
+    def seconds(self, work: TuningTask, candidate: Any) -> float:
         """See Timer. The median of several replays, with the kernel before it, which takes a microsecond or two."""
         tunable, layers = work.tunable, self._rotation(work.operands)
         source = torch.randn(work.rows, tunable.inputs, device=self._device).to(tunable.dtype)

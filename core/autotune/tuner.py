@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from attrs import field, frozen
 
-from engine.core.autotune.cache import Choice, TuningCache, default_directory, describe_machine
-from engine.core.autotune.op import Multiplication, Operands, Tunable
+from engine.core.autotune.cache import TuningCache, TuningResult, default_directory, describe_machine
+from engine.core.autotune.op import AutotunedCall, AutotunedOp, Operands
 from engine.core.errors import ExecutorError
 from engine.core.layers.factory import LayerFactory
 
@@ -27,11 +27,11 @@ class CandidateError(Exception):
 
 
 @frozen(kw_only=True, eq=False)
-class Work:
+class TuningTask:
     """One class of rows of all multiplications with one key."""
 
     rows: int
-    tunables: list[Tunable[Any]] = field(factory=list)
+    tunables: list[AutotunedOp[Any]] = field(factory=list)
     """Equals, each with a choice of its own."""
     operands: list[Operands] = field(factory=list)
     """Of all layers."""
@@ -39,7 +39,7 @@ class Work:
     """Candidates that cannot run, and why."""
 
     @property
-    def tunable(self) -> Tunable[Any]:
+    def tunable(self) -> AutotunedOp[Any]:
         """That is measured for all."""
         return self.tunables[0]
 
@@ -48,13 +48,13 @@ class Work:
         """In the cache."""
         return self.tunable.key, self.rows
 
-    def add(self, tunable: Tunable[Any], operands: Operands) -> None:
+    def add(self, tunable: AutotunedOp[Any], operands: Operands) -> None:
         """One more layer."""
         if not any(tunable is one for one in self.tunables):
             self.tunables.append(tunable)
         self.operands.append(operands)
 
-    def find(self, choice: Choice | None) -> list[Any]:
+    def find(self, choice: TuningResult | None) -> list[Any]:
         """The candidate of a choice, alone; empty: there is no such choice, or it does not hold any more."""
         tunable = self.tunable
         if choice is None or choice.version != tunable.version:
@@ -72,10 +72,10 @@ class Work:
 class Timer(Protocol):
     """Measures candidates."""
 
-    def prepare(self, wanted: Sequence[tuple[Work, Sequence[Any]]]) -> None:
+    def prepare(self, wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
         """Told in advance of the candidates that `seconds` will be asked for, so that they compile together."""
 
-    def seconds(self, work: Work, candidate: Any) -> float:
+    def seconds(self, work: TuningTask, candidate: Any) -> float:
         """Of one multiplication, with weights that are in no cache. Raises CandidateError."""
 
 
@@ -83,7 +83,7 @@ class Timer(Protocol):
 class TuningReport:
     """What `tune` did."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[TuningResult, ...]
     measured: int
     """How many were not on disk."""
     seconds: float
@@ -106,21 +106,21 @@ def tune(layers: LayerFactory, directory: str = "", timer: Timer | None = None) 
     return report
 
 
-def collect(layers: LayerFactory) -> list[Work]:
+def collect(layers: LayerFactory) -> list[TuningTask]:
     """The multiplications of all layers that have a choice, by key and class of rows."""
-    return group(one for layer in layers.layers for one in layer.multiplications())
+    return group(one for layer in layers.layers for one in layer.autotuned_calls())
 
 
-def group(multiplications: Iterable[Multiplication]) -> list[Work]:
+def group(multiplications: Iterable[AutotunedCall]) -> list[TuningTask]:
     """By key and class of rows."""
-    works: dict[tuple[str, int], Work] = {}
+    works: dict[tuple[str, int], TuningTask] = {}
     for one in multiplications:
         for rows in one.tunable.classes:
-            works.setdefault((one.tunable.key, rows), Work(rows=rows)).add(one.tunable, one.operands)
+            works.setdefault((one.tunable.key, rows), TuningTask(rows=rows)).add(one.tunable, one.operands)
     return list(works.values())
 
 
-def apply(works: Sequence[Work], cache: TuningCache, timer: Timer) -> TuningReport:
+def apply(works: Sequence[TuningTask], cache: TuningCache, timer: Timer) -> TuningReport:
     """Set the kernels of `works`: what the cache lacks is measured and added to it."""
     begin = time.perf_counter()
     known = dict(cache.load())
@@ -143,7 +143,7 @@ def apply(works: Sequence[Work], cache: TuningCache, timer: Timer) -> TuningRepo
     )
 
 
-def measure(works: Sequence[Work], timer: Timer) -> list[dict[Any, float]]:
+def measure(works: Sequence[TuningTask], timer: Timer) -> list[dict[Any, float]]:
     """Seconds of each work's candidates that can run, then of those that refine them."""
     found = _measure([(work, work.tunable.candidates(work.rows)) for work in works], timer)
     finer = []
@@ -153,7 +153,7 @@ def measure(works: Sequence[Work], timer: Timer) -> list[dict[Any, float]]:
     return [first | second for first, second in zip(found, _measure(finer, timer), strict=True)]
 
 
-def _measure(wanted: Sequence[tuple[Work, Sequence[Any]]], timer: Timer) -> list[dict[Any, float]]:
+def _measure(wanted: Sequence[tuple[TuningTask, Sequence[Any]]], timer: Timer) -> list[dict[Any, float]]:
     timer.prepare(wanted)
     found: list[dict[Any, float]] = []
     for work, candidates in wanted:
@@ -168,7 +168,7 @@ def _measure(wanted: Sequence[tuple[Work, Sequence[Any]]], timer: Timer) -> list
     return found
 
 
-def decide(work: Work, timings: Mapping[Any, float]) -> tuple[Any, Choice]:
+def decide(work: TuningTask, timings: Mapping[Any, float]) -> tuple[Any, TuningResult]:
     """The fastest candidate; the usual one unless that gains. Raises ExecutorError where none can run."""
     tunable = work.tunable
     if not timings:
@@ -182,7 +182,7 @@ def decide(work: Work, timings: Mapping[Any, float]) -> tuple[Any, Choice]:
     usual_seconds = timings.get(usual, float("inf"))
     if timings[best] > usual_seconds * NEEDED_GAIN:
         best = usual
-    return best, Choice(
+    return best, TuningResult(
         problem=tunable.key,
         rows=work.rows,
         version=tunable.version,

@@ -16,7 +16,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "scheduler.max_running": (1, 2**20),
     "executor.tensor_parallel": (1, 1024),
     "executor.threads": (0, 4096),
-    "cache.page_size": (1, 1024),
+    "cache.block_size": (1, 1024),
     "cache.memory_fraction": (0, 1),
     "server.port": (0, 65535),
     "server.api_workers": (0, 256),
@@ -62,9 +62,9 @@ def parse_bytes(text: str) -> int:
 
 def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -> None:
     """Call `complain(key, what is wrong and what to do)` for each rule that types and bounds do not express."""
-    size = config.cache.page_size
+    size = config.cache.block_size
     if size & (size - 1):
-        complain("cache.page_size", f"{size} is no power of two; use {1 << size.bit_length() - 1}")
+        complain("cache.block_size", f"{size} is no power of two; use {1 << size.bit_length() - 1}")
     if config.cache.memory != AUTO:
         try:
             if parse_bytes(config.cache.memory) == 0:

@@ -143,7 +143,7 @@ class ExecutorConfig:
 class CacheConfig:
     """[cache]: the paged KV cache."""
 
-    page_size: int = setting(16, "Tokens a KV block.", flag="--page-size")
+    block_size: int = setting(16, "Tokens a KV block.", flag="--block-size")
     memory: str = setting(
         AUTO,
         'Size of the KV cache, as "2GiB" or "500MB"; auto: what memory_fraction leaves beside weights and activations.',

@@ -12,7 +12,7 @@ from engine.core.errors import ConfigError
 from engine.core.quant.base import TensorSpec
 
 if TYPE_CHECKING:
-    from engine.core.autotune.op import Multiplication
+    from engine.core.autotune.op import AutotunedCall
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types a model computes in."""
@@ -46,7 +46,7 @@ class Layer(ABC):
     def nbytes(self) -> int:
         """Bytes of the weights kept; 0 before `fill`."""
 
-    def multiplications(self) -> Sequence[Multiplication]:
+    def autotuned_calls(self) -> Sequence[AutotunedCall]:
         """Those of its multiplications whose kernel is chosen by measurement, once it is filled."""
         return ()
 

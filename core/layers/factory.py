@@ -74,18 +74,21 @@ class LayerFactory:
         """Tensors whose name matches (as file names do: `*.name`) may be in the checkpoint and are not read."""
         self.ignored.append(pattern)
 
-    def share(self, total: int, what: str) -> int:
+    def shard(self, total: int, what: str) -> int:
         """This rank's part of `total`. Raises ConfigError, naming `what`, if the ranks cannot share it evenly."""
         if total % self.ranks:
             raise ConfigError(f"{self.ranks} ranks cannot share {total} {what} evenly; use a number that divides it")
         return total // self.ranks
 
-    def share_kv(self, total: int) -> int:
+    share = shard
+    """`shard` under its first name, for plugins that use it."""
+
+    def shard_kv_heads(self, total: int) -> int:
         """This rank's part of `total` key and value heads: at least one, which several ranks then have.
 
         Raises ConfigError if they can neither share them evenly nor have one each.
         """
-        return self.share(total * self._copies(total), "key and value heads")
+        return self.shard(total * self._replicas(total), "key and value heads")
 
     def qkv(
         self,
@@ -101,14 +104,14 @@ class LayerFactory:
 
         names: of the three in the checkpoint. Numbers of heads are over all ranks.
         """
-        self.share(num_heads, "query heads")
-        self.share_kv(num_kv_heads)
+        self.shard(num_heads, "query heads")
+        self.shard_kv_heads(num_kv_heads)
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
         return self._linear(
             tuple(
-                LinearPart(name=name, out_features=outputs, copies=copies)
-                for name, outputs, copies in zip(
-                    names, (queries, keys, keys), (1, *[self._copies(num_kv_heads)] * 2), strict=True
+                LinearPart(name=name, out_features=outputs, replicas=replicas)
+                for name, outputs, replicas in zip(
+                    names, (queries, keys, keys), (1, *[self._replicas(num_kv_heads)] * 2), strict=True
                 )
             ),
             in_features,
@@ -136,9 +139,9 @@ class LayerFactory:
         """
         if parallel == "column":
             for name, outputs in parts:
-                self.share(outputs, f"outputs of {name}")
+                self.shard(outputs, f"outputs of {name}")
         if parallel == "row":
-            self.share(in_features, f"inputs of {parts[0][0]}")
+            self.shard(in_features, f"inputs of {parts[0][0]}")
         made = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
         return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated, summed=summed)
 
@@ -178,7 +181,7 @@ class LayerFactory:
             )
         )
 
-    def _copies(self, num_kv_heads: int) -> int:
+    def _replicas(self, num_kv_heads: int) -> int:
         """How many ranks have the same key and value heads."""
         return self.ranks // num_kv_heads if self.ranks > num_kv_heads and self.ranks % num_kv_heads == 0 else 1
 

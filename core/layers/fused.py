@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from engine.core.autotune.op import Multiplication, Operands
+from engine.core.autotune.op import AutotunedCall, Operands
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import SharedEmbedding
@@ -22,7 +22,7 @@ from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import FewRowsTables, SkinnyKernel
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
-from engine.ops.gemm.skinny_launch import MOST_ROWS, Problem
+from engine.ops.gemm.skinny_launch import MOST_ROWS, GemmShape
 from engine.ops.norm.all_reduce_rms_norm import sum_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
@@ -50,7 +50,7 @@ class FusedRMSNorm(RMSNorm):
         self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[Rows, torch.Tensor]:
         """See RMSNorm; `residual` is overwritten with the sum."""
-        prologue = following.prologue(x)
+        prologue = following.fused_input_quantization(x)
         if prologue is None:
             return self(x, residual)
         return prologue.normed(x, residual, self.weight, self.eps, following.weights)
@@ -76,7 +76,7 @@ class FusedSummingNorm(FusedRMSNorm):
         self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[Rows, torch.Tensor]:
         """See FusedRMSNorm. Rows that are summed in the norm's own kernel come as tensors."""
-        if self._sums_for(x) is not None or following.prologue(x) is None:
+        if self._sums_for(x) is not None or following.fused_input_quantization(x) is None:
             return self(x, residual)
         return super().into(following, self._group.all_reduce(x), residual)
 
@@ -128,7 +128,7 @@ class FusedLMHead(LMHead):
         super().__init__(table)
         outputs, inputs = table.rows, table.shape[1]
         self.few_rows, self.few_rows_greedy = (
-            tables.table(Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype))
+            tables.table(GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype))
             for epilogue in ("plain", "argmax")
         )
 
@@ -148,10 +148,10 @@ class FusedLMHead(LMHead):
         launch = self.few_rows_greedy.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
         return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
 
-    def multiplications(self) -> Sequence[Multiplication]:
+    def autotuned_calls(self) -> Sequence[AutotunedCall]:
         """With logits and without."""
         operands = Operands(weights={"weight": self._weight})
-        return [Multiplication(tunable=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
+        return [AutotunedCall(tunable=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Take over the table as it is."""

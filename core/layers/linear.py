@@ -13,14 +13,21 @@ from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.matmul import multiply, pack
 from engine.core.plugin_host.faults import blame
-from engine.core.quant.base import LinearInput, LinearKernel, LinearPart, LinearSpec, Prologue, TensorSpec
+from engine.core.quant.base import (
+    FusedInputQuantization,
+    LinearKernel,
+    LinearPart,
+    LinearSpec,
+    QuantizedActivation,
+    TensorSpec,
+)
 
 if TYPE_CHECKING:
-    from engine.core.autotune.op import Multiplication
+    from engine.core.autotune.op import AutotunedCall
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all ranks."""
-Rows = torch.Tensor | LinearInput
+Rows = torch.Tensor | QuantizedActivation
 """What a linear layer multiplies: [..., its inputs], or what was made for it alone."""
 
 WEIGHT_SHARD_DIM = {"none": None, "column": 0, "row": 1}
@@ -78,13 +85,13 @@ class Linear(Layer):
         self._adds_bias = adds_bias
         in_one_pass = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         self._apply_gated = kernel.apply_gated if in_one_pass else None
-        with self._blame("prologue()"):
-            self._prologue = kernel.prologue()
+        with self._blame("fused_input_quantization()"):
+            self._prologue = kernel.fused_input_quantization()
         self._apply_made = self._refuse if self._prologue is None else self._prologue.apply
 
     def __call__(self, x: Rows) -> torch.Tensor:
         """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
-        apply: Callable[..., torch.Tensor] = self._apply_made if isinstance(x, LinearInput) else self._apply
+        apply: Callable[..., torch.Tensor] = self._apply_made if isinstance(x, QuantizedActivation) else self._apply
         if self._reduce is None:
             return apply(x, self.weights, self.bias)
         y = self._reduce(apply(x, self.weights, None))
@@ -92,25 +99,25 @@ class Linear(Layer):
 
     def gated(self, x: Rows) -> torch.Tensor:
         """silu(gate) * up of the outputs, the first half of which is the gate: [..., half this rank's out_features]."""
-        if self._apply_gated is None or isinstance(x, LinearInput):
+        if self._apply_gated is None or isinstance(x, QuantizedActivation):
             return self._activate(self(x))
         return self._apply_gated(x, self.weights, self.bias)
 
     def gated_into(self, following: Linear, x: Rows) -> Rows:
         """`gated`, for `following` alone, which may have it made in its own form."""
-        if not isinstance(x, LinearInput) and self._apply_gated and self.kernel.gates_at_once(x.shape[0]):
+        if not isinstance(x, QuantizedActivation) and self._apply_gated and self.kernel.gates_at_once(x.shape[0]):
             return self.gated(x)
         y = self(x)
-        prologue = following.prologue(y)
+        prologue = following.fused_input_quantization(y)
         return self._activate(y) if prologue is None else prologue.activated(y, following.weights)
 
-    def prologue(self, x: torch.Tensor) -> Prologue | None:
+    def fused_input_quantization(self, x: torch.Tensor) -> FusedInputQuantization | None:
         """The kernel's, if it takes as many rows as x has: [rows, any number]."""
         prologue = self._prologue
         return prologue if prologue is not None and x.dim() == 2 and prologue.takes(x.shape[0]) else None
 
     def _refuse(
-        self, made: LinearInput, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+        self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
         raise TypeError(f"{self.spec.parts[0].name} takes tensors alone; this was made for another layer")
 
@@ -123,9 +130,9 @@ class Linear(Layer):
         if spec.bias:
             found |= {_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in spec.parts}
         for part in spec.parts:
-            if part.copies > 1:
+            if part.replicas > 1:
                 mine = {name for name in found if name.startswith(f"{part.name}.")}
-                found |= {name: evolve(found[name], copies=part.copies) for name in mine}
+                found |= {name: evolve(found[name], replicas=part.replicas) for name in mine}
         return found
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
@@ -136,10 +143,10 @@ class Linear(Layer):
         with self._blame("prepare()"):
             self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
 
-    def multiplications(self) -> Sequence[Multiplication]:
+    def autotuned_calls(self) -> Sequence[AutotunedCall]:
         """The kernel's, with the bias that it is given."""
-        with self._blame("multiplications()"):
-            return self.kernel.multiplications(self.weights, self.bias if self._reduce is None else None)
+        with self._blame("autotuned_calls()"):
+            return self.kernel.autotuned_calls(self.weights, self.bias if self._reduce is None else None)
 
     def _blame(self, call: str) -> AbstractContextManager[None]:
         return blame(self._owner, f"{call} of {self.spec.parts[0].name}")

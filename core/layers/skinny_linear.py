@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from engine.core.autotune.op import Multiplication, Operands, Tunable, version_of
+from engine.core.autotune.op import AutotunedCall, AutotunedOp, Operands, version_of
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.linear import PlainKernel, merge
 from engine.core.quant.base import LinearSpec
@@ -16,7 +16,7 @@ from engine.ops.common import launch
 from engine.ops.gemm import skinny, skinny_launch
 from engine.ops.gemm.skinny_launch import (
     MOST_ROWS,
-    Problem,
+    GemmShape,
     SkinnyLaunch,
     Tile,
     Workspace,
@@ -30,10 +30,10 @@ BUCKETS = (1, 2, 4, 8, MOST_ROWS)
 """Numbers of rows for which a kernel is chosen; others take the next one's."""
 
 
-class FewRows(Tunable[Tile | None]):
+class FewRows(AutotunedOp[Tile | None]):
     """How one multiplication is done, by its number of rows: `launches[rows]`, None for torch's own."""
 
-    def __init__(self, problem: Problem, workspace: Workspace) -> None:
+    def __init__(self, problem: GemmShape, workspace: Workspace) -> None:
         self.problem = problem
         self.launches: list[SkinnyLaunch | None] = [None] * (MOST_ROWS + 1)
         self._workspace = workspace
@@ -42,27 +42,27 @@ class FewRows(Tunable[Tile | None]):
 
     @property
     def key(self) -> str:
-        """See Tunable."""
+        """See AutotunedOp."""
         return str(self.problem)
 
     @property
     def version(self) -> str:
-        """See Tunable."""
+        """See AutotunedOp."""
         return version_of(launch, skinny, skinny_launch)
 
     @property
     def inputs(self) -> int:
-        """See Tunable."""
+        """See AutotunedOp."""
         return self.problem.inputs
 
     @property
     def dtype(self) -> torch.dtype:
-        """See Tunable."""
+        """See AutotunedOp."""
         return torch_dtype(self.problem.dtype)
 
     @property
     def classes(self) -> Sequence[int]:
-        """See Tunable."""
+        """See AutotunedOp."""
         return BUCKETS
 
     def candidates(self, rows: int) -> Sequence[Tile | None]:
@@ -75,17 +75,17 @@ class FewRows(Tunable[Tile | None]):
         return [] if fastest is None else with_ahead(fastest, self.problem, self.dtype.itemsize)
 
     def name(self, candidate: Tile | None) -> str:
-        """See Tunable."""
+        """See AutotunedOp."""
         return "library" if candidate is None else str(candidate)
 
     def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
-        """See Tunable."""
+        """See AutotunedOp."""
         if candidate is not None:
             weight = operands.weights["weight"]
             self.make(rows, candidate).compile(weight.new_empty(rows, weight.shape[1]), weight, operands.bias)
 
     def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-        """See Tunable; the largest outputs for argmax."""
+        """See AutotunedOp; the largest outputs for argmax."""
         weight = operands.weights["weight"]
         if candidate is None:
             return by_torch(self.problem, x, weight, operands.bias)
@@ -109,9 +109,9 @@ class FewRowsTables:
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self._workspace = Workspace(self.device)
-        self._tables: dict[Problem, FewRows] = {}
+        self._tables: dict[GemmShape, FewRows] = {}
 
-    def table(self, problem: Problem) -> FewRows:
+    def table(self, problem: GemmShape) -> FewRows:
         """The table of a shape, made when it is first asked for."""
         if problem not in self._tables:
             self._tables[problem] = FewRows(problem, self._workspace)
@@ -125,7 +125,7 @@ class SkinnyKernel(PlainKernel):
         super().__init__(spec)
         outputs = sum(spec.rank_outputs(part) for part in spec.parts)
         self.few_rows = tables.table(
-            Problem(
+            GemmShape(
                 epilogue="gated" if spec.gated else "plain",
                 outputs=outputs // 2 if spec.gated else outputs,
                 inputs=spec.rank_inputs,
@@ -140,11 +140,11 @@ class SkinnyKernel(PlainKernel):
         """One matrix, the parts' outputs one below the other."""
         return {"weight": merge(list(loaded.values()), self._spec.dtype)}
 
-    def multiplications(
+    def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> Sequence[Multiplication]:
+    ) -> Sequence[AutotunedCall]:
         """See LinearKernel."""
-        return [Multiplication(tunable=self.few_rows, operands=Operands(weights=weights, bias=bias))]
+        return [AutotunedCall(tunable=self.few_rows, operands=Operands(weights=weights, bias=bias))]
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """x: [..., in_features] -> [..., out_features]."""
@@ -161,7 +161,7 @@ class SkinnyKernel(PlainKernel):
         return launch(x, weights["weight"], bias)
 
 
-def by_torch(problem: Problem, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def by_torch(problem: GemmShape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The same multiplication without a kernel for few rows: what one must be faster than."""
     y = F.linear(x, weight, bias)
     if problem.epilogue == "gated":

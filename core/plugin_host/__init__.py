@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from engine.core.lazy import exports
 
 if TYPE_CHECKING:
-    from engine.core.plugin_host.extension_points import SEAMS as SEAMS
+    from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
     from engine.core.plugin_host.faults import CONSTRUCTOR as CONSTRUCTOR
     from engine.core.plugin_host.registry import HOME as HOME, Plugins as Plugins, load_plugins as load_plugins
     from engine.core.plugin_host.selection import (
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
-    extension_points=("SEAMS",),
+    extension_points=("EXTENSION_POINTS",),
     faults=("CONSTRUCTOR",),
     registry=(
         "HOME",

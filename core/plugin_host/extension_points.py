@@ -11,7 +11,7 @@ from engine.core.errors import PluginError
 
 
 @frozen
-class Seam:
+class ExtensionPoint:
     """A plug point: where its contract stands, and which section of the configuration chooses."""
 
     name: str
@@ -74,10 +74,10 @@ class Seam:
             raise PluginError(f"{owner} is {found.__qualname__} with {flaw}")
 
 
-SEAMS = (
-    Seam("attention", "attention", "AttentionBackend", pairs="PREFILL,DECODE"),
-    Seam("quant", "quant", "QuantMethod"),
-    Seam("schedulers", "scheduler", "SchedulingPolicy", contract_module="policy"),
-    Seam("executors", "executor", "Executor"),
-    Seam("models", "model", "Model"),
+EXTENSION_POINTS = (
+    ExtensionPoint("attention", "attention", "AttentionBackend", pairs="PREFILL,DECODE"),
+    ExtensionPoint("quant", "quant", "QuantMethod"),
+    ExtensionPoint("schedulers", "scheduler", "SchedulingPolicy", contract_module="policy"),
+    ExtensionPoint("executors", "executor", "Executor"),
+    ExtensionPoint("models", "model", "Model"),
 )

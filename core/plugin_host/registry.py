@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 from engine.core import hooks
 from engine.core.config.tree import AUTO, PluginsConfig
 from engine.core.errors import ConfigError, PluginError, near_misses
-from engine.core.plugin_host.extension_points import SEAMS, Seam
+from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import blame
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class PluginFailure:
 class Registration(Generic[T]):
     """One implementation, not yet imported."""
 
-    seam: Seam
+    seam: ExtensionPoint
     name: str
     loader: Callable[[], type] = field(repr=False)
     api: str
@@ -112,7 +112,7 @@ class Registration(Generic[T]):
 class Registry(Generic[T]):
     """What one seam has to choose from."""
 
-    spec: Seam
+    spec: ExtensionPoint
     registrations: Mapping[str, Registration[T]]
     """By name, in the order of loading."""
     failures: tuple[PluginFailure, ...] = ()
@@ -243,7 +243,7 @@ def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object]
         if failed is not None:
             raise PluginError(str(failed)) from failed.error
     failures = tuple(host.failures)
-    seams = {seam.name: Registry(seam, host.registrations[seam.name], failures) for seam in SEAMS}
+    seams = {seam.name: Registry(seam, host.registrations[seam.name], failures) for seam in EXTENSION_POINTS}
     return Plugins(
         seams=seams,
         loaded=tuple(host.loaded),
@@ -259,7 +259,7 @@ class _Host:
     def __init__(self) -> None:
         self.manager = _manager()
         self.managers: list[pluggy.PluginManager] = []
-        self.registrations: dict[str, dict[str, Registration[Any]]] = {seam.name: {} for seam in SEAMS}
+        self.registrations: dict[str, dict[str, Registration[Any]]] = {seam.name: {} for seam in EXTENSION_POINTS}
         self.loaded: list[PluginInfo] = []
         self.failures: list[PluginFailure] = []
 
@@ -291,7 +291,7 @@ class _Host:
             trial = _manager()
             trial.register(plugin, name=info.name)
             _check_hooks(trial, plugin, info)
-            for seam in SEAMS:
+            for seam in EXTENSION_POINTS:
                 returned = getattr(trial.hook, seam.hook)(register=self._register(seam, info, staged, claims))
                 if returned:
                     raise PluginError(
@@ -308,7 +308,7 @@ class _Host:
         return None
 
     def _register(
-        self, seam: Seam, info: PluginInfo, staged: list[Registration[Any]], claims: list[tuple[str, str]]
+        self, seam: ExtensionPoint, info: PluginInfo, staged: list[Registration[Any]], claims: list[tuple[str, str]]
     ) -> hooks.Register:
         """The callback handed to a register hook; it notes what is offered in `staged`."""
 

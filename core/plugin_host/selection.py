@@ -14,7 +14,7 @@ from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, near_misses
 from engine.core.models.base import ModelSpec
-from engine.core.plugin_host.extension_points import SEAMS, Seam
+from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import CONSTRUCTOR, blame
 from engine.core.quant.float8 import FLOAT8
 
@@ -49,7 +49,7 @@ class Choice:
     """Why this one, in a few words; for auto, with the refusals of those preferred to it."""
 
     def __str__(self) -> str:
-        section = next(seam.section for seam in SEAMS if seam.name == self.seam)
+        section = next(seam.section for seam in EXTENSION_POINTS if seam.name == self.seam)
         origin = "passed in from Python" if self.provenance == "object" else f"of {self.provenance}"
         return f"{section} {self.name!r} {origin}"
 
@@ -95,7 +95,7 @@ def resolve(
     devices, about which the executor is asked; None: that is `device`.
     Raises PluginError for an unknown, broken or refusing plugin, ConfigError for options it does not have.
     """
-    sections = {seam.section: seam for seam in SEAMS}
+    sections = {seam.section: seam for seam in EXTENSION_POINTS}
     for section in overrides:
         if section not in sections:
             raise PluginError(f"there is no plug point {section!r}; {near_misses(section, sections)}")
@@ -179,7 +179,7 @@ def find_quant(
     config: EngineConfig, plugins: Plugins, device: DeviceInfo, checkpoint: Mapping[str, Any]
 ) -> type[QuantMethod]:
     """The quantization method of this configuration, where nothing else need be resolved. Raises as `resolve`."""
-    [seam] = [seam for seam in SEAMS if seam.section == "quant"]
+    [seam] = [seam for seam in EXTENSION_POINTS if seam.section == "quant"]
     question = quant_question(checkpoint, device)
     found: type[QuantMethod] = _choose(seam, plugins.seams[seam.name], config.quant.name, None, question)[0]
     return found
@@ -321,14 +321,16 @@ def attention_spec(
         scale=model_spec.scale,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        page_size=config.cache.page_size,
+        block_size=config.cache.block_size,
         max_len=max_len,
         sliding_windows=model_spec.sliding_windows,
         softcap=model_spec.softcap,
     )
 
 
-def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, refuses: Question) -> tuple[Any, Choice]:
+def _choose(
+    seam: ExtensionPoint, registry: Registry[Any], name: str, override: object, refuses: Question
+) -> tuple[Any, Choice]:
     """The class (or instance) that serves a seam. Raises PluginError."""
     if override is not None:
         return _passed_in(seam, override, refuses)
@@ -367,7 +369,7 @@ def _choose(seam: Seam, registry: Registry[Any], name: str, override: object, re
     )
 
 
-def load_pair(seam: Seam, registry: Registry[Any], name: str) -> tuple[type, str]:
+def load_pair(seam: ExtensionPoint, registry: Registry[Any], name: str) -> tuple[type, str]:
     """The class that serves by the two plugins of "first,second", and where they come from. Raises PluginError."""
     names = [part.strip() for part in name.split(",")]
     if len(names) != 2 or not all(names) or AUTO in names:
@@ -377,7 +379,7 @@ def load_pair(seam: Seam, registry: Registry[Any], name: str) -> tuple[type, str
     return cls, " and ".join(dict.fromkeys((first.plugin.provenance, second.plugin.provenance)))
 
 
-def _passed_in(seam: Seam, override: object, refuses: Question) -> tuple[Any, Choice]:
+def _passed_in(seam: ExtensionPoint, override: object, refuses: Question) -> tuple[Any, Choice]:
     """A class, or a policy already made, that came from Python."""
     cls = override if isinstance(override, type) else type(override)
     owner = f"the {seam.section} passed in"
@@ -430,7 +432,9 @@ def _float8_refusal(cls: type[AttentionBackend], spec: AttentionSpec) -> str | N
 
 
 def _page_refusal(cls: type[AttentionBackend], spec: AttentionSpec) -> str | None:
-    if cls.page_sizes is None or spec.page_size in cls.page_sizes:
+    if cls.block_sizes is None or spec.block_size in cls.block_sizes:
         return None
-    sizes = " or ".join(map(str, cls.page_sizes))
-    return f"it reads KV blocks of {sizes} tokens, not {spec.page_size}; set cache.page_size (--page-size) to {sizes}"
+    sizes = " or ".join(map(str, cls.block_sizes))
+    return (
+        f"it reads KV blocks of {sizes} tokens, not {spec.block_size}; set cache.block_size (--block-size) to {sizes}"
+    )

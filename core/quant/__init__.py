@@ -6,12 +6,12 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.quant.base import (
+        FusedInputQuantization as FusedInputQuantization,
         KVScaleNames as KVScaleNames,
-        LinearInput as LinearInput,
         LinearKernel as LinearKernel,
         LinearPart as LinearPart,
         LinearSpec as LinearSpec,
-        Prologue as Prologue,
+        QuantizedActivation as QuantizedActivation,
         QuantMethod as QuantMethod,
         TensorSpec as TensorSpec,
     )
@@ -21,11 +21,11 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     base=(
         "KVScaleNames",
-        "LinearInput",
+        "QuantizedActivation",
         "LinearKernel",
         "LinearPart",
         "LinearSpec",
-        "Prologue",
+        "FusedInputQuantization",
         "QuantMethod",
         "TensorSpec",
     ),

@@ -11,7 +11,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     import torch
 
-    from engine.core.autotune.op import Multiplication
+    from engine.core.autotune.op import AutotunedCall
     from engine.core.device import DeviceInfo
 
 API = "1"
@@ -25,7 +25,7 @@ class LinearPart:
     """Qualified name in the checkpoint, as model.layers.0.self_attn.q_proj."""
     out_features: int
     """Over all ranks."""
-    copies: int = 1
+    replicas: int = 1
     """Of a column-parallel layer: how many ranks side by side hold the same share, as where key and value heads are
     fewer than ranks."""
 
@@ -57,7 +57,7 @@ class LinearSpec:
 
     def rank_outputs(self, part: LinearPart) -> int:
         """Outputs of a part that one rank holds."""
-        return part.out_features * part.copies // self.ranks if self.parallel == "column" else part.out_features
+        return part.out_features * part.replicas // self.ranks if self.parallel == "column" else part.out_features
 
     @property
     def rank_inputs(self) -> int:
@@ -76,7 +76,7 @@ class TensorSpec:
     shard_dim: int | None = None
     """The dimension that tensor-parallel ranks share out evenly; None: every rank reads all of it."""
     optional: bool = False
-    copies: int = 1
+    replicas: int = 1
     """How many ranks side by side hold the same share. The layer sets it, from its parts."""
     share: int | None = None
     """How much of that dimension a rank holds, so that what is left for the last ones may be less; None: all the same.
@@ -92,13 +92,13 @@ class KVScaleNames:
     values: tuple[str, ...]
 
 
-class LinearInput:
-    """What a `Prologue` makes for one linear layer, which alone knows what it is: codes and scales, say."""
+class QuantizedActivation:
+    """A quantized input of one linear layer, made by its `FusedInputQuantization`: quantized values and scales, say."""
 
     __slots__ = ()
 
 
-class Prologue(ABC):
+class FusedInputQuantization(ABC):
     """How a kernel has its input made, in its own form, by the very kernel that computes it.
 
     Whoever computes an input of a linear layer asks for it there (`RMSNorm.into`, `Linear.gated_into`), with as many
@@ -118,18 +118,20 @@ class Prologue(ABC):
         norm_weight: torch.Tensor,
         eps: float,
         weights: Mapping[str, torch.Tensor],
-    ) -> tuple[LinearInput, torch.Tensor]:
+    ) -> tuple[QuantizedActivation, torch.Tensor]:
         """The norm (root mean square) of x + residual, and the sum, which may overwrite `residual`.
 
         x, residual: [rows, in_features]; norm_weight: [in_features]; all of one type. weights: as for `apply`.
         """
 
     @abstractmethod
-    def activated(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> LinearInput:
+    def activated(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedActivation:
         """silu(gate) * up. x: [rows, 2 * in_features], gate and up side by side."""
 
     @abstractmethod
-    def apply(self, made: LinearInput, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """As `LinearKernel.apply`, of what one of the others made: [rows, out_features]."""
 
 
@@ -169,13 +171,13 @@ class LinearKernel(ABC):
         """
         return type(self).apply_gated is not LinearKernel.apply_gated
 
-    def prologue(self) -> Prologue | None:
+    def fused_input_quantization(self) -> FusedInputQuantization | None:
         """How its input is made for it; None: it takes tensors alone."""
         return None
 
-    def multiplications(
+    def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> Sequence[Multiplication]:
+    ) -> Sequence[AutotunedCall]:
         """Those of its multiplications whose kernel is to be chosen by measurement, on a GPU.
 
         weights, bias: as for `apply`.

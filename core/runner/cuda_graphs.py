@@ -17,9 +17,9 @@ from attrs import define
 from engine.core.attention.base import GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.models.forward_pass import ForwardPass
-from engine.core.runner.persistent_batch import Residents
+from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.runner.transfer import to_device
-from engine.core.sampling.result import Sampled
+from engine.core.sampling.result import SampledTokens
 from engine.core.sampling.sampler import DRAW, FULL, GREEDY, Sampler
 from engine.core.schedulers.policy import MAX_DECODE_STEPS
 
@@ -120,7 +120,7 @@ class DecodeGraphs:
         model: Model,
         attention: AttentionBackend,
         pool: KVPool,
-        residents: Residents,
+        persistent_batch: PersistentBatch,
         sampler: Sampler,
         *,
         max_running: int,
@@ -131,13 +131,13 @@ class DecodeGraphs:
         self._model = model
         self._attention = attention
         self._pool = pool
-        self._residents = residents
+        self._persistent_batch = persistent_batch
         self._sampler = sampler
         self._max_len = max_len
         self._fused = fused
         self._sizes = batch_sizes(max_running)
         self._size_of = np.searchsorted(self._sizes, np.arange(max_running + 1))
-        device = residents.tables.device
+        device = persistent_batch.tables.device
         self._device = device
 
         def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -147,10 +147,10 @@ class DecodeGraphs:
         self._tokens, self._slots = tensor(torch.int64), tensor(torch.int64)
         self._sampled, self._peaks = tensor(torch.int64), tensor(torch.float32)
         self._context_lens = tensor(torch.int32)
-        self._tables = tensor(torch.int32, residents.tables.shape[1])
+        self._tables = tensor(torch.int32, persistent_batch.tables.shape[1])
         self._query_starts = torch.arange(max_running + 1, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max_running, device=device)
-        self._rows.fill_(residents.padding_row)
+        self._rows.fill_(persistent_batch.padding_row)
         pinned = device.type == "cuda"
         self._host_tokens = torch.zeros(TURNS, max_running, dtype=torch.int64, pin_memory=pinned)
         self._host_peaks = torch.zeros(TURNS, max_running, dtype=torch.float32, pin_memory=pinned)
@@ -174,8 +174,8 @@ class DecodeGraphs:
         """Sequences were moved on outside the graphs: send all positions before the next replay."""
         self._current = ()
 
-    def run(self, decodes: tuple[int, ...], iterations: int, lap: Callable[[str], None]) -> list[Sampled]:
-        """One decode step after the other for these sequences, which `residents` knows of; one result each.
+    def run(self, decodes: tuple[int, ...], iterations: int, lap: Callable[[str], None]) -> list[SampledTokens]:
+        """One decode step after the other for these sequences, which `persistent_batch` knows of; one result each.
 
         lap: called with the name of a phase as it ends.
         """
@@ -199,47 +199,47 @@ class DecodeGraphs:
 
     def _send(self, decodes: tuple[int, ...], size: int, iterations: int) -> None:
         """Bring blocks, and if others decode than before rows and positions, to the device."""
-        residents = self._residents
-        arrays: list[npt.NDArray[Any]] = residents.take_changes()
+        persistent_batch = self._persistent_batch
+        arrays: list[npt.NDArray[Any]] = persistent_batch.take_changes()
         changes = len(arrays)
         moved = self._current is not decodes and self._current != decodes
         if moved:
-            self._host_rows = host_rows = residents.rows(decodes)
-            rows = np.full(size, residents.padding_row, np.int64)
+            self._host_rows = host_rows = persistent_batch.rows(decodes)
+            rows = np.full(size, persistent_batch.padding_row, np.int64)
             rows[: len(decodes)] = host_rows
             positions = np.zeros(size, np.int64)
-            positions[: len(decodes)] = residents.computed[host_rows]
+            positions[: len(decodes)] = persistent_batch.computed[host_rows]
             arrays += [rows, positions]
         self._current = decodes
-        residents.computed[self._host_rows] += iterations
+        persistent_batch.computed[self._host_rows] += iterations
         if not arrays:
             return
         sent = to_device(arrays, self._device)
-        residents.apply(sent[:changes])
+        persistent_batch.apply(sent[:changes])
         if moved:
             self._rows[:size].copy_(sent[-2])
             self._positions[:size].copy_(sent[-1])
 
-    def _finish(self, decodes: tuple[int, ...], graph: _Graph) -> Sampled:
+    def _finish(self, decodes: tuple[int, ...], graph: _Graph) -> SampledTokens:
         """The tokens of a replay, on their way to the host."""
         count = len(decodes)
         if graph.logits is None:
             if not self._fused:
-                return Sampled.from_tokens(self._sampled[:count], self._peaks[:count], decodes)
+                return SampledTokens.from_tokens(self._sampled[:count], self._peaks[:count], decodes)
             line = self._turns_begun % TURNS
             self._turns_begun += 1
             tokens, peaks = self._host_tokens[line, :count], self._host_peaks[line, :count]
-            return Sampled.from_host(tokens, peaks, decodes, self._device)
+            return SampledTokens.from_host(tokens, peaks, decodes, self._device)
         rows = self._rows[:count]
         sampled = self._sampler.sample(graph.logits[:count], decodes, rows)
-        self._residents.keep(rows, sampled.tokens)
+        self._persistent_batch.keep(rows, sampled.tokens)
         return sampled
 
     @torch.inference_mode()
     def _capture(self, size: int, ending: str) -> _Graph:
         """Record the step, for padding alone."""
         self.leave()
-        self._rows[:size].fill_(self._residents.padding_row)
+        self._rows[:size].fill_(self._persistent_batch.padding_row)
         self._positions[:size].zero_()
         batch = self._batch(size)
         plan = self._attention.plan(batch, GraphSlot(num_sequences=size))
@@ -273,7 +273,7 @@ class DecodeGraphs:
         hidden = self._model.forward(run)
         if ending == FULL:
             logits = self._model.logits(hidden)
-            self._positions[:size].add_(rows != self._residents.padding_row)
+            self._positions[:size].add_(rows != self._persistent_batch.padding_row)
             return logits
         if ending == GREEDY:
             peaks, tokens = self._model.greedy(hidden)
@@ -283,31 +283,33 @@ class DecodeGraphs:
         return None
 
     def _begin(self, batch: ForwardBatch, rows: torch.Tensor) -> None:
-        residents = self._residents
+        persistent_batch = self._persistent_batch
         if self._fused:
             from engine.ops.sampling.decode_step import begin_decode
 
             begin_decode(
                 rows,
                 batch.positions,
-                residents.last_tokens,
-                residents.tables,
+                persistent_batch.last_tokens,
+                persistent_batch.tables,
                 tokens=batch.tokens,
                 slots=batch.slots,
                 context_lens=batch.context_lens,
                 tables=batch.block_tables,
-                page_size=residents.page_size,
+                block_size=persistent_batch.block_size,
             )
             return
-        pages, offsets = batch.positions // residents.page_size, batch.positions % residents.page_size
-        batch.block_tables.copy_(residents.tables[rows])
-        batch.tokens.copy_(residents.last_tokens[rows])
-        batch.slots.copy_(batch.block_tables.gather(1, pages[:, None]).squeeze(1) * residents.page_size + offsets)
+        pages, offsets = batch.positions // persistent_batch.block_size, batch.positions % persistent_batch.block_size
+        batch.block_tables.copy_(persistent_batch.tables[rows])
+        batch.tokens.copy_(persistent_batch.last_tokens[rows])
+        batch.slots.copy_(
+            batch.block_tables.gather(1, pages[:, None]).squeeze(1) * persistent_batch.block_size + offsets
+        )
         batch.context_lens.copy_(batch.positions + 1)
 
     def _end(self, rows: torch.Tensor, tokens: torch.Tensor, peaks: torch.Tensor, *, advance: bool) -> None:
         """Keep tokens and go one position further; advance: count the tokens as put out, which drawing does itself."""
-        residents, table, size = self._residents, self._sampler.table, len(rows)
+        persistent_batch, table, size = self._persistent_batch, self._sampler.table, len(rows)
         positions = self._positions[:size]
         if self._fused:
             from engine.ops.sampling.decode_step import end_decode
@@ -315,20 +317,20 @@ class DecodeGraphs:
             end_decode(
                 rows,
                 positions,
-                residents.last_tokens,
+                persistent_batch.last_tokens,
                 table.outputs,
                 tokens,
                 peaks,
                 turn=self._turn,
                 host_tokens=self._host_tokens,
                 host_peaks=self._host_peaks,
-                padding_row=residents.padding_row,
+                padding_row=persistent_batch.padding_row,
                 advance=advance,
             )
             return
         self._sampled[:size].copy_(tokens)
         self._peaks[:size].copy_(peaks)
-        residents.keep(rows, tokens)
-        positions.add_(rows != residents.padding_row)
+        persistent_batch.keep(rows, tokens)
+        positions.add_(rows != persistent_batch.padding_row)
         if advance:
             table.advance(rows)

@@ -69,7 +69,7 @@ def plan_memory(
     Raises CapacityError with the table of the budget, and what would fit, when not even one sequence of the longest
     context does.
     """
-    needed = -(-spec.max_len // spec.page_size)
+    needed = -(-spec.max_len // spec.block_size)
     useful = needed * config.scheduler.max_running
     if config.cache.memory == AUTO:
         available = budget - weights - activations
@@ -91,8 +91,8 @@ def plan_memory(
 def _too_small(
     spec: AttentionSpec, budget: int, weights: int, activations: int, available: int, bytes_per_block: int
 ) -> str:
-    fits = max(available // bytes_per_block, 0) * spec.page_size
-    needed = -(-spec.max_len // spec.page_size) * bytes_per_block
+    fits = max(available // bytes_per_block, 0) * spec.block_size
+    needed = -(-spec.max_len // spec.block_size) * bytes_per_block
     table = "\n".join(
         f"  {name:<26}{format_bytes(size):>12}"
         for name, size in (

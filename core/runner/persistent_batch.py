@@ -25,7 +25,7 @@ class _Resident:
     """Entries of its row of the block table."""
 
 
-class Residents:
+class PersistentBatch:
     """The sequences that may be in a step, each in a row of its own while it runs.
 
     Nothing here depends on what is sampled, so that the host knows every position before the device has computed it;
@@ -34,11 +34,11 @@ class Residents:
     """
 
     def __init__(
-        self, *, max_running: int, max_len: int, page_size: int, scratch_block: int, device: torch.device
+        self, *, max_running: int, max_len: int, block_size: int, scratch_block: int, device: torch.device
     ) -> None:
-        rows, width = max_running + 1, -(-max_len // page_size)
+        rows, width = max_running + 1, -(-max_len // block_size)
         self.padding_row = max_running
-        self.page_size = page_size
+        self.block_size = block_size
         self.computed = np.zeros(rows, np.int64)
         """[rows]: tokens in the cache once all steps launched so far are done."""
         self.host_tables = np.zeros((rows, width), np.int32)
@@ -48,7 +48,7 @@ class Residents:
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         """[rows]: the token sampled last, which the next decode computes."""
         self._flat_tables = self.tables.view(-1)
-        self._residents: dict[int, _Resident] = {}
+        self._persistent_batch: dict[int, _Resident] = {}
         self._free_rows = list(range(max_running - 1, -1, -1))
         self._places: list[npt.NDArray[np.int64]] = []
         self._blocks: list[Sequence[int]] = []
@@ -56,14 +56,14 @@ class Residents:
     def update(self, step: Step) -> None:
         """Take in the step's differences: sequences that ended, new ones, blocks."""
         for sequence in step.finished:
-            self._free_rows.append(self._residents.pop(sequence).row)
+            self._free_rows.append(self._persistent_batch.pop(sequence).row)
         for new in step.new:
             row = self._free_rows.pop()
             self.computed[row] = 0
-            self._residents[new.sequence] = _Resident(row, np.asarray(new.tokens, np.int64))
+            self._persistent_batch[new.sequence] = _Resident(row, np.asarray(new.tokens, np.int64))
         width = self.host_tables.shape[1]
         for sequence, blocks in step.blocks:
-            resident = self._residents[sequence]
+            resident = self._persistent_batch[sequence]
             first = resident.row * width + resident.blocks
             resident.blocks += len(blocks)
             self.host_tables[resident.row, resident.blocks - len(blocks) : resident.blocks] = blocks
@@ -89,16 +89,16 @@ class Residents:
 
     def row(self, sequence: int) -> int:
         """The row of a sequence."""
-        return self._residents[sequence].row
+        return self._persistent_batch[sequence].row
 
     def rows(self, sequences: Sequence[int]) -> npt.NDArray[np.int64]:
         """The rows of sequences: [len(sequences)]."""
-        residents = self._residents
-        return np.fromiter((residents[sequence].row for sequence in sequences), np.int64, len(sequences))
+        persistent_batch = self._persistent_batch
+        return np.fromiter((persistent_batch[sequence].row for sequence in sequences), np.int64, len(sequences))
 
     def known(self, sequence: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens `start` to `stop` of those that came with the sequence."""
-        return self._residents[sequence].tokens[start:stop]
+        return self._persistent_batch[sequence].tokens[start:stop]
 
     def prompt_targets(self, new: NewSequence, start: int, count: int) -> npt.NDArray[np.int64]:
         """The prompt tokens that follow positions `start` to `start + count`; the last prompt position has none."""

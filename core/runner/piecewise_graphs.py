@@ -69,7 +69,7 @@ class _Cut:
         return out
 
 
-class PiecewiseSteps:
+class PiecewiseGraphs:
     """Records steps by their number of tokens, and runs them."""
 
     def __init__(
@@ -89,7 +89,7 @@ class PiecewiseSteps:
         self._counts = token_counts(max_batch_tokens)
         self.most_tokens = self._counts[-1] if self._counts else 0
         """In a step that `run` takes."""
-        scratch = pool.scratch_block * pool.page_size
+        scratch = pool.scratch_block * pool.block_size
         self._tokens = torch.zeros(self.most_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._slots = torch.full_like(self._tokens, scratch)

@@ -33,13 +33,13 @@ from engine.core.quant.float8 import KVScales
 from engine.core.runner.build_batch import build_batch
 from engine.core.runner.cuda_graphs import DecodeGraphs, Recorder
 from engine.core.runner.memory import MEMORY_SHARE, estimate_activations, format_bytes, free_memory, plan_memory
-from engine.core.runner.persistent_batch import Residents
-from engine.core.runner.piecewise_graphs import PiecewiseSteps
+from engine.core.runner.persistent_batch import PersistentBatch
+from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.runner.transfer import to_device
-from engine.core.sampling.result import Sampled
+from engine.core.sampling.result import SampledTokens
 from engine.core.sampling.sampler import Sampler, prompt_logprobs
 from engine.core.startup import Phases
-from engine.core.types import CacheInfo, NewSequence, SamplingParams, Slice, Step, StepResult, TokenLogprobs
+from engine.core.types import CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step, StepResult, TokenLogprobs
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import DummySource, SafetensorsSource, load_weights
 
@@ -54,7 +54,7 @@ class PendingStep:
     """A step whose kernels are launched; see executors.PendingResult."""
 
     step: int
-    samples: Sequence[Sampled | None]
+    samples: Sequence[SampledTokens | None]
     """One an iteration, whose tokens are on the way to the host; None where no sequence samples."""
     prompt_scores: PromptScores
     seconds: dict[str, float]
@@ -195,7 +195,7 @@ class Runner:
             ) from error
         return CacheInfo(
             num_blocks=num_blocks,
-            page_size=self._spec.page_size,
+            block_size=self._spec.block_size,
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
             kv_bytes=num_blocks * KVPool.bytes_per_block(self._spec),
@@ -222,14 +222,14 @@ class Runner:
     def _launch_kernels(self, step: Step, laps: Laps) -> PendingStep:
         """Do the step without graphs."""
         sampling = (*step.decodes, *(piece.sequence for piece in step.chunks if piece.sample))
-        samples: list[Sampled | None] = []
+        samples: list[SampledTokens | None] = []
         prompt_scores: PromptScores = ()
         for _ in range(step.iterations):
-            batch, sampling_rows = build_batch(self._residents, step)
+            batch, sampling_rows = build_batch(self._persistent_batch, step)
             run = ForwardPass(batch=batch, attention=self._attention, plan=self._attention.plan(batch), pool=self._pool)
             laps("prepare")
-            if self._pieces is not None and len(batch.tokens) <= self._pieces.most_tokens:
-                hidden = self._pieces.run(batch, run.plan)
+            if self._piecewise_graphs is not None and len(batch.tokens) <= self._piecewise_graphs.most_tokens:
+                hidden = self._piecewise_graphs.run(batch, run.plan)
             else:
                 hidden = self._model.forward(run)
             logits = None
@@ -240,7 +240,7 @@ class Runner:
             sampled = None
             if logits is not None:
                 sampled = self._sampler.sample(logits, sampling, sampling_rows)
-                self._residents.keep(sampling_rows, sampled.tokens)
+                self._persistent_batch.keep(sampling_rows, sampled.tokens)
             samples.append(sampled)
             if self._scored_prompts:
                 prompt_scores = self._score_prompts(step, hidden)
@@ -253,10 +253,10 @@ class Runner:
         self._pool = KVPool(self._spec, num_blocks, self._name, self._kv_scales)
         with self.parts.blame("attention", CONSTRUCTOR):
             self._attention = self.parts.attention(self._spec, self._pool, self.parts.options["attention"])
-        self._residents = Residents(
+        self._persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,
-            page_size=self._spec.page_size,
+            block_size=self._spec.block_size,
             scratch_block=self._pool.scratch_block,
             device=device,
         )
@@ -269,7 +269,7 @@ class Runner:
             agree=self._group.broadcast,
         )
         self._graphs: DecodeGraphs | None = None
-        self._pieces: PiecewiseSteps | None = None
+        self._piecewise_graphs: PiecewiseGraphs | None = None
 
     def _capture(self, phases: Phases) -> None:
         """Make the graphs, where the configuration wants them and device and attention backend can."""
@@ -281,7 +281,7 @@ class Runner:
                 self._model,
                 self._attention,
                 self._pool,
-                self._residents,
+                self._persistent_batch,
                 self._sampler,
                 max_running=self.config.scheduler.max_running,
                 max_len=self._spec.max_len,
@@ -290,7 +290,7 @@ class Runner:
             )
             self._graphs.capture_all(lambda done, total: phases.progress(done, total, "batch sizes"))
             if self.config.executor.graphs != "decode":
-                self._pieces = PiecewiseSteps(
+                self._piecewise_graphs = PiecewiseGraphs(
                     self._model,
                     self._attention,
                     self._pool,
@@ -298,7 +298,7 @@ class Runner:
                     max_batch_tokens=self.config.scheduler.max_batch_tokens,
                     device=torch.device(self._name),
                 )
-                self._pieces.record_all(lambda done, total: phases.progress(done, total, "token counts"))
+                self._piecewise_graphs.record_all(lambda done, total: phases.progress(done, total, "token counts"))
 
     def _blame_all(self, call: str) -> AbstractContextManager[None]:
         """For what several plugins do together."""
@@ -311,12 +311,12 @@ class Runner:
             torch.cuda.set_device(self.device.index)
 
     def _update(self, step: Step) -> None:
-        self._residents.update(step)
+        self._persistent_batch.update(step)
         for sequence in step.finished:
             self._sampler.remove(sequence)
             self._scored_prompts.pop(sequence, None)
         for new in step.new:
-            self._sampler.add(new, self._residents.row(new.sequence))
+            self._sampler.add(new, self._persistent_batch.row(new.sequence))
             if new.params.prompt_logprobs is not None and len(new.tokens) == new.prompt_len:
                 self._scored_prompts[new.sequence] = new
 
@@ -327,7 +327,7 @@ class Runner:
         for piece in step.chunks:
             new = self._scored_prompts.get(piece.sequence)
             if new is not None and piece.start < new.prompt_len - 1:
-                targets = self._residents.prompt_targets(new, piece.start, piece.count)
+                targets = self._persistent_batch.prompt_targets(new, piece.start, piece.count)
                 (there,) = to_device([targets], hidden.device)
                 count = new.params.prompt_logprobs or 0
                 entries: list[TokenLogprobs] = []
@@ -349,7 +349,7 @@ class Runner:
             return estimate_activations(self._model_spec, self.config, self._dtype)
         scheduler = self.config.scheduler
         tokens = min(scheduler.max_batch_tokens, scheduler.max_running * self._spec.max_len)
-        step = _trial_step(tokens, self._spec.max_len, self._spec.page_size)
+        step = _trial_step(tokens, self._spec.max_len, self._spec.block_size)
         try:
             self._make_state(sum(len(blocks) for _, blocks in step.blocks))
             torch.cuda.reset_peak_memory_stats(self._name)
@@ -362,25 +362,25 @@ class Runner:
                 f"a step of {tokens} tokens does not fit on {self._name} beside the weights; "
                 "use a lower --max-batch-tokens or a smaller model"
             ) from error
-        del self._pool, self._attention, self._residents, self._sampler  # made anew, in their place
+        del self._pool, self._attention, self._persistent_batch, self._sampler  # made anew, in their place
         torch.cuda.empty_cache()
         return peak + min(scheduler.max_running, tokens) * 3 * self._model_spec.vocab_size * 4
 
 
-def _trial_step(tokens: int, longest: int, page_size: int) -> Step:
+def _trial_step(tokens: int, longest: int, block_size: int) -> Step:
     """A step of `tokens` prompt tokens, in sequences of at most `longest`."""
     lengths = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
-    pages = -(-longest // page_size)
+    pages = -(-longest // block_size)
     greedy = SamplingParams(temperature=0.0, seed=0)
     return Step(
         id=0,
         decodes=(),
-        chunks=tuple(Slice(i, 0, length, True) for i, length in enumerate(lengths)),
+        chunks=tuple(PrefillChunk(i, 0, length, True) for i, length in enumerate(lengths)),
         new=tuple(
             NewSequence(sequence=i, tokens=(0,) * length, prompt_len=length, params=greedy)
             for i, length in enumerate(lengths)
         ),
         blocks=tuple(
-            (i, tuple(range(i * pages, i * pages - (-length // page_size)))) for i, length in enumerate(lengths)
+            (i, tuple(range(i * pages, i * pages - (-length // block_size)))) for i, length in enumerate(lengths)
         ),
     )

@@ -62,7 +62,7 @@ class Ranks:
 
 
 @frozen(kw_only=True)
-class Sampled:
+class SampledTokens:
     """One token a row, on the device, and its copy for the host under way. Several may be under way at once."""
 
     tokens: torch.Tensor
@@ -74,12 +74,12 @@ class Sampled:
     @classmethod
     def from_tokens(
         cls, tokens: torch.Tensor, peaks: torch.Tensor, sequences: Sequence[int], ranks: Ranks | None = None
-    ) -> Sampled:
+    ) -> SampledTokens:
         """Begin the copy to the host.
 
         tokens: [rows] int64; peaks: [rows] float32, each row's greatest logit, NaN where any is. Both may be buffers of
-        a CUDA graph: what is replayed later overwrites them in stream order, after the copy. (`Sampled.tokens` is then
-        the buffer itself.)
+        a CUDA graph: what is replayed later overwrites them in stream order, after the copy. (`tokens` is then the buffer
+        itself.)
         """
         tensors = [tokens, peaks]
         if ranks is not None:
@@ -90,11 +90,11 @@ class Sampled:
     @classmethod
     def from_host(
         cls, tokens: torch.Tensor, peaks: torch.Tensor, sequences: Sequence[int], device: torch.device
-    ) -> Sampled:
+    ) -> SampledTokens:
         """For a kernel, the one launched last on `device`, that writes into the host's memory by itself.
 
         tokens, peaks: [rows], as in `from_tokens`, in pinned memory that is not written again before `to_host` was
-        called; `Sampled.tokens` is then of no use to the device.
+        called; `SampledTokens.tokens` is then of no use to the device.
         """
         return cls(tokens=tokens, sequences=tuple(sequences), copy=HostCopy((tokens, peaks), device))
 

@@ -19,8 +19,8 @@ so) can therefore be sampled by the model's own argmax or by `draw` inside a CUD
 between.
 
 Nothing here waits for the device, and while the same sequences follow each other `sample` does no work per row on the
-host. Logits that are not finite (NaN, +inf, or -inf everywhere) are therefore noticed in `Sampled.to_host`, which waits
-anyway: the peaks travel with the tokens.
+host. Logits that are not finite (NaN, +inf, or -inf everywhere) are therefore noticed in `SampledTokens.to_host`, which
+waits anyway: the peaks travel with the tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.runner.transfer import send
 from engine.core.sampling.batch_params import Draw, Edit, Plan, Planner, Report, SequenceState
 from engine.core.sampling.ops import cutoffs, draw, penalize, rank_tokens, uniforms
-from engine.core.sampling.result import Ranks, Sampled, to_entries
+from engine.core.sampling.result import Ranks, SampledTokens, to_entries
 from engine.core.sampling.table import SamplingTable, is_greedy
 from engine.core.types import NewSequence, SamplingParams, TokenLogprobs
 
@@ -189,14 +189,14 @@ class Sampler:
         """The next token of rows of which any may draw, which then counts as put out; may be captured in a CUDA graph.
 
         For a fused sampler. logits: [n, vocab]; rows: [n] int64, places in the table, the padding row as often as need
-        be. Returns (tokens [n] int64, peaks [n] float32), as `Sampled.from_tokens` takes them.
+        be. Returns (tokens [n] int64, peaks [n] float32), as `SampledTokens.from_tokens` takes them.
         """
         assert self._draw_rows is not None
         tokens, peaks = self._draw_rows(logits, rows, self.table)
         self.table.advance(rows)
         return self._agree(tokens), peaks
 
-    def sample(self, logits: torch.Tensor, sequences: Sequence[int], rows: torch.Tensor) -> Sampled:
+    def sample(self, logits: torch.Tensor, sequences: Sequence[int], rows: torch.Tensor) -> SampledTokens:
         """Sample the next token of each of these sequences, which then counts as put out.
 
         logits: [n, vocab], left as they are; sequences: [n], no number twice; rows: [n] int64 on the device, the row
@@ -216,7 +216,7 @@ class Sampler:
         self.table.advance(rows)
         self._count_down(plan.sequences)
         ranks = None if plan.report is None else _rank(logits, tokens, plan.report)
-        return Sampled.from_tokens(tokens, peaks, plan.sequences, ranks)
+        return SampledTokens.from_tokens(tokens, peaks, plan.sequences, ranks)
 
     def _choose(
         self, logits: torch.Tensor, scores: torch.Tensor | None, plan: Plan, rows: torch.Tensor

@@ -16,11 +16,11 @@ class HashChain:
     A block's digest covers the salt and all tokens from the start of the sequence to the end of the block.
     """
 
-    __slots__ = ("_digests", "_hash", "_pack", "_page_size")
+    __slots__ = ("_block_size", "_digests", "_hash", "_pack")
 
-    def __init__(self, page_size: int, salt: str = "") -> None:
-        self._page_size = page_size
-        self._pack = Struct(f"{page_size}q").pack
+    def __init__(self, block_size: int, salt: str = "") -> None:
+        self._block_size = block_size
+        self._pack = Struct(f"{block_size}q").pack
         # The salt's own digest is of fixed length, so that no salt can pass for another with tokens behind it.
         self._hash = blake2b(blake2b(salt.encode()).digest(), digest_size=DIGEST_BYTES)
         self._digests: list[bytes] = []
@@ -29,8 +29,8 @@ class HashChain:
         """Digest of the full block with number `block`, counted from the start of `tokens`."""
         digests = self._digests
         while len(digests) <= block:
-            start = len(digests) * self._page_size
-            self._hash.update(self._pack(*tokens[start : start + self._page_size]))
+            start = len(digests) * self._block_size
+            self._hash.update(self._pack(*tokens[start : start + self._block_size]))
             digests.append(self._hash.digest())
         return digests[block]
 
@@ -52,9 +52,9 @@ class BlockManager:
     used by nobody. Cached blocks are given away when no free one is left, the least recently used first.
     """
 
-    def __init__(self, num_blocks: int, page_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
-        self.page_size = page_size
+        self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
@@ -85,7 +85,7 @@ class BlockManager:
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold so many tokens."""
-        return -(-num_tokens // self.page_size)
+        return -(-num_tokens // self.block_size)
 
     def table(self, sequence: int) -> tuple[int, ...]:
         """The blocks of a sequence, in order."""
@@ -97,7 +97,7 @@ class BlockManager:
         Never all of `tokens`: the last one must be computed, for its logits.
         """
         found: list[int] = []
-        for index in range((len(tokens) - 1) // self.page_size if self.prefix_caching else 0):
+        for index in range((len(tokens) - 1) // self.block_size if self.prefix_caching else 0):
             block = self._by_digest.get(chain.digest(tokens, index))
             if block is None:
                 break
@@ -134,7 +134,7 @@ class BlockManager:
         Returns the blocks added (none if it had enough), or None, with nothing changed, when there are not enough.
         """
         blocks = self._tables[sequence].blocks
-        missing = -(-num_tokens // self.page_size) - len(blocks)
+        missing = -(-num_tokens // self.block_size) - len(blocks)
         if missing > len(self._free) + len(self._cached):
             return None
         added = [self._take() for _ in range(missing)]
@@ -149,7 +149,7 @@ class BlockManager:
         if not self.prefix_caching:
             return
         table = self._tables[sequence]
-        for index in range(table.registered, num_computed // self.page_size):
+        for index in range(table.registered, num_computed // self.block_size):
             digest = chain.digest(tokens, index)
             if digest not in self._by_digest:
                 block = table.blocks[index]

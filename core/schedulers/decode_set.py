@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 from engine.core.schedulers.request_state import RequestState
-from engine.core.schedulers.step_counter import Clock
+from engine.core.schedulers.step_counter import StepCounter
 
 
-class Decoding:
+class DecodeSet:
     """Sequences past their prompts: those that take part in every step, and those held back for want of room.
 
     A sequence that takes part gains a token a tick, by the clock alone; nothing is written to it. It is filed under the
@@ -16,7 +16,7 @@ class Decoding:
     nobody joins, leaves or is due, planning a step does not depend on how many take part.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: StepCounter) -> None:
         self._clock = clock
         self._active: dict[int, RequestState] = {}  # by sequence number, in the order of the batch
         self._held: dict[int, RequestState] = {}

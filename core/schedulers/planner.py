@@ -8,7 +8,7 @@ from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.policy import MAX_DECODE_STEPS, Split
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState
-from engine.core.schedulers.step_counter import Clock
+from engine.core.schedulers.step_counter import StepCounter
 from engine.core.schedulers.step_plan import Plan
 
 MAX_DISPLACED = 3
@@ -23,7 +23,7 @@ class Planner:
     """
 
     def __init__(
-        self, queues: Queues, policy: CheckedPolicy, clock: Clock, *, max_batch_tokens: int, max_running: int
+        self, queues: Queues, policy: CheckedPolicy, clock: StepCounter, *, max_batch_tokens: int, max_running: int
     ) -> None:
         self._queues = queues
         self._blocks = queues.blocks

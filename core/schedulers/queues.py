@@ -6,9 +6,9 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.schedulers.block_manager import BlockManager
-from engine.core.schedulers.decode_set import Decoding
+from engine.core.schedulers.decode_set import DecodeSet
 from engine.core.schedulers.request_state import RequestState, StateView
-from engine.core.schedulers.step_counter import Clock
+from engine.core.schedulers.step_counter import StepCounter
 from engine.core.types import NewSequence
 
 
@@ -20,9 +20,9 @@ class Queues:
     all its tokens are planned; then it keeps its seat, and its blocks, until their results are in.
     """
 
-    def __init__(self, blocks: BlockManager, clock: Clock) -> None:
+    def __init__(self, blocks: BlockManager, clock: StepCounter) -> None:
         self.blocks = blocks
-        self.decoding = Decoding(clock)
+        self.decoding = DecodeSet(clock)
         self.requests: dict[str, RequestState] = {}
         self.waiting: list[RequestState] = []
         self.running: dict[int, RequestState] = {}
@@ -64,8 +64,8 @@ class Queues:
         number = self._sequences
         blocks = self.blocks.allocate(number, len(state.tokens), cached)
         assert blocks is not None, "started without room"
-        page_size = self.blocks.page_size
-        state.admit(number, len(cached) * page_size, len(blocks) * page_size)
+        block_size = self.blocks.block_size
+        state.admit(number, len(cached) * block_size, len(blocks) * block_size)
         self.waiting.remove(state)
         self.running[number] = self.prefilling[number] = state
         self._waiting_views = self._running_views = None
@@ -90,7 +90,7 @@ class Queues:
         if added is None:
             return False
         self._new_blocks.setdefault(state.sequence, []).extend(added)
-        state.capacity += self.blocks.page_size
+        state.capacity += self.blocks.block_size
         self.decoding.file(state)
         return True
 
@@ -134,7 +134,7 @@ class Queues:
         assert not any(state.sequence for state in self.waiting), "a waiting request has a number"
         for number, state in self.running.items():
             assert state.sequence == number, "a running request has another's number"
-            capacity = len(self.blocks.table(number)) * self.blocks.page_size
+            capacity = len(self.blocks.table(number)) * self.blocks.block_size
             assert capacity == state.capacity >= state.computed, "a running request has too few blocks"
         for number, state in self.prefilling.items():
             assert self.running.get(number) is state, "a request that does not run is in its prompt"

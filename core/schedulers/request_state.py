@@ -6,7 +6,7 @@ from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
 from engine.core.schedulers.block_manager import HashChain
-from engine.core.schedulers.step_counter import Clock
+from engine.core.schedulers.step_counter import StepCounter
 from engine.core.types import FINISH_LENGTH, FINISH_STOP, Output, Request, RequestTimes, SamplingParams, TokenLogprobs
 
 
@@ -21,10 +21,10 @@ class RequestState:
     """
 
     __slots__ = (
+        "_block_size",
         "_clock",
         "_computed",
         "_last_step",
-        "_page_size",
         "_sampled",
         "_since",
         "cached_tokens",
@@ -58,9 +58,9 @@ class RequestState:
         *,
         max_output: int,
         stop_tokens: frozenset[int],
-        page_size: int,
+        block_size: int,
         number: int,
-        clock: Clock,
+        clock: StepCounter,
     ) -> None:
         self.request = request
         self.id = request.id
@@ -70,7 +70,7 @@ class RequestState:
         self.order = (request.arrival, number)
         self.prompt_len = len(request.prompt)
         self.tokens = list(request.prompt)  # the prompt and all output that has come back
-        self.chain = HashChain(page_size, request.salt)
+        self.chain = HashChain(block_size, request.salt)
         self.view = StateView(request.id, request.priority, request.arrival, self.prompt_len, self)
         self.cached_tokens = 0  # at the first admission
         self.scheduled_at: float | None = None
@@ -79,7 +79,7 @@ class RequestState:
         self.preemptions = 0
         self.displaced = 0  # how often in a row for more urgent requests, without a token in between
         self.ended = False
-        self._page_size = page_size
+        self._block_size = block_size
         self._clock = clock
         self._last_step = 0  # id of the last step with a part of it, those left out that the clock tells of
         self._sampled = 0  # as `sampled`, less what the clock tells
@@ -182,8 +182,8 @@ class RequestState:
         prompt_logprobs = tuple(self.prompt_logprobs) if self.wants_prompt_logprobs else None
         self.tokens += kept
         if self.sequence:
-            pages = (len(self.tokens) - 1) // self._page_size
-            self.milestone = min(self.prompt_len + self.max_output, (pages + 1) * self._page_size + 1)
+            pages = (len(self.tokens) - 1) // self._block_size
+            self.milestone = min(self.prompt_len + self.max_output, (pages + 1) * self._block_size + 1)
         self.displaced = 0
         if self.first_token_at is None:
             self.first_token_at = now

@@ -7,7 +7,7 @@ waits again, to be computed anew from all its tokens. What holds throughout:
   Hence a block can be handed on as soon as its owner is out of the plan, though a step under way still writes to it:
   its next owner writes later.
 - A running sequence is first in its prompt, and gets chunks as the policy and the token budget allow. Then it decodes:
-  it is in every step, with a token an iteration (`Decoding`), until all its tokens are planned.
+  it is in every step, with a token an iteration (`DecodeSet`), until all its tokens are planned.
 - A decoding sequence always has a block for its next token, or is due. So planning looks only at those that are due,
   in their prompts or waiting, and taking in a result only appends tokens, until a sequence reaches its `milestone`.
 """
@@ -29,15 +29,15 @@ from engine.core.schedulers.planner import Planner
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState, max_output
-from engine.core.schedulers.step_counter import Clock
+from engine.core.schedulers.step_counter import StepCounter
 from engine.core.schedulers.step_plan import Plan
 from engine.core.types import (
     FINISH_ABORT,
     MAX_SEED,
     EngineStats,
     Output,
+    PrefillChunk,
     Request,
-    Slice,
     Step,
     StepResult,
     TokenLogprobs,
@@ -69,7 +69,7 @@ class Scheduler:
         max_len: int,
         eos_tokens: frozenset[int],
     ) -> None:
-        self._clock = Clock()
+        self._clock = StepCounter()
         self._queues = Queues(blocks, self._clock)
         self._planner = Planner(
             self._queues,
@@ -116,8 +116,8 @@ class Scheduler:
         """Let a request wait for its turn. Raises InvalidRequestError when it can never run or its id is taken."""
         if request.id in self._queues.requests:
             raise InvalidRequestError(f"a request with id {request.id!r} is here already; choose another id", "id")
-        page_size = self._blocks.page_size
-        most = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.num_blocks * page_size)
+        block_size = self._blocks.block_size
+        most = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.num_blocks * block_size)
         params = request.params
         if params.seed is None:
             params = attrs.evolve(params, seed=secrets.randbelow(MAX_SEED))
@@ -131,7 +131,7 @@ class Scheduler:
                 params,
                 max_output=most,
                 stop_tokens=stop_tokens,
-                page_size=page_size,
+                block_size=block_size,
                 number=self._requests_added,
                 clock=self._clock,
             )
@@ -199,7 +199,7 @@ class Scheduler:
         for state, count in plan.chunks.items():
             start = state.computed
             sample = state.book_chunk(count)
-            chunks.append(Slice(state.sequence, start, count, sample))
+            chunks.append(PrefillChunk(state.sequence, start, count, sample))
             if sample:
                 queues.prefilled(state)
         new, blocks, finished = queues.take_news()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Clock:
+class StepCounter:
     """Shared by the scheduler, which alone moves it, and its requests.
 
     planned: id of the last step planned. committed: id of the last step whose result is in; results come in the order

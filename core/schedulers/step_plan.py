@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.schedulers.decode_set import Decoding
+from engine.core.schedulers.decode_set import DecodeSet
 from engine.core.schedulers.policy import Split
 from engine.core.schedulers.request_state import RequestState
 
@@ -16,7 +16,7 @@ class Plan:
 
     __slots__ = ("_decoding", "_prefill", "_total", "chunk_tokens", "chunks", "decode_room", "preempted", "yielding")
 
-    def __init__(self, total: int, split: Split, decoding: Decoding) -> None:
+    def __init__(self, total: int, split: Split, decoding: DecodeSet) -> None:
         self._total = total
         self._prefill = split.prefill
         self._decoding = decoding

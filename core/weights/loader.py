@@ -229,7 +229,7 @@ class DummySource(WeightSource):
         shard = 0
         if spec.shard_dim is not None:
             shape[spec.shard_dim] = len(_part(name, spec, shape[spec.shard_dim], rank, ranks))
-            shard = rank // spec.copies  # what several ranks hold must be equal on all of them
+            shard = rank // spec.replicas  # what several ranks hold must be equal on all of them
         dtype = _torch_type(spec.dtypes[0])
         generator = torch.Generator(device).manual_seed(_number_of(f"{self._seed} {shard} {name}"))
         return _made_up(name, shape, dtype, generator, device), ()
@@ -252,13 +252,13 @@ def _part(name: str, spec: TensorSpec, size: int, rank: int, ranks: int) -> rang
     """Which of `size` rows of the dimension that ranks share this rank holds. Raises CheckpointError if they cannot."""
     if spec.share is not None:
         return range(min(rank * spec.share, size), min((rank + 1) * spec.share, size))
-    shares = ranks // spec.copies
+    shares = ranks // spec.replicas
     if size % shares:
         raise CheckpointError(
             f"{ranks} ranks cannot share tensor {name} evenly: it has {size} in the dimension to split"
         )
     count = size // shares
-    return range(rank // spec.copies * count, (rank // spec.copies + 1) * count)
+    return range(rank // spec.replicas * count, (rank // spec.replicas + 1) * count)
 
 
 def _rank_bytes(name: str, spec: TensorSpec, nbytes: int, rank: int, ranks: int) -> int:

@@ -4,7 +4,7 @@
  * PyTorch backend does, moves each byte three times (read, write, read again), and a decode step on a CPU is bound by
  * just that.
  *
- * Memory: keys and values [blocks, page_size, kv_heads, dim]; q and out [sequences, kv_heads * group, dim], rows of q
+ * Memory: keys and values [blocks, block_size, kv_heads, dim]; q and out [sequences, kv_heads * group, dim], rows of q
  * `q_stride` floats apart; tables [sequences, table_stride].
  */
 #include <math.h>
@@ -19,7 +19,7 @@
 #endif
 
 typedef struct {
-    int64_t kv_heads, group, dim, page_size;
+    int64_t kv_heads, group, dim, block_size;
     float scale, softcap; /* softcap 0: none */
 } shape_t;
 
@@ -49,7 +49,7 @@ static inline __attribute__((always_inline)) void attend(const float *q, const f
                                                          const int32_t *table, int64_t start, int64_t end,
                                                          const shape_t *shape, const int64_t dim, float *scores,
                                                          float *out) {
-    const int64_t group = shape->group, page = shape->page_size;
+    const int64_t group = shape->group, page = shape->block_size;
     const int64_t heads = shape->kv_heads * group, row = shape->kv_heads * dim, count = end - start;
 
     for (int64_t first = start, next; first < end; first = next) {
@@ -122,8 +122,8 @@ static void attend_any(const float *q, const float *keys, const float *values, c
 /* All sequences. starts, ends: the positions each one sees. Returns 0, or -1 without memory for the scores. */
 int paged_decode(const float *q, int64_t q_stride, const float *keys, const float *values, const int32_t *tables,
                  int64_t table_stride, const int64_t *starts, const int64_t *ends, int64_t sequences, int64_t kv_heads,
-                 int64_t group, int64_t dim, int64_t page_size, float scale, float softcap, int threads, float *out) {
-    const shape_t shape = {kv_heads, group, dim, page_size, scale, softcap};
+                 int64_t group, int64_t dim, int64_t block_size, float scale, float softcap, int threads, float *out) {
+    const shape_t shape = {kv_heads, group, dim, block_size, scale, softcap};
     const int64_t heads = kv_heads * group;
     int64_t longest = 0, total = 0;
     int failed = 0;

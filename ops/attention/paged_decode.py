@@ -131,11 +131,11 @@ def paged_decode(
 ) -> None:
     """Attention of q's first `num_sequences` rows into the same rows of out.
 
-    q, out: [at least num_sequences, heads, head_dim], last two dimensions dense; keys, values: [blocks, page_size,
+    q, out: [at least num_sequences, heads, head_dim], last two dimensions dense; keys, values: [blocks, block_size,
     kv_heads, head_dim]; tables: [sequences, most blocks] int32; lengths: [sequences] int32, at least 1: positions that
     the query sees, its own the last. What is in `values` counts value_scale times.
     """
-    page_size, num_kv_heads, head_dim = keys.shape[1:]
+    block_size, num_kv_heads, head_dim = keys.shape[1:]
     group = q.shape[1] // num_kv_heads
     programs = len(workspace.arrivals)
     _decode_kernel[(programs * num_kv_heads,)](
@@ -160,7 +160,7 @@ def paged_decode(
         HEADS=num_kv_heads,
         GROUP=group,
         DIM=head_dim,
-        PAGE=page_size,
+        PAGE=block_size,
         WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
         TILE=config.tile,

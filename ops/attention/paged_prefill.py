@@ -47,15 +47,15 @@ PERSISTENT = PrefillConfig(rows=128, keys=128, warps=4, stages=2, persistent=Tru
 def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
     """Whether the persistent kernel takes queries of `dtype`, `group` heads a KV head, to such keys.
 
-    keys: [..., page_size, kv_heads, head_dim].
+    keys: [..., block_size, kv_heads, head_dim].
     """
-    page_size, _, head_dim = keys.shape[-3:]
+    block_size, _, head_dim = keys.shape[-3:]
     return (
         has_wgmma(keys.device)
         and keys.dtype == dtype
         and dtype.itemsize == 2
         and head_dim in persistent_prefill.HEAD_DIMS
-        and page_size % persistent_prefill.RUN == 0
+        and block_size % persistent_prefill.RUN == 0
         and group <= PERSISTENT.rows
     )
 
@@ -120,8 +120,8 @@ def paged_prefill(
 ) -> None:
     """Causal attention of the rows of q that the tiles cover into the same rows of out.
 
-    q, out: [tokens, heads, head_dim], last two dimensions dense; keys, values: [blocks, page_size, kv_heads, head_dim];
-    tables: [sequences, most blocks] int32; tiles: [tiles, 4] int32, of `prefill_tiles` with config.tokens(group). What
+    q, out: [tokens, heads, head_dim], last two dimensions dense; keys, values: [blocks, block_size, kv_heads,
+    head_dim]; tables: [sequences, most blocks] int32; tiles: [tiles, 4] int32, of `prefill_tiles` with config.tokens(group). What
     is in `values` counts value_scale times.
     """
     if config.persistent:
@@ -139,7 +139,7 @@ def paged_prefill(
             config=config,
         )
         return
-    page_size, num_kv_heads, head_dim = keys.shape[1:]
+    block_size, num_kv_heads, head_dim = keys.shape[1:]
     _prefill_kernel[(len(tiles) * num_kv_heads,)](
         q,
         keys,
@@ -157,7 +157,7 @@ def paged_prefill(
         HEADS=num_kv_heads,
         GROUP=q.shape[1] // num_kv_heads,
         DIM=head_dim,
-        PAGE=page_size,
+        PAGE=block_size,
         WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
         BLOCK_ROWS=config.rows,

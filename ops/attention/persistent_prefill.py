@@ -355,7 +355,7 @@ def launch(
     config: PrefillConfig,
 ) -> None:
     """See paged_prefill, and `can_persist` there for what it takes."""
-    page_size, num_kv_heads, head_dim = keys.shape[1:]
+    block_size, num_kv_heads, head_dim = keys.shape[1:]
     items = len(tiles) * num_kv_heads
     _prefill_kernel[(min(items, num_sms(q.device)),)](
         q,
@@ -375,7 +375,7 @@ def launch(
         HEADS=num_kv_heads,
         GROUP=q.shape[1] // num_kv_heads,
         DIM=head_dim,
-        PAGE=page_size,
+        PAGE=block_size,
         WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
         ROWS=config.rows,

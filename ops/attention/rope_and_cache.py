@@ -186,8 +186,8 @@ def rotate_and_write(
 ) -> None:
     """Turn queries and keys where they lie in `qkv`, after their norm if `weight` is given; store keys and values.
 
-    qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], dense; keys, values: [blocks, page_size, kv_heads, head_dim];
-    slots: [tokens] int64, block * page_size + offset; cos, sin: [tokens, rotary_dim / 2] float32, dense;
+    qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], dense; keys, values: [blocks, block_size, kv_heads, head_dim];
+    slots: [tokens] int64, block * block_size + offset; cos, sin: [tokens, rotary_dim / 2] float32, dense;
     weight: [num_heads + kv_heads, head_dim]. Dimension i turns with i + rotary_dim / 2. The pool may be of another
     type; in float8 it gets codes by `scales` (kv_scales). All arithmetic is float32, and each number is rounded once.
     """

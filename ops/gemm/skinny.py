@@ -16,7 +16,7 @@ import triton.language as tl
 
 from engine.ops.activation.silu_and_mul import silu
 from engine.ops.common.launch import prefetch, release, wait
-from engine.ops.sampling.argmax import peaks_of
+from engine.ops.sampling.argmax import max_and_index
 
 PLAIN = tl.constexpr(0)
 """out: [rows, outputs]."""
@@ -77,7 +77,7 @@ def store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOG
         value = (silu(gate) * up).to(out.dtype.element_ty)
         tl.store(out + m * outputs + n, value, mask=(n < outputs) & (m < rows))
     else:
-        peak, first = peaks_of(tl.where(valid, total, float("-inf")), output, 0)
+        peak, first = max_and_index(tl.where(valid, total, float("-inf")), output, 0)
         place = m * tl.num_programs(0) + tl.program_id(0)
         tl.store(out + place, peak, mask=m < rows)
         tl.store(tokens + place, first, mask=m < rows)
@@ -165,7 +165,7 @@ def _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE
         mask = (n < outputs)[:, None] & (m < rows)[None, :]
         tl.store(out + m[None, :] * outputs + n[:, None], value, mask=mask)
     else:
-        peak, first = peaks_of(tl.where(valid[:, None], total, float("-inf")), output[:, None], 0)
+        peak, first = max_and_index(tl.where(valid[:, None], total, float("-inf")), output[:, None], 0)
         place = m * tl.num_programs(0) + tl.program_id(0)
         tl.store(out + place, peak, mask=m < rows)
         tl.store(tokens + place, first, mask=m < rows)

@@ -8,7 +8,7 @@ from attrs import evolve, field, frozen
 
 from engine.ops.common.launch import dependent_launch, num_sms
 from engine.ops.gemm import skinny
-from engine.ops.sampling.argmax import reduce_peaks
+from engine.ops.sampling.argmax import reduce_max
 
 MOST_ROWS = 16
 VECTOR_ROWS = (1, 2, 4)
@@ -24,7 +24,7 @@ MOST_SUMS = 2**22
 
 
 @frozen(kw_only=True)
-class Problem:
+class GemmShape:
     """A multiplication by one weight matrix."""
 
     epilogue: str
@@ -65,7 +65,7 @@ class Tile:
         more = f", {self.stages} stages, {self.splits} splits" if self.form == "matrix" else ""
         return f"{self.form} {self.rows}x{self.block_k}, {self.warps} warps{more}, {self.ahead} bytes ahead"
 
-    def programs(self, problem: Problem) -> int:
+    def programs(self, problem: GemmShape) -> int:
         """Tiles that W has."""
         return -(-problem.weight_rows // self.rows)
 
@@ -90,7 +90,7 @@ class Workspace:
 class SkinnyLaunch:
     """One kernel for one problem and up to so many rows, ready to be launched."""
 
-    def __init__(self, problem: Problem, tile: Tile, rows: int, workspace: Workspace) -> None:
+    def __init__(self, problem: GemmShape, tile: Tile, rows: int, workspace: Workspace) -> None:
         """rows: at most MOST_ROWS; for the vector form at most 4."""
         self.problem = problem
         self.tile = tile
@@ -133,7 +133,7 @@ class SkinnyLaunch:
         peaks = torch.empty(shape, dtype=torch.float32, device=x.device)
         tokens = torch.empty(shape, dtype=torch.int32, device=x.device)
         self._launch(peaks, tokens, x, weight, None)
-        return reduce_peaks(peaks, tokens)
+        return reduce_max(peaks, tokens)
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Compile without a launch, in the threads of a triton.AsyncCompileMode if one is active."""
@@ -167,7 +167,7 @@ AHEAD = (16384, 65536)
 """Bytes a program may bring into the L2 cache in advance."""
 
 
-def candidates(problem: Problem, rows: int, device: torch.device) -> list[Tile]:
+def candidates(problem: GemmShape, rows: int, device: torch.device) -> list[Tile]:
     """Tiles worth a measurement at so many rows, without `ahead`."""
     tiles = []
     for tile_rows, block_k, warps in VECTORS.get(rows, ()):
@@ -180,7 +180,7 @@ def candidates(problem: Problem, rows: int, device: torch.device) -> list[Tile]:
     return tiles
 
 
-def default_tile(problem: Problem, rows: int, device: torch.device) -> Tile | None:
+def default_tile(problem: GemmShape, rows: int, device: torch.device) -> Tile | None:
     """A fair tile where nothing was measured; None: leave it to the library."""
     sms = num_sms(device)
     if rows <= VECTOR_ROWS[-1]:
@@ -192,7 +192,7 @@ def default_tile(problem: Problem, rows: int, device: torch.device) -> Tile | No
     return _split(Tile(form="matrix", rows=64, block_k=128, warps=4, stages=4), problem, sms)
 
 
-def with_ahead(tile: Tile, problem: Problem, itemsize: int) -> list[Tile]:
+def with_ahead(tile: Tile, problem: GemmShape, itemsize: int) -> list[Tile]:
     """The same tile with weights fetched in advance, where rows of W start at multiples of 16 bytes."""
     if problem.inputs * itemsize % 16:
         return []
@@ -201,7 +201,7 @@ def with_ahead(tile: Tile, problem: Problem, itemsize: int) -> list[Tile]:
     return [evolve(tile, ahead=amount) for amount in amounts]
 
 
-def _split(tile: Tile, problem: Problem, sms: int) -> Tile:
+def _split(tile: Tile, problem: GemmShape, sms: int) -> Tile:
     """Columns shared out so that there is half as many programs again as multiprocessors, if that can be."""
     programs, splits = tile.programs(problem), 1
     most = min(MOST_SPLITS, problem.inputs // (2 * tile.block_k))

@@ -13,7 +13,7 @@ from engine.ops.common.launch import dependent_launch, num_sms, shared_memory
 from engine.ops.gemm import skinny, weight_only, weight_only_vector
 from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.ops.gemm.weight_only_tiles import ROW_CLASSES, Problem, Tile, VectorTile, choose
+from engine.ops.gemm.weight_only_tiles import ROW_CLASSES, GemmShape, Tile, VectorTile, choose
 
 if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
@@ -38,16 +38,16 @@ class Multiplier:
         """For other kernels of the same layers, too."""
         self._dependent = dependent_launch(device)
         self._asm = self._knows_assembly()
-        self._chosen: dict[tuple[Problem, int], Tile | VectorTile | None] = {}
+        self._chosen: dict[tuple[GemmShape, int], Tile | VectorTile | None] = {}
         self._tiles: dict[tuple[object, ...], Tile | VectorTile | None] = {}
 
-    def choose(self, problem: Problem, rows: int, tile: Tile | VectorTile | None) -> None:
+    def choose(self, problem: GemmShape, rows: int, tile: Tile | VectorTile | None) -> None:
         """From now on multiply by this tile where x has so many rows, of ROW_CLASSES, or fewer, down to the class
         before; None: by the library."""
         self._chosen[problem, rows] = tile
         self._tiles.clear()
 
-    def tile(self, problem: Problem, rows: int) -> Tile | VectorTile | None:
+    def tile(self, problem: GemmShape, rows: int) -> Tile | VectorTile | None:
         """What was chosen for so many rows, else what `choose` says."""
         last = next((most for most in ROW_CLASSES if most >= rows), rows)
         if (problem, last) in self._chosen:
@@ -65,7 +65,7 @@ class Multiplier:
         weight_rows, layout, zeros = matrix.rows, matrix.layout, matrix.zeros
         key = (rows, weight_rows, inputs, layout, gated, x.dtype, zeros)
         if key not in self._tiles:
-            problem = Problem(
+            problem = GemmShape(
                 gated=gated, weight_rows=weight_rows, inputs=inputs, layout=layout, dtype=x.dtype, zeros=zeros
             )
             self._tiles[key] = self.tile(problem, rows)

@@ -19,7 +19,7 @@ ROW_CLASSES = (*COLUMNS, MOST_ROWS)
 
 
 @frozen(kw_only=True)
-class Problem:
+class GemmShape:
     """A multiplication by one weight matrix."""
 
     gated: bool
@@ -72,7 +72,7 @@ class Tile:
         )
         return f"{sizes}, scaled {scaled}"
 
-    def programs(self, problem: Problem, rows: int) -> int:
+    def programs(self, problem: GemmShape, rows: int) -> int:
         """Tiles of the result."""
         return -(-problem.weight_rows // self.rows) * -(-rows // self.columns)
 
@@ -134,7 +134,7 @@ BUSY_WARPS = 5
 """That a multiprocessor should have at least."""
 
 
-def choose(problem: Problem, rows: int, sms: int, shared: int) -> Tile | VectorTile | None:
+def choose(problem: GemmShape, rows: int, sms: int, shared: int) -> Tile | VectorTile | None:
     """The tile for so many rows of x; None: unpack, and leave it to the library.
 
     sms: multiprocessors of the GPU; shared: bytes of shared memory that a program may have.
@@ -144,7 +144,7 @@ def choose(problem: Problem, rows: int, sms: int, shared: int) -> Tile | VectorT
     return matrix_tile(problem, rows, sms, shared)
 
 
-def matrix_tile(problem: Problem, rows: int, sms: int, shared: int) -> Tile | None:
+def matrix_tile(problem: GemmShape, rows: int, sms: int, shared: int) -> Tile | None:
     """The same of those that go through the tensor cores."""
     if rows > MOST_ROWS:
         return None
@@ -158,7 +158,7 @@ def matrix_tile(problem: Problem, rows: int, sms: int, shared: int) -> Tile | No
     return None
 
 
-def _suits_vector(problem: Problem, sms: int) -> bool:
+def _suits_vector(problem: GemmShape, sms: int) -> bool:
     """Whether the kernel for one row of x is the fastest."""
     if problem.inputs % 2:  # which it reads in pairs
         return False
@@ -167,7 +167,7 @@ def _suits_vector(problem: Problem, sms: int) -> bool:
     return problem.layout.bits == 8 or problem.weight_rows * problem.inputs // 2 <= MOST_VECTOR_BYTES
 
 
-def _vector(problem: Problem, sms: int) -> VectorTile:
+def _vector(problem: GemmShape, sms: int) -> VectorTile:
     """More rows of W at once where there are enough for all multiprocessors; then 4-bit ones, of which a thread has
     more to do, a warp at a time."""
     many = problem.weight_rows >= 16 * sms
@@ -175,7 +175,7 @@ def _vector(problem: Problem, sms: int) -> VectorTile:
     return VectorTile(rows=4 if many else 2, blocks=WARP_PAIRS * warps * 2 // problem.layout.span, warps=warps)
 
 
-def _usual(problem: Problem, columns: int, sms: int) -> Tile:
+def _usual(problem: GemmShape, columns: int, sms: int) -> Tile:
     """The tile with room for so many rows of x, if it fits; not split yet."""
     codes = problem.layout.scaled != "groups"
     if columns == FEW:
@@ -189,7 +189,7 @@ def _for_layout(tile: Tile, layout: Layout | CodeLayout) -> Tile:
     return evolve(tile, early=tile.early and layout.scaled != "outputs", step=min(tile.step, layout.block))
 
 
-def split(tile: Tile, problem: Problem, rows: int, sms: int) -> Tile:
+def split(tile: Tile, problem: GemmShape, rows: int, sms: int) -> Tile:
     """Blocks shared out so that all multiprocessors are busy, if that can be."""
     programs, splits = tile.programs(problem, rows), 1
     most = min(MOST_SPLITS, problem.blocks // 2)
@@ -222,7 +222,7 @@ LEAST_DOUBLED = 128
 """From how many rows of x on twice as many splits are tried: a multiprocessor may do better with two programs."""
 
 
-def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile | None]:
+def candidates(problem: GemmShape, rows: int, sms: int, shared: int) -> list[Tile | None]:
     """Tiles for one of MEASURED_CLASSES, what `choose` says first; None: the library.
 
     sms: multiprocessors of the GPU; shared: bytes of shared memory that a program may have.
@@ -249,7 +249,7 @@ def candidates(problem: Problem, rows: int, sms: int, shared: int) -> list[Tile 
     return list(dict.fromkeys(found))
 
 
-def other_splits(tile: Tile, problem: Problem, rows: int) -> list[Tile]:
+def other_splits(tile: Tile, problem: GemmShape, rows: int) -> list[Tile]:
     """The same tile with half, twice and four times as many splits, where there is something to split."""
     programs = tile.programs(problem, rows)
     most = min(MOST_SPLITS, problem.blocks // 2)

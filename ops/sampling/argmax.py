@@ -16,7 +16,7 @@ NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit
-def peaks_of(values, index, AXIS: tl.constexpr):
+def max_and_index(values, index, AXIS: tl.constexpr):
     """Largest value along an axis (NaN if one is), and the lowest index where it is (a NaN counts as -inf there).
 
     values: float32, -inf outside the row; index: int32, of a shape that broadcasts to it, higher outside than inside.
@@ -35,7 +35,7 @@ def _partial_kernel(peaks, tokens, logits, columns, CHUNK: tl.constexpr, PDL: tl
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     wait(PDL)
     values = tl.load(logits + row * columns + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-    peak, first = peaks_of(values, column, 0)
+    peak, first = max_and_index(values, column, 0)
     place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(peaks + place, peak)
     tl.store(tokens + place, first)
@@ -59,7 +59,7 @@ def _reduce_kernel(peaks, tokens, partial_peaks, partial_tokens, count, BLOCK: t
         better = (value > best) | ((value == best) & (token < first))
         best = tl.where(better, value, best)
         first = tl.where(better, token, first)
-    peak, token = peaks_of(tl.where(broken > 0, float("nan"), best), first, 0)
+    peak, token = max_and_index(tl.where(broken > 0, float("nan"), best), first, 0)
     tl.store(peaks + row, peak)
     tl.store(tokens + row, token.to(tl.int64))
 
@@ -79,10 +79,10 @@ def argmax_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         _partial_kernel[(rows, chunks)](
             peaks, tokens, logits, columns, CHUNK=CHUNK, num_warps=4, **dependent_launch(logits.device)
         )
-    return reduce_peaks(peaks, tokens)
+    return reduce_max(peaks, tokens)
 
 
-def reduce_peaks(partial_peaks: torch.Tensor, partial_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def reduce_max(partial_peaks: torch.Tensor, partial_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of rows of partial results: [rows, count] float32 and int32, dense."""
     rows, count = partial_peaks.shape
     peaks = torch.empty(rows, dtype=torch.float32, device=partial_peaks.device)

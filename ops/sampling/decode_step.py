@@ -51,7 +51,7 @@ def begin_decode(
     slots: torch.Tensor,
     context_lens: torch.Tensor,
     tables: torch.Tensor,
-    page_size: int,
+    block_size: int,
 ) -> None:
     """Fill a batch's tensors, those after the star, for sequences in these rows, each computing one token.
 
@@ -69,7 +69,7 @@ def begin_decode(
         context_lens,
         tables,
         all_tables.shape[1],
-        PAGE=page_size,
+        PAGE=block_size,
         BLOCK=128,
         **dependent_launch(rows.device),
     )

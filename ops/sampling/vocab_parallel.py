@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.common.launch import dependent_launch, release, wait
-from engine.ops.sampling.argmax import peaks_of
+from engine.ops.sampling.argmax import max_and_index
 
 BLOCK = 128
 """Rows a program takes."""
@@ -86,7 +86,7 @@ def _choose_peaks(
     mask = (rank < RANKS)[:, None] & (row < rows)[None, :]
     values = tl.load(candidates + at, mask=mask, other=float("-inf"))
     found = tl.load(candidates + at + 1, mask=mask, other=2147483520.0).to(tl.int32)
-    peak, token = peaks_of(values, found, 0)
+    peak, token = max_and_index(values, found, 0)
     tl.store(peaks + row, peak, mask=row < rows)
     tl.store(tokens + row, token.to(tl.int64), mask=row < rows)
 

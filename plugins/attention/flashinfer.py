@@ -250,7 +250,7 @@ class FlashInferAttention(AttentionBackend):
             batch.query_lens_host[which],
             batch.context_lens_host[which],
             batch.block_tables_host[which],
-            self._spec.page_size,
+            self._spec.block_size,
         )
 
     def _plan_prompts(self, lists: PageLists) -> dict[int | None, Any]:
@@ -294,7 +294,7 @@ class FlashInferAttention(AttentionBackend):
     @property
     def _shape(self) -> tuple[int, int, int, int]:
         spec = self._spec
-        return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.page_size
+        return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
 
     def _scores(self, window: int | None) -> dict[str, Any]:
         """Arguments that all planners take. FlashInfer counts a window without the token itself; -1 is none."""

@@ -18,21 +18,21 @@ class PageLists:
     page_starts: Ints
     """[sequences + 1]: first entry of `pages` of each sequence, then their number."""
     last_lengths: Ints
-    """[sequences]: tokens in the last page, 1 to page_size."""
+    """[sequences]: tokens in the last page, 1 to block_size."""
     context_lengths: Ints
     """[sequences]: tokens in all pages."""
     pages: Ints
     """Block numbers of all sequences, end to end."""
 
 
-def page_lists(query_lengths: Ints, context_lengths: Ints, tables: Ints, page_size: int) -> PageLists:
+def page_lists(query_lengths: Ints, context_lengths: Ints, tables: Ints, block_size: int) -> PageLists:
     """From new tokens [sequences], tokens in the cache [sequences] and block tables [sequences, most blocks]."""
-    counts = -(-context_lengths // page_size)
+    counts = -(-context_lengths // block_size)
     used = np.arange(tables.shape[1]) < counts[:, None]
     return PageLists(
         query_starts=_starts(query_lengths),
         page_starts=_starts(counts),
-        last_lengths=context_lengths - (counts - 1) * page_size,
+        last_lengths=context_lengths - (counts - 1) * block_size,
         context_lengths=context_lengths,
         pages=tables[used],
     )

@@ -65,8 +65,8 @@ def xqa_refusal(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
         return f"it is made for compute capability 9.0 and above, not {capability[0]}.{capability[1]}"
     if spec.softcap is not None:
         return "it does not cap scores"
-    if spec.page_size not in XQA_PAGE_SIZES:
-        return f"it reads KV blocks of {' or '.join(map(str, XQA_PAGE_SIZES))} tokens, not {spec.page_size}"
+    if spec.block_size not in XQA_PAGE_SIZES:
+        return f"it reads KV blocks of {' or '.join(map(str, XQA_PAGE_SIZES))} tokens, not {spec.block_size}"
     if group > XQA_MAX_GROUP:
         return f"it takes at most {XQA_MAX_GROUP} query heads a KV head, not {group}"
     return None

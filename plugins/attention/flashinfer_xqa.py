@@ -42,7 +42,7 @@ class XqaDecode:
         window: int | None,
         scales: KVScales,
     ) -> None:
-        """q, out: [decodes, heads, head_dim]; keys, values: [blocks, page_size, kv_heads, head_dim];
+        """q, out: [decodes, heads, head_dim]; keys, values: [blocks, block_size, kv_heads, head_dim];
         tables: [decodes, most blocks] int32, dense; lengths: [decodes, 1] uint32."""
         spec = self._spec
         q, out = q.contiguous().unsqueeze(1), out.unsqueeze(1)  # the kernel ignores strides
@@ -58,7 +58,7 @@ class XqaDecode:
                 self._scratch,
                 self._semaphores,
                 spec.num_kv_heads,
-                spec.page_size,
+                spec.block_size,
                 q_scale=scale,
                 sliding_win_size=window or 0,  # the token itself is counted; 0 is none
             )
@@ -68,7 +68,7 @@ class XqaDecode:
         module = self._module_of(
             q.dtype,
             keys.dtype,
-            spec.page_size,
+            spec.block_size,
             spec.head_dim,
             spec.num_heads // spec.num_kv_heads,
             window is not None,
@@ -90,7 +90,7 @@ class XqaDecode:
             k_sf_cache=None,
             v_sf_cache=None,
             page_table=tables,
-            max_seq_len=tables.shape[1] * spec.page_size,
+            max_seq_len=tables.shape[1] * spec.block_size,
             seq_lens=lengths,
             batch_size=len(q),
             kv_scale=scales.value,

@@ -24,7 +24,7 @@ _SIGNATURE = (
     *(_POINTER, _POINTER),  # keys, values
     *(_POINTER, _INT),  # tables, table_stride
     *(_POINTER, _POINTER, _INT),  # starts, ends, sequences
-    *(_INT, _INT, _INT, _INT),  # kv_heads, group, dim, page_size
+    *(_INT, _INT, _INT, _INT),  # kv_heads, group, dim, block_size
     *(ctypes.c_float, ctypes.c_float, ctypes.c_int),  # scale, softcap, threads
     _POINTER,  # out
 )
@@ -131,7 +131,7 @@ class NativeAttention(AttentionBackend):
             spec.num_kv_heads,
             spec.num_heads // spec.num_kv_heads,
             spec.head_dim,
-            spec.page_size,
+            spec.block_size,
             spec.scale,
             spec.softcap or 0.0,
             torch.get_num_threads(),

@@ -214,7 +214,7 @@ class TorchAttention(AttentionBackend):
         self, batch: ForwardBatch, sequences: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> torch.Tensor:
         """Places in the pool of `positions` [len(sequences), n]: [len(sequences) * n]."""
-        size = self._spec.page_size
+        size = self._spec.block_size
         blocks = batch.block_tables_host[sequences[:, None], positions // size].astype(np.int64)
         return self._to_device((blocks * size + positions % size).reshape(-1))
 

@@ -67,7 +67,7 @@ class Launch(Assignment, frozen=True, kw_only=True):
     """File descriptor that SIGUSR1 writes the stack to."""
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class Progressed(msgspec.Struct, frozen=True, tag="told"):
     """How far a phase of the start is."""
 
     progress: Progress
@@ -106,7 +106,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
         return cls(f"{worker} failed in {self.phase}: {message}{hint}")
 
 
-FromWorker = Told | Ready | Failed
+FromWorker = Progressed | Ready | Failed
 
 
 class Connection(Generic[T]):

@@ -16,7 +16,7 @@ from engine.core.executors import Decoder, encode
 from engine.core.shm import RingTimeoutError
 from engine.core.startup import Phases
 from engine.core.types import StepResult
-from engine.plugins.executors.messages import Assignment, Failed, Ready, Told
+from engine.plugins.executors.messages import Assignment, Failed, Progressed, Ready
 from engine.plugins.executors.progress import COLUMNS, Beat
 from engine.plugins.executors.worker_loop import StepRunner, WorkerLoop, make_runner
 
@@ -154,7 +154,7 @@ class _Calls:
     def answer(self, result: StepResult) -> None:
         self._inbox.answer(encode(result) if self._rank == 0 else b"")
 
-    def tell(self, message: Told | Ready) -> None:
+    def tell(self, message: Progressed | Ready) -> None:
         self._messages.put(encode(message))
 
     def fail(self, failed: Failed) -> None:

@@ -18,7 +18,7 @@ from engine.core.errors import EngineError, ExecutorError
 from engine.core.executors import Decoder, encode
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo
-from engine.plugins.executors.messages import Failed, FromWorker, Ready, Told
+from engine.plugins.executors.messages import Failed, FromWorker, Progressed, Ready
 from engine.plugins.executors.ray_actor import Begin, Whereabouts
 from engine.plugins.executors.stacks import busy_stack
 
@@ -102,7 +102,7 @@ class Ranks:
         while len(caches) < len(self._ranks):
             for rank in self._heard(_done([rank.news for rank in self._ranks], None, 1)):
                 match self._hear(rank):
-                    case Told(progress):
+                    case Progressed(progress):
                         rank.phase = progress.phase
                         if listener is not None:
                             listener(progress)
@@ -188,7 +188,7 @@ class Ranks:
         """The ranks that have news."""
         return [rank for rank in self._ranks if rank.news in ended]
 
-    def _hear(self, rank: Rank) -> Told | Ready | None:
+    def _hear(self, rank: Rank) -> Progressed | Ready | None:
         """Take what a rank says. Raises its error; so does its death."""
         try:
             message = self._decoder.decode(ray.get(rank.news))

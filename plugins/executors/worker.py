@@ -16,7 +16,7 @@ from engine.core.executors import encode
 from engine.core.shm import Ring, RingClosedError, RingWriter
 from engine.core.startup import Phases
 from engine.core.types import StepResult
-from engine.plugins.executors.messages import Connection, Failed, Launch, Ready, Told
+from engine.plugins.executors.messages import Connection, Failed, Launch, Progressed, Ready
 from engine.plugins.executors.progress import Beats
 from engine.plugins.executors.worker_loop import StepRunner, WorkerLoop, make_runner
 
@@ -64,7 +64,7 @@ class _Rings:
             with suppress(RingClosedError):  # nobody wants it any more; the ring of steps has ended too
                 self._results.send(encode(result))
 
-    def tell(self, message: Told | Ready) -> None:
+    def tell(self, message: Progressed | Ready) -> None:
         self._control.send(message)
 
     def fail(self, failed: Failed) -> None:

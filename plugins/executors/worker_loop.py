@@ -14,7 +14,7 @@ from engine.core.executors import Decoder, PendingResult
 from engine.core.shm import RingClosedError, RingTimeoutError
 from engine.core.startup import Phases, Progress
 from engine.core.types import CacheInfo, Step, StepResult
-from engine.plugins.executors.messages import ERRORS, Assignment, Failed, Ready, Told
+from engine.plugins.executors.messages import ERRORS, Assignment, Failed, Progressed, Ready
 from engine.plugins.executors.progress import Beat
 from engine.plugins.executors.results import Answers
 
@@ -57,7 +57,7 @@ class Wires(Protocol):
     def answer(self, result: StepResult) -> None:
         """A step is done. Every rank says so, though rank 0's result is the one that counts."""
 
-    def tell(self, message: Told | Ready) -> None:
+    def tell(self, message: Progressed | Ready) -> None:
         """How the start goes."""
 
     def fail(self, failed: Failed) -> None:
@@ -144,7 +144,7 @@ class WorkerLoop:
             return
         self.phase, self._told = progress.phase, now
         rank = self._rendezvous.rank if self._rendezvous.ranks > 1 else None
-        self._wires.tell(Told(evolve(progress, rank=rank)))
+        self._wires.tell(Progressed(evolve(progress, rank=rank)))
 
 
 def make_runner(assignment: Assignment, phases: Phases) -> Runner:

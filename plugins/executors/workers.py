@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from engine.core.errors import EngineError, ExecutorError
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo
-from engine.plugins.executors.messages import Failed, Ready, Told
+from engine.plugins.executors.messages import Failed, Progressed, Ready
 from engine.plugins.executors.worker_process import WorkerProcess
 
 STOP_SECONDS = 3.0
@@ -44,7 +44,7 @@ class Workers:
         self._makers = makers
         self._interrupt = interrupt
         self._step_timeout = step_timeout
-        self._news: queue.SimpleQueue[tuple[int, Told | Ready] | EngineError] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[tuple[int, Progressed | Ready] | EngineError] = queue.SimpleQueue()
         self._suspected: list[EngineError] = []
         self._verdict_at = 0.0
         self._started = False
@@ -58,7 +58,7 @@ class Workers:
         caches: dict[int, CacheInfo] = {}
         while len(caches) < len(self._makers):
             match self._news.get():
-                case _, Told(progress):
+                case _, Progressed(progress):
                     if listener is not None:
                         listener(progress)
                 case rank, Ready(cache):
@@ -145,8 +145,8 @@ class Workers:
                     if message.unexpected:
                         log.error("%s failed in %s\n%s", str(worker), message.phase, message.traceback.rstrip())
                     self._suspect(message.error(str(worker)))
-                case Ready() | Told():
-                    worker.phase = message.progress.phase if isinstance(message, Told) else ""
+                case Ready() | Progressed():
+                    worker.phase = message.progress.phase if isinstance(message, Progressed) else ""
                     self._news.put((worker.rank, message))
 
     def _suspect(self, error: EngineError) -> None:

@@ -131,7 +131,7 @@ class DecoderBlock:
             head_dim=head_dim,
             bias=shape.qkv_bias,
         )
-        heads, kv_heads = layers.share(shape.num_heads, "query heads"), layers.share_kv(shape.num_kv_heads)
+        heads, kv_heads = layers.shard(shape.num_heads, "query heads"), layers.shard_kv_heads(shape.num_kv_heads)
         head_norm = None
         if shape.qk_norm:
             parts = [(f"{attention}.q_norm", heads), (f"{attention}.k_norm", kv_heads)]

@@ -17,15 +17,15 @@ from engine.plugins.quant.groups import check_scales
 from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
 from engine.plugins.quant.quantization_config import is_listed, modules_left_alone, same_for_all
 from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
-from engine.plugins.quant.w4a16_kernel import PackedKernel
-from engine.plugins.quant.w4a16_method import PackedMethod
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
+from engine.plugins.quant.w4a16_method import W4A16Method
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = 4
 PACK = len(AWQ_ORDER)
 
 
-class Awq(PackedMethod):
+class Awq(W4A16Method):
     """Reads AWQ checkpoints."""
 
     reads: ClassVar[str] = "with quant_method awq in config.json"
@@ -56,7 +56,7 @@ class Awq(PackedMethod):
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """None for modules that the checkpoint leaves alone."""
         scheme = same_for_all(spec, lambda name: None if is_listed(name, self._left_alone) else self._scheme)
-        return None if scheme is None else PackedKernel(spec, AwqReader(scheme), self._multipliers)
+        return None if scheme is None else W4A16Kernel(spec, AwqReader(scheme), self._multipliers)
 
 
 class AwqReader(Reader):

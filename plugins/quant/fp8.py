@@ -9,13 +9,13 @@ from attrs import frozen
 
 from engine.core.errors import CheckpointError
 from engine.plugins.quant.rounding import BLOCK
-from engine.plugins.quant.w8_kernel import STATIC, TOKEN, EightBitFormat
+from engine.plugins.quant.w8_kernel import STATIC, TOKEN, W8Format
 from engine.plugins.quant.w8_method import (
     ActivationOptions,
     CompressedFormats,
-    EightBitMethod,
     FormatSource,
     OneFormat,
+    W8Method,
     one_of,
 )
 
@@ -30,17 +30,17 @@ class Fp8Options(ActivationOptions):
     """What shares a scale when an unquantized checkpoint is quantized; not given: channel."""
 
 
-class Fp8(EightBitMethod):
+class Fp8(W8Method):
     """Weights of one byte, half the time of 16-bit ones to read and, from capability 8.9 on, to multiply."""
 
     name: ClassVar[str] = "fp8"
     options_class: ClassVar[type | None] = Fp8Options
 
     @classmethod
-    def online(cls, options: Fp8Options | None) -> EightBitFormat:
+    def online(cls, options: Fp8Options | None) -> W8Format:
         """A scale an output, activations quantized per token, unless options say otherwise."""
         granularity = None if options is None else options.granularity
-        return EightBitFormat(dtype=CODES, granularity=granularity or "channel", activations=TOKEN)
+        return W8Format(dtype=CODES, granularity=granularity or "channel", activations=TOKEN)
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> FormatSource:
@@ -59,7 +59,7 @@ class Fp8(EightBitMethod):
         )
 
 
-def fp8_format(config: Mapping[str, Any]) -> EightBitFormat:
+def fp8_format(config: Mapping[str, Any]) -> W8Format:
     """The format of quant_method fp8. Raises CheckpointError, naming the key, for one that is not supported."""
     number = config.get("fmt", "e4m3")
     if number not in ("e4m3", "float8_e4m3fn"):
@@ -70,7 +70,7 @@ def fp8_format(config: Mapping[str, Any]) -> EightBitFormat:
     block = config.get("weight_block_size")
     if block is None:
         static = scheme == "static"
-        return EightBitFormat(
+        return W8Format(
             dtype=CODES,
             granularity="tensor",
             activations=STATIC if static else TOKEN,
@@ -82,4 +82,4 @@ def fp8_format(config: Mapping[str, Any]) -> EightBitFormat:
     if scheme != "dynamic":
         raise CheckpointError("quantization_config: weight_block_size needs activation_scheme dynamic, not static")
     # In spite of its name a code is multiplied by weight_scale_inv.
-    return EightBitFormat(dtype=CODES, granularity="block", activations=TOKEN, scale_names=("weight_scale_inv",))
+    return W8Format(dtype=CODES, granularity="block", activations=TOKEN, scale_names=("weight_scale_inv",))

@@ -21,8 +21,8 @@ from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.packing import WORD, gptq_zeros, unpack
 from engine.plugins.quant.quantization_config import is_listed, modules_left_alone, same_for_all
 from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
-from engine.plugins.quant.w4a16_kernel import PackedKernel
-from engine.plugins.quant.w4a16_method import PackedMethod
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
+from engine.plugins.quant.w4a16_method import W4A16Method
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
@@ -46,7 +46,7 @@ class GptqConfig:
         return f"gptq of {self.scheme}{'' if self.symmetric else ', asymmetric'}"
 
 
-class Gptq(PackedMethod):
+class Gptq(W4A16Method):
     """Reads GPTQ checkpoints."""
 
     reads: ClassVar[str] = "with quant_method gptq in config.json"
@@ -84,7 +84,7 @@ class Gptq(PackedMethod):
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """None for modules that the checkpoint leaves alone."""
         config = same_for_all(spec, self.config_of)
-        return None if config is None else PackedKernel(spec, GptqReader(config), self._multipliers)
+        return None if config is None else W4A16Kernel(spec, GptqReader(config), self._multipliers)
 
     def config_of(self, name: str) -> GptqConfig | None:
         """How a module is quantized; None: it is not."""

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from engine.core.errors import CheckpointError
-from engine.plugins.quant.w8_kernel import TOKEN, EightBitFormat
-from engine.plugins.quant.w8_method import ActivationOptions, CompressedFormats, EightBitMethod, FormatSource
+from engine.plugins.quant.w8_kernel import TOKEN, W8Format
+from engine.plugins.quant.w8_method import ActivationOptions, CompressedFormats, FormatSource, W8Method
 
 CODES = "int8"
 
 
-class Int8(EightBitMethod):
+class Int8(W8Method):
     """Weights of one byte, multiplied as integers, on any GPU from capability 8.0 on and on a CPU."""
 
     name: ClassVar[str] = "int8"
     options_class: ClassVar[type | None] = ActivationOptions
 
     @classmethod
-    def online(cls, options: ActivationOptions | None) -> EightBitFormat:
+    def online(cls, options: ActivationOptions | None) -> W8Format:
         """A scale an output, activations quantized per token unless options say otherwise."""
-        return EightBitFormat(dtype=CODES, granularity="channel", activations=TOKEN)
+        return W8Format(dtype=CODES, granularity="channel", activations=TOKEN)
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> FormatSource:

@@ -20,8 +20,8 @@ from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.packing import WORD, unpack
 from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
-from engine.plugins.quant.w4a16_kernel import PackedKernel
-from engine.plugins.quant.w4a16_method import PackedMethod
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
+from engine.plugins.quant.w4a16_method import W4A16Method
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
@@ -29,7 +29,7 @@ FORMAT = "pack-quantized"
 STRATEGIES = ("group", "channel")
 
 
-class PackQuantized(PackedMethod):
+class PackQuantized(W4A16Method):
     """Reads such checkpoints."""
 
     reads: ClassVar[str] = "that llm-compressor has packed (W4A16, W8A16)"
@@ -48,7 +48,7 @@ class PackQuantized(PackedMethod):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Self:
-        """See PackedMethod; a KV cache that the checkpoint asks for is logged."""
+        """See W4A16Method; a KV cache that the checkpoint asks for is logged."""
         found = super().from_checkpoint(checkpoint, options)
         found._kv_cache.say()
         return found
@@ -69,7 +69,7 @@ class PackQuantized(PackedMethod):
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """None for modules that the checkpoint leaves alone."""
         scheme = quant_config.same_for_all(spec, self._config.scheme)
-        return None if scheme is None else PackedKernel(spec, PackedReader(scheme.weights), self._multipliers)
+        return None if scheme is None else W4A16Kernel(spec, PackedReader(scheme.weights), self._multipliers)
 
 
 class PackedReader(Reader):

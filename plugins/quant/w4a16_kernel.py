@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from engine.core.autotune import Multiplication, Operands
+from engine.core.autotune import AutotunedCall, Operands
 from engine.core.layers import multiply, pack, silu_and_mul, torch_dtype
 from engine.core.quant import LinearKernel, LinearSpec, TensorSpec
 from engine.ops.gemm.packed_layout import Layout, PackedMatrix
@@ -55,7 +55,7 @@ class Section:
         return None if bias is None else bias[self.outputs]
 
 
-class PackedKernel(LinearKernel):
+class W4A16Kernel(LinearKernel):
     """A linear layer of a Reader's parts.
 
     Parts that come with their inputs in one order are one matrix; others are multiplied one after the other, each by
@@ -160,20 +160,20 @@ class PackedKernel(LinearKernel):
         y = silu_and_mul(y) if gated and not gated_at_once else y
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def multiplications(
+    def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> Sequence[Multiplication]:
+    ) -> Sequence[AutotunedCall]:
         """One for each matrix that is packed."""
         if "weight" in weights:
             return ()
-        from engine.ops.gemm.weight_only_tiles import Problem
+        from engine.ops.gemm.weight_only_tiles import GemmShape
         from engine.plugins.quant.weight_only_tuning import WeightOnly
 
         sections = self._sections_of(weights)
         found = []
         for one in sections:
             matrix = one.matrix
-            problem = Problem(
+            problem = GemmShape(
                 gated=self.spec.gated and len(sections) == 1,
                 weight_rows=matrix.rows,
                 inputs=self.spec.rank_inputs if one.order is None else len(one.order),
@@ -183,7 +183,7 @@ class PackedKernel(LinearKernel):
             )
             tunable = WeightOnly(self._multipliers.on(matrix.words.device), problem)
             operands = Operands(weights=matrix.tensors, bias=one.part_of(bias))
-            found.append(Multiplication(tunable=tunable, operands=operands))
+            found.append(AutotunedCall(tunable=tunable, operands=operands))
         return found
 
     def _sections_of(self, weights: Mapping[str, torch.Tensor]) -> Sequence[Section]:

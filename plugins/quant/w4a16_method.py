@@ -12,7 +12,7 @@ from engine.core.quant import QuantMethod
 from engine.plugins.quant.w4a16_kernel import Multipliers
 
 
-class PackedMethod(QuantMethod):
+class W4A16Method(QuantMethod):
     """Made of a quantization_config, which it refuses by a CheckpointError; has no options."""
 
     api: ClassVar[str] = "1"

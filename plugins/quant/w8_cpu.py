@@ -8,10 +8,10 @@ import torch
 
 from engine.core.layers import multiply, pack
 from engine.plugins.quant.rounding import dequantize, quantize_rows
-from engine.plugins.quant.w8_kernel import EightBitKernel
+from engine.plugins.quant.w8_kernel import W8Kernel
 
 
-class WidenedKernel(EightBitKernel):
+class DequantizeAtLoadKernel(W8Kernel):
     """Weights widened to the model's type once, at load: exact, as fast and as large as unquantized ones.
 
     A CPU has no arithmetic for float8, and widening at every multiplication would take longer than the multiplication.
@@ -28,11 +28,11 @@ class WidenedKernel(EightBitKernel):
         return multiply(x, weights["weight"], bias)
 
     def describe(self) -> str:
-        """See EightBitKernel."""
+        """See W8Kernel."""
         return f"widened to {self.spec.dtype} at load, activations as they are"
 
 
-class IntegerKernel(EightBitKernel):
+class IntegerKernel(W8Kernel):
     """int8 codes of weights and activations multiplied as integers; sums are exact."""
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -51,5 +51,5 @@ class IntegerKernel(EightBitKernel):
         return y.to(x.dtype).view(*x.shape[:-1], weights["weight"].shape[0])
 
     def describe(self) -> str:
-        """See EightBitKernel."""
+        """See W8Kernel."""
         return "int8 products with a scale a token" if self.form.activations == "token" else "int8 products"

@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from engine.core.autotune import Multiplication, Operands
+from engine.core.autotune import AutotunedCall, Operands
 from engine.core.errors import CheckpointError
-from engine.core.quant import LinearSpec, Prologue
+from engine.core.quant import FusedInputQuantization, LinearSpec
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.gemm.packed_layout import CodeLayout, PackedMatrix
 from engine.ops.gemm.weight_only_launch import Multiplier
-from engine.ops.gemm.weight_only_tiles import MOST_ROWS, Problem
-from engine.plugins.quant.fused_quantization import QuantizingPrologue
+from engine.ops.gemm.weight_only_tiles import MOST_ROWS, GemmShape
+from engine.plugins.quant.fused_quantization import NormAndActivationQuantization
 from engine.plugins.quant.rounding import dequantize
-from engine.plugins.quant.w8_kernel import NONE, EightBitFormat, EightBitKernel
-from engine.plugins.quant.w8a8_matmul import HOPPER, CodesMultiplier, has_capability
+from engine.plugins.quant.w8_kernel import NONE, W8Format, W8Kernel
+from engine.plugins.quant.w8a8_matmul import HOPPER, W8A8Matmul, has_capability
 from engine.plugins.quant.w8a8_tuning import ByCodes
 from engine.plugins.quant.weight_only_tuning import WeightOnly
 
@@ -34,19 +34,17 @@ NOT_A_NUMBER = 0x7F
 """The code of a NaN in e4m3, the sign aside."""
 
 
-class GpuKernel(EightBitKernel):
+class W8GpuKernel(W8Kernel):
     """Codes in the order of a CodeLayout and scales in memory, kernels by the number of rows."""
 
-    def __init__(self, spec: LinearSpec, form: EightBitFormat, multiplier: Multiplier) -> None:
+    def __init__(self, spec: LinearSpec, form: W8Format, multiplier: Multiplier) -> None:
         super().__init__(spec, form)
         self._multiplier = multiplier
         self._layout = CodeLayout(dtype=form.dtype, scale_rows=self.scale_rows)
         slow_tiles = self.scale_rows > 0 or is_without_tma(torch.device(spec.device))
         self._quantizes = form.activations != NONE and not slow_tiles
         outputs = sum(spec.rank_outputs(part) for part in spec.parts)
-        self._codes = CodesMultiplier(
-            multiplier.workspace, form.torch_dtype, outputs, spec.rank_inputs, self.compute_dtype
-        )
+        self._codes = W8A8Matmul(multiplier.workspace, form.torch_dtype, outputs, spec.rank_inputs, self.compute_dtype)
         self._last: tuple[Mapping[str, torch.Tensor], PackedMatrix] | None = None
         """The weights given last, and their matrix."""
 
@@ -94,24 +92,24 @@ class GpuKernel(EightBitKernel):
         """See LinearKernel."""
         return not self._by_codes(rows)
 
-    def prologue(self) -> Prologue | None:
+    def fused_input_quantization(self) -> FusedInputQuantization | None:
         """Where there are rows whose activations are quantized."""
         can = self._quantizes and self.spec.dtype != "float32"
-        return QuantizingPrologue(self._codes, self._by_codes) if can else None
+        return NormAndActivationQuantization(self._codes, self._by_codes) if can else None
 
     def _by_codes(self, rows: int) -> bool:
         """Whether so many rows are quantized, but for float32 ones."""
         return self._quantizes and rows > FEW_ROWS
 
-    def multiplications(
+    def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> Sequence[Multiplication]:
+    ) -> Sequence[AutotunedCall]:
         """One of few rows and one of many, or one of all where activations are not quantized."""
         spec = self.spec
         if spec.dtype == "float32":
             return ()
         matrix = self._matrix(weights)
-        problem = Problem(
+        problem = GemmShape(
             gated=spec.gated,
             weight_rows=matrix.rows,
             inputs=spec.rank_inputs,
@@ -120,10 +118,10 @@ class GpuKernel(EightBitKernel):
         )
         most_rows = FEW_ROWS if self._quantizes else MOST_ROWS
         few = WeightOnly(self._multiplier, problem, most_rows)
-        found = [Multiplication(tunable=few, operands=Operands(weights=matrix.tensors, bias=bias))]
+        found = [AutotunedCall(tunable=few, operands=Operands(weights=matrix.tensors, bias=bias))]
         if self._quantizes:
             many = ByCodes(self._codes, static="input_scale" in weights)
-            found.append(Multiplication(tunable=many, operands=Operands(weights=weights, bias=bias)))
+            found.append(AutotunedCall(tunable=many, operands=Operands(weights=weights, bias=bias)))
         return found
 
     def widen(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, inputs: int) -> torch.Tensor:
@@ -132,7 +130,7 @@ class GpuKernel(EightBitKernel):
         return dequantize(self._layout.unpack(weights["weight"], inputs), scale, dtype, self.scale_rows)
 
     def describe(self) -> str:
-        """See EightBitKernel."""
+        """See W8Kernel."""
         if not self._quantizes:
             return (
                 f"weight-only Triton kernels, more than {MOST_ROWS} rows by unpacked weights; activations as they are"
@@ -146,16 +144,16 @@ class GpuKernel(EightBitKernel):
         return "activations are float32; use --dtype bfloat16" if self.spec.dtype == "float32" else None
 
 
-class WideningKernel(GpuKernel):
+class DequantizeEachCallKernel(W8GpuKernel):
     """For GPUs without float8: weights are widened at every multiplication."""
 
-    def prologue(self) -> Prologue | None:
+    def fused_input_quantization(self) -> FusedInputQuantization | None:
         """None: activations are not quantized."""
         return None
 
-    def multiplications(
+    def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> Sequence[Multiplication]:
+    ) -> Sequence[AutotunedCall]:
         """None: there is one way."""
         return ()
 
@@ -166,11 +164,11 @@ class WideningKernel(GpuKernel):
         return silu_and_mul(y) if gated else y
 
     def describe(self) -> str:
-        """See EightBitKernel."""
+        """See W8Kernel."""
         return f"weight-only: widened to {self.spec.dtype} at every multiplication"
 
     def slow(self) -> str | None:
-        """See GpuKernel."""
+        """See W8GpuKernel."""
         return (
             f"this GPU has no float8 (compute capability below {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}): weights take"
             " less memory but multiplying takes longer; an int8 checkpoint would be faster"

@@ -20,7 +20,7 @@ NONE, TOKEN, STATIC = "none", "token", "static"
 
 
 @frozen(kw_only=True)
-class EightBitFormat:
+class W8Format:
     """How a linear layer is quantized."""
 
     dtype: str
@@ -63,10 +63,10 @@ class Codes:
     """[1] float32, of static activations: the largest of the parts'."""
 
 
-class EightBitKernel(LinearKernel):
+class W8Kernel(LinearKernel):
     """Reads codes and scales, or makes them of plain weights; subclasses multiply."""
 
-    def __init__(self, spec: LinearSpec, form: EightBitFormat) -> None:
+    def __init__(self, spec: LinearSpec, form: W8Format) -> None:
         """Raises CheckpointError where ranks that share the layer would cut blocks."""
         self.spec = spec
         self.form = form

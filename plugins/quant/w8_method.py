@@ -23,8 +23,8 @@ from engine.plugins.quant.quantization_config import (
     same_for_all,
 )
 from engine.plugins.quant.rounding import BLOCK
-from engine.plugins.quant.w8_cpu import IntegerKernel, WidenedKernel
-from engine.plugins.quant.w8_kernel import NONE, STATIC, TOKEN, EightBitFormat, EightBitKernel
+from engine.plugins.quant.w8_cpu import DequantizeAtLoadKernel, IntegerKernel
+from engine.plugins.quant.w8_kernel import NONE, STATIC, TOKEN, W8Format, W8Kernel
 
 if TYPE_CHECKING:
     from engine.ops.gemm.weight_only_launch import Multiplier
@@ -51,7 +51,7 @@ class ActivationOptions:
     """dynamic-token or none; not given: as the checkpoint says, and dynamic-token for an unquantized one."""
 
 
-class EightBitMethod(QuantMethod):
+class W8Method(QuantMethod):
     """Reads codes and scales, or quantizes while loading."""
 
     api: ClassVar[str] = "1"
@@ -70,7 +70,7 @@ class EightBitMethod(QuantMethod):
 
     @classmethod
     @abstractmethod
-    def online(cls, options: Any) -> EightBitFormat:
+    def online(cls, options: Any) -> W8Format:
         """How an unquantized checkpoint is quantized."""
 
     @classmethod
@@ -87,7 +87,7 @@ class EightBitMethod(QuantMethod):
         return None
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> EightBitMethod:
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> W8Method:
         """Raises CheckpointError for what `refuses` refuses, ConfigError for options that do not fit the checkpoint."""
         wanted = None if options is None else options.activations
         if checkpoint is None:
@@ -129,21 +129,21 @@ class EightBitMethod(QuantMethod):
         self._say(kernel, form)
         return kernel
 
-    def _kernel(self, spec: LinearSpec, form: EightBitFormat) -> EightBitKernel:
+    def _kernel(self, spec: LinearSpec, form: W8Format) -> W8Kernel:
         if spec.device == "cpu":
             integers = form.dtype == "int8" and form.activations != NONE
-            return IntegerKernel(spec, form) if integers else WidenedKernel(spec, form)
+            return IntegerKernel(spec, form) if integers else DequantizeAtLoadKernel(spec, form)
         from engine.ops.gemm.weight_only_launch import Multiplier
-        from engine.plugins.quant.w8_gpu import FP8_CAPABILITY, GpuKernel, WideningKernel
+        from engine.plugins.quant.w8_gpu import FP8_CAPABILITY, DequantizeEachCallKernel, W8GpuKernel
         from engine.plugins.quant.w8a8_matmul import has_capability
 
         device = torch.device(spec.device)
         if spec.device not in self._multipliers:
             self._multipliers[spec.device] = Multiplier(device)
         can = form.dtype == "int8" or has_capability(device, FP8_CAPABILITY)
-        return (GpuKernel if can else WideningKernel)(spec, form, self._multipliers[spec.device])
+        return (W8GpuKernel if can else DequantizeEachCallKernel)(spec, form, self._multipliers[spec.device])
 
-    def _say(self, kernel: EightBitKernel, form: EightBitFormat) -> None:
+    def _say(self, kernel: W8Kernel, form: W8Format) -> None:
         """Log how layers are multiplied, once for all layers of a kind."""
         text, slow = f"{form}: {kernel.describe()}", kernel.slow()
         where = f"(first: {kernel.spec.parts[0].name})"
@@ -159,7 +159,7 @@ class FormatSource(ABC):
     """How each module of a checkpoint is quantized."""
 
     @abstractmethod
-    def format(self, module: str) -> EightBitFormat | None:
+    def format(self, module: str) -> W8Format | None:
         """None: not at all."""
 
 
@@ -167,15 +167,15 @@ class FormatSource(ABC):
 class OneFormat(FormatSource):
     """All modules alike but those left alone."""
 
-    form: EightBitFormat
+    form: W8Format
     left_alone: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, form: EightBitFormat, config: Mapping[str, Any]) -> OneFormat:
+    def parse(cls, form: W8Format, config: Mapping[str, Any]) -> OneFormat:
         """With the list of modules left alone of a quantization_config."""
         return cls(form=form, left_alone=modules_left_alone(config))
 
-    def format(self, module: str) -> EightBitFormat | None:
+    def format(self, module: str) -> W8Format | None:
         """See FormatSource."""
         return None if is_listed(module, self.left_alone) else self.form
 
@@ -187,7 +187,7 @@ class Overridden(FormatSource):
     source: FormatSource
     activations: str
 
-    def format(self, module: str) -> EightBitFormat | None:
+    def format(self, module: str) -> W8Format | None:
         """See FormatSource."""
         form = self.source.format(module)
         return None if form is None else evolve(form, activations=self.activations)
@@ -198,7 +198,7 @@ class CompressedFormats(FormatSource):
     """By the config groups of compressed-tensors."""
 
     config: CompressedConfig
-    formats: Mapping[str, EightBitFormat]
+    formats: Mapping[str, W8Format]
     """By name of the group."""
 
     @classmethod
@@ -207,7 +207,7 @@ class CompressedFormats(FormatSource):
         config = CompressedConfig.parse(stored)
         return cls(config=config, formats={scheme.name: format_of(scheme) for scheme in config.schemes})
 
-    def format(self, module: str) -> EightBitFormat | None:
+    def format(self, module: str) -> W8Format | None:
         """See FormatSource."""
         scheme = self.config.scheme(module)
         return None if scheme is None else self.formats[scheme.name]
@@ -218,7 +218,7 @@ class CompressedFormats(FormatSource):
         return frozenset(form.dtype for form in self.formats.values())
 
 
-def format_of(scheme: Scheme) -> EightBitFormat:
+def format_of(scheme: Scheme) -> W8Format:
     """The format of a config group. Raises CheckpointError unless it is of eight-bit codes stored as they are."""
     weights, inputs = scheme.weights, scheme.inputs
     whys = {
@@ -258,7 +258,7 @@ def format_of(scheme: Scheme) -> EightBitFormat:
         if applies:
             raise CheckpointError(f"config group {scheme} of quantization_config is not supported here: {why}")
     activations = NONE if inputs is None else TOKEN if inputs.dynamic else STATIC
-    return EightBitFormat(
+    return W8Format(
         dtype=CODES[weights.type],
         granularity=weights.strategy,
         activations=activations,

@@ -66,7 +66,7 @@ HOPPER = (9, 0)
 """From which on there is TMA, and torch's float8 kernel takes a scale a row."""
 
 
-class CodesMultiplier:
+class W8A8Matmul:
     """Multiplies by the codes of one layer, as it is chosen for each number of rows."""
 
     def __init__(self, workspace: Workspace, codes: torch.dtype, outputs: int, inputs: int, dtype: torch.dtype) -> None:

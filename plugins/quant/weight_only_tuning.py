@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.core.autotune import Operands, Tunable, version_of
+from engine.core.autotune import AutotunedOp, Operands, version_of
 from engine.ops.common import launch
 from engine.ops.common.launch import num_sms, shared_memory
 from engine.ops.gemm import (
@@ -19,13 +19,13 @@ from engine.ops.gemm import (
 )
 from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.weight_only_launch import Multiplier
-from engine.ops.gemm.weight_only_tiles import MEASURED_CLASSES, Problem, Tile, candidates, other_splits
+from engine.ops.gemm.weight_only_tiles import MEASURED_CLASSES, GemmShape, Tile, candidates, other_splits
 
 
-class WeightOnly(Tunable[Tile | None]):
+class WeightOnly(AutotunedOp[Tile | None]):
     """A multiplication by packed weights. None: by the library. Weights of its operands: PackedMatrix.tensors."""
 
-    def __init__(self, multiplier: Multiplier, problem: Problem, most_rows: int = MEASURED_CLASSES[-1]) -> None:
+    def __init__(self, multiplier: Multiplier, problem: GemmShape, most_rows: int = MEASURED_CLASSES[-1]) -> None:
         """most_rows: more are multiplied in another way."""
         self.problem = problem
         self._multiplier = multiplier
@@ -33,27 +33,27 @@ class WeightOnly(Tunable[Tile | None]):
 
     @property
     def key(self) -> str:
-        """See Tunable."""
+        """See AutotunedOp."""
         return f"weight-only {self.problem}"
 
     @property
     def version(self) -> str:
-        """See Tunable."""
+        """See AutotunedOp."""
         return version_of(launch, skinny, skinny_launch, weight_only, weight_only_launch, weight_only_tiles, layout)
 
     @property
     def inputs(self) -> int:
-        """See Tunable."""
+        """See AutotunedOp."""
         return self.problem.inputs
 
     @property
     def dtype(self) -> torch.dtype:
-        """See Tunable."""
+        """See AutotunedOp."""
         return self.problem.dtype
 
     @property
     def classes(self) -> Sequence[int]:
-        """See Tunable."""
+        """See AutotunedOp."""
         return self._classes
 
     def candidates(self, rows: int) -> Sequence[Tile | None]:
@@ -67,25 +67,25 @@ class WeightOnly(Tunable[Tile | None]):
         return [] if fastest is None else other_splits(fastest, self.problem, rows)
 
     def name(self, candidate: Tile | None) -> str:
-        """See Tunable."""
+        """See AutotunedOp."""
         return "library" if candidate is None else str(candidate)
 
     def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
-        """See Tunable."""
+        """See AutotunedOp."""
         if candidate is not None:
             matrix = self._matrix(operands)
             x = torch.empty((rows, self.inputs), dtype=self.dtype, device=matrix.words.device)
             self._multiplier.compile(x, matrix, operands.bias, self.problem.gated, candidate)
 
     def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-        """See Tunable."""
+        """See AutotunedOp."""
         matrix, gated = self._matrix(operands), self.problem.gated
         if candidate is None:
             return self._multiplier.by_library(x, matrix, operands.bias, gated)
         return self._multiplier.by_tiles(x, matrix, operands.bias, gated, candidate)
 
     def choose(self, rows: int, candidate: Tile | None) -> None:
-        """See Tunable."""
+        """See AutotunedOp."""
         self._multiplier.choose(self.problem, rows, candidate)
 
     def _matrix(self, operands: Operands) -> PackedMatrix:

@@ -21,7 +21,7 @@ from engine.core.types import FINISH_ERROR, EngineStats, Output
 from engine.server.engine_process.output_routes import Routes
 from engine.server.engine_process.prober import Prober
 from engine.server.shared.control import Control
-from engine.server.shared.heartbeat import Pulse
+from engine.server.shared.heartbeat import Heartbeat
 from engine.server.shared.messages import (
     SOCKET,
     Abort,
@@ -80,7 +80,7 @@ def _run(
     make_engine: Callable[[EngineConfig], Engine], launch: EngineLaunch, channel: Channel, control: Control[ToEngine]
 ) -> int:
     begun = time.monotonic()
-    pulse = Pulse.map(launch.directory, launch.replica, create=True)
+    pulse = Heartbeat.map(launch.directory, launch.replica, create=True)
     try:
         engine = make_engine(launch.config)
     except Exception as error:
@@ -166,7 +166,7 @@ class Channel:
         self._wakened.close(linger=0)
 
 
-def loop(engine: Engine, channel: Channel, pulse: Pulse, probe_interval: float) -> None:
+def loop(engine: Engine, channel: Channel, pulse: Heartbeat, probe_interval: float) -> None:
     """Serve until a Shutdown message. Raises what `Engine.step` raises."""
     routes = Routes()
     prober = Prober(engine, pulse, probe_interval)

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from engine.core.types import Request, SamplingParams
-from engine.server.shared.heartbeat import Pulse
+from engine.server.shared.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
@@ -18,7 +18,7 @@ NAME = "engine-health"
 class Prober:
     """Asks for a proof after a time of idleness or on demand, and notes it when it comes."""
 
-    def __init__(self, engine: Engine, pulse: Pulse, interval: float) -> None:
+    def __init__(self, engine: Engine, pulse: Heartbeat, interval: float) -> None:
         """interval: seconds of idleness; 0: only on demand."""
         self._engine = engine
         self._pulse = pulse

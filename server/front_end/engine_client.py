@@ -134,7 +134,7 @@ class EngineClient:
         self.links = [
             Link(self._context, replica, self._hand_out, self._wake_all) for replica in range(limits.replicas)
         ]
-        self.router = Router([0] * limits.replicas, config.cache.page_size)
+        self.router = Router([0] * limits.replicas, config.cache.block_size)
 
     def open(self, directory: str, name: str, started: Started) -> None:
         """Begin to talk, as `name`, to an engine process that has started, of the server that has this directory.

@@ -10,7 +10,7 @@ import zmq
 
 from engine.core.executors import Decoder, encode
 from engine.core.types import EngineStats
-from engine.server.shared.heartbeat import Fault, Pulse
+from engine.server.shared.heartbeat import Fault, Heartbeat
 from engine.server.shared.messages import SOCKET, EngineGone, FromClient, Hello, Outputs, Started
 
 
@@ -32,7 +32,7 @@ class Link:
         """What the latest one has said that could start; None: none has yet."""
         self.stats = EngineStats()
         self.failure: EngineGone | None = None
-        self.pulse: Pulse | None = None
+        self.pulse: Heartbeat | None = None
         """None before the engine has started."""
         self._context = context
         self._hand_out = hand_out
@@ -44,7 +44,7 @@ class Link:
         """Begin to talk, as `name`, to an engine process that has started, of the server that has this directory."""
         self.close()
         self.life, self.started, self.failure = started.life, started, None
-        self.pulse = Pulse.map(directory, self.replica)
+        self.pulse = Heartbeat.map(directory, self.replica)
         # A socket of its own for each process: what was sent to a dead one must not reach the next.
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)

@@ -66,9 +66,9 @@ class Prefixes:
 class Router:
     """Chooses replicas, and remembers which prompts it sent where. A front end has one."""
 
-    def __init__(self, blocks: Sequence[int], page_size: int) -> None:
-        """blocks: in each replica's prefix cache; 0: it has none. page_size: tokens a block."""
-        self._page_size = page_size
+    def __init__(self, blocks: Sequence[int], block_size: int) -> None:
+        """blocks: in each replica's prefix cache; 0: it has none. block_size: tokens a block."""
+        self._block_size = block_size
         self._prefixes = [Prefixes(min(most, MOST_KNOWN)) for most in blocks]
         self._caches = any(blocks)
         self._turn = count()
@@ -106,7 +106,7 @@ class Router:
         best: tuple[float, int, int, int] | None = None
         for replica, load in enumerate(loads):
             if load is not None:
-                new = len(prompt) - self._prefixes[replica].known(digests) * self._page_size
+                new = len(prompt) - self._prefixes[replica].known(digests) * self._block_size
                 turn = (replica - first) % len(loads)
                 if best is None or (load + new, new, turn) < best[:3]:
                     best = (load + new, new, turn, replica)
@@ -116,8 +116,8 @@ class Router:
 
     def _digests(self, prompt: Sequence[int], salt: str) -> list[bytes]:
         """Of the prompt's leading blocks; never of all, as in the cache: the last token must be computed."""
-        blocks = min((len(prompt) - 1) // self._page_size, MOST_BLOCKS) if self._caches else 0
-        chain = HashChain(self._page_size, salt)
+        blocks = min((len(prompt) - 1) // self._block_size, MOST_BLOCKS) if self._caches else 0
+        chain = HashChain(self._block_size, salt)
         return [chain.digest(prompt, block) for block in range(blocks)]
 
 

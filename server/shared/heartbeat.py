@@ -46,7 +46,7 @@ class Fault:
         return body | ({"restart": self.restart} if self.restart else {})
 
 
-class Pulse:
+class Heartbeat:
     """The numbers, as one process maps them."""
 
     def __init__(self, cells: memoryview[float], clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +55,7 @@ class Pulse:
         self._clock = clock
 
     @classmethod
-    def map(cls, directory: str, replica: int, *, create: bool = False) -> Pulse:
+    def map(cls, directory: str, replica: int, *, create: bool = False) -> Heartbeat:
         """The pulse of a replica of the server that has this directory; its first engine process makes the file, and
         each begins anew."""
         file = Path(directory) / FILE.format(replica)

@@ -22,7 +22,7 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     started: what a replica has said, of several the one that was ready last.
     """
     cache = started.cache
-    contexts = cache.num_blocks * cache.page_size / started.max_len
+    contexts = cache.num_blocks * cache.block_size / started.max_len
     plugins = [(choice.seam, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices]
     stored = "" if cache.kv_dtype in ("", cache.dtype) else f", in {cache.kv_dtype}"
     memory = [
@@ -31,7 +31,7 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
         (
             "KV cache",
             format_bytes(cache.kv_bytes),
-            f"{cache.num_blocks} blocks of {cache.page_size} tokens, {contexts:.1f} contexts of full length{stored}",
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens, {contexts:.1f} contexts of full length{stored}",
         ),
         ("budget", format_bytes(cache.budget_bytes), ""),
     ]

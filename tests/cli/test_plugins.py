@@ -55,7 +55,7 @@ class Unfinished(SchedulingPolicy):
 class LargePages(TorchAttention):
     """Reads no pages but of 64 tokens."""
 
-    page_sizes = (64,)
+    block_sizes = (64,)
 
 
 class Extra:
@@ -129,7 +129,7 @@ def test_check_tells_refused_from_broken(run, with_extra, engine_checkpoint):
     assert found["unfinished"][0] == "broken"
     assert "victim" in found["unfinished"][1]
     assert found["largepages"][0] == "refused"
-    assert "--page-size" in found["largepages"][1]
+    assert "--block-size" in found["largepages"][1]
 
 
 def test_check_asks_two_that_are_named_together(run, with_extra, engine_checkpoint):
@@ -141,8 +141,8 @@ def test_check_asks_two_that_are_named_together(run, with_extra, engine_checkpoi
     assert verdict("torch,native")[:2] == ("attention", "usable")
     seam, status, reason = verdict("torch,largepages")
     assert (seam, status) == ("attention", "refused")
-    assert "--page-size" in reason
-    assert verdict("torch,largepages", "--page-size", "64")[1] == "usable"
+    assert "--block-size" in reason
+    assert verdict("torch,largepages", "--block-size", "64")[1] == "usable"
     seam, status, reason = verdict("torch,nothing")
     assert (seam, status) == ("attention", "broken")
     assert "there is no attention plugin 'nothing'" in reason

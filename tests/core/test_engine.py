@@ -79,9 +79,9 @@ def test_chunk_size_does_not_matter(checkpoint: Path, expected: list[tuple[int, 
         assert engine.stats().steps > len(PROMPTS[-1]) // chunk
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 64])
-def test_page_size_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], page_size: int) -> None:
-    with build(checkpoint, cache__page_size=page_size) as engine:
+@pytest.mark.parametrize("block_size", [1, 4, 64])
+def test_page_size_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], block_size: int) -> None:
+    with build(checkpoint, cache__block_size=block_size) as engine:
         assert tokens_of(engine, PROMPTS) == expected
 
 
@@ -97,7 +97,7 @@ def test_prefix_hits_do_not_matter(checkpoint: Path, expected: list[tuple[int, .
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "priority"])
 def test_preemption_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], scheduler: str) -> None:
-    bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, kv heads, head_dim, page_size, float32
+    bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, kv heads, head_dim, block_size, float32
     with build(checkpoint, scheduler=scheduler, model__max_len=128, cache__memory=str(9 * bytes_per_block)) as engine:
         assert engine.cache_info.num_blocks == 9
         assert tokens_of(engine, PROMPTS) == expected
@@ -324,8 +324,8 @@ def test_errors_of_construction(checkpoint: Path, tmp_path: Path) -> None:
         build(checkpoint, scheduler="fcsf")
     with pytest.raises(CapacityError, match="--max-len"):
         build(checkpoint, cache__memory="100kB")
-    with pytest.raises(ConfigError, match="page_size"):
-        build(checkpoint, cache__page_sizes=16)
+    with pytest.raises(ConfigError, match="block_size"):
+        build(checkpoint, cache__block_sizes=16)
 
 
 def test_dummy_weights_need_only_a_config(checkpoint: Path, tmp_path: Path) -> None:

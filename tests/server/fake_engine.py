@@ -71,7 +71,7 @@ class FakeEngine:
         self.parts = Parts((Choice(seam="attention", name="fake", provenance="tests 1.0", reason="the only one"),))
         self.cache_info = CacheInfo(
             num_blocks=100,
-            page_size=16,
+            block_size=16,
             weights_bytes=1000,
             activation_bytes=2000,
             kv_bytes=5 * 2**20,

@@ -33,7 +33,8 @@ class Plain(AttentionBackend):
     def slots(self, batch, row: int, context: int) -> torch.Tensor:
         at = torch.arange(context)
         return (
-            batch.block_tables[row].long()[at // self.spec.page_size] * self.spec.page_size + at % self.spec.page_size
+            batch.block_tables[row].long()[at // self.spec.block_size] * self.spec.block_size
+            + at % self.spec.block_size
         )
 
     def spec_of(self, layer: int) -> tuple[AttentionSpec, int | None]:
@@ -109,14 +110,14 @@ class Contiguous(Plain):
     """Takes the blocks of a sequence to be adjacent."""
 
     def slots(self, batch, row, context):
-        return int(batch.block_tables[row, 0]) * self.spec.page_size + torch.arange(context)
+        return int(batch.block_tables[row, 0]) * self.spec.block_size + torch.arange(context)
 
 
 class Greedy(Plain):
     """Multiplies whole blocks and masks afterwards, so that NaN beyond the context comes through."""
 
     def forward(self, layer, q, k, v, plan):
-        whole = self.pool.values[layer].flatten(0, 1)[self.slots(plan, 0, self.spec.page_size)]
+        whole = self.pool.values[layer].flatten(0, 1)[self.slots(plan, 0, self.spec.block_size)]
         return super().forward(layer, q, k, v, plan) + (whole.sum() * 0).to(q.dtype)
 
 

@@ -179,7 +179,7 @@ class NoBlocks(Threaded):
 
 class OtherPages(Threaded):
     def start(self):
-        return attrs.evolve(super().start(), page_size=32)
+        return attrs.evolve(super().start(), block_size=32)
 
 
 class OtherType(Threaded):

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from attrs import evolve
 
 from engine.core.errors import CheckpointError
-from engine.core.quant.base import KVScaleNames, LinearInput, LinearKernel, Prologue, QuantMethod, TensorSpec
+from engine.core.quant.base import (
+    FusedInputQuantization,
+    KVScaleNames,
+    LinearKernel,
+    QuantizedActivation,
+    QuantMethod,
+    TensorSpec,
+)
 from engine.testing.quant import QuantConformance
 
 HALVED = {"quant_method": "halved"}
@@ -78,14 +85,14 @@ class TestHalvedInHalf(Halved):
     dtype = "bfloat16"
 
 
-class Made(LinearInput):
+class Made(QuantizedActivation):
     __slots__ = ("x",)
 
     def __init__(self, x):
         self.x = x
 
 
-class Fused(Prologue):
+class Fused(FusedInputQuantization):
     """By the definition; takes some rows."""
 
     def __init__(self, kernel):
@@ -109,7 +116,7 @@ class Fused(Prologue):
 class Preparing(Kernel):
     kind = Fused
 
-    def prologue(self):
+    def fused_input_quantization(self):
         return self.kind(self)
 
 
@@ -371,7 +378,7 @@ class Swapped(Fused):
         return super().activated(torch.cat(x.chunk(2, -1)[::-1], -1), weights)
 
 
-def preparing(prologue: type[Prologue]) -> type[LinearKernel]:
+def preparing(prologue: type[FusedInputQuantization]) -> type[LinearKernel]:
     return type("Prepared", (Preparing,), {"kind": prologue})
 
 

@@ -30,7 +30,7 @@ SPEC = AttentionSpec(
     scale=0.5,
     dtype="float32",
     kv_dtype="float32",
-    page_size=16,
+    block_size=16,
     max_len=64,
     sliding_windows=(None,),
 )
@@ -230,7 +230,11 @@ def with_(base: type[Fake], **members: Any) -> type[Fake]:
         ({}, {"refusal": "no moon"}, "two (for decode): no moon"),
         ({"refusal": "no tide"}, {"refusal": "no moon"}, "one (for prefill): no tide; two (for decode): no moon"),
         ({"kv_layout": "HND"}, {}, "one reads HND and two reads NHD; choose two"),
-        ({"page_sizes": (16, 32)}, {"page_sizes": (64,)}, "one reads KV blocks of 16 or 32 tokens and two of 64, none"),
+        (
+            {"block_sizes": (16, 32)},
+            {"block_sizes": (64,)},
+            "one reads KV blocks of 16 or 32 tokens and two of 64, none",
+        ),
     ],
 )
 def test_refusals_name_the_part(first: dict[str, Any], second: dict[str, Any], said: str) -> None:
@@ -240,7 +244,7 @@ def test_refusals_name_the_part(first: dict[str, Any], second: dict[str, Any], s
 
 def test_what_both_can_read() -> None:
     def sizes(first: Any, second: Any) -> Any:
-        return pair_of(("a", "b"), (with_(First, page_sizes=first), with_(Second, page_sizes=second))).page_sizes
+        return pair_of(("a", "b"), (with_(First, block_sizes=first), with_(Second, block_sizes=second))).block_sizes
 
     assert sizes(None, None) is None
     assert sizes((16, 32), None) == (16, 32)

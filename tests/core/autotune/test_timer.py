@@ -4,12 +4,12 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from engine.core.autotune.op import Operands, Tunable
+from engine.core.autotune.op import AutotunedOp, Operands
 from engine.core.autotune.timer import MOST_CALLS, GraphTimer
-from engine.core.autotune.tuner import CandidateError, Work
+from engine.core.autotune.tuner import CandidateError, TuningTask
 
 
-class Sum(Tunable[str]):
+class Sum(AutotunedOp[str]):
     """Notes what it is run with."""
 
     key, version, inputs, dtype, classes = "sum", "1", 16, torch.float32, (4,)
@@ -48,7 +48,7 @@ def timer(monkeypatch):
 
 def work(layers, numbers):
     tunable = Sum()
-    made = Work(rows=4)
+    made = TuningTask(rows=4)
     for _ in range(layers):
         made.add(tunable, Operands(weights={"weight": torch.zeros(numbers)}))
     return made

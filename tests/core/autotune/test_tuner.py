@@ -81,7 +81,7 @@ def test_a_bias_that_is_added_after_the_sum_over_ranks_is_no_operand():
     for reduce, biased in ((None, True), (lambda y: y, False)):
         layer = Linear(spec, SkinnyKernel(spec, FewRowsTables("cpu")), reduce)
         layer.fill({"o.weight": torch.zeros(8, 16), "o.bias": torch.zeros(8)})
-        [one] = layer.multiplications()
+        [one] = layer.autotuned_calls()
         assert (one.operands.bias is not None) == biased
 
 

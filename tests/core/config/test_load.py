@@ -44,7 +44,7 @@ def test_the_command_line_goes_over_the_file_over_the_defaults(write: WriteFile)
     assert resolved.origins["scheduler.max_running"] == "--max-running"
     assert resolved.origins["scheduler.max_batch_tokens"] == "engine.toml"
     assert resolved.origins["model.path"] == "default (demo)"
-    assert resolved.origins["cache.page_size"] == "default"
+    assert resolved.origins["cache.block_size"] == "default"
 
 
 def test_toml_and_yaml_say_the_same(write: WriteFile) -> None:
@@ -127,7 +127,7 @@ def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path
     [
         ("[scheduler]\nmax_runing = 3", r"engine.toml: \[scheduler\] max_runing: .*did you mean max_running\?"),
         ("[sheduler]\nname = 'x'", r"no section 'sheduler'; did you mean scheduler\?"),
-        ("[scheduler]\npage_size = 8", r"did you mean \[cache\] page_size\?"),
+        ("[scheduler]\npage_size = 8", r"did you mean \[cache\] block_size\?"),
         ("model = 'x'", "model is a section"),
         ("model = 0", "model is a section"),
         ("[sheduler]", r"no section 'sheduler'; did you mean scheduler\?"),
@@ -145,7 +145,7 @@ def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path
         ("[attention]\noptions = 3", "expected a table of options, found 3"),
         ("[scheduler]\noverlap = 'onn'", "'onn' is no choice; did you mean on"),
         ("[scheduler]\nmax_running = 0", "0 is out of range; give 1 to"),
-        ("[cache]\npage_size = 24", r"engine.toml: \[cache\] page_size: 24 is no power of two; use 16"),
+        ("[cache]\npage_size = 24", r"engine.toml: \[cache\] block_size: 24 is no power of two; use 16"),
         ("[cache\n", "engine.toml is not valid TOML: .*line 1"),
     ],
 )
@@ -216,8 +216,8 @@ def test_impossible_values_are_refused_naming_the_flag(overrides: dict[str, obje
 
 def test_a_tree_made_in_python_is_validated() -> None:
     validate(EngineConfig())
-    with pytest.raises(ConfigError, match=r"cache.page_size: 3 is no power of two"):
-        validate(EngineConfig(cache=CacheConfig(page_size=3)))
+    with pytest.raises(ConfigError, match=r"cache.block_size: 3 is no power of two"):
+        validate(EngineConfig(cache=CacheConfig(block_size=3)))
     with pytest.raises(ConfigError, match=r"plugins.allow: expected a list"):
         validate(EngineConfig(plugins=PluginsConfig(allow="builtin")))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"attention.options: expected a table of options"):

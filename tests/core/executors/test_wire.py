@@ -27,11 +27,11 @@ MESSAGES = [
     types.Request(id="a", prompt=(1, 2, 3), params=PARAMS, priority=-3, arrival=1.5, salt="s"),
     LOGPROBS,
     types.NewSequence(sequence=1, tokens=(5, 6), prompt_len=1, params=PARAMS),
-    types.Slice(1, 0, 16, True),
+    types.PrefillChunk(1, 0, 16, True),
     types.Step(
         id=3,
         decodes=(1, 4),
-        chunks=(types.Slice(2, 0, 16, False),),
+        chunks=(types.PrefillChunk(2, 0, 16, False),),
         new=(types.NewSequence(sequence=2, tokens=tuple(range(16)), prompt_len=16, params=PARAMS),),
         blocks=((2, (5, 6)),),
         finished=(0,),
@@ -57,7 +57,7 @@ MESSAGES = [
     types.Output(request="b", finish_reason="error", error="a sentence"),
     types.CacheInfo(
         num_blocks=8,
-        page_size=16,
+        block_size=16,
         weights_bytes=1,
         activation_bytes=2,
         kv_bytes=2**40,

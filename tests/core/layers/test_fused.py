@@ -98,7 +98,7 @@ class Following:
 
     weights = "its weights"
 
-    def prologue(self, x):
+    def fused_input_quantization(self, x):
         return self if len(x) >= 3 else None
 
     def normed(self, *given):

@@ -24,7 +24,7 @@ SPEC = AttentionSpec(
     scale=1.0,
     dtype="bfloat16",
     kv_dtype="float8_e4m3fn",
-    page_size=16,
+    block_size=16,
     max_len=64,
     sliding_windows=(None, None),
 )

@@ -6,7 +6,7 @@ import torch
 from engine.core.errors import ConfigError
 from engine.core.layers import LayerFactory, Linear, silu_and_mul
 from engine.core.layers.linear import PlainKernel
-from engine.core.quant.base import LinearInput, LinearKernel, Prologue, QuantMethod, TensorSpec
+from engine.core.quant.base import FusedInputQuantization, LinearKernel, QuantizedActivation, QuantMethod, TensorSpec
 from engine.testing.ranks import LoneRank
 
 
@@ -141,17 +141,17 @@ def test_unknown_type_to_compute_in():
         make(dtype="int8")
 
 
-class Made(LinearInput):
+class Made(QuantizedActivation):
     """Rows that only Particular takes."""
 
     def __init__(self, rows):
         self.rows = rows
 
 
-class Particular(Doubled, Prologue):
+class Particular(Doubled, FusedInputQuantization):
     """Wants two rows and more made for it, with a factor of its own before it multiplies."""
 
-    def prologue(self):
+    def fused_input_quantization(self):
         return self
 
     def takes(self, rows):
@@ -202,7 +202,9 @@ def test_a_kernel_has_its_input_made_from_the_rows_on_that_it_takes():
 
 def test_what_was_made_for_one_layer_may_be_gated_by_it():
     gate_up, down = linear(Particular()), linear(Particular())
-    made, _ = gate_up.prologue(torch.ones(2, 8)).normed(torch.randn(2, 8), None, torch.ones(8), 1e-5, gate_up.weights)
+    made, _ = gate_up.fused_input_quantization(torch.ones(2, 8)).normed(
+        torch.randn(2, 8), None, torch.ones(8), 1e-5, gate_up.weights
+    )
     y = 0.5 * (made.rows + 7)
     assert torch.equal(gate_up.gated(made), silu_and_mul(y))
     assert torch.equal(gate_up.gated_into(down, made).rows, silu_and_mul(y) + 0.5)
@@ -220,7 +222,7 @@ def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
     assert torch.equal(linear(Gating()).gated_into(down, x[:1]), x[:1, :4] - 1)
     assert torch.equal(linear(Gating()).gated_into(down, x).rows, silu_and_mul(0.5 * x) + 0.5)
     assert not Doubled().gates_at_once(1)
-    assert Doubled().prologue() is None
+    assert Doubled().fused_input_quantization() is None
 
 
 def test_a_layer_refuses_what_was_made_for_another():

@@ -1,4 +1,4 @@
-"""Multiplication by packed weights gives what the plain one gives."""
+"""AutotunedCall by packed weights gives what the plain one gives."""
 
 import pytest
 import torch

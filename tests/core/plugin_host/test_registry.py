@@ -15,7 +15,7 @@ from engine.core.attention.base import AttentionBackend
 from engine.core.config.tree import PluginsConfig
 from engine.core.errors import ConfigError, PluginError
 from engine.core.hooks import hookimpl, lazy
-from engine.core.plugin_host.extension_points import SEAMS
+from engine.core.plugin_host.extension_points import EXTENSION_POINTS
 from engine.core.plugin_host.registry import load_plugins
 
 POLICY = """
@@ -385,11 +385,11 @@ class MisspeltGraphs(Complete):
 
 
 class OnePageSize(Complete):
-    page_sizes = 16
+    block_sizes = 16
 
 
 class NoPageSize(Complete):
-    page_sizes = ()
+    block_sizes = ()
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ class NoPageSize(Complete):
         (lambda: MadeOptions, "is no attrs class"),
         (lambda: OtherLayout, "kv_layout = 'HND', but the KV cache is laid out as NHD only"),
         (lambda: MisspeltGraphs, "graphs = 'decodes'; it must be one of none, decode, any"),
-        (lambda: OnePageSize, "page_sizes = 16; it must be a tuple of numbers"),
+        (lambda: OnePageSize, "block_sizes = 16; it must be a tuple of numbers"),
         (lambda: NoPageSize, "must be a tuple of numbers"),
         (lambda: sys.exit(3), "could not be imported: SystemExit: 3"),
         (lambda: dict, "not a subclass of engine.core.attention.AttentionBackend"),
@@ -439,7 +439,7 @@ def test_a_hook_reaches_every_plugin() -> None:
     assert seen == [("commands", 1), ("started", 2), ("stopped", 3)]
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
+@pytest.mark.parametrize("seam", EXTENSION_POINTS, ids=lambda seam: seam.name)
 def test_every_builtin_class_keeps_its_contract(seam) -> None:
     for registration in load_plugins().seams[seam.name]:
         assert issubclass(registration.load(), seam.contract)

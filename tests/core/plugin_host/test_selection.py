@@ -222,11 +222,11 @@ def test_ranks_are_asked_for_their_share_and_refused_where_there_is_none() -> No
 
 
 def test_a_page_size_the_backend_cannot_read_is_a_refusal() -> None:
-    picky = concrete(AttentionBackend, page_sizes=(64, 128))
+    picky = concrete(AttentionBackend, block_sizes=(64, 128))
     plugins = registry(("attention", "picky", picky, 1))
     with pytest.raises(PluginError, match=r"picky refuses: it reads KV blocks of 64 or 128 tokens, not 16"):
         resolve(EngineConfig(), plugins, CPU, {})
-    config = evolve(EngineConfig(), cache=CacheConfig(page_size=128))
+    config = evolve(EngineConfig(), cache=CacheConfig(block_size=128))
     assert resolve(config, plugins, CPU, {}).attention is picky
 
 
@@ -240,11 +240,11 @@ def pair(name: str, **first: Any) -> tuple[EngineConfig, Plugins]:
 
 
 def test_attention_may_name_two() -> None:
-    config, plugins = pair("first, second", page_sizes=(64, 16))
+    config, plugins = pair("first, second", block_sizes=(64, 16))
     config = evolve(config, attention=evolve(config.attention, options={"decode": {"splits": 3}}))
     parts = resolve(config, plugins, CPU, {})
     assert parts.attention.names == ("first", "second")  # type: ignore[attr-defined]
-    assert parts.attention.page_sizes == (64, 16)
+    assert parts.attention.block_sizes == (64, 16)
     assert parts.options["attention"].decode == Options(3)
     [choice] = [one for one in parts.choices if one.seam == "attention"]
     assert (choice.name, choice.provenance, choice.reason) == ("first, second", "object", "asked for by name")
@@ -256,8 +256,8 @@ def test_attention_may_name_two() -> None:
         ("first,second", {"refuses": refusing("no tide")}, r"'first,second' refuses: first \(for prefill\): no tide"),
         (
             "first,second",
-            {"page_sizes": (64,)},
-            "refuses: it reads KV blocks of 64 tokens, not 16; set cache.page_size",
+            {"block_sizes": (64,)},
+            "refuses: it reads KV blocks of 64 tokens, not 16; set cache.block_size",
         ),
         ("first,secnd", {}, r"there is no attention plugin 'secnd'; did you mean second\?"),
         ("first,auto", {}, "'first,auto' does not name two plugins; write it as PREFILL,DECODE"),
@@ -427,9 +427,9 @@ def test_max_len() -> None:
 
 
 def test_the_attention_spec_says_what_the_model_asks() -> None:
-    config = evolve(EngineConfig(), cache=CacheConfig(page_size=32))
+    config = evolve(EngineConfig(), cache=CacheConfig(block_size=32))
     spec = attention_spec(SHAPE, config, "float16", 128, "bfloat16")
-    assert (spec.dtype, spec.kv_dtype, spec.page_size, spec.max_len) == ("float16", "bfloat16", 32, 128)
+    assert (spec.dtype, spec.kv_dtype, spec.block_size, spec.max_len) == ("float16", "bfloat16", 32, 128)
     assert (spec.sliding_windows, spec.softcap, spec.scale) == ((None, 16), 30.0, 0.5)
 
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from engine.core.runner.build_batch import build_batch
-from engine.core.runner.persistent_batch import Residents
-from engine.core.types import NewSequence, SamplingParams, Slice, Step
+from engine.core.runner.persistent_batch import PersistentBatch
+from engine.core.types import NewSequence, PrefillChunk, SamplingParams, Step
 
 
 def new(sequence: int, tokens: tuple[int, ...], prompt_len: int | None = None) -> NewSequence:
@@ -16,19 +16,19 @@ def new(sequence: int, tokens: tuple[int, ...], prompt_len: int | None = None) -
     )
 
 
-def step(*chunks: Slice, decodes: tuple[int, ...] = (), iterations: int = 1, **changes: object) -> Step:
+def step(*chunks: PrefillChunk, decodes: tuple[int, ...] = (), iterations: int = 1, **changes: object) -> Step:
     return Step(id=0, decodes=decodes, chunks=chunks, iterations=iterations, **changes)
 
 
 @pytest.fixture
-def residents() -> Residents:
-    return Residents(max_running=3, max_len=32, page_size=4, scratch_block=99, device=torch.device("cpu"))
+def persistent_batch() -> PersistentBatch:
+    return PersistentBatch(max_running=3, max_len=32, block_size=4, scratch_block=99, device=torch.device("cpu"))
 
 
-def test_a_prompt_becomes_positions_and_slots(residents: Residents) -> None:
-    first = step(Slice(7, 0, 6, True), new=(new(7, (10, 11, 12, 13, 14, 15)),), blocks=((7, (5, 2)),))
-    residents.update(first)
-    batch, sampling = build_batch(residents, first)
+def test_a_prompt_becomes_positions_and_slots(persistent_batch: PersistentBatch) -> None:
+    first = step(PrefillChunk(7, 0, 6, True), new=(new(7, (10, 11, 12, 13, 14, 15)),), blocks=((7, (5, 2)),))
+    persistent_batch.update(first)
+    batch, sampling = build_batch(persistent_batch, first)
     assert batch.tokens.tolist() == [10, 11, 12, 13, 14, 15]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5]
     assert batch.slots.tolist() == [20, 21, 22, 23, 8, 9]
@@ -37,58 +37,58 @@ def test_a_prompt_becomes_positions_and_slots(residents: Residents) -> None:
     assert batch.logit_rows.tolist() == [5]
     assert batch.block_tables.tolist() == [[5, 2]]
     assert np.array_equal(batch.block_tables_host, [[5, 2]])
-    assert sampling.tolist() == [residents.row(7)]
+    assert sampling.tolist() == [persistent_batch.row(7)]
 
 
-def test_a_middle_chunk_wants_no_logits(residents: Residents) -> None:
-    chunk = step(Slice(0, 2, 3, False), new=(new(0, tuple(range(8))),), blocks=((0, (0, 1)),))
-    residents.update(chunk)
-    batch, sampling = build_batch(residents, chunk)
+def test_a_middle_chunk_wants_no_logits(persistent_batch: PersistentBatch) -> None:
+    chunk = step(PrefillChunk(0, 2, 3, False), new=(new(0, tuple(range(8))),), blocks=((0, (0, 1)),))
+    persistent_batch.update(chunk)
+    batch, sampling = build_batch(persistent_batch, chunk)
     assert batch.tokens.tolist() == [2, 3, 4]
     assert batch.positions.tolist() == [2, 3, 4]
     assert batch.logit_rows.tolist() == []
     assert sampling.tolist() == []
 
 
-def test_decodes_take_the_token_sampled_last(residents: Residents) -> None:
+def test_decodes_take_the_token_sampled_last(persistent_batch: PersistentBatch) -> None:
     first = step(
-        Slice(0, 0, 2, True),
-        Slice(1, 0, 3, True),
+        PrefillChunk(0, 0, 2, True),
+        PrefillChunk(1, 0, 3, True),
         new=(new(0, (1, 2)), new(1, (3, 4, 5))),
         blocks=((0, (0,)), (1, (1,))),
     )
-    residents.update(first)
-    _, rows = build_batch(residents, first)
-    residents.keep(rows, torch.tensor([100, 101]))
-    mixed = step(Slice(2, 0, 2, True), decodes=(1, 0), new=(new(2, (6, 7)),), blocks=((2, (2,)),))
-    residents.update(mixed)
-    batch, rows = build_batch(residents, mixed)
+    persistent_batch.update(first)
+    _, rows = build_batch(persistent_batch, first)
+    persistent_batch.keep(rows, torch.tensor([100, 101]))
+    mixed = step(PrefillChunk(2, 0, 2, True), decodes=(1, 0), new=(new(2, (6, 7)),), blocks=((2, (2,)),))
+    persistent_batch.update(mixed)
+    batch, rows = build_batch(persistent_batch, mixed)
     assert batch.tokens.tolist() == [101, 100, 6, 7]
     assert batch.positions.tolist() == [3, 2, 0, 1]
     assert batch.slots.tolist() == [7, 2, 8, 9]
     assert batch.num_decodes == 2
     assert batch.query_lens_host.tolist() == [1, 1, 2]
     assert batch.logit_rows.tolist() == [0, 1, 3]
-    assert rows.tolist() == [residents.row(number) for number in (1, 0, 2)]
+    assert rows.tolist() == [persistent_batch.row(number) for number in (1, 0, 2)]
 
 
-def test_iterations_move_positions_and_tokens_on(residents: Residents) -> None:
-    first = step(Slice(0, 0, 3, True), new=(new(0, (1, 2, 3)),), blocks=((0, (0, 1)),))
-    residents.update(first)
-    _, rows = build_batch(residents, first)
-    residents.keep(rows, torch.tensor([50]))
+def test_iterations_move_positions_and_tokens_on(persistent_batch: PersistentBatch) -> None:
+    first = step(PrefillChunk(0, 0, 3, True), new=(new(0, (1, 2, 3)),), blocks=((0, (0, 1)),))
+    persistent_batch.update(first)
+    _, rows = build_batch(persistent_batch, first)
+    persistent_batch.keep(rows, torch.tensor([50]))
     twice = step(decodes=(0,), iterations=2)
-    residents.update(twice)
-    assert build_batch(residents, twice)[0].slots.tolist() == [3]
-    residents.keep(rows, torch.tensor([51]))
-    batch, _ = build_batch(residents, twice)
+    persistent_batch.update(twice)
+    assert build_batch(persistent_batch, twice)[0].slots.tolist() == [3]
+    persistent_batch.keep(rows, torch.tensor([51]))
+    batch, _ = build_batch(persistent_batch, twice)
     assert (batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist()) == ([51], [4], [4])
     assert batch.context_lens.tolist() == [5]
 
 
-def test_a_chunk_after_a_cached_prefix_starts_where_it_says(residents: Residents) -> None:
-    late = step(Slice(0, 4, 2, True), new=(new(0, tuple(range(6))),), blocks=((0, (8, 3)),))
-    residents.update(late)
-    batch, _ = build_batch(residents, late)
+def test_a_chunk_after_a_cached_prefix_starts_where_it_says(persistent_batch: PersistentBatch) -> None:
+    late = step(PrefillChunk(0, 4, 2, True), new=(new(0, tuple(range(6))),), blocks=((0, (8, 3)),))
+    persistent_batch.update(late)
+    batch, _ = build_batch(persistent_batch, late)
     assert (batch.positions.tolist(), batch.slots.tolist()) == ([4, 5], [12, 13])
-    assert residents.computed[residents.row(0)] == 6
+    assert persistent_batch.computed[persistent_batch.row(0)] == 6

@@ -40,7 +40,7 @@ class FixedAttention(TorchAttention):
             return super().forward(layer, q, k, v, plan)
         spec = self._spec
         tables = plan.block_tables.long()
-        slots = (tables[:, :, None] * spec.page_size + torch.arange(spec.page_size, device=q.device)).flatten(1)
+        slots = (tables[:, :, None] * spec.block_size + torch.arange(spec.block_size, device=q.device)).flatten(1)
         hidden = torch.arange(slots.shape[1], device=q.device) >= plan.context_lens[:, None]
         keys, values = (
             part[layer][slots].repeat_interleave(spec.num_heads // spec.num_kv_heads, 2)

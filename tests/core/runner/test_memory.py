@@ -17,7 +17,7 @@ SPEC = AttentionSpec(
     scale=1.0,
     dtype="float32",
     kv_dtype="float32",
-    page_size=16,
+    block_size=16,
     max_len=100,
     sliding_windows=(None,),
 )

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.sampling.ops import WIDEST_TOP_K, cutoffs, draw, mix, uniforms
-from engine.core.sampling.result import Sampled
+from engine.core.sampling.result import SampledTokens
 from engine.core.sampling.sampler import Sampler, prompt_logprobs
 from engine.core.types import NewSequence, SamplingParams, TokenLogprobs
 
@@ -563,7 +563,7 @@ def test_draws_of_a_graph_and_of_steps_alternate():
             columns.append(sample(sampler, logits, (0, 1, 2)).to_host()[0])
         else:
             tokens, peaks = sampler.draw(padded, rows)
-            sampled = Sampled.from_tokens(tokens[:3], peaks[:3], (0, 1, 2))
+            sampled = SampledTokens.from_tokens(tokens[:3], peaks[:3], (0, 1, 2))
             assert sampled.ready()
             columns.append(sampled.to_host()[0])
     assert [list(row) for row in zip(*columns, strict=True)] == expected
@@ -571,6 +571,6 @@ def test_draws_of_a_graph_and_of_steps_alternate():
 
 def test_tokens_from_elsewhere_are_checked_too():
     tokens, peaks = torch.tensor([4, 5, 6]), torch.tensor([1.0, math.nan, -math.inf])
-    sampled = Sampled.from_tokens(tokens, peaks, (10, 11, 12))
+    sampled = SampledTokens.from_tokens(tokens, peaks, (10, 11, 12))
     with pytest.raises(ExecutorError, match="sequence 11, 12 are not finite"):
         sampled.to_host()

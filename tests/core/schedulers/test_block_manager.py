@@ -239,7 +239,7 @@ def make_spec(kv_dtype: str = "float32") -> AttentionSpec:
         scale=1.0,
         dtype="float32",
         kv_dtype=kv_dtype,
-        page_size=PAGE,
+        block_size=PAGE,
         max_len=64,
         sliding_windows=(None, None),
     )

@@ -2,26 +2,26 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.schedulers.decode_set import Decoding
+from engine.core.schedulers.decode_set import DecodeSet
 from engine.core.schedulers.request_state import RequestState
-from engine.core.schedulers.step_counter import Clock
+from engine.core.schedulers.step_counter import StepCounter
 from engine.core.types import Request, SamplingParams
 
 PAGE = 4
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> StepCounter:
+    return StepCounter()
 
 
 @pytest.fixture
-def decoding(clock: Clock) -> Decoding:
-    return Decoding(clock)
+def decoding(clock: StepCounter) -> DecodeSet:
+    return DecodeSet(clock)
 
 
 def sequence(
-    clock: Clock, number: int, *, prompt: int = 3, capacity: int = PAGE, max_output: int = 100
+    clock: StepCounter, number: int, *, prompt: int = 3, capacity: int = PAGE, max_output: int = 100
 ) -> RequestState:
     """A sequence with its prompt computed, which has sampled one token."""
     state = RequestState(
@@ -29,7 +29,7 @@ def sequence(
         SamplingParams(seed=0),
         max_output=max_output,
         stop_tokens=frozenset(),
-        page_size=PAGE,
+        block_size=PAGE,
         number=number,
         clock=clock,
     )
@@ -38,7 +38,7 @@ def sequence(
     return state
 
 
-def test_members_gain_a_token_a_tick(clock: Clock, decoding: Decoding) -> None:
+def test_members_gain_a_token_a_tick(clock: StepCounter, decoding: DecodeSet) -> None:
     early, late = sequence(clock, 1), sequence(clock, 2)
     decoding.join(early)
     decoding.advance(1)
@@ -51,7 +51,7 @@ def test_members_gain_a_token_a_tick(clock: Clock, decoding: Decoding) -> None:
     assert (early.computed, early.sampled, late.computed, late.sampled) == (4, 2, 6, 4)
 
 
-def test_members_are_the_same_objects_while_nothing_changes(clock: Clock, decoding: Decoding) -> None:
+def test_members_are_the_same_objects_while_nothing_changes(clock: StepCounter, decoding: DecodeSet) -> None:
     first, second = sequence(clock, 1), sequence(clock, 2)
     decoding.join(first)
     decoding.join(second)
@@ -69,7 +69,7 @@ def test_members_are_the_same_objects_while_nothing_changes(clock: Clock, decodi
     ("capacity", "max_output", "tick"), [(4, 100, 1), (8, 100, 5), (3, 100, 0), (8, 3, 2), (8, 1, 0)]
 )
 def test_due_when_blocks_or_outputs_are_used_up(
-    clock: Clock, decoding: Decoding, capacity: int, max_output: int, tick: int
+    clock: StepCounter, decoding: DecodeSet, capacity: int, max_output: int, tick: int
 ) -> None:
     state = sequence(clock, 1, capacity=capacity, max_output=max_output)
     decoding.join(state)
@@ -78,7 +78,7 @@ def test_due_when_blocks_or_outputs_are_used_up(
     assert state.computed == capacity or state.sampled == max_output
 
 
-def test_who_is_due_comes_oldest_first_and_only_once(clock: Clock, decoding: Decoding) -> None:
+def test_who_is_due_comes_oldest_first_and_only_once(clock: StepCounter, decoding: DecodeSet) -> None:
     states = [sequence(clock, number) for number in (3, 1, 2)]
     for state in states:
         decoding.join(state)
@@ -90,7 +90,7 @@ def test_who_is_due_comes_oldest_first_and_only_once(clock: Clock, decoding: Dec
     assert [state.sequence for state in decoding.due(5)] == [2]
 
 
-def test_the_oldest_held_come_back_first(clock: Clock, decoding: Decoding) -> None:
+def test_the_oldest_held_come_back_first(clock: StepCounter, decoding: DecodeSet) -> None:
     for number in (1, 2, 3, 4):
         decoding.join(sequence(clock, number, capacity=40))
     decoding.limit(0)
@@ -102,7 +102,7 @@ def test_the_oldest_held_come_back_first(clock: Clock, decoding: Decoding) -> No
     assert decoding.members()[0] == (1, 2, 3, 4)
 
 
-def test_in_flight_is_known_after_the_clock_has_stopped(clock: Clock, decoding: Decoding) -> None:
+def test_in_flight_is_known_after_the_clock_has_stopped(clock: StepCounter, decoding: DecodeSet) -> None:
     state = sequence(clock, 1)
     decoding.join(state)
     decoding.leave(state)

@@ -56,8 +56,8 @@ def sequences(step: Step) -> list[int]:
 class FakeRunner:
     """Runs steps by their contract alone."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
         self.pool: dict[tuple[int, int], tuple[int, int, int]] = {}  # (block, offset): (seed, position, token)
         self.known: dict[int, list[int]] = {}
         self.params: dict[int, SamplingParams] = {}
@@ -127,23 +127,23 @@ class FakeRunner:
     def compute(self, sequence: int, start: int, end: int) -> None:
         """Write positions to the pool: each once, in order, into blocks that nobody else has."""
         if sequence not in self.computed:
-            assert start % self.page_size == 0
+            assert start % self.block_size == 0
             self.cached += start
         else:
             assert start == self.computed[sequence], "a position is skipped or computed twice"
         for position in range(start, end):
-            block = self.tables[sequence][position // self.page_size]
+            block = self.tables[sequence][position // self.block_size]
             holders = [other for other, table in self.tables.items() if block in table]
             assert holders == [sequence], "a block that others hold is written"
             seed = self.params[sequence].seed
             assert seed is not None
-            self.pool[block, position % self.page_size] = (seed, position, self.known[sequence][position])
+            self.pool[block, position % self.block_size] = (seed, position, self.known[sequence][position])
         self.computed[sequence] = end
 
     def read(self, sequence: int, end: int) -> list[int]:
         """The context as the pool has it. The seeds stand for the salts: no block of another seed may be in it."""
         cells = [
-            self.pool[self.tables[sequence][position // self.page_size], position % self.page_size]
+            self.pool[self.tables[sequence][position // self.block_size], position % self.block_size]
             for position in range(end)
         ]
         assert all(seed == self.params[sequence].seed for seed, _, _ in cells), "prefixes of other salts are shared"

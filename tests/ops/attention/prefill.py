@@ -47,7 +47,7 @@ def check(
         scale=dim**-0.5,
         dtype="float32",
         kv_dtype="float32",
-        page_size=page,
+        block_size=page,
         max_len=max(contexts),
         sliding_windows=(window,),
         softcap=softcap,

@@ -76,7 +76,7 @@ class Case:
             scale=self.dim**-0.5,
             dtype="float32",
             kv_dtype="float32",
-            page_size=self.page,
+            block_size=self.page,
             max_len=max(self.lengths),
             sliding_windows=(self.window,),
             softcap=self.softcap,

@@ -1,4 +1,4 @@
-"""Multiplication of few rows against float64: both forms, all epilogues, ragged sizes, shared columns."""
+"""AutotunedCall of few rows against float64: both forms, all epilogues, ragged sizes, shared columns."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from engine.ops.gemm.skinny_launch import (
     AHEAD,
     MOST_ROWS,
     MOST_SUMS,
-    Problem,
+    GemmShape,
     SkinnyLaunch,
     Tile,
     Workspace,
@@ -42,7 +42,7 @@ class Operands:
     """Random operands of one problem, and what it comes to in float64."""
 
     def __init__(self, epilogue, rows, outputs, inputs, device, dtype=torch.float32, biased=False):
-        self.problem = Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=NAMES[dtype])
+        self.problem = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=NAMES[dtype])
         self.x = padded(rows, inputs, dtype, device)
         self.weight = padded(self.problem.weight_rows, inputs, dtype, device)
         self.bias = padded(1, self.problem.weight_rows, dtype, device)[0] if biased else None
@@ -131,7 +131,7 @@ def test_peaks_show_what_is_not_finite(tile, workspace):
     weight[40] = weight[7] = 100.0
     x = torch.ones(4, 32, device=device)
     x[1, 3], x[2, 3], x[3] = float("nan"), float("inf"), -1.0
-    problem = Problem(epilogue="argmax", outputs=50, inputs=32, dtype="float32")
+    problem = GemmShape(epilogue="argmax", outputs=50, inputs=32, dtype="float32")
     peaks, tokens = SkinnyLaunch(problem, tile, 4, workspace).peaks(x, weight)
     assert tokens[0] == 7
     assert peaks[1].isnan()
@@ -143,7 +143,7 @@ def test_peaks_show_what_is_not_finite(tile, workspace):
 def test_a_nan_in_one_weight_row_shows_only_for_its_output(workspace):
     weight = torch.randn(20, 32, device=workspace.device)
     weight[5, 9] = float("nan")
-    problem = Problem(epilogue="plain", outputs=20, inputs=32, dtype="float32")
+    problem = GemmShape(epilogue="plain", outputs=20, inputs=32, dtype="float32")
     for tile in (VECTOR, MATRIX, SHARED):
         out = SkinnyLaunch(problem, tile, 2, workspace)(torch.randn(2, 32, device=workspace.device), weight)
         assert torch.equal(out.isnan().nonzero()[:, 1].unique(), torch.tensor([5], device=workspace.device))
@@ -157,7 +157,7 @@ SHAPES = [(6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (1024, 2048)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tiles_to_try_fit_the_workspace(outputs, inputs, epilogue, dtype, monkeypatch):
     monkeypatch.setattr("engine.ops.gemm.skinny_launch.num_sms", lambda device: 132)
-    problem = Problem(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype)
+    problem = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype)
     cpu = torch.device("cpu")
     for rows in (1, 2, 4, 8, MOST_ROWS):
         tiles = [*candidates(problem, rows, cpu), default_tile(problem, rows, cpu)]
@@ -172,9 +172,9 @@ def test_tiles_to_try_fit_the_workspace(outputs, inputs, epilogue, dtype, monkey
 
 
 def test_fetching_ahead_needs_aligned_rows():
-    problem = Problem(epilogue="plain", outputs=64, inputs=4096, dtype="bfloat16")
+    problem = GemmShape(epilogue="plain", outputs=64, inputs=4096, dtype="bfloat16")
     assert [tile.ahead for tile in with_ahead(VECTOR, problem, 2)] == [AHEAD[0] // 8, 8192]
-    assert with_ahead(VECTOR, Problem(epilogue="plain", outputs=64, inputs=4097, dtype="bfloat16"), 2) == []
+    assert with_ahead(VECTOR, GemmShape(epilogue="plain", outputs=64, inputs=4097, dtype="bfloat16"), 2) == []
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from engine.ops.gemm.weight_only_tiles import (
     MOST_ROWS,
     MOST_SPLITS,
     TILES,
-    Problem,
+    GemmShape,
     Tile,
     VectorTile,
     choose,
@@ -180,7 +180,7 @@ LAYOUTS = [Layout.choose(4, 64), CodeLayout(dtype="int8"), CodeLayout(dtype="flo
 @pytest.mark.parametrize("rows", [2, 16, 17, 64, 200, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (256, 64), (128256, 4096)])
 def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
-    problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+    problem = GemmShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
     tile = choose(problem, rows, 132, HOPPER)
     assert tile.columns >= min(rows, COLUMNS[-1])
     assert tile.splits <= max(1, min(MOST_SPLITS, problem.blocks))
@@ -197,7 +197,7 @@ def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
 )
 def test_tiles_fit_shared_memory(layout, shared, most_stages):
     for rows in (2, 16, 32, 64, 128, 256):
-        problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=layout)
+        problem = GemmShape(gated=False, weight_rows=4096, inputs=4096, layout=layout)
         tile = choose(problem, rows, 132, shared)
         assert tile.shared_memory(layout) <= shared
         assert tile.stages <= most_stages
@@ -232,7 +232,7 @@ def test_shared_memory_is_what_the_compiler_takes():
     ],
 )
 def test_what_multiplies_one_row_and_few(layout, outputs, inputs, one, few):
-    problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+    problem = GemmShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
     for rows, expected in ((1, one), (2, few), (8, few)):
         tile = choose(problem, rows, 132, HOPPER)
         if isinstance(tile, Tile):
@@ -243,7 +243,7 @@ def test_what_multiplies_one_row_and_few(layout, outputs, inputs, one, few):
 def test_few_tiles_are_split_and_many_are_not():
     layout = Layout.choose(4, 128)
     tile = Tile(rows=64, columns=16, warps=4, stages=4)
-    few = Problem(gated=False, weight_rows=4096, inputs=14336, layout=layout)
+    few = GemmShape(gated=False, weight_rows=4096, inputs=14336, layout=layout)
     many = evolve(few, weight_rows=128256)
     assert split(tile, few, 1, 132).splits > 1
     assert split(tile, many, 1, 132).splits == 1
@@ -330,7 +330,7 @@ def tried(problem, rows):
 @pytest.mark.parametrize("zeros", [False, True])
 def test_every_tile(multiplier, device, dtype, zeros, bits, group_size, rows):
     operands = Operands(rows, 4096, 4096, group_size, device, dtype, bits=bits, zeros=zeros)
-    problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=operands.matrix.layout)
+    problem = GemmShape(gated=False, weight_rows=4096, inputs=4096, layout=operands.matrix.layout)
     exact = linear(operands)
     for tile in tried(problem, rows):
         check(multiplier.by_tiles(operands.x, operands.matrix, None, False, tile), exact)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.ops.sampling.argmax import CHUNK, argmax_rows, reduce_peaks
+from engine.ops.sampling.argmax import CHUNK, argmax_rows, reduce_max
 
 INF, NAN = float("inf"), float("nan")
 
@@ -45,7 +45,7 @@ def test_many_partial_results(device):
     tokens = torch.arange(2500, dtype=torch.int32, device=device).expand(3, -1).contiguous()
     peaks[1, [1030, 6, 2070]] = 50.0
     peaks[2, 2048] = NAN
-    best, where = reduce_peaks(peaks, tokens)
+    best, where = reduce_max(peaks, tokens)
     assert where[:2].tolist() == [int(peaks[0].argmax()), 6]
     assert best[2].isnan()
 

@@ -30,7 +30,7 @@ SPEC = AttentionSpec(
     scale=0.25,
     dtype="float32",
     kv_dtype="float32",
-    page_size=16,
+    block_size=16,
     max_len=64,
     sliding_windows=(None,),
 )

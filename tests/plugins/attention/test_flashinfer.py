@@ -32,7 +32,7 @@ SPEC = AttentionSpec(
     scale=0.1,
     dtype="bfloat16",
     kv_dtype="bfloat16",
-    page_size=16,
+    block_size=16,
     max_len=4096,
     sliding_windows=(None, None),
 )
@@ -83,13 +83,13 @@ def test_flash_attention_3_is_for_hopper_and_full_attention() -> None:
     [
         ({}, (8, 9), "9.0 and above, not 8.9"),
         ({"softcap": 30.0}, (9, 0), "cap scores"),
-        ({"page_size": 8}, (9, 0), "KV blocks of 16 or 32 or 64 or 128 tokens, not 8"),
+        ({"block_size": 8}, (9, 0), "KV blocks of 16 or 32 or 64 or 128 tokens, not 8"),
         ({"num_heads": 136}, (9, 0), "at most 16 query heads a KV head, not 17"),
     ],
 )
 def test_where_xqa_does_not_decode(changes: dict[str, Any], capability: tuple[int, int], said: str) -> None:
     assert xqa_refusal(SPEC, (9, 0)) is None
-    assert xqa_refusal(attrs.evolve(SPEC, num_heads=128, page_size=128), (12, 0)) is None
+    assert xqa_refusal(attrs.evolve(SPEC, num_heads=128, block_size=128), (12, 0)) is None
     assert said in (xqa_refusal(attrs.evolve(SPEC, **changes), capability) or "")
 
 

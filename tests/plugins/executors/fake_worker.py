@@ -86,7 +86,7 @@ class FakeRunner:
             self._fault("start")
         return CacheInfo(
             num_blocks=100 - self._rank,
-            page_size=16,
+            block_size=16,
             weights_bytes=1,
             activation_bytes=1,
             kv_bytes=1,

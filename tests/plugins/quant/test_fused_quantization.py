@@ -5,7 +5,7 @@ import torch
 
 from engine.core import Engine, SamplingParams
 from engine.core.layers import LayerFactory
-from engine.core.quant.base import LinearInput, LinearPart, LinearSpec
+from engine.core.quant.base import LinearPart, LinearSpec, QuantizedActivation
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.gemm.weight_only_launch import Multiplier
 from engine.plugins.quant import (
@@ -15,8 +15,8 @@ from engine.plugins.quant import (
 )
 from engine.plugins.quant.fp8 import Fp8
 from engine.plugins.quant.int8 import Int8
-from engine.plugins.quant.w8_gpu import FEW_ROWS, GpuKernel, WideningKernel
-from engine.plugins.quant.w8_kernel import EightBitFormat
+from engine.plugins.quant.w8_gpu import FEW_ROWS, DequantizeEachCallKernel, W8GpuKernel
+from engine.plugins.quant.w8_kernel import W8Format
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import LoneRank
 
@@ -29,7 +29,7 @@ class EightBit(Int8):
     """Kernels for GPUs, on a CPU by the interpreter. Codes are int8: float8 is rounded wrongly there."""
 
     def _kernel(self, spec, form):
-        return GpuKernel(spec, form, self._multipliers.setdefault(spec.device, Multiplier(DEVICE)))
+        return W8GpuKernel(spec, form, self._multipliers.setdefault(spec.device, Multiplier(DEVICE)))
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_many_rows_are_quantized_where_they_are_made(static, ranks, launched, mo
         product = gate_up.gated_into(down, made)
         got = down(product)
         assert launched == (["add_rms_norm_quantize", "silu_and_mul_quantize"] if rows > 2 else [])
-        assert isinstance(made, LinearInput) == isinstance(product, LinearInput) == (rows > 2)
+        assert isinstance(made, QuantizedActivation) == isinstance(product, QuantizedActivation) == (rows > 2)
         assert torch.equal(total, expected_total)
         assert torch.equal(got, expected)
         if rows > 2:
@@ -129,29 +129,36 @@ def test_plain_layers_norm_by_themselves(launched, monkeypatch):
 
 
 def test_which_kernels_have_their_input_made(monkeypatch):
-    def kernel(cls=GpuKernel, activations="token", granularity="channel", dtype=HALF, codes="float8_e4m3fn"):
+    def kernel(cls=W8GpuKernel, activations="token", granularity="channel", dtype=HALF, codes="float8_e4m3fn"):
         spec = LinearSpec(
             parts=(LinearPart(name="a", out_features=16),), in_features=16, bias=False, dtype=dtype, device=str(DEVICE)
         )
-        return cls(
-            spec, EightBitFormat(dtype=codes, granularity=granularity, activations=activations), Multiplier(DEVICE)
-        )
+        return cls(spec, W8Format(dtype=codes, granularity=granularity, activations=activations), Multiplier(DEVICE))
 
     monkeypatch.setattr(eight_bit_gpu, "is_without_tma", lambda device: False)
     for one in (kernel(), kernel(codes="int8"), kernel(activations="static")):
-        assert [one.prologue().takes(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [False, False, True]
+        assert [one.fused_input_quantization().takes(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [
+            False,
+            False,
+            True,
+        ]
         assert [one.gates_at_once(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [True, True, False]
-    tensors = [{"activations": "none"}, {"granularity": "block"}, {"dtype": "float32"}, {"cls": WideningKernel}]
-    assert all(kernel(**changes).prologue() is None for changes in tensors)
+    tensors = [
+        {"activations": "none"},
+        {"granularity": "block"},
+        {"dtype": "float32"},
+        {"cls": DequantizeEachCallKernel},
+    ]
+    assert all(kernel(**changes).fused_input_quantization() is None for changes in tensors)
     monkeypatch.setattr(eight_bit_gpu, "is_without_tma", lambda device: True)
-    assert kernel().prologue() is None
+    assert kernel().fused_input_quantization() is None
 
 
 def test_rows_of_another_kernel_are_refused(monkeypatch):
     monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 2)
     _, _, down = make_mlp()
 
-    class Other(LinearInput):
+    class Other(QuantizedActivation):
         pass
 
     with pytest.raises(TypeError, match="Other was made for another kernel; this one takes rows of codes"):
@@ -170,12 +177,12 @@ def test_a_model_answers_the_same(tmp_path, launched, monkeypatch):
     found = []
     for prologue, block in (
         (
-            GpuKernel.prologue,
+            W8GpuKernel.prologue,
             ["add_rms_norm_quantize", "quantize_rows", "add_rms_norm_quantize", "silu_and_mul_quantize"],
         ),
         (lambda kernel: None, ["quantize_rows"] * 4),
     ):
-        monkeypatch.setattr(GpuKernel, "prologue", prologue)
+        monkeypatch.setattr(W8GpuKernel, "prologue", prologue)
         with Engine(model=str(path), quant=EightBit, executor__device=DEVICE.type, **settings) as engine:
             launched.clear()
             [done] = engine.generate([prompt], params)

@@ -18,10 +18,10 @@ from engine.ops.gemm.weight_only_launch import Multiplier
 from engine.ops.gemm.weight_only_tiles import MEASURED_CLASSES
 from engine.plugins.quant import w8a8_matmul as eight_bit_codes
 from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
-from engine.plugins.quant.w4a16_kernel import Multipliers, PackedKernel
-from engine.plugins.quant.w8_gpu import FEW_ROWS, GpuKernel, WideningKernel
-from engine.plugins.quant.w8_kernel import EightBitFormat
-from engine.plugins.quant.w8a8_matmul import HOPPER, ROW_CLASSES, CodesMultiplier, has_capability
+from engine.plugins.quant.w4a16_kernel import Multipliers, W4A16Kernel
+from engine.plugins.quant.w8_gpu import FEW_ROWS, DequantizeEachCallKernel, W8GpuKernel
+from engine.plugins.quant.w8_kernel import W8Format
+from engine.plugins.quant.w8a8_matmul import HOPPER, ROW_CLASSES, W8A8Matmul, has_capability
 from engine.plugins.quant.w8a8_tuning import ByCodes
 from engine.testing.checkpoints import make_checkpoint
 
@@ -34,11 +34,11 @@ FEW = "weight-only 64x256 int8, a scale an output, " + HALF
 MANY = "codes 64x256 int8, " + HALF
 
 
-def eight_bit(multiplier, activations, *, dtype=HALF, kind="int8", granularity="channel", gated=False, cls=GpuKernel):
+def eight_bit(multiplier, activations, *, dtype=HALF, kind="int8", granularity="channel", gated=False, cls=W8GpuKernel):
     codes = {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]
     parts = tuple(LinearPart(name=name, out_features=32) for name in ("gate", "up"))
     spec = LinearSpec(parts=parts, in_features=256, bias=False, dtype=dtype, device=str(DEVICE), gated=gated)
-    return cls(spec, EightBitFormat(dtype=codes, granularity=granularity, activations=activations), multiplier)
+    return cls(spec, W8Format(dtype=codes, granularity=granularity, activations=activations), multiplier)
 
 
 def prepared(kernel):
@@ -46,7 +46,7 @@ def prepared(kernel):
 
 
 def described(kernel, weights, bias=None):
-    return [(one.tunable.key, tuple(one.tunable.classes)) for one in kernel.multiplications(weights, bias)]
+    return [(one.tunable.key, tuple(one.tunable.classes)) for one in kernel.autotuned_calls(weights, bias)]
 
 
 @pytest.fixture
@@ -85,9 +85,9 @@ def test_activations_are_quantized_by_the_number_of_rows_alone(multiplier):
 
 def test_what_has_one_way_is_not_measured(multiplier):
     kernel = eight_bit(multiplier, "token", dtype="float32")
-    assert not kernel.multiplications(prepared(kernel), None)
-    kernel = eight_bit(multiplier, "token", cls=WideningKernel)
-    assert not kernel.multiplications(prepared(kernel), None)
+    assert not kernel.autotuned_calls(prepared(kernel), None)
+    kernel = eight_bit(multiplier, "token", cls=DequantizeEachCallKernel)
+    assert not kernel.autotuned_calls(prepared(kernel), None)
 
 
 class Groups(Reader):
@@ -110,7 +110,7 @@ class Groups(Reader):
 def packed(orders=(), *, gated=True):
     parts = tuple(LinearPart(name=name, out_features=32) for name in ("gate", "up"))
     spec = LinearSpec(parts=parts, in_features=256, bias=True, dtype=HALF, device=str(DEVICE), gated=gated)
-    return PackedKernel(spec, Groups(orders), Multipliers())
+    return W4A16Kernel(spec, Groups(orders), Multipliers())
 
 
 def test_packed_weights_are_a_multiplication_for_each_order_of_inputs():
@@ -123,13 +123,13 @@ def test_packed_weights_are_a_multiplication_for_each_order_of_inputs():
     kernel = packed({"up": shuffled})
     weights = kernel.packed({})
     assert described(kernel, weights, bias) == [(f"weight-only 32x256 {layout}, {HALF}", MEASURED_CLASSES)] * 2
-    first, second = kernel.multiplications(weights, bias)
+    first, second = kernel.autotuned_calls(weights, bias)
     assert torch.equal(torch.cat([first.operands.bias, second.operands.bias]), bias)
     for one in (first, second):
         x = torch.randn(16, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
         usual, *others = (one.tunable.run(tile, x, one.operands) for tile in one.tunable.candidates(16))
         assert all(float((y - usual).norm() / usual.norm()) < LIMIT for y in others)
-    assert not kernel.multiplications({"weight": torch.zeros(64, 256)}, None)
+    assert not kernel.autotuned_calls({"weight": torch.zeros(64, 256)}, None)
 
 
 def test_packed_weights_by_the_tiles_chosen(taken):
@@ -137,7 +137,7 @@ def test_packed_weights_by_the_tiles_chosen(taken):
     weights = kernel.packed({})
     x = torch.randn(11, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
     usual = kernel.apply(x, weights, None)
-    [one] = kernel.multiplications(weights, None)
+    [one] = kernel.autotuned_calls(weights, None)
     taken.clear()
     for tile in one.tunable.candidates(16):
         one.tunable.choose(16, tile)
@@ -152,14 +152,14 @@ def test_candidates_by_codes_are_few_and_begin_with_the_usual(outputs, by_torch,
     monkeypatch.setattr(eight_bit_codes, "has_capability", lambda device, least: by_torch)
     monkeypatch.setattr(eight_bit_codes, "num_sms", lambda device: 132)
     workspace = Workspace(torch.device("cpu"))
-    codes = CodesMultiplier(workspace, torch.float8_e4m3fn, outputs, 4096, torch.bfloat16)
+    codes = W8A8Matmul(workspace, torch.float8_e4m3fn, outputs, 4096, torch.bfloat16)
     tunable = ByCodes(codes, static=False)
     for rows in tunable.classes:
         found = tunable.candidates(rows)
         assert found[0] == codes.tile(rows)
         assert len({tunable.name(tile) for tile in found}) == len(found) <= MOST_CANDIDATES
         assert (None in found) == by_torch
-    other = CodesMultiplier(workspace, torch.int8, outputs, 4096, torch.bfloat16)
+    other = W8A8Matmul(workspace, torch.int8, outputs, 4096, torch.bfloat16)
     assert not other.by_torch
 
 
@@ -170,7 +170,7 @@ def test_every_candidate_by_codes_multiplies_right(multiplier, rows, static):
     if static:
         weights["input_scale"] = torch.tensor([1 / 32], device=DEVICE)
     bias = torch.randn(64, device=DEVICE).to(getattr(torch, HALF))
-    _, many = kernel.multiplications(weights, bias)
+    _, many = kernel.autotuned_calls(weights, bias)
     whole = torch.randint(-127, 128, (rows, 256), device=DEVICE)
     whole[:, 0] = 127
     x = (whole / 32).to(getattr(torch, HALF))
@@ -185,7 +185,7 @@ def test_every_candidate_by_codes_multiplies_right(multiplier, rows, static):
 def test_what_is_chosen_by_codes_multiplies_its_class_of_rows(multiplier, taken):
     kernel = eight_bit(multiplier, "token")
     weights = prepared(kernel)
-    _, many = kernel.multiplications(weights, None)
+    _, many = kernel.autotuned_calls(weights, None)
     x = torch.randn(129, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
     usual = {}
     for rows in (33, 64, 65, 128, 129):
@@ -209,9 +209,7 @@ class EightBit:
         return ()
 
     def linear(self, spec):
-        return GpuKernel(
-            spec, EightBitFormat(dtype="int8", granularity="channel", activations="token"), self.multiplier
-        )
+        return W8GpuKernel(spec, W8Format(dtype="int8", granularity="channel", activations="token"), self.multiplier)
 
 
 class FakeTimer:

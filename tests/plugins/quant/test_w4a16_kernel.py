@@ -13,7 +13,7 @@ from engine.core.weights.loader import DummySource, SafetensorsSource, load_weig
 from engine.plugins.quant.awq import Awq
 from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.pack_quantized import PackQuantized
-from engine.plugins.quant.w4a16_kernel import PackedKernel
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.testing.ranks import LoneRank
 
 from .packers import Weight
@@ -60,7 +60,7 @@ def test_parts_of_a_packed_layer(method, ordered):
     parts = tuple(LinearPart(name=name, out_features=size) for name, size in sizes.items())
     spec = LinearSpec(parts=parts, in_features=96, bias=True, dtype="float16", device=device)
     kernel = cls.from_checkpoint(config, None).linear(spec)
-    assert isinstance(kernel, PackedKernel)
+    assert isinstance(kernel, W4A16Kernel)
     loaded = {name: tensor.to(device) for name, tensor in tensors_of(weights, method).items()}
     assert set(kernel.tensors()) >= set(loaded)
     packed = kernel.packed(loaded)

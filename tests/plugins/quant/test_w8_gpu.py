@@ -14,8 +14,8 @@ from engine.ops.gemm.weight_only_launch import Multiplier
 from engine.plugins.quant import w8_gpu as eight_bit_gpu, w8a8_matmul as eight_bit_codes
 from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.int8 import Int8
-from engine.plugins.quant.w8_gpu import GpuKernel, WideningKernel
-from engine.plugins.quant.w8_kernel import EightBitFormat
+from engine.plugins.quant.w8_gpu import DequantizeEachCallKernel, W8GpuKernel
+from engine.plugins.quant.w8_kernel import W8Format
 from engine.plugins.quant.w8a8_matmul import has_capability
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,8 +26,8 @@ INPUTS = 272
 LIMIT = 2**-6
 
 
-def make(kind, granularity, activations, *, parts=PARTS, inputs=INPUTS, dtype=HALF, cls=GpuKernel):
-    form = EightBitFormat(dtype=CODES[kind], granularity=granularity, activations=activations)
+def make(kind, granularity, activations, *, parts=PARTS, inputs=INPUTS, dtype=HALF, cls=W8GpuKernel):
+    form = W8Format(dtype=CODES[kind], granularity=granularity, activations=activations)
     named = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
     spec = LinearSpec(parts=named, in_features=inputs, bias=True, dtype=dtype, device=str(DEVICE))
     return cls(spec, form, Multiplier(DEVICE))
@@ -116,7 +116,7 @@ def test_float32_keeps_its_digits(kind, granularity, activations):
 
 def test_widened_where_there_is_no_float8():
     for granularity in ("channel", "block"):
-        Case(make("fp8", granularity, "token", cls=WideningKernel)).check(5)
+        Case(make("fp8", granularity, "token", cls=DequantizeEachCallKernel)).check(5)
 
 
 def test_static_activations_are_clamped_to_their_scale(monkeypatch):
@@ -164,10 +164,8 @@ def test_capability():
 
 def test_codes_that_are_no_numbers_are_refused():
     kernel = make("fp8", "channel", "token", parts=(("q_proj", 16),), inputs=32)
-    form = EightBitFormat(
-        dtype="float8_e4m3fn", granularity="tensor", activations="token", scale_names=("weight_scale",)
-    )
-    kernel = GpuKernel(kernel.spec, form, Multiplier(DEVICE))
+    form = W8Format(dtype="float8_e4m3fn", granularity="tensor", activations="token", scale_names=("weight_scale",))
+    kernel = W8GpuKernel(kernel.spec, form, Multiplier(DEVICE))
     codes = torch.ones(16, 32, device=DEVICE).to(torch.float8_e4m3fn)
     loaded = {"q_proj.weight": codes, "q_proj.weight_scale": torch.ones(1, device=DEVICE)}
     kernel.prepare(loaded)
@@ -192,7 +190,7 @@ def test_slow_paths_are_said(dtype, inputs, capability, words, monkeypatch, capl
     # "meta" stands for a GPU: nothing is multiplied.
     spec = LinearSpec(parts=parts, in_features=inputs, bias=False, dtype=dtype, device="meta")
     kernels = [method.linear(spec), method.linear(spec)]
-    assert isinstance(kernels[0], GpuKernel if capability else WideningKernel)
+    assert isinstance(kernels[0], W8GpuKernel if capability else DequantizeEachCallKernel)
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(caplog.records) - len(warnings) == 1
     assert len(warnings) == (words is not None)

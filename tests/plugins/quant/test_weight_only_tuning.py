@@ -7,14 +7,14 @@ from attrs import evolve
 
 from engine.core.autotune.op import Operands
 from engine.core.autotune.timer import GraphTimer
-from engine.core.autotune.tuner import CandidateError, Work
+from engine.core.autotune.tuner import CandidateError, TuningTask
 from engine.ops.gemm.packed_layout import CodeLayout, Layout, PackedMatrix
 from engine.ops.gemm.skinny_launch import MOST_PROGRAMS, MOST_SUMS
 from engine.ops.gemm.weight_only_launch import Multiplier
 from engine.ops.gemm.weight_only_tiles import (
     MEASURED_CLASSES,
     MOST_ROWS,
-    Problem,
+    GemmShape,
     Tile,
     candidates,
     choose,
@@ -48,7 +48,7 @@ def every(problem, rows, shared=HOPPER):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (64, 100), (128256, 4096)])
 def test_candidates_are_few_and_fit(outputs, inputs, layout, shared):
-    problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+    problem = GemmShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
     for rows in MEASURED_CLASSES:
         first, finer = every(problem, rows, shared)
         assert first[0] == choose(problem, rows, SMS, shared)
@@ -67,12 +67,12 @@ def test_candidates_are_few_and_fit(outputs, inputs, layout, shared):
 
 
 def test_where_no_tile_fits_there_is_the_library_alone():
-    assert candidates(Problem(gated=False, weight_rows=64, inputs=512, layout=LAYOUTS[0]), 16, SMS, 2**12) == [None]
+    assert candidates(GemmShape(gated=False, weight_rows=64, inputs=512, layout=LAYOUTS[0]), 16, SMS, 2**12) == [None]
 
 
 def test_names_tell_candidates_apart():
     for layout in LAYOUTS:
-        problem = Problem(gated=True, weight_rows=4096, inputs=4096, layout=layout)
+        problem = GemmShape(gated=True, weight_rows=4096, inputs=4096, layout=layout)
         tunable = WeightOnly(Multiplier(torch.device("cpu")), problem)
         for rows in MEASURED_CLASSES:
             first, finer = every(problem, rows)
@@ -81,7 +81,7 @@ def test_names_tell_candidates_apart():
 
 
 def test_numbers_of_splits_around_the_fastest_tile():
-    problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=CodeLayout(dtype="float8_e4m3fn"))
+    problem = GemmShape(gated=False, weight_rows=4096, inputs=4096, layout=CodeLayout(dtype="float8_e4m3fn"))
     tile = Tile(rows=64, columns=16, warps=4, stages=6, splits=4, step=128)
     assert tile in candidates(problem, 16, SMS, HOPPER)
     assert [one.splits for one in other_splits(tile, problem, 16)] == [2, 8, 16]
@@ -90,7 +90,7 @@ def test_numbers_of_splits_around_the_fastest_tile():
 
 
 def test_the_key_is_all_that_time_depends_on():
-    problem = Problem(gated=False, weight_rows=4096, inputs=4096, layout=LAYOUTS[0])
+    problem = GemmShape(gated=False, weight_rows=4096, inputs=4096, layout=LAYOUTS[0])
     others = [
         evolve(problem, gated=True),
         evolve(problem, weight_rows=64),
@@ -149,7 +149,7 @@ def test_every_candidate_multiplies_right(multiplier, device, half, kind, rows, 
         gate, up = exact.chunk(2, -1)
         exact = F.silu(gate) * up
     zeros = kind == "4 bits"
-    problem = Problem(gated=gated, weight_rows=96, inputs=1024, layout=layout, dtype=half, zeros=zeros)
+    problem = GemmShape(gated=gated, weight_rows=96, inputs=1024, layout=layout, dtype=half, zeros=zeros)
     tunable = WeightOnly(multiplier, problem)
     first = tunable.candidates(rows)
     finer = tunable.refine(rows, [tile for tile in first if tile is None] + [first[0]])
@@ -160,7 +160,7 @@ def test_every_candidate_multiplies_right(multiplier, device, half, kind, rows, 
 
 def test_what_is_chosen_multiplies_its_class_of_rows(multiplier, device, half, monkeypatch):
     x, operands, layout, exact = grouped(40, 96, 512, device, half)
-    problem = Problem(gated=False, weight_rows=96, inputs=512, layout=layout, dtype=half, zeros=True)
+    problem = GemmShape(gated=False, weight_rows=96, inputs=512, layout=layout, dtype=half, zeros=True)
     taken = []
     by_tiles, by_library = multiplier.by_tiles, multiplier.by_library
     monkeypatch.setattr(multiplier, "by_tiles", lambda *given: taken.append(given[-1]) or by_tiles(*given))
@@ -188,7 +188,7 @@ def test_what_is_chosen_multiplies_its_class_of_rows(multiplier, device, half, m
 
 def test_what_is_not_measured_is_as_it_was():
     multiplier = Multiplier(torch.device("cpu"))
-    problem = Problem(gated=False, weight_rows=96, inputs=512, layout=LAYOUTS[0])
+    problem = GemmShape(gated=False, weight_rows=96, inputs=512, layout=LAYOUTS[0])
     tunable = WeightOnly(multiplier, problem)
     assert tuple(tunable.classes) == MEASURED_CLASSES
     assert tuple(WeightOnly(multiplier, problem, 32).classes) == (16, 32)
@@ -205,7 +205,7 @@ def test_what_is_not_measured_is_as_it_was():
 def test_every_candidate_compiles_and_runs(device, layout):
     multiplier = Multiplier(device)
     for outputs, inputs in ((4096, 4096), (1000, 4096 + 64)):
-        problem = Problem(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+        problem = GemmShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
         blocks = problem.blocks
         words = torch.randint(-(2**15), 2**15, (blocks, outputs, layout.span), device=device).to(torch.int16)
         if layout.scaled == "groups":
@@ -222,7 +222,7 @@ def test_every_candidate_compiles_and_runs(device, layout):
             exact = multiplier.by_library(x, matrix, None, False).double()
             first = tunable.candidates(rows)
             tiles = [*first, *tunable.refine(rows, first)]
-            work = Work(rows=rows)
+            work = TuningTask(rows=rows)
             work.add(tunable, operands)
             GraphTimer(device).prepare([(work, tiles)])
             for tile in tiles:
@@ -232,9 +232,9 @@ def test_every_candidate_compiles_and_runs(device, layout):
 @pytest.mark.gpu
 def test_a_tile_that_is_too_large_cannot_run(device):
     layout = CodeLayout(dtype="int8")
-    problem = Problem(gated=False, weight_rows=1024, inputs=4096, layout=layout)
+    problem = GemmShape(gated=False, weight_rows=1024, inputs=4096, layout=layout)
     codes = torch.zeros(1024, 4096, dtype=torch.int8, device=device)
-    work = Work(rows=8)
+    work = TuningTask(rows=8)
     operands = Operands(weights={"words": layout.words(codes), "scales": torch.ones(1024, device=device)})
     work.add(WeightOnly(Multiplier(device), problem), operands)
     large, good = Tile(rows=256, columns=8, warps=8, stages=32), candidates(problem, 8, SMS, ADA)[0]

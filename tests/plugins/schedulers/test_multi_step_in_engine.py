@@ -99,7 +99,7 @@ def test_a_step_of_several_is_one_step_of_the_engine(checkpoint: Path, expected:
 
 def test_preemption_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
-    bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, kv heads, head_dim, page_size, float32
+    bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, kv heads, head_dim, block_size, float32
     common: dict[str, Any] = {"executor__device": "cpu", "model__max_len": 128, "scheduler": "multi_step"}
     with Engine(model=str(checkpoint), cache__memory=str(9 * bytes_per_block), **common) as engine:
         assert [completion.token_ids for completion in engine.generate(PROMPTS, greedy)] == expected

@@ -16,7 +16,7 @@ from engine.server.supervisor.summary import curl, summary
 STARTED = Started(
     cache=CacheInfo(
         num_blocks=64,
-        page_size=16,
+        block_size=16,
         weights_bytes=3 * 2**20,
         activation_bytes=512,
         kv_bytes=2 * 2**30,
