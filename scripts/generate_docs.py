@@ -14,6 +14,8 @@ from typing import Any
 
 import typer.main
 
+from contract_reference import contract_reference
+
 from engine.cli.main import app
 from engine.cli.options import purpose
 from engine.core.config import Setting, describe, show
@@ -380,6 +382,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "methods": ("docs/quantization.md", methods_tables),
     "ring": ("docs/executors.md", ring_table),
     "timeline": ("docs/performance.md", timeline_figure),
+    "reference": ("docs/reference.md", contract_reference),
 }
 
 
