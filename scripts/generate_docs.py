@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
-
 from contract_reference import contract_reference
 
 from engine.cli.main import app
 from engine.cli.options import purpose
-from engine.core.config import Setting, describe, show
+from engine.core.config import PluginsConfig, Setting, describe, show
+from engine.core.plugin_host import load_plugins
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -90,25 +90,24 @@ def names(param: Any) -> list[str]:
     return [*param.opts, *param.secondary_opts]
 
 
-def results_table() -> str:
-    """The figures in benchmarks/results that were measured against something."""
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]
+FEATURES = {
+    "models": "model architectures",
+    "quant": "quantization methods",
+    "attention": "attention backends",
+    "schedulers": "scheduling policies",
+    "executors": "executors",
+}
+"""Extension point -> what README calls its implementations."""
+
+
+def features_table() -> str:
+    """What the built-in plugins offer, from their registrations."""
+    registries = load_plugins(PluginsConfig(allow=("builtin",))).seams
     rows = [
-        (
-            report["benchmark"],
-            row["metric"],
-            f"{number(row['value'])} {row['unit']}",
-            f"{number(row['baseline'])} {row['unit']} ({row['baseline_name']})",
-            f"{row['value'] / row['baseline']:.2f} x",
-            f"{report['machine']}, {report['date']}, commit {report['commit']}",
-        )
-        for report in reports
-        for row in report["rows"]
-        if row.get("baseline")
+        (title, "; ".join(f"{code(one.name)}: {one.summary}" for one in registries[name]))
+        for name, title in FEATURES.items()
     ]
-    if not rows:
-        return "None yet: no file in `benchmarks/results/` compares the engine with anything."
-    return table(("benchmark", "metric", "engine", "baseline", "ratio", "measured"), rows)
+    return table(("", "built in"), rows)
 
 
 def load_result(name: str) -> dict[str, Any] | None:
@@ -117,19 +116,19 @@ def load_result(name: str) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def headline_table() -> str:
-    """Of each model compared on the H200, the rows that have a goal."""
-    references = json.loads(REFERENCES.read_text(encoding="utf-8"))
-    parts = []
-    for prefix, versions in (("models", references["versions"]), ("server", {"vllm": references["versions"]["vllm"]})):
-        for key, model in references[prefix].items():
-            name = key.replace(":", "-")
-            report = load_result(f"h200-{name}" if prefix == "models" else f"h200-serve-{name}")
-            rows = [row for row in model["rows"] if row["goal"] is not None]
-            if report is not None and rows:
-                title = model["title"] + (", served over HTTP" if prefix == "server" else "")
-                parts.append(f"**{title}**\n\n{compared(report, rows, versions)}")
-    return "\n\n".join(parts)
+def transformers_table() -> str:
+    """The engine next to transformers on a CPU."""
+    report = load_result("cpu-transformers")
+    if report is None:
+        return ""
+    rows = [
+        (row["metric"], number(row["value"]), number(row["baseline"]), f"{row['value'] / row['baseline']:.2f} x")
+        for row in report["rows"]
+        if row.get("baseline")
+    ]
+    baseline = report["rows"][0]["baseline_name"]
+    columns = ("output tokens per second", "engine", baseline, "ratio")
+    return section("On a CPU", f"The demo model. {where(report)}", [table(columns, rows)])
 
 
 def compared_tables() -> str:
@@ -371,8 +370,8 @@ def code(text: str) -> str:
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/configuration.md", settings_tables),
     "commands": ("docs/cli.md", command_reference),
-    "results": ("README.md", results_table),
-    "headline": ("README.md", headline_table),
+    "features": ("README.md", features_table),
+    "transformers": ("docs/performance.md", transformers_table),
     "compared": ("docs/performance.md", compared_tables),
     "served": ("docs/performance.md", served_tables),
     "ranks": ("docs/performance.md", ranks_table),
