@@ -132,22 +132,22 @@ def transformers_table() -> str:
 
 
 def compared_tables() -> str:
-    """Each model's figures on the H200 beside those of vLLM and SGLang; only models with a result."""
+    """Each model's figures on the H200 next to those of vLLM and SGLang; only models with a result."""
     references = json.loads(REFERENCES.read_text(encoding="utf-8"))
     parts = []
     for key, model in references["models"].items():
         report = load_result(f"h200-{key.replace(':', '-')}")
         if report is not None:
-            lead = (
-                f"Reading the weights once takes {number(model['floor_ms'])} ms. {where(report)}"
-                f" Roofline: {report['settings']['ceilings']}."
-            )
+            settings = report["settings"]
+            floor = settings.get("weights_floor_ms")
+            reading = f" Reading the weights once takes {number(floor)} ms at this rate." if floor else ""
+            lead = f"{where(report)} Roofline: {settings['ceilings']}.{reading}"
             parts.append(f"### {model['title']}\n\n{lead}\n\n{compared(report, model['rows'], references['versions'])}")
-    return section("Beside vLLM and SGLang", references["source"], parts)
+    return section("Next to vLLM and SGLang", references["source"], parts)
 
 
 def served_tables() -> str:
-    """Figures of the HTTP server on the H200 beside those of vLLM's; only models with a result."""
+    """Figures of the HTTP server on the H200 next to those of vLLM; only models with a result."""
     references = json.loads(REFERENCES.read_text(encoding="utf-8"))
     versions = {"vllm": references["versions"]["vllm"]}
     parts = []
@@ -159,6 +159,10 @@ def served_tables() -> str:
             )
     text = "Streaming completions over HTTP, 512 tokens in, 128 out, server and load on one machine."
     return section("The HTTP server", text, parts)
+
+
+LABELS = {"start-up": "first start of the engine on a new machine, without imports, s"}
+"""Metrics whose name alone says too little."""
 
 
 def compared(report: dict[str, Any], references: list[dict[str, Any]], versions: dict[str, str]) -> str:
@@ -174,15 +178,14 @@ def compared(report: dict[str, Any], references: list[dict[str, Any]], versions:
         best = (min if smaller else max)(others)
         rows.append(
             (
-                label(reference["metric"], reference["case"], reference["unit"]),
+                LABELS.get(reference["metric"]) or label(reference["metric"], reference["case"], reference["unit"]),
                 number(row["value"]),
                 *(number(reference[other]) if reference[other] is not None else "" for other in versions),
                 f"{best / row['value'] if smaller else row['value'] / best:.2f} x",
-                number(reference["goal"]) if reference["goal"] is not None else "",
                 f"{row['share']:.0%}" if row["share"] is not None else "",
             )
         )
-    return table(("", "engine", *versions.values(), "against the better", "goal", "of roofline"), rows)
+    return table(("", "engine", *versions.values(), "against the better", "of roofline"), rows)
 
 
 def methods_tables() -> str:
@@ -208,7 +211,7 @@ def methods_tables() -> str:
             if metric in metrics and not (metric == metrics[2] and case.startswith("batch"))
         ]
         parts.append(f"### {title}\n\n{where(reports['bfloat16'])}\n\n{table(('', *reports), rows)}")
-    text = "The same workloads as in [performance](performance.md), which has them beside vLLM and SGLang."
+    text = "The same workloads as in [performance](performance.md), next to vLLM and SGLang."
     return section("Speed by method", text, parts)
 
 
@@ -227,7 +230,7 @@ SERVED_METRICS = ("output tokens a second", "TTFT p50", "TPOT p50", "CPU cores o
 
 
 def ranks_table() -> str:
-    """Steps and serving of a model that several devices share, beside one."""
+    """Steps and serving of a model that several devices share, next to one device."""
     report = load_result("h200-x4-tensor-parallel")
     if report is None:
         return ""
@@ -275,7 +278,10 @@ def startup_table() -> str:
     ]
     if not reports:
         return ""
-    text = f"Seconds from the start of the process, in a median start. {where(reports[0][1])}"
+    text = (
+        "Seconds from the start of the process to the first token, imports included: a median start with warm caches"
+        f" (kernels compiled and measured before, random weights). {where(reports[0][1])}"
+    )
     return section("Start-up", text, [table(("", *(name for name, _ in reports)), rows)])
 
 

@@ -121,13 +121,13 @@ def test_results_stand_beside_the_references(generator, tmp_path, monkeypatch):
     made = generator.compared_tables()
     assert "### Llama-3.1-8B, bfloat16" in made
     assert "Qwen" not in made
-    assert "| decode step, batch 1, ms | 3.8 | 4.91 | 4.76 | 1.25 x | 4.4 | 92% |" in made
-    assert f"| output tokens a second, {load}, tokens/s | 19,894 | 9,850 | 9,947 | 2.00 x | 12,931 |  |" in made
+    assert "| decode step, batch 1, ms | 3.8 | 4.91 | 4.76 | 1.25 x | 92% |" in made
+    assert f"| output tokens a second, {load}, tokens/s | 19,894 | 9,850 | 9,947 | 2.00 x |  |" in made
     assert "schedule" not in made
 
     rows = [{"metric": "TPOT p50", "case": "concurrency 256", "value": 4.68}]
     write_report(tmp_path / "h200-serve-qwen3-0.6b.json", rows)
-    assert "| TPOT p50, concurrency 256, ms | 4.68 | 9.36 | 2.00 x | 5 |  |" in generator.served_tables()
+    assert "| TPOT p50, concurrency 256, ms | 4.68 | 9.36 | 2.00 x |  |" in generator.served_tables()
 
 
 def test_ablation_and_start_up_are_tables(generator, tmp_path, monkeypatch):
