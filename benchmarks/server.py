@@ -240,7 +240,7 @@ def main() -> int:
     if options.role == "serve":
         return serve(options)
     if options.role == "engine":
-        from engine.server.engine_process.main import main as engine_process
+        from engine.server.engine_process import main as engine_process
 
         return engine_process.run(PacedEngine)  # type: ignore[arg-type]
     if options.role == "load":

@@ -163,6 +163,6 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
 
 
 if __name__ == "__main__":
-    from engine.server.engine_process.main import main as engine_process
+    from engine.server.engine_process import main as engine_process
 
     sys.exit(engine_process.run(FakeEngine))  # type: ignore[arg-type]

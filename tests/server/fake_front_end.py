@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core.config.tree import ModelConfig
 from engine.core.errors import CheckpointError
-from engine.server.front_end.main import main as front_end
+from engine.server.front_end import main as front_end
 
 BYTES = {token: bytes([token]) for token in range(256)}
 TABLES = {True: BYTES | {256: b""}, False: BYTES | {256: b"<eos>"}}
