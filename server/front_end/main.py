@@ -19,8 +19,8 @@ from engine.core.errors import EngineError
 from engine.core.text import Tokenizer
 from engine.server.front_end.connections import Connections
 from engine.server.front_end.engine_client import EngineClient
+from engine.server.front_end.errors import ApiError
 from engine.server.http.app import make_app
-from engine.server.http.errors import ApiError
 from engine.server.http.service import Service
 from engine.server.shared.control import Control
 from engine.server.shared.messages import (
@@ -35,7 +35,7 @@ from engine.server.shared.messages import (
     Started,
     ToFrontEnd,
 )
-from engine.server.shared.metrics import Board
+from engine.server.shared.metrics_table import Board
 
 LAST_WORDS = 2.0
 """Seconds for the error events of streams that ran out of time."""

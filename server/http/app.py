@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.core.errors import InvalidRequestError
+from engine.server.front_end.errors import ApiError
 from engine.server.http import chat, completions, status, tokenize
-from engine.server.http.errors import ApiError
+from engine.server.http.errors import error_response
 from engine.server.http.service import Service
 
 
@@ -26,20 +27,20 @@ def make_app(service: Service) -> FastAPI:
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
-        return error.response()
+        return error_response(error)
 
     @app.exception_handler(InvalidRequestError)
     async def invalid_request(_: Request, error: InvalidRequestError) -> Response:
-        return ApiError(400, str(error), param=error.parameter).response()
+        return error_response(ApiError(400, str(error), param=error.parameter))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         what = f"{request.method} {request.url.path}: {error.detail}"
-        return ApiError(error.status_code, what, headers=error.headers).response()
+        return error_response(ApiError(error.status_code, what, headers=error.headers))
 
     @app.exception_handler(Exception)
     async def mistake(_: Request, error: Exception) -> Response:
-        return ApiError(500, "the server made a mistake; its log says more").response()
+        return error_response(ApiError(500, "the server made a mistake; its log says more"))
 
     return app
 
@@ -57,7 +58,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif refusal := self._refusal(scope):
-            await refusal.response()(scope, receive, send)
+            await error_response(refusal)(scope, receive, send)
         elif scope["method"] == "POST":
             self._service.active += 1
             try:

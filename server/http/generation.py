@@ -10,8 +10,9 @@ from attrs import define, field
 
 from engine.core.text import Detokenizer, Tokenizer
 from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request, TokenLogprobs
-from engine.server.front_end.engine_client import EngineClient, Group, News
-from engine.server.http.errors import ApiError
+from engine.server.front_end.engine_client import EngineClient
+from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_group import Group, News
 
 _json = msgspec.json.Encoder().encode
 

@@ -9,7 +9,8 @@ import attrs
 from engine.core.config import ServerConfig
 from engine.core.errors import InvalidRequestError
 from engine.core.types import MAX_SEED, SamplingParams
-from engine.server.http.errors import ApiError, invalid
+from engine.server.front_end.errors import ApiError
+from engine.server.http.errors import invalid
 from engine.server.http.request_bodies import Body
 
 PLAIN = (

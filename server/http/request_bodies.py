@@ -8,7 +8,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from engine.server.http.errors import ApiError, invalid
+from engine.server.front_end.errors import ApiError
+from engine.server.http.errors import invalid
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.server.front_end.connections import Connection
-from engine.server.http.errors import ApiError, json_response
+from engine.server.front_end.errors import ApiError
+from engine.server.http.errors import error_response, json_response
 from engine.server.http.generation import EventStream
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def answer(body: Callable[[], Awaitable[Any]], headers: Mapping[str, str]) -> An
         try:
             response = json_response(await body(), headers=headers)
         except ApiError as error:
-            response = error.response()
+            response = error_response(error)
         await response(scope, receive, send)
 
     return Answer(work)
@@ -76,7 +77,7 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> Answer:
                 await outlet.rest()
         except ApiError as error:
             if not begun:
-                await error.response()(scope, receive, send)
+                await error_response(error)(scope, receive, send)
                 return
             last = event(error.body())
         except Exception:

@@ -16,11 +16,12 @@ from engine.core.text import Tokenizer
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import Link
-from engine.server.http.errors import ApiError, invalid
+from engine.server.front_end.errors import ApiError
+from engine.server.http.errors import invalid
+from engine.server.http.prometheus import EngineReport
 from engine.server.http.request_bodies import Message
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Probe, Started
-from engine.server.shared.metrics import EngineReport
 
 TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 """The parameters of Tokenizer.chat itself, which chat_template_kwargs must not hold."""

@@ -10,9 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from engine.server.http.errors import invalid, json_response
-from engine.server.http.health import State, report
+from engine.server.http.health_report import State, report
+from engine.server.http.prometheus import Exporter
 from engine.server.http.service import Service
-from engine.server.shared.metrics import Exporter
 
 
 def routes(service: Service) -> APIRouter:

@@ -15,7 +15,7 @@ from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingP
 SOCKET = "engine-{}.{}"
 """The ZeroMQ socket of a replica's engine process, of this life, in the server's directory."""
 BOARD = "board"
-"""The file of the front ends' numbers (server/shared/metrics.py) there."""
+"""The file of the front ends' numbers (server/shared/metrics_table.py) there."""
 
 
 # --- supervisor to engine process ---

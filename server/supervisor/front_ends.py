@@ -25,7 +25,7 @@ from engine.server.shared.messages import (
     Shutdown,
     Started,
 )
-from engine.server.shared.metrics import Board, Metrics
+from engine.server.shared.metrics_table import Board, Metrics
 from engine.server.supervisor.child import Child
 
 RESTART_INTERVAL = 1.0

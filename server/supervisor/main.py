@@ -19,7 +19,7 @@ from attrs import frozen
 from engine.core.config import EngineConfig, ServerConfig
 from engine.core.errors import ConfigError
 from engine.server.shared.messages import BOARD
-from engine.server.shared.metrics import Board
+from engine.server.shared.metrics_table import Board
 from engine.server.supervisor.child import adopt_orphans
 from engine.server.supervisor.engines import Engines
 from engine.server.supervisor.front_ends import FrontEnds

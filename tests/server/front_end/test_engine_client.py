@@ -17,11 +17,12 @@ import pytest
 
 from engine.core.config.tree import EngineConfig
 from engine.core.types import Request, SamplingParams
-from engine.server.front_end.engine_client import EngineClient, Group, News
+from engine.server.front_end.engine_client import EngineClient
+from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_group import Group, News
 from engine.server.front_end.routing import ANSWER_TOKENS
-from engine.server.http.errors import ApiError
 from engine.server.shared.messages import EngineGone, EngineLaunch, Failed, FromEngine, Gone, Launch, Shutdown, Started
-from engine.server.shared.metrics import Board, Metrics
+from engine.server.shared.metrics_table import Board, Metrics
 from engine.server.supervisor.child import Child
 
 Body = Callable[..., Coroutine[Any, Any, None]]

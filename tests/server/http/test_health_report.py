@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.server.http.health import report
+from engine.server.http.health_report import report
 from engine.server.shared.heartbeat import Fault
 
 DEAD = Fault(level="process", reason="it died", since=5.0)

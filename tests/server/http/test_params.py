@@ -6,8 +6,8 @@ import pytest
 
 from engine.core.config.tree import ServerConfig
 from engine.core.types import MAX_SEED, SamplingParams
+from engine.server.front_end.errors import ApiError
 from engine.server.http import params
-from engine.server.http.errors import ApiError
 from engine.server.http.request_bodies import CompletionBody
 
 LIMITS = ServerConfig(max_n=4, max_logprobs=5, max_stop=2, max_stop_chars=8, max_logit_bias=3)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.server.http.errors import ApiError
+from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode
 
 COMPLETION = {"model": "m", "prompt": "p"}

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from engine.server.http.errors import ApiError
+from engine.server.front_end.errors import ApiError
 from engine.server.http.responses import stream
 
 

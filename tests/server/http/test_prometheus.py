@@ -6,7 +6,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.types import EngineStats, RequestTimes
-from engine.server.shared.metrics import Board, EngineReport, Exporter, Histogram, Metrics
+from engine.server.http.prometheus import EngineReport, Exporter
+from engine.server.shared.metrics_table import Board, Metrics
 
 REPLICAS = 2
 
@@ -27,16 +28,6 @@ def read(exporter: Exporter) -> dict[tuple[str, str], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-
-
-def test_histogram_counts_up_to_each_bound() -> None:
-    histogram = Histogram((1.0, 2.0), memoryview(array("d", [0.0] * 4)))
-    histogram.observe(0.5)
-    histogram.observe(1.0)
-    histogram.observe(1.5, 3)
-    histogram.observe(9.0)
-    assert histogram.buckets() == [("1.0", 2), ("2.0", 5), ("+Inf", 6)]
-    assert histogram.sum == 0.5 + 1.0 + 4.5 + 9.0
 
 
 def test_phases_of_starting() -> None:
