@@ -79,12 +79,12 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> Answer:
             if not begun:
                 await error_response(error)(scope, receive, send)
                 return
-            last = event(error.body())
+            last = sse_event(error.body())
         except Exception:
             if not begun:
                 raise
             log.exception("a stream broke")
-            last = event(ApiError(500, "the server made a mistake; its log says more").body())
+            last = sse_event(ApiError(500, "the server made a mistake; its log says more").body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     return Answer(work)
@@ -153,7 +153,7 @@ class _Outlet:
         self._finished.set_result(None)
 
 
-def event(body: Any) -> bytes:
+def sse_event(body: Any) -> bytes:
     """One server-sent event of JSON."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
