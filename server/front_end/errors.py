@@ -1,4 +1,4 @@
-"""Errors that a front end reports to HTTP clients."""
+"""The error that a front end reports to an HTTP client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A refusal or failure: HTTP status and what goes into {"error": ...}."""
+    """A refusal or failure: an HTTP status and OpenAI's error object."""
 
     def __init__(
         self,
@@ -18,6 +18,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        """param: the request parameter at fault. code: OpenAI's or this server's error code."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -26,6 +27,6 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The error object; its type follows from the status."""
+        """The JSON object of the response; `type` follows from the status."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -1,4 +1,4 @@
-"""Requests submitted together, and the outputs that have come for them."""
+"""Requests submitted together, and the outputs received for them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
-from engine.core.types import Output
+from engine.core.types import FINISH_ABORT, Output
 from engine.server.front_end.errors import ApiError
 
-News = tuple[int, Sequence[int], Output | None]
-"""(index of the request in its group, its new tokens, the whole output where it holds more than tokens)."""
+OutputEvent = tuple[int, Sequence[int], Output | None]
+"""(index of the request in its group, its new tokens, the whole Output if that holds more than tokens)."""
 
 
-class Group:
-    """Requests that were submitted together. Leaving its `with` block aborts those that have not finished."""
+class RequestGroup:
+    """Requests submitted together. Leaving the group's `with` block aborts the requests that have not finished."""
 
     def __init__(self, abort: Callable[[int, str], None], numbers: Iterable[int]) -> None:
-        """numbers: of the requests, in order; abort: called with a number and the reason to count the abort under."""
+        """numbers: of the requests, in order. abort: called with a number and the finish reason to count."""
         self._abort = abort
         self._open = dict(enumerate(numbers))
-        self._news: list[News] = []
+        self._events: list[OutputEvent] = []
         self._error: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._listener: Callable[[], None] | None = None
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> RequestGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -33,12 +33,12 @@ class Group:
         for index in list(self._open):
             self.abort(index)
 
-    async def next(self) -> list[News]:
-        """All that came since the last call, oldest first; waits for something. For one caller at a time.
+    async def next(self) -> list[OutputEvent]:
+        """Wait for events and return all since the last call, oldest first. One caller at a time.
 
-        Raises ApiError when the engine died or the server gave up waiting for it.
+        Raises ApiError when the engine process has exited or the server has ended the requests.
         """
-        if not self._news and self._error is None:
+        if not self._events and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -47,40 +47,40 @@ class Group:
         return self.take()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, which must not raise, whenever there is something to take; cheaper than a waiting task."""
+        """Call `listener`, which must not raise, whenever there are events to take; cheaper than a waiting task."""
         self._listener = listener
 
-    def take(self) -> list[News]:
-        """As `next`, without waiting."""
-        if not self._news and self._error is not None:
+    def take(self) -> list[OutputEvent]:
+        """Return all events since the last call, without waiting. Raises as `next` does."""
+        if not self._events and self._error is not None:
             raise self._error
-        news, self._news = self._news, []
-        return news
+        events, self._events = self._events, []
+        return events
 
-    def abort(self, index: int, reason: str = "abort") -> None:
-        """Stop a request; its finish is counted under `reason`. No more comes of it."""
+    def abort(self, index: int, reason: str = FINISH_ABORT) -> None:
+        """Abort a request, drop its events, and count `reason` as its finish reason."""
         number = self._open.pop(index, None)
         if number is not None:
-            self._news = [piece for piece in self._news if piece[0] != index]
+            self._events = [event for event in self._events if event[0] != index]
             self._abort(number, reason)
 
     def put(self, index: int, tokens: Sequence[int], output: Output | None) -> bool:
-        """Called by the client: something has come. Whether it is the first thing since the last `take`."""
-        first = not self._news
-        self._news.append((index, tokens, output))
+        """Add an event; whether it is the first since the last `take`. Called by EngineClient."""
+        first = not self._events
+        self._events.append((index, tokens, output))
         if output is not None and output.finish_reason is not None:
             self._open.pop(index, None)
         return first
 
-    def wake(self) -> None:
-        """Called by the client when all is put that has come by now."""
+    def notify(self) -> None:
+        """Wake the listener or the waiter. Called by EngineClient after all received events have been put."""
         if self._listener is not None:
             self._listener()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, error: ApiError) -> None:
-        """Called by the client: no more will come."""
+        """End the requests with `error`. Called by EngineClient."""
         self._open.clear()
         self._error = error
-        self.wake()
+        self.notify()

@@ -22,7 +22,7 @@ from engine.server.http.service import Service
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes of this file."""
+    """The routes of this module."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=None)
@@ -32,7 +32,9 @@ def routes(service: Service) -> APIRouter:
         params = _params(service, body)
         prompt = await service.encode_chat(body.messages, body.chat_template_kwargs)
         params = _max_tokens(service, body, params, len(prompt))
-        choices = [parameters.seed(params, index) for index in range(parameters.choices(body, service.limits))]
+        choices = [
+            parameters.with_choice_seed(params, index) for index in range(parameters.num_choices(body, service.limits))
+        ]
         name = f"chatcmpl-{uuid.uuid4().hex}"
         requests = service.requests(name, [prompt], choices, body.priority, body.cache_salt)
         return _ChatJob(service, body, name, requests).response()
@@ -41,11 +43,11 @@ def routes(service: Service) -> APIRouter:
 
 
 def _params(service: Service, body: ChatBody) -> SamplingParams:
-    """Everything but max_tokens, which depends on the prompt's length. Raises ApiError."""
+    """All sampling parameters except max_tokens, which depends on the prompt length. Raises ApiError."""
     parameters.check_stream_options(body)
-    parameters.choices(body, service.limits)
+    parameters.num_choices(body, service.limits)
     if body.response_format not in (None, {"type": "text"}):
-        raise invalid('response_format must be {"type": "text"}; no other is supported', "response_format")
+        raise invalid('response_format must be {"type": "text"}; other formats are not supported', "response_format")
     params = parameters.sampling_params(body, service.default_params, service.limits, service.vocab_size)
     if body.top_logprobs is not None:
         if not body.logprobs:
@@ -55,12 +57,15 @@ def _params(service: Service, body: ChatBody) -> SamplingParams:
 
 
 def _max_tokens(service: Service, body: ChatBody, params: SamplingParams, prompt_len: int) -> SamplingParams:
+    """`params` with max_tokens, under either of its two names. Raises ApiError."""
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+        raise invalid("max_tokens and max_completion_tokens differ; give only one of them", "max_tokens")
     given, name = body.max_completion_tokens, "max_completion_tokens"
     if given is None:
         given, name = body.max_tokens, "max_tokens"
-    return parameters.max_tokens(given, name, service.default_params.max_tokens, params, prompt_len, service.max_len)
+    return parameters.with_max_tokens(
+        given, name, service.default_params.max_tokens, params, prompt_len, service.max_len
+    )
 
 
 class _ChatJob(Job[ChatBody]):

@@ -22,11 +22,11 @@ from engine.server.http.request_bodies import CompletionBody, read
 from engine.server.http.service import Service
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes of this file."""
+    """The routes of this module."""
     router = APIRouter()
 
     @router.post("/v1/completions", response_model=None)
@@ -45,14 +45,14 @@ def routes(service: Service) -> APIRouter:
 
 @define
 class Prompt:
-    """A prompt as tokens, and as text when that is echoed."""
+    """A prompt as tokens, and as text if the text is echoed."""
 
     tokens: list[int]
     text: str = ""
 
 
 async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
-    """The prompts of the four forms of `prompt`. Raises ApiError."""
+    """Tokenize `prompt`: a text, a list of texts, a list of token ids, or a list of such lists. Raises ApiError."""
     given: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if given and all(type(token) is int for token in given):
         given = [given]
@@ -70,27 +70,29 @@ async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
         else:
             raise invalid("prompt must be a text, a list of texts, of token ids, or of lists of token ids", "prompt")
         if not prompt.tokens:
-            raise invalid("a prompt is empty; it must have at least one token", "prompt")
+            raise invalid("a prompt is empty; give at least one token", "prompt")
         prompts.append(prompt)
     return prompts
 
 
 def _params(service: Service, body: CompletionBody, lengths: Sequence[int]) -> list[SamplingParams]:
-    """For each prompt in turn, the parameters of its n choices. Raises ApiError."""
+    """The parameters of each choice: the n choices of the first prompt, then of the second. Raises ApiError."""
     limits = service.limits
     parameters.check_stream_options(body)
-    n = parameters.choices(body, limits)
+    n = parameters.num_choices(body, limits)
     if body.best_of is not None and body.best_of != n:
-        raise invalid("best_of is not supported: it must be left out or equal n", "best_of")
+        raise invalid("best_of is not supported; leave it out, or set it to n", "best_of")
     params = parameters.sampling_params(body, service.default_params, limits, service.vocab_size)
     if body.logprobs is not None:
         parameters.check_logprobs(body.logprobs, limits, "logprobs")
         params = attrs.evolve(params, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
     default = service.default_params.max_tokens or DEFAULT_MAX_TOKENS
     return [
-        parameters.seed(choice, index)
+        parameters.with_choice_seed(choice, index)
         for length in lengths
-        for choice in [parameters.max_tokens(body.max_tokens, "max_tokens", default, params, length, service.max_len)]
+        for choice in [
+            parameters.with_max_tokens(body.max_tokens, "max_tokens", default, params, length, service.max_len)
+        ]
         for index in range(n)
     ]
 

@@ -1,4 +1,4 @@
-"""Prometheus text of the server's metrics, from a registry of its own."""
+"""Exports the metrics of the server and of each replica as Prometheus text."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from engine.core.types import EngineStats
-from engine.server.shared.metrics_table import Board, Histogram
+from engine.server.shared.metrics_table import Histogram, MetricsTable
 
 
 @frozen(kw_only=True)
 class EngineReport:
-    """What is known of one replica of the engine."""
+    """State and statistics of one replica."""
 
     up: bool
-    """Whether its process lives and has started."""
+    """Whether the replica accepts requests."""
     stats: EngineStats
     startup: Sequence[tuple[str, float]] = ()
-    """(phase, seconds) of its latest start."""
+    """(phase, seconds) of the latest start."""
     restarts: int = 0
-    """How often it was started anew."""
+    """Number of restarts."""
 
 
-class Exporter(Collector):
-    """The text that /metrics answers."""
+class PrometheusExporter(Collector):
+    """Builds the text that /metrics answers, from a registry of its own."""
 
-    def __init__(self, board: Board, engines: Callable[[], Sequence[EngineReport]]) -> None:
-        """engines: gives the report of each replica, in order."""
-        self._board = board
-        self._engines = engines
+    def __init__(self, metrics: MetricsTable, engine_reports: Callable[[], Sequence[EngineReport]]) -> None:
+        """engine_reports: returns the report of each replica, in order."""
+        self._metrics = metrics
+        self._engine_reports = engine_reports
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -41,38 +41,44 @@ class Exporter(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
-        engines = _Engines(self._engines())
-        yield engines.gauge("up", "1 while the engine process takes requests.", lambda of: of.up)
-        yield engines.counter("restarts", "Engine processes started in a dead one's place.", lambda of: of.restarts)
-        yield engines.gauge("num_requests_running", "Sequences in the batch.", lambda of: of.stats.running)
-        yield engines.gauge("num_requests_waiting", "Requests not yet scheduled.", lambda of: of.stats.waiting)
+        """Yield all metrics; called by the registry."""
+        engines = _EngineMetrics(self._engine_reports())
+        yield engines.gauge("up", "1 while the engine process accepts requests.", lambda report: report.up)
+        yield engines.counter("restarts", "Restarts of the engine process.", lambda report: report.restarts)
+        yield engines.gauge("num_requests_running", "Sequences in the batch.", lambda report: report.stats.running)
+        yield engines.gauge("num_requests_waiting", "Requests not yet scheduled.", lambda report: report.stats.waiting)
         yield engines.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", _usage)
         yield engines.by_state()
         yield engines.counter(
-            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda of: of.stats.prefix_queries
+            "prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            lambda report: report.stats.prefix_queries,
         )
         yield engines.counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda of: of.stats.prefix_hits
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda report: report.stats.prefix_hits
         )
-        yield engines.counter("num_preemptions", "Sequences put back to make room.", lambda of: of.stats.preemptions)
-        yield engines.counter("prompt_tokens", "Prompt tokens computed.", lambda of: of.stats.prompt_tokens)
-        yield engines.counter("generation_tokens", "Tokens generated.", lambda of: of.stats.generation_tokens)
-        yield engines.counter("steps", "Batches run.", lambda of: of.stats.steps)
+        yield engines.counter(
+            "num_preemptions", "Sequences preempted to free KV blocks.", lambda report: report.stats.preemptions
+        )
+        yield engines.counter("prompt_tokens", "Prompt tokens computed.", lambda report: report.stats.prompt_tokens)
+        yield engines.counter("generation_tokens", "Tokens generated.", lambda report: report.stats.generation_tokens)
+        yield engines.counter("steps", "Steps run.", lambda report: report.stats.steps)
         yield from engines.by_phase()
-        metrics = self._board.total()
-        finished = CounterMetricFamily("engine_requests_finished", "Requests by end.", labels=["finish_reason"])
+        metrics = self._metrics.total()
+        finished = CounterMetricFamily(
+            "engine_requests_finished", "Finished requests by finish reason.", labels=["finish_reason"]
+        )
         for reason, count in sorted(metrics.finished.items()):
             finished.add_metric([reason], count)
         yield finished
-        yield _histogram("time_to_first_token", "From arrival to the first token.", metrics.first_token)
-        yield _histogram("inter_token_latency", "Between tokens of one request.", metrics.inter_token)
-        yield _histogram("request_queue_time", "From arrival to the first step.", metrics.queue)
-        yield _histogram("e2e_request_latency", "From arrival to the end.", metrics.end_to_end)
+        yield _histogram("time_to_first_token", "From arrival to the first token.", metrics.time_to_first_token)
+        yield _histogram("inter_token_latency", "Between tokens of one request.", metrics.inter_token_latency)
+        yield _histogram("request_queue_time", "From arrival to the first step.", metrics.queue_time)
+        yield _histogram("e2e_request_latency", "From arrival to finish.", metrics.request_latency)
 
 
-class _Engines:
-    """The engines' own numbers: samples of each replica, with the label replica where there are several."""
+class _EngineMetrics:
+    """Metrics of the engines: one sample per replica, labelled `replica` if there are several."""
 
     def __init__(self, engines: Sequence[EngineReport]) -> None:
         several = len(engines) > 1
@@ -80,32 +86,36 @@ class _Engines:
         self._engines = [([str(number)] if several else [], engine) for number, engine in enumerate(engines)]
 
     def gauge(self, name: str, text: str, value: Callable[[EngineReport], float]) -> Metric:
-        """One number of each."""
-        return self._fill(GaugeMetricFamily(f"engine_{name}", text, labels=self._label), lambda of: [([], value(of))])
+        """A gauge with one sample per replica."""
+        return self._fill(
+            GaugeMetricFamily(f"engine_{name}", text, labels=self._label), lambda report: [([], value(report))]
+        )
 
     def counter(self, name: str, text: str, value: Callable[[EngineReport], float]) -> Metric:
-        """One number of each that only grows."""
-        return self._fill(CounterMetricFamily(f"engine_{name}", text, labels=self._label), lambda of: [([], value(of))])
+        """A counter with one sample per replica."""
+        return self._fill(
+            CounterMetricFamily(f"engine_{name}", text, labels=self._label), lambda report: [([], value(report))]
+        )
 
     def by_state(self) -> Metric:
-        """KV blocks."""
+        """The number of KV blocks in each state."""
         labels = [*self._label, "state"]
         return self._fill(GaugeMetricFamily("engine_kv_blocks", "KV blocks by state.", labels=labels), _blocks)
 
     def by_phase(self) -> Iterator[Metric]:
-        """Where time went."""
+        """The time spent in each phase, of steps and of the start."""
         labels = [*self._label, "phase"]
         steps = CounterMetricFamily("engine_phase_seconds", "Seconds spent, by phase of a step.", labels=labels)
-        yield self._fill(steps, lambda of: [([phase], seconds) for phase, seconds in of.stats.seconds])
-        start = GaugeMetricFamily("engine_startup_seconds", "Seconds that starting took, by phase.", labels=labels)
-        yield self._fill(start, lambda of: [([phase], seconds) for phase, seconds in of.startup])
+        yield self._fill(steps, lambda report: [([phase], seconds) for phase, seconds in report.stats.seconds])
+        start = GaugeMetricFamily("engine_startup_seconds", "Seconds spent in each phase of the start.", labels=labels)
+        yield self._fill(start, lambda report: [([phase], seconds) for phase, seconds in report.startup])
 
     def _fill(
         self,
         family: GaugeMetricFamily | CounterMetricFamily,
         samples: Callable[[EngineReport], Iterable[tuple[list[str], float]]],
     ) -> Metric:
-        """samples: gives (values of further labels, number)."""
+        """Add samples to `family`; samples: returns (values of further labels, number) pairs of a replica."""
         for replica, engine in self._engines:
             for labels, value in samples(engine):
                 family.add_metric([*replica, *labels], value)

@@ -15,7 +15,7 @@ TABLES = {True: BYTES | {256: b""}, False: BYTES | {256: b"<eos>"}}
 
 
 class ByteTokenizer:
-    """Has as much of engine.core.text.Tokenizer as the server and the Detokenizer use; needs no file."""
+    """The part of engine.core.text.Tokenizer that the server and the Detokenizer use; needs no file."""
 
     special_tokens = frozenset({256})
     splits_characters = False

@@ -20,7 +20,7 @@ def refusal(kind: type[msgspec.Struct], body: Any) -> ApiError:
     return caught.value
 
 
-def test_a_whole_completion_body() -> None:
+def test_a_completion_body_is_decoded() -> None:
     body = decode(
         msgspec.json.encode(
             COMPLETION | {"logit_bias": {"7": -1}, "temperature": 1, "stream_options": {"include_usage": True}}
