@@ -1,11 +1,11 @@
-"""What the HTTP server costs: CPU time of the front ends and of the engine process for each event they stream.
+"""Measures the CPU time of the HTTP server: of the front ends and of the engine process per streamed event.
 
     python benchmarks/server.py [--streams 256] [--interval 20] [--seconds 5] [--workers 1] [--chat] [--json FILE]
 
-The engine is a stand-in that gives each stream one token every `interval` milliseconds; the load comes from a process
-of its own over raw sockets. CPU time (user and system, all threads, by the kernel's count) does not depend on how fast
-the machine is otherwise, as wall time would; it still needs an interval that the machine can follow, else several
-tokens share a write and look cheaper than they are: `writes an event` tells.
+The engine is a stand-in that yields one token per stream every `interval` milliseconds. A separate process generates
+the load over raw sockets. CPU time (user and system, all threads, as the kernel counts them) does not depend on other
+load on the machine as wall time would. The machine must still keep up with the interval: otherwise several tokens share
+a write and look too cheap, which shows as `writes per event` below 1.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Parts:
 
 
 class PacedEngine:
-    """One token for each request at fixed times; has as much of `Engine` as the engine process uses."""
+    """Yields one token per request at fixed times; the part of `Engine` that the engine process uses."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._interval = config.executor.options["interval"]
-        self._due = 0.0
-        self._made: dict[str, int] = {}
+        self._next_step = 0.0
+        self._counts: dict[str, int] = {}
         self._cost = 0.0
         self._stats = EngineStats(blocks_total=1)
         self._steps = self._tokens = 0
@@ -66,33 +66,33 @@ class PacedEngine:
         )
 
     def add(self, request: Request) -> None:
-        self._made[request.id] = 0
+        self._counts[request.id] = 0
 
     def abort(self, request_id: str) -> None:
-        self._made.pop(request_id, None)
+        self._counts.pop(request_id, None)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._made)
+        return bool(self._counts)
 
     def step(self) -> list[Output]:
         now = time.monotonic()
-        self._due = max(self._due + self._interval, now)
-        time.sleep(self._due - now)
-        begin = time.thread_time()
-        made = self._made
+        self._next_step = max(self._next_step + self._interval, now)
+        time.sleep(self._next_step - now)
+        start = time.thread_time()
+        counts = self._counts
         outputs = []
-        for request, count in made.items():
-            made[request] = count + 1
+        for request, count in counts.items():
+            counts[request] = count + 1
             outputs.append(Output(request=request, tokens=(64 + (count * 7) % 300,)))
         self._steps += 1
         self._tokens += len(outputs)
-        self._cost += time.thread_time() - begin
+        self._cost += time.thread_time() - start
         return outputs
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            running=len(self._made),
+            running=len(self._counts),
             blocks_total=1,
             steps=self._steps,
             generation_tokens=self._tokens,
@@ -107,7 +107,7 @@ class PacedEngine:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """The server around the stand-in."""
+    """Run the server with the stand-in engine."""
     from engine import server
     from engine.server.supervisor.main import Commands
 
@@ -120,8 +120,8 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def load(options: argparse.Namespace, url: str) -> None:
-    """All streams at once; a line on standard output when each has begun, and one when the time is over."""
-    # Where cores are few, waking the reader at each event would take the core from the front end, and its caches.
+    """Open all streams and read them until the time is over; prints "begun" when each has sent an event."""
+    # With few cores, waking this reader at each event would take the core and its caches from the front end.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     address = url.removeprefix("http://").rpartition(":")
     body: dict[str, Any] = {"model": "bench", "max_tokens": 100_000, "stream": True, "ignore_eos": True}
@@ -154,20 +154,20 @@ def load(options: argparse.Namespace, url: str) -> None:
     sys.stdin.read()
 
 
-def cpu(pid: int) -> float:
-    """Seconds of CPU time that a process has used, all its threads together."""
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, all threads, seconds."""
     spent = (int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
     return sum(spent) / 1e9
 
 
-def writes(pid: int) -> int:
-    """System calls that have written something."""
+def num_writes(pid: int) -> int:
+    """Number of a process's system calls that wrote data."""
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("syscw"))
 
 
-def family(pid: int) -> Iterator[tuple[str, int]]:
-    """(role, process number) of the server and its children."""
+def processes(pid: int) -> Iterator[tuple[str, int]]:
+    """Yield (role, process ID) of the server and its children."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     yield ("supervisor" if len(children) > 1 else "front end"), pid
     for child in children:
@@ -176,24 +176,24 @@ def family(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def sample(pid: int) -> dict[str, float]:
-    """CPU seconds by role."""
+    """CPU seconds by role, and the front ends' number of writes."""
     found = {"supervisor": 0.0, "front end": 0.0, "engine": 0.0, "writes": 0.0}
-    for role, process in family(pid):
-        found[role] += cpu(process)
+    for role, process in processes(pid):
+        found[role] += cpu_seconds(process)
         if role == "front end":
-            found["writes"] += writes(process)
+            found["writes"] += num_writes(process)
     return found
 
 
-def phases(url: str) -> dict[str, float]:
-    """The engine's own counters."""
+def engine_counters(url: str) -> dict[str, float]:
+    """The samples of /metrics by name."""
     lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
     pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
     return {name: float(value) for name, _, value in pairs}
 
 
 def measure(options: argparse.Namespace) -> Mapping[str, float]:
-    """One run."""
+    """Run the server and the load once; the costs by name."""
     same = sys.argv[1:]
     command = [sys.executable, "-P", __file__]
     with subprocess.Popen([*command, "serve", *same], stdout=subprocess.PIPE, text=True) as server:
@@ -206,23 +206,23 @@ def measure(options: argparse.Namespace) -> Mapping[str, float]:
         assert generator.stdin is not None
         assert generator.stdout.readline() == "begun\n"
         time.sleep(0.5)
-        before, engine_before = sample(server.pid), phases(url)
+        before, engine_before = sample(server.pid), engine_counters(url)
         time.sleep(options.seconds)
-        after, engine_after = sample(server.pid), phases(url)
+        after, engine_after = sample(server.pid), engine_counters(url)
         generator.stdin.close()
         generator.wait()
         server.terminate()
-    moved = {name: engine_after[name] - engine_before.get(name, 0.0) for name in engine_after}
-    tokens = moved["engine_generation_tokens_total"]
-    spent = {role: after[role] - before[role] for role in after}
-    own = moved['engine_phase_seconds_total{phase="stand-in"}']
+    increase = {name: engine_after[name] - engine_before.get(name, 0.0) for name in engine_after}
+    tokens = increase["engine_generation_tokens_total"]
+    cost = {role: after[role] - before[role] for role in after}
+    stand_in = increase['engine_phase_seconds_total{phase="stand-in"}']
     return {
         "tokens": tokens,
-        "writes an event": spent["writes"] / tokens,
-        "front end, us an event": spent["front end"] / tokens * 1e6,
-        "engine process, us an output": (spent["engine"] - own) / tokens * 1e6,
-        "stand-in itself, us an output": own / tokens * 1e6,
-        "supervisor, us an event": spent["supervisor"] / tokens * 1e6,
+        "writes per event": cost["writes"] / tokens,
+        "front end, us per event": cost["front end"] / tokens * 1e6,
+        "engine process, us per output": (cost["engine"] - stand_in) / tokens * 1e6,
+        "stand-in, us per output": stand_in / tokens * 1e6,
+        "supervisor, us per event": cost["supervisor"] / tokens * 1e6,
     }
 
 
@@ -240,7 +240,7 @@ def main() -> int:
     if options.role == "serve":
         return serve(options)
     if options.role == "engine":
-        from engine.server.engine_process.main import main as engine_process
+        from engine.server.engine_process import main as engine_process
 
         return engine_process.run(PacedEngine)  # type: ignore[arg-type]
     if options.role == "load":

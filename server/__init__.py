@@ -1,4 +1,13 @@
-"""OpenAI-compatible HTTP in front of an engine process."""
+"""The OpenAI-compatible HTTP server: `run` serves a configuration.
+
+Three kinds of process, each with a room and a main.py:
+
+    supervisor/      the main process: starts and watches the others, passes connections to the front ends
+    front_end/       answers HTTP with the routes of http/, and is a client of the engine processes
+    engine_process/  steps the engine
+
+http/ holds the HTTP API, shared/ what the processes have in common: messages, heartbeat, metrics table.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +17,28 @@ from typing import TYPE_CHECKING
 
 if __name__ != "engine.server":
     raise ImportError(
-        "import this package as engine.server (pip install -e . maps it); a second copy would duplicate every class"
+        "import this package as engine.server (after pip install -e .); a second copy would duplicate every class"
     )
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
     from engine.server.supervisor.main import Commands
 
-NEEDS = ("fastapi", "httptools", "prometheus_client", "uvicorn", "zmq")
+REQUIRED_PACKAGES = ("fastapi", "httptools", "prometheus_client", "uvicorn", "zmq")
 
 
 def run(
     config: EngineConfig, *, announce: Callable[[str], None] | None = None, commands: Commands | None = None
 ) -> int:
-    """Serve `config` over HTTP until SIGTERM or SIGINT; returns the process's exit code. Call it in the main thread.
+    """Serve `config` over HTTP until SIGTERM or SIGINT; the process's exit code. Call from the main thread.
 
-    announce: given the summary when the server is ready; None: print it. commands: start other processes than the
-    usual ones. Raises ConfigError when the packages for serving are not installed, and EngineError when the server
-    cannot start.
+    announce: called with the summary when the server is ready; None: print the summary. commands: command lines of the
+    child processes; None: the usual ones. Raises ConfigError when packages for serving are missing, and EngineError
+    when the server cannot start.
     """
     from engine.core.errors import ConfigError
 
-    missing = [name for name in NEEDS if find_spec(name) is None]
+    missing = [name for name in REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"serving needs {', '.join(missing)}; install them with `pip install 'pluggable-llm-engine[server]'`"

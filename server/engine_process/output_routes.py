@@ -1,4 +1,4 @@
-"""Which front end asked for which request, and a step's outputs sorted by front end."""
+"""Maps each request to the front end that sent it, and groups a step's outputs by front end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from engine.server.shared.messages import Outputs
 
 @define(eq=False)
 class _FrontEnd:
-    """A front end, and what the next message to it will hold."""
+    """A front end's open requests, and the columns of the next message to it."""
 
     requests: dict[int, str] = field(factory=dict)
-    """Those it has open, by its numbers for them."""
+    """Request ID by the front end's number for the request."""
     numbers: list[int] = field(factory=list)
     counts: list[int] = field(factory=list)
     tokens: list[int] = field(factory=list)
     full: list[tuple[int, Output]] = field(factory=list)
 
-    def take(self, stats: EngineStats | None) -> Outputs | None:
-        """The message, if there is anything to say."""
+    def pop_message(self, stats: EngineStats | None) -> Outputs | None:
+        """Build the next message and clear the columns; None if there is nothing to send."""
         if not (self.numbers or self.full or stats):
             return None
         message = Outputs(self.numbers, self.counts, self.tokens, self.full, stats)
@@ -32,73 +32,73 @@ class _FrontEnd:
 
 @define(eq=False)
 class _Route:
-    """Where the outputs of a request go."""
+    """Destination of a request's outputs."""
 
-    front: _FrontEnd
+    front_end: _FrontEnd
     number: int
-    begun: bool = False
+    has_outputs: bool = False
 
 
-class Routes:
+class OutputRoutes:
     """The front ends and their open requests."""
 
     def __init__(self) -> None:
-        self._fronts: dict[bytes, _FrontEnd] = {}
-        self._gone: set[bytes] = set()
+        self._front_ends: dict[bytes, _FrontEnd] = {}
+        self._exited: set[bytes] = set()
         self._routes: dict[str, _Route] = {}
 
-    def open(self, peer: bytes) -> None:
-        """A front end has come."""
-        if peer not in self._gone:  # what it said may be read after it was buried
-            self._fronts.setdefault(peer, _FrontEnd())
+    def add_front_end(self, peer: bytes) -> None:
+        """Add a front end that has connected. peer: its ZeroMQ identity."""
+        if peer not in self._exited:  # messages of a front end may be read after its exit was reported
+            self._front_ends.setdefault(peer, _FrontEnd())
 
-    def close(self, peer: bytes) -> list[str]:
-        """A front end is dead; the requests it has left."""
-        self._gone.add(peer)
-        front = self._fronts.pop(peer, None)
-        left = [] if front is None else list(front.requests.values())
-        for request in left:
+    def remove_front_end(self, peer: bytes) -> list[str]:
+        """Remove a front end that has exited; returns the IDs of its open requests."""
+        self._exited.add(peer)
+        front_end = self._front_ends.pop(peer, None)
+        requests = [] if front_end is None else list(front_end.requests.values())
+        for request in requests:
             del self._routes[request]
-        return left
+        return requests
 
     def add(self, peer: bytes, number: int, request: str) -> bool:
-        """A front end sends a request, which has this number there; False: the front end is gone."""
-        front = self._fronts.get(peer)
-        if front is None:
+        """Add a request ID under the front end's number for the request; False if the front end has exited."""
+        front_end = self._front_ends.get(peer)
+        if front_end is None:
             return False
-        front.requests[number] = request
-        self._routes[request] = _Route(front, number)
+        front_end.requests[number] = request
+        self._routes[request] = _Route(front_end, number)
         return True
 
     def remove(self, peer: bytes, numbers: Iterable[int]) -> Iterator[str]:
-        """A front end wants no more of these; yields those that had not ended."""
-        front = self._fronts.get(peer)
-        if front is not None:
+        """Remove requests that a front end aborts; yields the IDs of those that were open."""
+        front_end = self._front_ends.get(peer)
+        if front_end is not None:
             for number in numbers:
-                request = front.requests.pop(number, None)
+                request = front_end.requests.pop(number, None)
                 if request is not None:
                     del self._routes[request]
                     yield request
 
-    def sort(self, outputs: Sequence[Output], stats: EngineStats | None) -> Iterator[tuple[bytes, Outputs]]:
-        """The messages that tell the front ends of these outputs, and of the statistics if there are any."""
+    def group(self, outputs: Sequence[Output], stats: EngineStats | None) -> Iterator[tuple[bytes, Outputs]]:
+        """Group outputs by front end; yields one message per front end with outputs, or per front end if `stats`."""
         routes = self._routes
         for output in outputs:
             route = routes.get(output.request)
             if route is None:  # aborted while its step ran
                 continue
-            front = route.front
-            if route.begun and output.finish_reason is None and not output.logprobs:
+            front_end = route.front_end
+            if route.has_outputs and output.finish_reason is None and not output.logprobs:
                 tokens = output.tokens
-                front.numbers.append(route.number)
-                front.counts.append(len(tokens))
-                front.tokens += tokens
+                front_end.numbers.append(route.number)
+                front_end.counts.append(len(tokens))
+                front_end.tokens += tokens
                 continue
-            front.full.append((route.number, output))
-            route.begun = True
+            front_end.full.append((route.number, output))
+            route.has_outputs = True
             if output.finish_reason is not None:
-                del routes[output.request], front.requests[route.number]
-        for peer, front in self._fronts.items():
-            message = front.take(stats)
+                del routes[output.request], front_end.requests[route.number]
+        for peer, front_end in self._front_ends.items():
+            message = front_end.pop_message(stats)
             if message is not None:
                 yield peer, message

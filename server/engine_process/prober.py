@@ -1,4 +1,4 @@
-"""Proof that the engine computes: steps of users' requests, and where there are none, a request of one token."""
+"""Proves that the engine still computes: by steps of users' requests, or by a one-token request when there are none."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ if TYPE_CHECKING:
     from engine.core.engine import Engine
 
 NAME = "engine-health"
-"""The request's; nobody has asked for it, so that its output goes nowhere."""
+"""ID of the one-token request. No front end has asked for the request, so its output is dropped."""
 
 
 class Prober:
-    """Asks for a proof after a time of idleness or on demand, and notes it when it comes."""
+    """Requests a step after a period of idleness or on demand, and records in the heartbeat when one has completed."""
 
-    def __init__(self, engine: Engine, pulse: Heartbeat, interval: float) -> None:
+    def __init__(self, engine: Engine, heartbeat: Heartbeat, interval: float) -> None:
         """interval: seconds of idleness; 0: only on demand."""
         self._engine = engine
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._interval = interval
-        self._worked = time.monotonic()
-        self._asked = False
-        self._steps = 0
+        self._last_busy = time.monotonic()
+        self._requested = False
+        self._steps_before = 0
 
-    def ask(self) -> None:
-        """A step is to be computed from now on."""
-        if not self._asked:
-            self._asked = True
-            self._steps = self._engine.stats().steps
-            self._pulse.ask()
+    def request_step(self) -> None:
+        """Require a step to complete from now on."""
+        if not self._requested:
+            self._requested = True
+            self._steps_before = self._engine.stats().steps
+            self._heartbeat.request_step()
 
     def before_step(self) -> None:
-        """See to it that there is a step, if one is wanted. Users' requests, where there are any, are as good."""
+        """Add the one-token request if a step is required and the engine has no users' requests."""
         now = time.monotonic()
         if self._engine.has_work:
-            self._worked = now
+            self._last_busy = now
             return
-        if self._interval and now - self._worked >= self._interval:
-            self.ask()
-        if self._asked:
+        if self._interval and now - self._last_busy >= self._interval:
+            self.request_step()
+        if self._requested:
             params = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
             self._engine.add(Request(id=NAME, prompt=(0,), params=params, arrival=now, salt=NAME))
 
     def after_step(self) -> None:
-        """Look whether a step was completed meanwhile."""
-        if self._asked and self._engine.stats().steps > self._steps:
-            self._asked = False
-            self._pulse.prove()
+        """Record a step that has completed since it was required."""
+        if self._requested and self._engine.stats().steps > self._steps_before:
+            self._requested = False
+            self._heartbeat.record_step()

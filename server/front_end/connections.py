@@ -1,4 +1,4 @@
-"""Connections of clients, as a front end has them from the supervisor."""
+"""Client connections that the supervisor passes to a front end."""
 
 from __future__ import annotations
 
@@ -11,65 +11,65 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MOST_CONNECTIONS = 64
-"""Connections taken over at once."""
+MAX_CONNECTIONS = 64
+"""Maximum number of connections received per call."""
 
 log = logging.getLogger(__name__)
 
 
-class Connections:
-    """Takes accepted connections over from the supervisor."""
+class ConnectionReceiver:
+    """Receives accepted connections from the supervisor and serves them with uvicorn."""
 
-    def __init__(self, server: uvicorn.Server, closed: Callable[[], None], channel: socket.socket) -> None:
-        """closed: called for each connection that has ended."""
+    def __init__(self, server: uvicorn.Server, on_closed: Callable[[], None], channel: socket.socket) -> None:
+        """on_closed: called for each connection that has ended. channel: receives the file descriptors."""
         self._server = server
-        self._closed = closed
+        self._on_closed = on_closed
         self._channel = channel
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def take_over(self) -> None:
-        """Called when connections have come."""
+    def receive(self) -> None:
+        """Receive the waiting connections; called when `channel` is readable."""
         loop = asyncio.get_running_loop()
         try:
-            _, descriptors, _, _ = socket.recv_fds(self._channel, MOST_CONNECTIONS, MOST_CONNECTIONS)
+            _, descriptors, _, _ = socket.recv_fds(self._channel, MAX_CONNECTIONS, MAX_CONNECTIONS)
         except BlockingIOError:
             return
         for descriptor in descriptors:
-            task = loop.create_task(self._adopt(socket.socket(fileno=descriptor)))
+            task = loop.create_task(self._serve(socket.socket(fileno=descriptor)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        if not descriptors:  # the supervisor is gone, which ends the process in a moment
+        if not descriptors:  # the supervisor has exited, which ends this process in a moment
             loop.remove_reader(self._channel)
 
-    async def _adopt(self, connection: socket.socket) -> None:
+    async def _serve(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
             connection.setblocking(False)
             await loop.connect_accepted_socket(self._protocol, connection)
-        except OSError as error:  # the client has gone already
+        except OSError as error:  # the client has disconnected already
             log.debug("a connection was lost: %s", error)
             connection.close()
-            self._closed()
+            self._on_closed()
 
     def _protocol(self) -> HttpToolsProtocol:
-        return Connection(self._server, self._closed)
+        return Connection(self._server, self._on_closed)
 
 
 class Connection(HttpToolsProtocol):
-    """A client's connection: uvicorn's, and a shorter way for the parts of a streamed body.
+    """A client's connection: uvicorn's protocol, and a faster path for the chunks of a streamed body.
 
-    Routes find it in the scope's state, as "connection".
+    Routes find the connection in the scope's state, as "connection".
     """
 
-    def __init__(self, server: uvicorn.Server, closed: Callable[[], None]) -> None:
+    def __init__(self, server: uvicorn.Server, on_closed: Callable[[], None]) -> None:
         super().__init__(server.config, server.server_state, {"connection": self})
-        self._closed = closed
-        self._writable: Callable[[], None] | None = None
+        self._on_closed = on_closed
+        self._on_writable: Callable[[], None] | None = None
         self.full = False
-        """Whether the client is behind with reading: no chunk should be written now."""
+        """Whether the client reads too slowly: write no chunk while this is set."""
 
     def write_chunk(self, data: bytes) -> None:
-        """Write a part of the body, as sending it by ASGI would; only between the start of a response and its end.
+        """Write a part of the body as ASGI's `send` would; only between the start and the end of a response.
 
         uvicorn sends a body without Content-Length in chunks (RFC 9112, section 7.1).
         """
@@ -77,23 +77,20 @@ class Connection(HttpToolsProtocol):
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def when_writable(self, listener: Callable[[], None] | None) -> None:
-        """Call `listener` whenever the client has caught up."""
-        self._writable = listener
+        """Call `listener` whenever the client has caught up; None: call nothing."""
+        self._on_writable = listener
 
     def pause_writing(self) -> None:
-        """Called by the event loop when too much is unread."""
         super().pause_writing()
         self.full = True
 
     def resume_writing(self) -> None:
-        """Called by the event loop when what was unread has been read."""
         super().resume_writing()
         self.full = False
-        if self._writable is not None:
-            self._writable()
+        if self._on_writable is not None:
+            self._on_writable()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by the event loop, once."""
         super().connection_lost(exc)
-        self.app_state.clear()  # it leads back here
-        self._closed()
+        self.app_state.clear()  # holds a reference to this object
+        self._on_closed()

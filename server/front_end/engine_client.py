@@ -1,212 +1,140 @@
-"""A front end's side of the engine: sends requests to its replicas, hands out outputs, ends what a dead one leaves."""
+"""A front end's client of the engine: submits requests, delivers outputs, fails the requests of a dead engine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from types import TracebackType
 
 import zmq
 from attrs import define
 
 from engine.core.config import EngineConfig
-from engine.core.types import FINISH_STOP, Output, Request
-from engine.server.front_end.engine_link import Link
+from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request
+from engine.server.front_end.engine_link import EngineLink
+from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_group import RequestGroup
 from engine.server.front_end.routing import Router
-from engine.server.http.errors import ApiError
-from engine.server.shared.messages import Abort, Add, EngineGone, Outputs, Started
-from engine.server.shared.metrics import Board
+from engine.server.shared.messages import Abort, Add, EngineDown, Outputs, Started
+from engine.server.shared.metrics_table import MetricsTable
 
 log = logging.getLogger(__name__)
 
-News = tuple[int, Sequence[int], Output | None]
-"""(index of the request in its group, its new tokens, the whole output where it holds more than tokens)."""
-
-
-class Group:
-    """Requests that were submitted together. Leaving its `with` block aborts those that have not finished."""
-
-    def __init__(self, client: EngineClient, numbers: Iterable[int]) -> None:
-        self._client = client
-        self._open = dict(enumerate(numbers))
-        self._news: list[News] = []
-        self._error: ApiError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._listener: Callable[[], None] | None = None
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._listener = None
-        for index in list(self._open):
-            self.abort(index)
-
-    async def next(self) -> list[News]:
-        """All that came since the last call, oldest first; waits for something. For one caller at a time.
-
-        Raises ApiError when the engine died or the server gave up waiting for it.
-        """
-        if not self._news and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self.take()
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, which must not raise, whenever there is something to take; cheaper than a waiting task."""
-        self._listener = listener
-
-    def take(self) -> list[News]:
-        """As `next`, without waiting."""
-        if not self._news and self._error is not None:
-            raise self._error
-        news, self._news = self._news, []
-        return news
-
-    def abort(self, index: int, reason: str = "abort") -> None:
-        """Stop a request; its finish is counted under `reason`. No more comes of it."""
-        number = self._open.pop(index, None)
-        if number is not None:
-            self._news = [piece for piece in self._news if piece[0] != index]
-            self._client.abort(number, reason)
-
-    def put(self, index: int, tokens: Sequence[int], output: Output | None) -> bool:
-        """Called by the client: something has come. Whether it is the first thing since the last `take`."""
-        first = not self._news
-        self._news.append((index, tokens, output))
-        if output is not None and output.finish_reason is not None:
-            self._open.pop(index, None)
-        return first
-
-    def wake(self) -> None:
-        """Called by the client when all is put that has come by now."""
-        if self._listener is not None:
-            self._listener()
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def fail(self, error: ApiError) -> None:
-        """Called by the client: no more will come."""
-        self._open.clear()
-        self._error = error
-        self.wake()
-
 
 @define(eq=False)
-class _Open:
-    """A request that the engine works on."""
+class _OpenRequest:
+    """A request sent to the engine that has not ended."""
 
-    group: Group
+    group: RequestGroup
     index: int
-    """In the group."""
+    """Index in the group."""
     replica: int
-    """That works on it."""
-    answer: int
+    output_cost: int
+    """Load on the replica once the first token has come; see routing.Placement."""
     load: int
-    """What it adds to the replica's load when its first token has come, and what it adds now; see routing.Place."""
+    """Current load on the replica, tokens."""
     arrival: float
-    latest: float = 0.0
-    """When its latest tokens came."""
-    begun: bool = False
+    last_token: float = 0.0
+    """When the latest tokens came."""
+    has_tokens: bool = False
 
 
 class EngineClient:
-    """The connections of one front end to the replicas of the engine. Use from the event loop's thread only."""
+    """One front end's links to all replicas. Use from the event loop's thread only."""
 
-    def __init__(self, config: EngineConfig, board: Board, row: int) -> None:
-        """row: where on the board this front end counts."""
-        self.board = board
-        self.metrics = board.fronts[row]
+    def __init__(self, config: EngineConfig, metrics_table: MetricsTable, row: int) -> None:
+        """row: this front end's row of the metrics table."""
+        self.metrics_table = metrics_table
+        self.metrics = metrics_table.rows[row]
         self._limits = limits = config.server
         self._cache = config.cache
-        self._open: dict[int, _Open] = {}
-        self._numbered = 0
-        self._touched: list[Group] = []
-        """Groups with news that have not been woken."""
+        self._open: dict[int, _OpenRequest] = {}
+        self._next_number = 0
+        self._updated_groups: list[RequestGroup] = []
+        """Groups with new events that have not been notified."""
         self._writes: list[tuple[Callable[[bytes], None], bytes]] = []
         self._context = zmq.Context()
         self.links = [
-            Link(self._context, replica, self._hand_out, self._wake_all) for replica in range(limits.replicas)
+            EngineLink(self._context, replica, self._deliver, self._notify_groups) for replica in range(limits.replicas)
         ]
         self.router = Router([0] * limits.replicas, config.cache.block_size)
 
-    def open(self, directory: str, name: str, started: Started) -> None:
-        """Begin to talk, as `name`, to an engine process that has started, of the server that has this directory.
+    def connect(self, directory: str, name: str, started: Started) -> None:
+        """Connect to an engine process that has started, under the ZeroMQ identity `name`.
 
-        Where a dead one was there before, its prefix cache is forgotten.
+        directory: the server's own. The router forgets the replica's prefixes: a new process has an empty cache.
         """
-        self.links[started.replica].open(directory, name, started)
-        self.router.renew(started.replica, started.cache.num_blocks if self._cache.prefix_caching else 0)
+        self.links[started.replica].connect(directory, name, started)
+        self.router.reset(started.replica, started.cache.num_blocks if self._cache.prefix_caching else 0)
 
-    def submit(self, requests: Sequence[Request]) -> Group:
-        """Send requests to the engine. Raises ApiError when it is gone, or has no room for them."""
+    def submit(self, requests: Sequence[Request]) -> RequestGroup:
+        """Send requests to the engine. Raises ApiError if all replicas are down or server.max_waiting is reached."""
         loads = self._loads()
-        most, under_way = self._limits.max_waiting, self.board.under_way
-        if under_way + len(requests) > most:
+        max_open, num_open = self._limits.max_waiting, self.metrics_table.open_requests
+        if num_open + len(requests) > max_open:
             raise ApiError(
                 503,
-                f"the server has {under_way} requests under way and takes at most {most} "
-                "(server.max_waiting); try again later",
+                f"the server has {num_open} open requests and accepts at most {max_open} (server.max_waiting); "
+                "try again later",
                 code="overloaded",
                 headers={"retry-after": "1"},
             )
-        places = self.router.place(requests, loads)
-        # Each replica's share has numbers in a row.
-        order = sorted(range(len(requests)), key=lambda index: places[index].replica)
+        placements = self.router.place(requests, loads)
+        # The requests of one replica get consecutive numbers.
+        order = sorted(range(len(requests)), key=lambda index: placements[index].replica)
         numbers = [0] * len(requests)
-        for number, index in enumerate(order, self._numbered):
+        for number, index in enumerate(order, self._next_number):
             numbers[index] = number
-        self._numbered += len(requests)
-        group = Group(self, numbers)
-        for index, (number, request, place) in enumerate(zip(numbers, requests, places, strict=True)):
-            entry = _Open(group, index, place.replica, place.answer, 0, request.arrival)
-            self._weigh(entry, place.prompt + place.answer)
+        self._next_number += len(requests)
+        group = RequestGroup(self.abort, numbers)
+        for index, (number, request, placement) in enumerate(zip(numbers, requests, placements, strict=True)):
+            entry = _OpenRequest(group, index, placement.replica, placement.output_cost, 0, request.arrival)
+            self._set_load(entry, placement.prompt_cost + placement.output_cost)
             self._open[number] = entry
-        self.metrics.under_way = len(self._open)
-        for replica, share in groupby(order, key=lambda index: places[index].replica):
-            indices = list(share)
-            self.links[replica].send(Add(numbers[indices[0]], tuple(requests[index] for index in indices)))
+        self.metrics.open_requests = len(self._open)
+        for replica, indices in groupby(order, key=lambda index: placements[index].replica):
+            batch = list(indices)
+            self.links[replica].send(Add(numbers[batch[0]], tuple(requests[index] for index in batch)))
         return group
 
     def abort(self, number: int, reason: str) -> None:
-        """Stop a request; use Group.abort. One that a stop string has ended is finished, and its duration counts."""
+        """Abort a request in the engine and count `reason`; called by RequestGroup.
+
+        A request ended by a stop string has finished, so its latency counts.
+        """
         entry = self._open.get(number)
         if entry is not None:
-            self._forget(number, entry)
+            self._remove(number, entry)
             if reason == FINISH_STOP:
-                self.metrics.finish(reason, None, time.monotonic() - entry.arrival)
+                self.metrics.observe_finish(reason, None, time.monotonic() - entry.arrival)
             else:
-                self.metrics.ended(reason)
+                self.metrics.count_finished(reason)
             self.links[entry.replica].send(Abort((number,)))
 
     def fail(self, error: ApiError) -> None:
         """End all open requests with this error and abort them in the engine."""
         self._fail({entry.group for entry in self._open.values()}, error)
 
-    def bury(self, failure: EngineGone) -> None:
-        """An engine process is dead: tell everyone who waits for it, for all choices and prompts asked for together."""
-        self.links[failure.replica].bury(failure)
-        groups = {entry.group for entry in self._open.values() if entry.replica == failure.replica}
-        self._fail(groups, self._engine_failed(failure))
+    def mark_down(self, down: EngineDown) -> None:
+        """Fail every group with a request on a replica whose engine process has exited."""
+        self.links[down.replica].mark_down(down)
+        groups = {entry.group for entry in self._open.values() if entry.replica == down.replica}
+        self._fail(groups, self._engine_failed(down))
 
     def write_later(self, write: Callable[[bytes], None], data: bytes) -> None:
-        """Call `write(data)` soon, in this order: when all groups have been woken that have news.
+        """Call `write(data)` after all groups with new events have been notified; writes keep their order.
 
-        A system call between two streams costs more than itself: it leaves the processor's caches and branch predictors
-        cold for the Python code after it. So first all events are made, then all are written.
+        A system call between two streams costs more than its own time: the processor's caches and branch predictors are
+        cold for the Python code after the call. So all events are built first, then all are written.
         """
         if not self._writes:
             asyncio.get_running_loop().call_soon(self._write)
         self._writes.append((write, data))
 
     def close(self) -> None:
-        """End the connection."""
+        """Close all links."""
         for link in self.links:
             link.close()
         self._context.destroy(linger=0)
@@ -216,101 +144,100 @@ class EngineClient:
         for write, data in writes:
             try:
                 write(data)
-            except Exception:  # the others must not suffer
+            except Exception:  # one connection's failure must not affect the others
                 log.exception("a connection failed")
 
     def _loads(self) -> list[float | None]:
-        """What each replica has to do, tokens; None: it is to take no more. Raises ApiError when all are gone."""
-        alive = [link.failure is None for link in self.links]
-        if not any(alive):
-            last = max((link.failure for link in self.links if link.failure), key=lambda failure: failure.since)
+        """Load of each replica, tokens; None: send it no requests. Raises ApiError when all replicas are down."""
+        up = [link.down is None for link in self.links]
+        if not any(up):
+            last = max((link.down for link in self.links if link.down), key=lambda down: down.since)
             raise self._engine_failed(last)
-        # One that does not go round may come back: it is better than none.
-        limit = self._limits.health_timeout
-        well = [link.fault(limit) is None for link in self.links] if len(self.links) > 1 else alive
-        taking = well if any(well) else alive
-        return [load if takes else None for load, takes in zip(self.board.loads, taking, strict=True)]
+        # A replica that is stuck may recover: it is better than none.
+        timeout = self._limits.health_timeout
+        healthy = [link.fault(timeout) is None for link in self.links] if len(self.links) > 1 else up
+        usable = healthy if any(healthy) else up
+        return [load if use else None for load, use in zip(self.metrics_table.loads, usable, strict=True)]
 
-    def _engine_failed(self, failure: EngineGone) -> ApiError:
-        """What those are told who wait for a dead engine."""
-        if all(link.failure is not None for link in self.links):
-            coming = any(link.failure.coming for link in self.links if link.failure is not None)
-            then = "it is started anew, so try again later" if coming else "the server needs a restart"
-            what = f"the engine is gone: {failure.reason}; {then}"
+    def _engine_failed(self, down: EngineDown) -> ApiError:
+        """The error of requests on a replica that is down."""
+        if all(link.down is not None for link in self.links):
+            restarting = any(link.down.will_restart for link in self.links if link.down is not None)
+            advice = "it is being restarted, so try again later" if restarting else "restart the server"
+            message = f"the engine failed: {down.reason}; {advice}"
         else:
-            what = f"replica {failure.replica} of the engine is gone: {failure.reason}; the others go on, so try again"
-        return ApiError(503, what, code="engine_failed")
+            message = f"replica {down.replica} of the engine failed: {down.reason}; other replicas are up, so try again"
+        return ApiError(503, message, code="engine_failed")
 
-    def _fail(self, groups: set[Group], error: ApiError) -> None:
-        """End these groups with this error and abort them in the engine."""
-        doomed: dict[int, list[int]] = {}
+    def _fail(self, groups: set[RequestGroup], error: ApiError) -> None:
+        """End these groups with this error and abort their requests in the engine."""
+        failed: dict[int, list[int]] = {}
         for number, entry in list(self._open.items()):
             if entry.group in groups:
-                doomed.setdefault(entry.replica, []).append(number)
-                self._forget(number, entry)
-        for replica, numbers in doomed.items():
-            self.metrics.ended("error", len(numbers))
-            if self.links[replica].failure is None:
+                failed.setdefault(entry.replica, []).append(number)
+                self._remove(number, entry)
+        for replica, numbers in failed.items():
+            self.metrics.count_finished(FINISH_ERROR, len(numbers))
+            if self.links[replica].down is None:
                 self.links[replica].send(Abort(tuple(numbers)))
         for group in groups:
             group.fail(error)
 
-    def _forget(self, number: int, entry: _Open) -> None:
-        """A request is no longer under way."""
+    def _remove(self, number: int, entry: _OpenRequest) -> None:
         del self._open[number]
-        self.metrics.under_way = len(self._open)
-        self._weigh(entry, 0)
+        self.metrics.open_requests = len(self._open)
+        self._set_load(entry, 0)
 
-    def _weigh(self, entry: _Open, load: int) -> None:
-        """From now on a request adds so much to the load of its replica."""
+    def _set_load(self, entry: _OpenRequest, load: int) -> None:
+        """Set a request's load on its replica, tokens."""
         self.metrics.loads[entry.replica] += load - entry.load
         entry.load = load
 
-    def _wake_all(self) -> None:
-        """All is handed out that has come by now."""
-        groups, self._touched = self._touched, []
+    def _notify_groups(self) -> None:
+        """Notify the groups with new events, then write what they built."""
+        groups, self._updated_groups = self._updated_groups, []
         for group in groups:
-            group.wake()
+            group.notify()
         self._write()
 
-    def _hand_out(self, message: Outputs) -> None:
-        """Give each group its news, and keep the books."""
+    def _deliver(self, message: Outputs) -> None:
+        """Put each output into its group and update the metrics."""
         now = time.monotonic()
         requests, tokens, at = self._open, message.tokens, 0
-        touched = self._touched.append
-        # Most requests have had a token in each of the last steps: count them together.
-        same, like = 0, (now, 1)
+        add_updated = self._updated_groups.append
+        # Most requests got one token in each of the last steps: observe the latency of equal ones together.
+        num_equal, equal = 0, (now, 1)
         for number, count in zip(message.numbers, message.counts, strict=True):
             entry = requests.get(number)
             if entry is not None:  # else it was aborted meanwhile
-                if (entry.latest, count) != like:
-                    self._count(now, *like, same)
-                    same, like = 0, (entry.latest, count)
-                same += 1
-                entry.latest = now
+                if (entry.last_token, count) != equal:
+                    self._observe_latency(now, *equal, num_equal)
+                    num_equal, equal = 0, (entry.last_token, count)
+                num_equal += 1
+                entry.last_token = now
                 if entry.group.put(entry.index, tokens[at : at + count], None):
-                    touched(entry.group)
+                    add_updated(entry.group)
             at += count
-        self._count(now, *like, same)
+        self._observe_latency(now, *equal, num_equal)
         for number, output in message.full:
-            self._hand_out_whole(number, output, now)
+            self._deliver_full(number, output, now)
 
-    def _count(self, now: float, latest: float, count: int, requests: int) -> None:
-        """So many requests got `count` tokens each, `now` after the ones at `latest`."""
-        if requests:
-            self.metrics.inter_token.observe((now - latest) / count, count * requests)
+    def _observe_latency(self, now: float, last_token: float, count: int, num_requests: int) -> None:
+        """Observe that `num_requests` requests got `count` tokens each, `now` after the latest ones at `last_token`."""
+        if num_requests:
+            self.metrics.inter_token_latency.observe((now - last_token) / count, count * num_requests)
 
-    def _hand_out_whole(self, number: int, output: Output, now: float) -> None:
+    def _deliver_full(self, number: int, output: Output, now: float) -> None:
         entry = self._open.get(number)
         if entry is None:
             return
         if output.tokens:
-            since = entry.latest if entry.begun else entry.arrival
-            self.metrics.tokens(now - since, len(output.tokens), not entry.begun)
-            entry.latest, entry.begun = now, True
-            self._weigh(entry, entry.answer)
+            since = entry.last_token if entry.has_tokens else entry.arrival
+            self.metrics.observe_tokens(now - since, len(output.tokens), not entry.has_tokens)
+            entry.last_token, entry.has_tokens = now, True
+            self._set_load(entry, entry.output_cost)
         if output.finish_reason is not None:
-            self._forget(number, entry)
-            self.metrics.finish(output.finish_reason, output.times, now - entry.arrival)
+            self._remove(number, entry)
+            self.metrics.observe_finish(output.finish_reason, output.times, now - entry.arrival)
         if entry.group.put(entry.index, output.tokens, output):
-            self._touched.append(entry.group)
+            self._updated_groups.append(entry.group)

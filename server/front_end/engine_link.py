@@ -1,4 +1,4 @@
-"""A front end's connection to one replica of the engine, and what is known of that one."""
+"""A front end's link to one replica, and the state of that replica."""
 
 from __future__ import annotations
 
@@ -11,79 +11,86 @@ import zmq
 from engine.core.executors import Decoder, encode
 from engine.core.types import EngineStats
 from engine.server.shared.heartbeat import Fault, Heartbeat
-from engine.server.shared.messages import SOCKET, EngineGone, FromClient, Hello, Outputs, Started
+from engine.server.shared.messages import SOCKET, EngineDown, FrontEndToEngine, Hello, Outputs, Started
 
 
-class Link:
-    """The connection to a replica's engine process, one after the other. Use from the event loop's thread only."""
+class EngineLink:
+    """The link to a replica's current engine process. Use from the event loop's thread only."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         replica: int,
-        hand_out: Callable[[Outputs], None],
-        handed_out: Callable[[], None],
+        on_outputs: Callable[[Outputs], None],
+        on_batch_end: Callable[[], None],
     ) -> None:
-        """hand_out: is given each message; handed_out: called when all are given that have come."""
+        """on_outputs: called with each message. on_batch_end: called when all received messages have been handled."""
         self.replica = replica
-        self.life = 0
-        """How many engine processes the replica has had before this one."""
+        self.incarnation = 0
+        """Number of engine processes of this replica before the current one."""
         self.started: Started | None = None
-        """What the latest one has said that could start; None: none has yet."""
+        """Message of the latest process that has started; None: none has started yet."""
         self.stats = EngineStats()
-        self.failure: EngineGone | None = None
-        self.pulse: Heartbeat | None = None
-        """None before the engine has started."""
+        self.down: EngineDown | None = None
+        """Set while the replica accepts no requests, once its first process has exited."""
+        self.heartbeat: Heartbeat | None = None
+        """None until the first process has started."""
         self._context = context
-        self._hand_out = hand_out
-        self._handed_out = handed_out
+        self._on_outputs = on_outputs
+        self._on_batch_end = on_batch_end
         self._decoder: Decoder[Outputs] = Decoder(Outputs)
         self._socket: zmq.Socket[bytes] | None = None
 
-    def open(self, directory: str, name: str, started: Started) -> None:
-        """Begin to talk, as `name`, to an engine process that has started, of the server that has this directory."""
+    def connect(self, directory: str, name: str, started: Started) -> None:
+        """Connect to an engine process that has started, under the ZeroMQ identity `name`.
+
+        directory: the server's own directory.
+        """
         self.close()
-        self.life, self.started, self.failure = started.life, started, None
-        self.pulse = Heartbeat.map(directory, self.replica)
-        # A socket of its own for each process: what was sent to a dead one must not reach the next.
+        self.incarnation, self.started, self.down = started.incarnation, started, None
+        self.heartbeat = Heartbeat.map(directory, self.replica)
+        # One socket per process: messages queued for an exited process must not reach its successor.
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
-        self._socket.connect(f"ipc://{Path(directory) / SOCKET.format(self.replica, self.life)}")
+        self._socket.connect(f"ipc://{Path(directory) / SOCKET.format(self.replica, self.incarnation)}")
         asyncio.get_running_loop().add_reader(self._socket.FD, self._receive)
         self.send(Hello())
 
-    def send(self, message: FromClient) -> None:
-        """Tell the engine process, which must not be known as dead."""
+    def send(self, message: FrontEndToEngine) -> None:
+        """Send a message to the engine process; `down` must be None. Never blocks."""
         assert self._socket is not None
-        # A socket without high-water mark takes the message at once.
-        self._socket.send(encode(message), zmq.DONTWAIT)
-        self._look_again()
+        self._socket.send(encode(message), zmq.DONTWAIT)  # without high-water mark the socket always accepts
+        self._check_for_messages()
 
-    def bury(self, failure: EngineGone) -> None:
-        """The engine process is dead."""
+    def mark_down(self, down: EngineDown) -> None:
+        """Close the link: the engine process has exited."""
         self.close()
-        self.life, self.failure = failure.life, failure
+        self.incarnation, self.down = down.incarnation, down
         self.stats = EngineStats()
 
-    def fault(self, limit: float) -> Fault | None:
-        """What is wrong with the engine, as far as that is known without asking it; limit: server.health_timeout."""
-        gone = self.failure
-        if gone is not None:
+    def fault(self, timeout: float) -> Fault | None:
+        """What is wrong with the replica, without asking the engine process. timeout: server.health_timeout."""
+        down = self.down
+        if down is not None:
             return Fault(
-                level="process", reason=gone.reason, since=gone.since, starting=gone.starting, restart=gone.restart
+                level="process", reason=down.reason, since=down.since, starting=down.starting, restart=down.restart
             )
-        return None if self.pulse is None else self.pulse.fault(limit)
+        return None if self.heartbeat is None else self.heartbeat.fault(timeout)
 
     def close(self) -> None:
-        """Receive no more; a second call does nothing."""
+        """Close the socket; a no-op if closed already."""
         socket, self._socket = self._socket, None
         if socket is not None:
             asyncio.get_running_loop().remove_reader(socket.FD)
             socket.close(linger=0)
 
-    def _look_again(self) -> None:
-        """ZeroMQ's descriptor becomes readable once for all that has come, and any call may take that sign away."""
+    def _check_for_messages(self) -> None:
+        """Schedule `_receive` if messages are waiting.
+
+        ZeroMQ's descriptor becomes readable only once for all waiting messages, and any call on the socket may clear
+        the descriptor's state.
+        """
         assert self._socket is not None
         events = self._socket.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
@@ -99,6 +106,6 @@ class Link:
             message = self._decoder.decode(data)
             if message.stats is not None:
                 self.stats = message.stats
-            self._hand_out(message)
-        # Only now: what came in several messages because this process was late leaves in one write a stream.
-        self._handed_out()
+            self._on_outputs(message)
+        # After all messages: when this process is late and several are waiting, each stream still writes only once.
+        self._on_batch_end()

@@ -1,4 +1,7 @@
-"""A front end process: answers HTTP on connections that the supervisor has accepted, with a tokenizer of its own."""
+"""Entry point of a front end process: answers HTTP on connections that the supervisor has accepted.
+
+Run as `python -m engine.server.front_end.main` by the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +20,29 @@ import uvicorn
 from engine.core.config import ModelConfig
 from engine.core.errors import EngineError
 from engine.core.text import Tokenizer
-from engine.server.front_end.connections import Connections
+from engine.server.front_end.connections import ConnectionReceiver
 from engine.server.front_end.engine_client import EngineClient
+from engine.server.front_end.errors import ApiError
 from engine.server.http.app import make_app
-from engine.server.http.errors import ApiError
 from engine.server.http.service import Service
-from engine.server.shared.control import Control
 from engine.server.shared.messages import (
-    BOARD,
+    METRICS_FILE,
     Drain,
     Drained,
-    EngineGone,
+    EngineDown,
+    EngineEvent,
     Failed,
     FrontEndLaunch,
     Ready,
     Shutdown,
     Started,
-    ToFrontEnd,
+    SupervisorToFrontEnd,
 )
-from engine.server.shared.metrics import Board
+from engine.server.shared.metrics_table import MetricsTable
+from engine.server.shared.supervisor_link import SupervisorLink
 
-LAST_WORDS = 2.0
-"""Seconds for the error events of streams that ran out of time."""
+ERROR_EVENT_TIMEOUT = 2.0
+"""Seconds in which streams that ran out of time must send their error events."""
 
 log = logging.getLogger(__name__)
 
@@ -46,74 +50,75 @@ OpenTokenizer = Callable[[ModelConfig], Tokenizer]
 
 
 def main() -> int:
-    """Run until told to stop; returns the exit code."""
+    """Run until the supervisor says Shutdown; the exit code."""
     return run(Tokenizer.of_model)
 
 
 def run(open_tokenizer: OpenTokenizer) -> int:
-    """The whole life of the process, with the tokenizer that `open_tokenizer` gives."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the supervisor decides
+    """Run the process with the tokenizer that `open_tokenizer` returns; the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the supervisor handles them
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
-    control: Control[ToFrontEnd] = Control(ToFrontEnd)
-    launch: FrontEndLaunch = control.launch(FrontEndLaunch)
+    supervisor: SupervisorLink[SupervisorToFrontEnd] = SupervisorLink(SupervisorToFrontEnd)
+    launch: FrontEndLaunch = supervisor.launch(FrontEndLaunch)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_FrontEnd(control, launch).run(open_tokenizer))
+        return runner.run(_FrontEnd(supervisor, launch).run(open_tokenizer))
 
 
 class _FrontEnd:
-    """One life of the process."""
+    """The state of the process."""
 
-    def __init__(self, control: Control[ToFrontEnd], launch: FrontEndLaunch) -> None:
-        self._control = control
+    def __init__(self, supervisor: SupervisorLink[SupervisorToFrontEnd], launch: FrontEndLaunch) -> None:
+        self._supervisor = supervisor
         self._launch = launch
         self._config = launch.config
-        self._told: asyncio.Queue[ToFrontEnd] = asyncio.Queue()
-        board = Board.map(Path(launch.directory) / BOARD, launch.rows, launch.config.server.replicas)
-        self._client = EngineClient(launch.config, board, launch.row)
+        self._messages: asyncio.Queue[SupervisorToFrontEnd] = asyncio.Queue()
+        """Messages from the supervisor."""
+        metrics = MetricsTable.map(Path(launch.directory) / METRICS_FILE, launch.rows, launch.config.server.replicas)
+        self._client = EngineClient(launch.config, metrics, launch.row)
         self._channel = socket.socket(fileno=launch.connections)
 
     async def run(self, open_tokenizer: OpenTokenizer) -> int:
-        """Returns the exit code."""
+        """Load the tokenizer, wait for the engine, and serve; the exit code."""
         loop = asyncio.get_running_loop()
 
-        def told(message: ToFrontEnd) -> None:
-            loop.call_soon_threadsafe(self._told.put_nowait, message)
+        def receive(message: SupervisorToFrontEnd) -> None:
+            loop.call_soon_threadsafe(self._messages.put_nowait, message)
 
-        self._control.listen(told, self._launch.directory)
+        self._supervisor.listen(receive, self._launch.directory)
         try:
             tokenizer = await asyncio.to_thread(open_tokenizer, self._config.model)
         except EngineError as error:
-            self._control.send(Failed(str(error)))
+            self._supervisor.send(Failed(str(error)))
             return 1
         try:
-            started = await self._engines()
+            started = await self._wait_for_engines()
             if started is not None:
                 await self._serve(Service(self._config, self._client, tokenizer, started, self._launch.created))
         finally:
             self._client.close()
         return 0
 
-    async def _engines(self) -> Started | None:
-        """Wait until all replicas have started once; what one has said, or None when this process is to stop before."""
+    async def _wait_for_engines(self) -> Started | None:
+        """Wait until each replica has started once; one replica's message, or None if Shutdown comes first."""
         while not all(link.started for link in self._client.links):
-            match await self._told.get():
-                case Started() | EngineGone() as news:
-                    self._follow(news)
+            match await self._messages.get():
+                case Started() | EngineDown() as event:
+                    self._update_replica(event)
                 case Shutdown():
                     return None
         return self._client.links[0].started
 
-    def _follow(self, news: Started | EngineGone) -> None:
-        """A replica takes requests, or none any more."""
-        match news:
+    def _update_replica(self, event: EngineEvent) -> None:
+        """Connect to a replica that has started, or mark a replica down."""
+        match event:
             case Started():
-                self._client.open(self._launch.directory, self._launch.name, news)
-            case EngineGone():
-                self._client.bury(news)
+                self._client.connect(self._launch.directory, self._launch.name, event)
+            case EngineDown():
+                self._client.mark_down(event)
 
     async def _serve(self, service: Service) -> None:
-        """Answer until told to shut down."""
+        """Answer HTTP until Shutdown."""
         server = _Uvicorn(
             uvicorn.Config(
                 make_app(service),
@@ -128,18 +133,18 @@ class _FrontEnd:
         http = asyncio.ensure_future(server.serve(sockets=[]))
         while not server.started:
             await asyncio.sleep(0)
-        take_over = Connections(server, self._client.metrics.connection_closed, self._channel).take_over
+        receiver = ConnectionReceiver(server, self._client.metrics.count_closed_connection, self._channel)
         self._channel.setblocking(False)
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._channel, take_over)
+        loop.add_reader(self._channel, receiver.receive)
         gc.collect()
-        gc.freeze()  # what start-up made lives on; later collections need not look at it
-        self._control.send(Ready())
+        gc.freeze()  # objects made at start-up live on; later collections need not scan them
+        self._supervisor.send(Ready())
         draining: asyncio.Task[None] | None = None
         while True:
-            match await self._told.get():
-                case Started() | EngineGone() as news:
-                    self._follow(news)
+            match await self._messages.get():
+                case Started() | EngineDown() as event:
+                    self._update_replica(event)
                 case Drain():
                     draining = asyncio.create_task(self._drain(service))
                 case Shutdown():
@@ -151,29 +156,28 @@ class _FrontEnd:
         await http
 
     async def _drain(self, service: Service) -> None:
-        """Refuse new work, let what runs finish within the time, then end it."""
+        """Refuse new requests, wait for running ones at most server.shutdown_timeout, then end them with an error."""
         service.draining = True
         timeout = self._config.server.shutdown_timeout
         if service.active:
-            log.warning("shutting down: %d requests get %g s to finish", service.active, timeout)
-        if not await _idle(service, timeout):
+            log.warning("shutting down: waiting up to %g s for %d requests", timeout, service.active)
+        if not await _wait_until_idle(service, timeout):
             message = f"the server is shutting down, and this request did not finish within {timeout:g} s"
             self._client.fail(ApiError(503, message, code="shutting_down"))
-            await _idle(service, LAST_WORDS)
-        self._control.send(Drained())
+            await _wait_until_idle(service, ERROR_EVENT_TIMEOUT)
+        self._supervisor.send(Drained())
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: the supervisor decides."""
+    """uvicorn without its signal handlers: the supervisor handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals alone."""
         yield
 
 
-async def _idle(service: Service, seconds: float) -> bool:
-    """Whether all answers are sent within the time."""
+async def _wait_until_idle(service: Service, seconds: float) -> bool:
+    """Wait until all responses are sent; False: some are not after `seconds`."""
     deadline = asyncio.get_running_loop().time() + seconds
     while service.active:
         if asyncio.get_running_loop().time() > deadline:
@@ -183,10 +187,10 @@ async def _idle(service: Service, seconds: float) -> bool:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's event loops, where there are any."""
+    """Makes uvloop event loops; None, for asyncio's own, if uvloop is not installed."""
     try:
         import uvloop
-    except ImportError:  # not made for every platform
+    except ImportError:  # not available for every platform
         return None
     return uvloop.new_event_loop
 

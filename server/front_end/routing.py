@@ -1,9 +1,9 @@
-"""Which replica a request goes to: where it costs least, counting what a replica has to do and what its cache saves.
+"""Chooses the replica for each request: the one with the lowest cost, from its load and the prefix it has cached.
 
-All costs are in tokens. A request's is the part of its prompt that the replica must compute, until its first token is
-there, and what its answer may take, until it ends. So a prefix draws a request to the replica that has it as long as
-that one is not busier than the least busy one by more tokens than the prefix saves: then computing it anew is cheaper
-than waiting, and two replicas have it.
+All costs are in tokens. A request costs a replica the part of the prompt that the replica must compute, until the first
+token has come, and the expected length of the output, until the request ends. So a prefix attracts a request to the
+replica that has the prefix cached, unless that replica's load exceeds the lowest load by more tokens than the prefix
+saves: then computing the prefix again is cheaper than waiting, and two replicas have it.
 """
 
 from __future__ import annotations
@@ -17,109 +17,109 @@ from attrs import frozen
 from engine.core.schedulers import HashChain
 from engine.core.types import Request
 
-ANSWER_TOKENS = 256
-"""An answer counts as much as its max_tokens, and at most so much: how long it becomes is not known before."""
-MOST_BLOCKS = 1024
-"""Leading blocks of a prompt that are looked at: what hashing them takes holds up the front end."""
-MOST_KNOWN = 2**16
-"""Blocks that are remembered of one replica at most, whatever its cache holds."""
+MAX_OUTPUT_COST = 256
+"""An output costs its max_tokens, but at most this: the actual length is not known in advance."""
+MAX_HASHED_BLOCKS = 1024
+"""Maximum number of leading blocks of a prompt that are hashed, because hashing blocks the front end."""
+MAX_INDEXED_BLOCKS = 2**16
+"""Maximum number of blocks remembered per replica, however large the replica's cache is."""
 
 
 @frozen
-class Place:
-    """Where one request goes, and what it adds to the load there, tokens."""
+class Placement:
+    """The replica chosen for a request, and the request's cost there, tokens."""
 
     replica: int
-    prompt: int
-    """Until its first token has come."""
-    answer: int
-    """Until it ends."""
+    prompt_cost: int
+    """Until the first token has come."""
+    output_cost: int
+    """Until the request ends."""
 
 
-class Prefixes:
-    """The blocks that the prefix cache of one replica is believed to hold: those of the requests it was sent."""
+class PrefixIndex:
+    """The blocks that the prefix cache of one replica is believed to hold: those of the prompts sent to the replica."""
 
-    def __init__(self, most: int) -> None:
-        """most: blocks in the cache; beyond that the least recently used are forgotten, as there."""
-        self._most = most
-        self._digests: OrderedDict[bytes, None] = OrderedDict()  # the next to be forgotten first
+    def __init__(self, max_blocks: int) -> None:
+        """max_blocks: blocks in the cache. Beyond that the least recently used are forgotten, as in the cache."""
+        self._max_blocks = max_blocks
+        self._digests: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._digests)
 
-    def known(self, digests: Sequence[bytes]) -> int:
-        """How many of a prompt's leading blocks are there."""
+    def match(self, digests: Sequence[bytes]) -> int:
+        """Number of a prompt's leading blocks that are indexed."""
         for number, digest in enumerate(digests):
             if digest not in self._digests:
                 return number
         return len(digests)
 
-    def remember(self, digests: Sequence[bytes]) -> None:
-        """The replica is sent a prompt of these blocks."""
+    def insert(self, digests: Sequence[bytes]) -> None:
+        """Index the blocks of a prompt that is sent to the replica."""
         for digest in reversed(digests):  # so that a prefix is forgotten from its end
             self._digests[digest] = None
             self._digests.move_to_end(digest)
-        while len(self._digests) > self._most:
+        while len(self._digests) > self._max_blocks:
             self._digests.popitem(last=False)
 
 
 class Router:
-    """Chooses replicas, and remembers which prompts it sent where. A front end has one."""
+    """Chooses replicas, and remembers the prompts sent to each. A front end has one router."""
 
-    def __init__(self, blocks: Sequence[int], block_size: int) -> None:
-        """blocks: in each replica's prefix cache; 0: it has none. block_size: tokens a block."""
+    def __init__(self, num_blocks: Sequence[int], block_size: int) -> None:
+        """num_blocks: in each replica's prefix cache, 0 if it has none. block_size: tokens per block."""
         self._block_size = block_size
-        self._prefixes = [Prefixes(min(most, MOST_KNOWN)) for most in blocks]
-        self._caches = any(blocks)
+        self._prefixes = [PrefixIndex(min(blocks, MAX_INDEXED_BLOCKS)) for blocks in num_blocks]
+        self._any_cache = any(num_blocks)
         self._turn = count()
 
-    def renew(self, replica: int, blocks: int) -> None:
-        """The replica's prefix cache is empty, and has so many blocks; 0: it has none."""
-        self._prefixes[replica] = Prefixes(min(blocks, MOST_KNOWN))
-        self._caches = self._caches or blocks > 0
+    def reset(self, replica: int, num_blocks: int) -> None:
+        """Forget a replica's blocks: its prefix cache is empty and has `num_blocks` blocks, 0 if it has none."""
+        self._prefixes[replica] = PrefixIndex(min(num_blocks, MAX_INDEXED_BLOCKS))
+        self._any_cache = self._any_cache or num_blocks > 0
 
-    def place(self, requests: Sequence[Request], loads: Sequence[float | None]) -> list[Place]:
-        """A place for each request; neighbours with one prompt, the choices of n, stay together.
+    def place(self, requests: Sequence[Request], loads: Sequence[float | None]) -> list[Placement]:
+        """Choose a replica for each request; adjacent requests with equal prompts (the choices of n) stay together.
 
-        loads: tokens that each replica has to do; None: it takes no requests. One of them must be a number.
+        loads: load of each replica, tokens; None: the replica accepts no requests. At least one must be a number.
         """
         loads = list(loads)
-        places: list[Place] = []
+        placements: list[Placement] = []
         for _, choices in groupby(requests, key=lambda request: (request.salt, request.prompt)):
             first, *others = choices
-            replica, prompt = self._choose(first.prompt, first.salt, loads)
-            places.append(Place(replica, prompt, _answer(first)))
-            places += [Place(replica, 0, _answer(other)) for other in others]  # they share its blocks
+            replica, prompt_cost = self._choose(first.prompt, first.salt, loads)
+            placements.append(Placement(replica, prompt_cost, _output_cost(first)))
+            placements += [Placement(replica, 0, _output_cost(other)) for other in others]  # they share its blocks
             load = loads[replica]
             assert load is not None
-            loads[replica] = load + prompt + sum(place.answer for place in places[-1 - len(others) :])
-        return places
+            loads[replica] = load + prompt_cost + sum(each.output_cost for each in placements[-1 - len(others) :])
+        return placements
 
     def _choose(self, prompt: Sequence[int], salt: str, loads: Sequence[float | None]) -> tuple[int, int]:
-        """The replica for a prompt, and how many of its tokens that must compute."""
+        """The replica for a prompt, and the number of prompt tokens which that replica must compute."""
         if len(loads) == 1:
             return 0, len(prompt)
         digests = self._digests(prompt, salt)
         # Front ends do not know what the others remember: where all costs are equal, the same prompt makes the same
         # choice in each.
-        first = int.from_bytes(digests[0][:8], "big") if digests else next(self._turn)
+        preferred = int.from_bytes(digests[0][:8], "big") if digests else next(self._turn)
         best: tuple[float, int, int, int] | None = None
         for replica, load in enumerate(loads):
             if load is not None:
-                new = len(prompt) - self._prefixes[replica].known(digests) * self._block_size
-                turn = (replica - first) % len(loads)
-                if best is None or (load + new, new, turn) < best[:3]:
-                    best = (load + new, new, turn, replica)
-        assert best is not None, "no replica takes requests"
-        self._prefixes[best[3]].remember(digests)
+                new_tokens = len(prompt) - self._prefixes[replica].match(digests) * self._block_size
+                distance = (replica - preferred) % len(loads)
+                if best is None or (load + new_tokens, new_tokens, distance) < best[:3]:
+                    best = (load + new_tokens, new_tokens, distance, replica)
+        assert best is not None, "no replica accepts requests"
+        self._prefixes[best[3]].insert(digests)
         return best[3], best[1]
 
     def _digests(self, prompt: Sequence[int], salt: str) -> list[bytes]:
-        """Of the prompt's leading blocks; never of all, as in the cache: the last token must be computed."""
-        blocks = min((len(prompt) - 1) // self._block_size, MOST_BLOCKS) if self._caches else 0
+        """Digests of the prompt's leading blocks; as in the cache, not of the last token, which is always computed."""
+        blocks = min((len(prompt) - 1) // self._block_size, MAX_HASHED_BLOCKS) if self._any_cache else 0
         chain = HashChain(self._block_size, salt)
         return [chain.digest(prompt, block) for block in range(blocks)]
 
 
-def _answer(request: Request) -> int:
-    return min(request.params.max_tokens or ANSWER_TOKENS, ANSWER_TOKENS)
+def _output_cost(request: Request) -> int:
+    return min(request.params.max_tokens or MAX_OUTPUT_COST, MAX_OUTPUT_COST)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -15,15 +14,15 @@ from starlette.responses import Response
 from engine.core.types import Request as EngineRequest, SamplingParams, TokenLogprobs
 from engine.server.http import params as parameters
 from engine.server.http.errors import invalid
-from engine.server.http.generation import Delta, EventStream, Generation, Template, Usage
+from engine.server.http.generation import Delta
+from engine.server.http.job import Job
 from engine.server.http.logprobs import chat_logprobs
 from engine.server.http.request_bodies import ChatBody, read
-from engine.server.http.responses import answer, event, stream
 from engine.server.http.service import Service
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes of this file."""
+    """The routes of this module."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", response_model=None)
@@ -33,23 +32,22 @@ def routes(service: Service) -> APIRouter:
         params = _params(service, body)
         prompt = await service.encode_chat(body.messages, body.chat_template_kwargs)
         params = _max_tokens(service, body, params, len(prompt))
-        choices = [parameters.seed(params, index) for index in range(parameters.choices(body, service.limits))]
+        choices = [
+            parameters.with_choice_seed(params, index) for index in range(parameters.num_choices(body, service.limits))
+        ]
         name = f"chatcmpl-{uuid.uuid4().hex}"
-        job = _Job(service, body, name, service.requests(name, [prompt], choices, body.priority, body.cache_salt))
-        headers = {"x-request-id": name}
-        if body.stream:
-            return stream(job.events(), headers)
-        return answer(job.body, headers)
+        requests = service.requests(name, [prompt], choices, body.priority, body.cache_salt)
+        return _ChatJob(service, body, name, requests).response()
 
     return router
 
 
 def _params(service: Service, body: ChatBody) -> SamplingParams:
-    """Everything but max_tokens, which depends on the prompt's length. Raises ApiError."""
+    """All sampling parameters except max_tokens, which depends on the prompt length. Raises ApiError."""
     parameters.check_stream_options(body)
-    parameters.choices(body, service.limits)
+    parameters.num_choices(body, service.limits)
     if body.response_format not in (None, {"type": "text"}):
-        raise invalid('response_format must be {"type": "text"}; no other is supported', "response_format")
+        raise invalid('response_format must be {"type": "text"}; other formats are not supported', "response_format")
     params = parameters.sampling_params(body, service.default_params, service.limits, service.vocab_size)
     if body.top_logprobs is not None:
         if not body.logprobs:
@@ -59,81 +57,68 @@ def _params(service: Service, body: ChatBody) -> SamplingParams:
 
 
 def _max_tokens(service: Service, body: ChatBody, params: SamplingParams, prompt_len: int) -> SamplingParams:
+    """`params` with max_tokens, under either of its two names. Raises ApiError."""
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+        raise invalid("max_tokens and max_completion_tokens differ; give only one of them", "max_tokens")
     given, name = body.max_completion_tokens, "max_completion_tokens"
     if given is None:
         given, name = body.max_tokens, "max_tokens"
-    return parameters.max_tokens(given, name, service.default_params.max_tokens, params, prompt_len, service.max_len)
+    return parameters.with_max_tokens(
+        given, name, service.default_params.max_tokens, params, prompt_len, service.max_len
+    )
 
 
-class _Job:
-    """One chat request under way."""
+class _ChatJob(Job[ChatBody]):
+    """One chat request in progress."""
+
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
 
     def __init__(self, service: Service, body: ChatBody, name: str, requests: Sequence[EngineRequest]) -> None:
-        self._service = service
-        self._body = body
-        self._requests = requests
-        self._head = {"id": name, "created": int(time.time()), "model": service.name}
+        super().__init__(service, body, name, requests, num_prompts=1)
+        self._texts: list[list[str]] = [[] for _ in requests]
+        self._token_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
+        self._finish_reasons: list[str | None] = [None] * len(requests)
+        self._not_begun = set(range(len(requests)))
+        """Choices whose role has not been streamed."""
 
-    async def body(self) -> dict[str, Any]:
-        """The whole answer."""
-        texts: list[list[str]] = [[] for _ in self._requests]
-        logprobs: list[list[TokenLogprobs]] = [[] for _ in self._requests]
-        reasons: list[str | None] = [None] * len(self._requests)
-        with self._generation() as generation:
-            while generation.running:
-                for delta in await generation.next():
-                    texts[delta.choice].append(delta.text)
-                    logprobs[delta.choice] += delta.logprobs
-                    reasons[delta.choice] = delta.finish_reason
-        choices = [
+    def _add(self, delta: Delta) -> None:
+        self._texts[delta.choice].append(delta.text)
+        self._token_logprobs[delta.choice] += delta.logprobs
+        self._finish_reasons[delta.choice] = delta.finish_reason
+
+    def _choices(self) -> list[dict[str, Any]]:
+        return [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": "".join(texts[index]), "refusal": None},
-                "logprobs": self._logprobs(logprobs[index]),
-                "finish_reason": reasons[index],
+                "message": {"role": "assistant", "content": "".join(self._texts[index]), "refusal": None},
+                "logprobs": self._logprobs(self._token_logprobs[index]),
+                "finish_reason": self._finish_reasons[index],
             }
-            for index in range(len(self._requests))
-        ]
-        return self._head | {"object": "chat.completion", "choices": choices, "usage": generation.usage.body()}
-
-    def events(self) -> EventStream:
-        """The answer in pieces: the role, then text as it comes, the finish reason, and the usage if asked for."""
-        options = self._body.stream_options
-        usage = {"usage": None} if options is not None and options.include_usage else {}
-        head = self._head | {"object": "chat.completion.chunk"}
-        fresh = set(range(len(self._requests)))
-
-        def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
-            entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            return event(head | {"choices": [entry]} | usage)
-
-        def any_event(delta: Delta) -> bytes:
-            data = b""
-            if delta.choice in fresh:
-                fresh.discard(delta.choice)
-                data += chunk(delta.choice, {"role": "assistant", "content": ""})
-            if delta.text or delta.logprobs:
-                data += chunk(delta.choice, {"content": delta.text}, self._logprobs(delta.logprobs))
-            if delta.finish_reason is not None:
-                data += chunk(delta.choice, {}, None, delta.finish_reason)
-            return data
-
-        templates = [
-            Template.of(lambda text, index=index: chunk(index, {"content": text}))  # type: ignore[misc]
-            for index in range(len(self._requests))
+            for index in range(len(self.requests))
         ]
 
-        def last(count: Usage) -> bytes:
-            return event(head | {"choices": [], "usage": count.body()}) if usage else b""
+    def _text_event(self, choice: int, text: str) -> bytes:
+        return self._delta_event(choice, {"content": text})
 
-        return EventStream(self._generation(), templates, any_event, last)
+    def _delta_events(self, delta: Delta) -> bytes:
+        """The role before a choice's first text, then the text, then the finish reason, each an event of its own."""
+        events = b""
+        if delta.choice in self._not_begun:
+            self._not_begun.discard(delta.choice)
+            events += self._delta_event(delta.choice, {"role": "assistant", "content": ""})
+        if delta.text or delta.logprobs:
+            events += self._delta_event(delta.choice, {"content": delta.text}, self._logprobs(delta.logprobs))
+        if delta.finish_reason is not None:
+            events += self._delta_event(delta.choice, {}, None, delta.finish_reason)
+        return events
 
-    def _generation(self) -> Generation:
-        return Generation(self._service.client, self._service.tokenizer, self._requests, prompts=1)
+    def _delta_event(
+        self, choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+    ) -> bytes:
+        return self._chunk({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not self._body.logprobs:
+        if not self.body.logprobs:
             return None
-        return chat_logprobs(self._service.tokenizer, entries, self._body.top_logprobs or 0)
+        return chat_logprobs(self.service.tokenizer, entries, self.body.top_logprobs or 0)

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI interface reports them."""
+"""Error responses in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -8,34 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-
-class ApiError(Exception):
-    """A refusal or failure: HTTP status and what goes into {"error": ...}."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
-
-    def body(self) -> dict[str, Any]:
-        """The error object; its type follows from the status."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> Response:
-        """The whole HTTP response."""
-        return json_response(self.body(), status=self.status, headers=self.headers)
+from engine.server.front_end.errors import ApiError
 
 
 def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -43,6 +16,11 @@ def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
+def error_response(error: ApiError) -> Response:
+    """The HTTP response that reports `error`."""
+    return json_response(error.body(), status=error.status, headers=error.headers)
+
+
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request is wrong: 400."""
+    """An ApiError with status 400, for the parameter `param`."""
     return ApiError(400, message, param=param, code=code)

@@ -1,4 +1,4 @@
-"""The choices of one HTTP request on their way: outputs in, text out."""
+"""Runs the choices of one HTTP request: turns the engine's outputs into text and events."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from attrs import define, field
 
 from engine.core.text import Detokenizer, Tokenizer
 from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request, TokenLogprobs
-from engine.server.front_end.engine_client import EngineClient, Group, News
-from engine.server.http.errors import ApiError
+from engine.server.front_end.engine_client import EngineClient
+from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_group import OutputEvent, RequestGroup
 
 _json = msgspec.json.Encoder().encode
 
 
 @define
 class Delta:
-    """What is new for one choice."""
+    """New text of one choice."""
 
     choice: int
     text: str = ""
     offsets: list[int] = field(factory=list)
-    """Where in the choice's text each new token begins, characters."""
+    """Character position in the choice's text at which each new token begins."""
     logprobs: list[TokenLogprobs] = field(factory=list)
-    """For each new token, when asked for."""
+    """For each new token, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
 
 
 @define
 class Usage:
-    """Tokens of one HTTP request; a prompt counts once, however many choices it has."""
+    """Token counts of one HTTP request. Each prompt counts once, whatever its number of choices."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def body(self) -> dict[str, object]:
-        """As both APIs report it."""
+        """The JSON object `usage` of both APIs."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -50,33 +51,35 @@ class Usage:
 
 @define
 class Template:
-    """An event around its text: most events of a stream differ in nothing else."""
+    """The bytes of an event before and after its text. Most events of a stream differ in their text only."""
 
     before: bytes
     after: bytes
 
     @classmethod
     def of(cls, event: Callable[[str], bytes]) -> Template:
-        """From a function that makes the event of a text."""
-        mark = "<text>"  # the last one: the model's name, which may hold anything, comes before
+        """Make a template from a function that builds the event for a given text."""
+        mark = "<text>"  # the last occurrence: the model's name, which may hold any string, comes before
         before, _, after = event(mark).rpartition(_json(mark))
         return cls(before, after)
 
 
 class Generation:
-    """Runs requests and detokenizes what comes. Leaving its `with` block aborts what still runs."""
+    """Runs requests and detokenizes their outputs. Leaving the `with` block aborts the choices still running."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, requests: Sequence[Request], prompts: int) -> None:
-        """requests: the choices in order, equally many for each of the `prompts` prompts."""
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, requests: Sequence[Request], num_prompts: int
+    ) -> None:
+        """requests: the choices in order, equally many for each of `num_prompts` prompts."""
         self._client = client
         self._requests = requests
-        self._texts = [Detokenizer(tokenizer, request.prompt, request.params) for request in requests]
-        self._each = len(requests) // prompts
-        self._begun: set[int] = set()
+        self._detokenizers = [Detokenizer(tokenizer, request.prompt, request.params) for request in requests]
+        self._choices_per_prompt = len(requests) // num_prompts
+        self._has_outputs: set[int] = set()
         self.running = set(range(len(requests)))
         """Choices that have not finished."""
-        self._group: Group | None = None
-        self._prompt_tokens = sum(len(request.prompt) for request in requests[:: self._each])
+        self._group: RequestGroup | None = None
+        self._prompt_tokens = sum(len(request.prompt) for request in requests[:: self._choices_per_prompt])
         self._cached_tokens = 0
 
     def __enter__(self) -> Generation:
@@ -91,75 +94,76 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
-        made = sum(text.num_tokens for text in self._texts)
-        return Usage(self._prompt_tokens, made, self._cached_tokens)
+        """Token counts so far."""
+        completion_tokens = sum(detokenizer.num_tokens for detokenizer in self._detokenizers)
+        return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens)
 
     async def next(self) -> list[Delta]:
-        """What is new, one delta a choice at most; waits for it. Raises ApiError when a choice failed."""
+        """Wait for outputs; at most one delta per choice. Raises ApiError when a choice failed."""
         assert self._group is not None
         deltas: dict[int, Delta] = {}
-        for news in await self._group.next():
-            choice = news[0]
+        for event in await self._group.next():
+            choice = event[0]
             if choice in self.running:
-                self._feed(news, deltas.setdefault(choice, Delta(choice)))
+                self._feed(event, deltas.setdefault(choice, Delta(choice)))
         return list(deltas.values())
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, which must not raise, whenever `events` has something new."""
+        """Call `listener`, which must not raise, whenever there are outputs for `events`."""
         assert self._group is not None
         self._group.listen(listener)
 
     def write_later(self, write: Callable[[bytes], None], data: bytes) -> None:
-        """Call `write(data)` when all listeners have been called: see EngineClient.write_later."""
+        """Call `write(data)` after all listeners have been called; see EngineClient.write_later."""
         self._client.write_later(write, data)
 
-    def events(self, templates: Sequence[Template], event: Callable[[Delta], bytes]) -> bytes:
-        """What is new as server-sent events, one for each output that has something to say.
+    def events(self, templates: Sequence[Template], build_events: Callable[[Delta], bytes]) -> bytes:
+        """The new outputs as server-sent events, without waiting.
 
-        templates: for each choice, the event of text alone; event: makes any other, such as the first or the last.
-        Raises ApiError when a choice failed.
+        templates: the event of each choice for plain text. build_events: builds the events of any other delta, such as
+        the first or the last. Raises ApiError when a choice failed.
         """
         assert self._group is not None
         data = []
-        for news in self._group.take():
-            choice, tokens, output = news
+        for event in self._group.take():
+            choice, tokens, output = event
             if choice not in self.running:
                 continue
             if output is None:
-                text = self._texts[choice]
-                new = text.push(tokens)
-                if text.stop_string is not None:
-                    data.append(event(Delta(choice, new, finish_reason=self._stop(choice))))
-                elif new:
+                detokenizer = self._detokenizers[choice]
+                text = detokenizer.push(tokens)
+                if detokenizer.stop_string is not None:
+                    data.append(build_events(Delta(choice, text, finish_reason=self._stop(choice))))
+                elif text:
                     template = templates[choice]
-                    data += (template.before, _json(new), template.after)
+                    data += (template.before, _json(text), template.after)
             else:
                 delta = Delta(choice)
-                self._feed(news, delta)
-                data.append(event(delta))
+                self._feed(event, delta)
+                data.append(build_events(delta))
         return b"".join(data)
 
-    def _feed(self, news: News, delta: Delta) -> None:
-        choice, tokens, output = news
+    def _feed(self, event: OutputEvent, delta: Delta) -> None:
+        """Detokenize an output and add the text to `delta`."""
+        choice, tokens, output = event
         if output is None:
-            text = self._texts[choice]
-            delta.text += text.push(tokens)
-            if text.stop_string is not None:
+            detokenizer = self._detokenizers[choice]
+            delta.text += detokenizer.push(tokens)
+            if detokenizer.stop_string is not None:
                 delta.finish_reason = self._stop(choice)
         else:
-            self._feed_whole(choice, output, delta)
+            self._feed_full(choice, output, delta)
 
-    def _feed_whole(self, choice: int, output: Output, delta: Delta) -> None:
+    def _feed_full(self, choice: int, output: Output, delta: Delta) -> None:
         if output.finish_reason == FINISH_ERROR:
-            # What the engine refuses at the door is the request's fault, what breaks later is ours.
-            status = 500 if choice in self._begun else 400
-            raise ApiError(status, output.error or "the engine gave up on this request")
-        if choice not in self._begun:
-            self._begun.add(choice)
-            if choice % self._each == 0:
+            # A request that the engine refuses is the client's error; one that fails later is the server's.
+            status = 500 if choice in self._has_outputs else 400
+            raise ApiError(status, output.error or "the engine failed this request")
+        if choice not in self._has_outputs:
+            self._has_outputs.add(choice)
+            if choice % self._choices_per_prompt == 0:
                 self._cached_tokens += output.cached_tokens
-        piece = self._texts[choice].feed(output)
+        piece = self._detokenizers[choice].feed(output)
         delta.text += piece.text
         delta.offsets += piece.offsets
         delta.logprobs += piece.logprobs
@@ -171,7 +175,7 @@ class Generation:
             self._stop(choice)
 
     def _stop(self, choice: int) -> str:
-        """A stop string has ended a choice, which the engine does not know yet; the finish reason."""
+        """End a choice at a stop string and abort the choice in the engine; the finish reason."""
         assert self._group is not None
         self.running.discard(choice)
         self._group.abort(choice, FINISH_STOP)
@@ -184,14 +188,14 @@ class EventStream:
 
     generation: Generation
     templates: Sequence[Template]
-    """For each choice, the event of text alone."""
-    event: Callable[[Delta], bytes]
-    """Makes any other."""
-    last: Callable[[Usage], bytes]
-    """What comes behind all choices."""
+    """The event of each choice for plain text."""
+    build_events: Callable[[Delta], bytes]
+    """Builds the events of any other delta."""
+    usage_event: Callable[[Usage], bytes]
+    """Builds the event after all choices have finished; may be empty."""
 
     def take(self) -> bytes:
-        """The events that have come. Raises ApiError when a choice failed."""
+        """The events of all new outputs, without waiting. Raises ApiError when a choice failed."""
         generation = self.generation
-        data = generation.events(self.templates, self.event)
-        return data if generation.running else data + self.last(generation.usage)
+        data = generation.events(self.templates, self.build_events)
+        return data if generation.running else data + self.usage_event(generation.usage)

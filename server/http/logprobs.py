@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of the two APIs."""
+"""Converts log probabilities to the JSON of the two APIs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from engine.core.text import Tokenizer
 from engine.core.types import TokenLogprobs
 
-LOWEST = -9999.0
-"""Stands for minus infinity, which JSON has no number for; OpenAI does the same."""
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot express; as at OpenAI."""
 
 
 def token_name(data: bytes) -> str:
-    """A token's text; one that is no whole characters is written as OpenAI does, "bytes:\\xe2\\x82"."""
+    """A token's text. A token of incomplete characters is written as at OpenAI: "bytes:\\xe2\\x82"."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -22,52 +22,58 @@ def token_name(data: bytes) -> str:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
-    """choices[].logprobs of a chat completion: each token, and `top` likeliest ones beside it."""
+    """choices[].logprobs of a chat completion: each token with its `top` most likely alternatives."""
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
+    def entry_json(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
         return {
             "token": data.decode(errors="replace"),
-            "logprob": max(logprob, LOWEST),
+            "logprob": max(logprob, MIN_LOGPROB),
             "bytes": list(data),
         }
 
     content = [
-        one(entry.token, entry.logprob) | {"top_logprobs": [one(*likely) for likely in entry.top[:top]]}
+        entry_json(entry.token, entry.logprob)
+        | {"top_logprobs": [entry_json(*alternative) for alternative in entry.top[:top]]}
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int], top: int, prompt: int = 0
+    tokenizer: Tokenizer,
+    entries: Sequence[TokenLogprobs | None],
+    offsets: Sequence[int],
+    top: int,
+    first_token: int = 0,
 ) -> dict[str, list[Any]]:
     """choices[].logprobs of a completion.
 
-    entries: None for a prompt's first token, `prompt`, which has no log probability.
-    offsets: where in the text each token begins, characters.
+    entries: None stands for the prompt's first token, `first_token`, which has no log probability.
+    offsets: character position in the text at which each token begins.
+    top: number of most likely tokens to report.
     """
 
     def name(token: int) -> str:
         return token_name(tokenizer.token_bytes(token))
 
-    def likely(entry: TokenLogprobs) -> dict[str, float]:
-        tops = ((entry.token, entry.logprob), *entry.top[:top])
-        return {name(token): max(logprob, LOWEST) for token, logprob in tops}
+    def top_logprobs(entry: TokenLogprobs) -> dict[str, float]:
+        pairs = ((entry.token, entry.logprob), *entry.top[:top])
+        return {name(token): max(logprob, MIN_LOGPROB) for token, logprob in pairs}
 
     return {
-        "tokens": [name(prompt if entry is None else entry.token) for entry in entries],
-        "token_logprobs": [None if entry is None else max(entry.logprob, LOWEST) for entry in entries],
-        "top_logprobs": [None if entry is None else likely(entry) for entry in entries],
+        "tokens": [name(first_token if entry is None else entry.token) for entry in entries],
+        "token_logprobs": [None if entry is None else max(entry.logprob, MIN_LOGPROB) for entry in entries],
+        "top_logprobs": [None if entry is None else top_logprobs(entry) for entry in entries],
         "text_offset": list(offsets),
     }
 
 
 def prompt_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
-    """Where in the prompt's text each of its tokens begins, characters.
+    """Character position in the prompt's text at which each of the prompt's tokens begins.
 
-    A special token takes room only where the text has it: one that the tokenizer has put around the text, or that was
-    left out when the tokens were decoded, takes none.
+    A special token has a length only if it appears in the text. One that the tokenizer added around the text, or that
+    decoding left out, has length 0.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets = []

@@ -1,4 +1,4 @@
-"""From a request's parameters to SamplingParams, within the server's limits."""
+"""Converts a request's parameters to SamplingParams and checks the server's limits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import attrs
 from engine.core.config import ServerConfig
 from engine.core.errors import InvalidRequestError
 from engine.core.types import MAX_SEED, SamplingParams
-from engine.server.http.errors import ApiError, invalid
+from engine.server.front_end.errors import ApiError
+from engine.server.http.errors import invalid
 from engine.server.http.request_bodies import Body
 
-PLAIN = (
+SAME_NAMES = (
     "temperature",
     "top_p",
     "presence_penalty",
@@ -25,12 +26,14 @@ PLAIN = (
     "ignore_eos",
     "skip_special_tokens",
 )
-"""Parameters that are called and mean the same in the request and in SamplingParams."""
+"""Parameters with the same name and meaning in the request and in SamplingParams."""
+MAX_LOGIT_BIAS = 100.0
+"""Maximum absolute value in logit_bias, as at OpenAI. The engine itself accepts any finite bias."""
 
 
 def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, vocab_size: int) -> SamplingParams:
-    """All but max_tokens and logprobs. Raises ApiError naming the parameter that is out of range."""
-    given = {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
+    """All sampling parameters except max_tokens and logprobs. Raises ApiError naming a parameter out of range."""
+    given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
     if body.stop is not None:
         given["stop"] = _stop(body.stop, limits)
     if body.stop_token_ids is not None:
@@ -41,15 +44,15 @@ def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, 
 
 
 def evolve(params: SamplingParams, **changes: object) -> SamplingParams:
-    """`params` with changes. Raises ApiError where SamplingParams refuses them."""
+    """`params` with changes. Raises ApiError if SamplingParams refuses them."""
     try:
         return attrs.evolve(params, **changes)  # type: ignore[arg-type]
     except InvalidRequestError as error:
         raise invalid(str(error), error.parameter) from None
 
 
-def choices(body: Body, limits: ServerConfig) -> int:
-    """n, checked."""
+def num_choices(body: Body, limits: ServerConfig) -> int:
+    """The number of choices per prompt. Raises ApiError."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= limits.max_n:
         raise invalid(f"n must be from 1 to {limits.max_n} (server.max_n), not {n}", "n")
@@ -57,29 +60,30 @@ def choices(body: Body, limits: ServerConfig) -> int:
 
 
 def check_stream_options(body: Body) -> None:
-    """stream_options mean something only in a stream."""
+    """Raise ApiError if stream_options is given without stream."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is allowed only with stream: true", "stream_options")
 
 
 def check_logprobs(count: int, limits: ServerConfig, param: str) -> None:
-    """`count` likeliest tokens can be reported."""
+    """Raise ApiError unless the `count` most likely tokens can be reported."""
     if not 0 <= count <= limits.max_logprobs:
         raise invalid(f"{param} must be from 0 to {limits.max_logprobs} (server.max_logprobs), not {count}", param)
 
 
-def max_tokens(
+def with_max_tokens(
     given: int | None, param: str, default: int | None, params: SamplingParams, prompt_len: int, max_len: int
 ) -> SamplingParams:
-    """`params` with max_tokens: as given, or at most `default` (None: as much as the context holds).
+    """`params` with max_tokens set: as given, else `default` (None: unlimited) or what the context has left.
 
-    Raises ApiError when prompt and answer do not fit into the context of `max_len` tokens.
+    param: name under which the client gave the value. max_len: context length, tokens.
+    Raises ApiError when prompt and output exceed the context.
     """
     room = max_len - prompt_len
     if room < 1 or (given is not None and given > room):
-        asked = "" if given is None else f" and {given} for the answer ({param})"
+        requested = "" if given is None else f" and {given} for the output ({param})"
         raise invalid(
-            f"this model's context holds {max_len} tokens, but the request has {prompt_len} in the prompt{asked}; "
+            f"this model's context holds {max_len} tokens, but the request has {prompt_len} in the prompt{requested}; "
             "shorten one of them",
             param if room >= 1 else None,
             "context_length_exceeded",
@@ -95,14 +99,14 @@ def max_tokens(
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
-    """All token ids are the model's."""
+    """Raise ApiError unless all token ids are in the model's vocabulary."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-        raise invalid(f"{param} has token id {wrong}, but this model's are 0 to {vocab_size - 1}", param)
+        raise invalid(f"{param} has token id {wrong}; this model's token ids are 0 to {vocab_size - 1}", param)
 
 
-def seed(params: SamplingParams, choice: int) -> SamplingParams:
-    """The parameters of one of n choices: each has a seed of its own."""
+def with_choice_seed(params: SamplingParams, choice: int) -> SamplingParams:
+    """The parameters of choice number `choice` of n: choices have different seeds."""
     if params.seed is None or choice == 0:
         return params
     return attrs.evolve(params, seed=(params.seed + choice) % (MAX_SEED + 1))
@@ -136,6 +140,8 @@ def _logit_bias(bias: dict[int, float], vocab_size: int, limits: ServerConfig) -
             "logit_bias",
         )
     check_tokens(list(bias), vocab_size, "logit_bias")
-    if any(not -100 <= value <= 100 for value in bias.values()):
-        raise invalid("a logit_bias value is not from -100 to 100", "logit_bias")
+    if any(not abs(value) <= MAX_LOGIT_BIAS for value in bias.values()):  # also refuses NaN
+        raise invalid(
+            f"a logit_bias value is out of range; use {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}", "logit_bias"
+        )
     return tuple(bias.items())

@@ -1,4 +1,4 @@
-"""The bodies of requests: every parameter the server honours, with its type. Anything else is refused by name."""
+"""Request bodies: every supported parameter with its type. Any other parameter is refused by name."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from engine.server.http.errors import ApiError, invalid
+from engine.server.front_end.errors import ApiError
+from engine.server.http.errors import invalid
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """stream_options of both APIs."""
+    """`stream_options` of both APIs."""
 
     include_usage: bool | None = None
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat completions share. None: the default of the model or the server."""
+    """Parameters shared by completions and chat completions. None: the default of the model or the server."""
 
     model: str
     stream: bool | None = None
@@ -33,8 +34,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     user: str | None = None
-    """Whom the caller serves: free text, of no effect."""
-    # Beyond OpenAI's parameters; sent with `extra_body` of its client.
+    """Free text naming the end user; has no effect."""
+    # Extensions of OpenAI's parameters; its client sends them with `extra_body`.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -61,7 +62,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     role: str
     content: str | list[dict[str, Any]]
-    # Null in what OpenAI's client makes of an earlier answer.
+    # OpenAI's client sends these as null when an earlier answer is part of the chat.
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -79,8 +80,8 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not OpenAI's: further variables of the chat template."""
-    # Known to OpenAI's clients, and not to this server: only null passes.
+    """Extension: additional variables of the chat template."""
+    # OpenAI's parameters that this server does not support: only null is accepted.
     audio: None = None
     function_call: None = None
     functions: None = None
@@ -104,7 +105,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
-    """Of a prompt; None: true. A chat template says itself which there are."""
+    """Only with a prompt; None: true. A chat template adds its own special tokens."""
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -123,14 +124,14 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
 async def read(request: Request, kind: type[T], max_bytes: int) -> T:
-    """The request's body. Raises ApiError naming the parameter at fault, or 413."""
+    """Read and decode the request's body. Raises ApiError naming the parameter at fault, or with status 413."""
     return decode(await _body(request, max_bytes), kind)
 
 
 async def _body(request: Request, max_bytes: int) -> bytes:
     too_large = ApiError(
         413,
-        f"the body is larger than {max_bytes} bytes; send less, or raise server.max_body_bytes",
+        f"the body is larger than {max_bytes} bytes (server.max_body_bytes); send a smaller one",
         headers={"connection": "close"},
     )
     length = request.headers.get("content-length", "0")
@@ -143,12 +144,12 @@ async def _body(request: Request, max_bytes: int) -> bytes:
             if len(body) > max_bytes:
                 raise too_large
     except ClientDisconnect:
-        raise invalid("the client went away before it had sent the whole body") from None
+        raise invalid("the client disconnected before sending the whole body") from None
     return bytes(body)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """`body` as JSON of one of the types above. Raises ApiError."""
+    """Decode the JSON `body` as one of the types above. Raises ApiError."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -158,7 +159,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def _explain(message: str) -> ApiError:
-    """msgspec's message as a sentence that begins with the parameter's name."""
+    """Turn msgspec's message into a sentence that begins with the parameter's name."""
     path = _PATH.search(message)
     where = path.group(1) if path else ""
     reason = _PATH.sub("", message)

@@ -1,4 +1,4 @@
-"""Responses that are computed while the client is watched: when it goes away, the work is cancelled."""
+"""Responses that are cancelled when the client disconnects: JSON, or server-sent events."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.server.front_end.connections import Connection
-from engine.server.http.errors import ApiError, json_response
+from engine.server.front_end.errors import ApiError
+from engine.server.http.errors import error_response, json_response
 from engine.server.http.generation import EventStream
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[Scope, Receive, Send], Awaitable[None]]
+SendResponse = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 DONE = b"data: [DONE]\n\n"
 
 
-class Answer(Response):
-    """Runs `work`, which sends the whole response."""
+class CancellableResponse(Response):
+    """Runs `send_response`, which sends the whole response, and cancels it when the client disconnects."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, send_response: SendResponse) -> None:
         super().__init__()
-        self._work = work
+        self._send_response = send_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or stop because the client has gone."""
-        work = asyncio.ensure_future(self._work(scope, receive, send))
+        """Send the response; returns early if the client disconnects."""
+        work = asyncio.ensure_future(self._send_response(scope, receive, send))
         watch = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -44,56 +45,57 @@ class Answer(Response):
             work.result()
 
 
-def answer(body: Callable[[], Awaitable[Any]], headers: Mapping[str, str]) -> Answer:
-    """A JSON response of what `body` returns, or of the ApiError it raises."""
+def answer(body: Callable[[], Awaitable[Any]], headers: Mapping[str, str]) -> CancellableResponse:
+    """A JSON response with the result of `body`, or with the ApiError that `body` raises."""
 
-    async def work(scope: Scope, receive: Receive, send: Send) -> None:
+    async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = json_response(await body(), headers=headers)
         except ApiError as error:
-            response = error.response()
+            response = error_response(error)
         await response(scope, receive, send)
 
-    return Answer(work)
+    return CancellableResponse(send_response)
 
 
-def stream(events: EventStream, headers: Mapping[str, str]) -> Answer:
-    """Server-sent events, and `data: [DONE]` at the end.
+def stream(events: EventStream, headers: Mapping[str, str]) -> CancellableResponse:
+    """Server-sent events, with `data: [DONE]` at the end.
 
-    An ApiError before the first event gives a plain error response, one after it an event with the error.
+    An ApiError before the first event becomes a plain error response; a later one becomes the last event.
     """
 
-    async def work(scope: Scope, receive: Receive, send: Send) -> None:
-        outlet = _Outlet(events, scope["state"]["connection"])
+    async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
+        writer = _EventWriter(events, scope["state"]["connection"])
         raw = [(name.encode(), value.encode()) for name, value in {**SSE_HEADERS, **headers}.items()]
         last = DONE
-        begun = False
+        started = False
         try:
             with events.generation:
-                await outlet.first()
+                await writer.first()
                 await send({"type": "http.response.start", "status": 200, "headers": raw})
-                begun = True
-                await outlet.rest()
+                started = True
+                await writer.rest()
         except ApiError as error:
-            if not begun:
-                await error.response()(scope, receive, send)
+            if not started:
+                await error_response(error)(scope, receive, send)
                 return
-            last = event(error.body())
+            last = sse_event(error.body())
         except Exception:
-            if not begun:
+            if not started:
                 raise
-            log.exception("a stream broke")
-            last = event(ApiError(500, "the server made a mistake; its log says more").body())
+            log.exception("a stream failed")
+            last = sse_event(ApiError(500, "internal server error; see the server's log").body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    return Answer(work)
+    return CancellableResponse(send_response)
 
 
-class _Outlet:
-    """Writes the events of a stream to its connection as they come.
+class _EventWriter:
+    """Writes the events of a stream to its connection as outputs come.
 
-    Most of what a stream costs is the waking of its task, so none is woken: events are made where the engine's outputs
-    are handed out, and the task waits for the end. Nothing is made while the client does not read what was written.
+    Waking a stream's task would be most of the cost of an event. So the task only waits for the end of the stream, and
+    events are built and written in the call that delivers the outputs. While the client does not read, no events are
+    built.
     """
 
     def __init__(self, events: EventStream, connection: Connection) -> None:
@@ -108,26 +110,26 @@ class _Outlet:
         self._open = False
 
     async def first(self) -> None:
-        """Return when there is an event to write; raises what making it raised."""
-        self._generation.listen(self._wake)
+        """Wait for the first event; raises the error of building it."""
+        self._generation.listen(self._on_outputs)
         await asyncio.wait((self._first, self._finished), return_when=asyncio.FIRST_COMPLETED)
         if self._finished.done():
             self._finished.result()
 
     async def rest(self) -> None:
-        """Write until the end; raises what making an event raised."""
+        """Write all events; raises the error of building one."""
         self._open = True
-        self._connection.when_writable(self._wake)
+        self._connection.when_writable(self._on_outputs)
         try:
-            self._put(self._first.result())
+            self._schedule_write(self._first.result())
             if self._generation.running:
-                self._wake()
+                self._on_outputs()
             await self._finished
         finally:
             self._connection.when_writable(None)
 
-    def _wake(self) -> None:
-        """Make the events of what has come."""
+    def _on_outputs(self) -> None:
+        """Build and write the events of new outputs."""
         if (self._connection.full if self._open else self._first.done()) or self._finished.done():
             return
         try:
@@ -140,23 +142,24 @@ class _Outlet:
                 self._first.set_result(data)
             return
         if data or not self._generation.running:
-            self._put(data)
+            self._schedule_write(data)
 
-    def _put(self, data: bytes) -> None:
+    def _schedule_write(self, data: bytes) -> None:
         self._write_later(self._write if self._generation.running else self._write_last, data)
 
     def _write_last(self, data: bytes) -> None:
-        """The end is when all is written, not when all is made."""
+        """Write the last events; the stream ends when they are written, not when they are built."""
         if data:
             self._write(data)
         self._finished.set_result(None)
 
 
-def event(body: Any) -> bytes:
-    """One server-sent event of JSON."""
+def sse_event(body: Any) -> bytes:
+    """Encode one server-sent event with a JSON body."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:
+    """Return when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

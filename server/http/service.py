@@ -1,4 +1,4 @@
-"""What all routes share: the engine's client, the tokenizer, the model's facts, and whether new work is taken."""
+"""The state that all routes share: the engine client, the tokenizer, limits, model facts, draining."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,23 +14,25 @@ from engine.core.config import EngineConfig, ServerConfig
 from engine.core.text import Tokenizer
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
-from engine.server.front_end.engine_link import Link
-from engine.server.http.errors import ApiError, invalid
+from engine.server.front_end.engine_link import EngineLink
+from engine.server.front_end.errors import ApiError
+from engine.server.http.errors import invalid
+from engine.server.http.prometheus import EngineReport
 from engine.server.http.request_bodies import Message
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Probe, Started
-from engine.server.shared.metrics import EngineReport
+from engine.server.shared.model_name import served_name
 
 TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
-"""The parameters of Tokenizer.chat itself, which chat_template_kwargs must not hold."""
-LOOK_AGAIN = 0.01
-"""Seconds between two looks for the proof that a step was computed."""
+"""Parameters of Tokenizer.chat, which chat_template_kwargs must not contain."""
+PROBE_POLL = 0.01
+"""Seconds between two reads of the heartbeat while waiting for a step."""
 THREAD_CHARS = 8192
-"""A longer text is tokenized in a thread, so that it does not hold up running streams."""
+"""Longer texts are tokenized in a thread, so that running streams are not delayed."""
 
 
 class Service:
-    """The server behind the routes."""
+    """What the routes need of the front end process."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Service:
         started: Started,
         created: int,
     ) -> None:
-        """started: what a replica of the engine has said. created: when the server was started, time.time()."""
+        """started: one replica's message. created: start of the server, time.time()."""
         self.limits: ServerConfig = config.server
         self.client = client
         self.tokenizer = tokenizer
@@ -52,45 +53,45 @@ class Service:
         self.default_params: SamplingParams = started.default_params
         self.draining = False
         self.active = 0
-        """Requests with a body that are being answered."""
+        """Number of POST requests being answered."""
 
-    def engines(self) -> list[EngineReport]:
-        """What /metrics tells of each replica."""
+    def engine_reports(self) -> list[EngineReport]:
+        """State and statistics of each replica, for /metrics."""
         return [
             EngineReport(
-                up=link.failure is None,
+                up=link.down is None,
                 stats=link.stats,
                 startup=link.started.cache.phases if link.started is not None else (),
-                restarts=link.life,
+                restarts=link.incarnation,
             )
             for link in self.client.links
         ]
 
     def faults(self) -> list[Fault | None]:
-        """What is wrong with each replica, as far as that is known without asking it for anything."""
+        """The fault of each replica, or None, without asking the engine processes."""
         return [link.fault(self.limits.health_timeout) for link in self.client.links]
 
     async def probe(self) -> list[float | Fault]:
-        """Have a step computed by each replica: the seconds until one was, or what is wrong."""
+        """Make each replica compute a step; the seconds until it completed, or the replica's fault."""
         return await asyncio.gather(*map(self._probe, self.client.links))
 
-    async def _probe(self, link: Link) -> float | Fault:
-        limit = self.limits.health_timeout
-        begun = time.monotonic()
-        if link.failure is None:
+    async def _probe(self, link: EngineLink) -> float | Fault:
+        timeout = self.limits.health_timeout
+        requested = time.monotonic()
+        if link.down is None:
             link.send(Probe())
         while True:
-            if (fault := link.fault(limit)) is not None:
+            if (fault := link.fault(timeout)) is not None:
                 return fault
-            assert link.pulse is not None
-            if link.pulse.proved > begun:
-                return time.monotonic() - begun
-            if time.monotonic() - begun > limit:
-                return link.pulse.no_step(begun)
-            await asyncio.sleep(LOOK_AGAIN)
+            assert link.heartbeat is not None
+            if link.heartbeat.step_completed > requested:
+                return time.monotonic() - requested
+            if time.monotonic() - requested > timeout:
+                return link.heartbeat.missing_step(requested)
+            await asyncio.sleep(PROBE_POLL)
 
     def check_model(self, model: str | None) -> None:
-        """Raises ApiError unless `model` is the one served (None: not named)."""
+        """Raise ApiError unless `model` is the served model or None."""
         if model is not None and model != self.name:
             raise ApiError(
                 404,
@@ -107,23 +108,24 @@ class Service:
         priority: int | None,
         salt: str | None,
     ) -> list[Request]:
-        """One request for each of the `params`, which are the choices of the prompts in order, equally many each.
+        """One engine request per element of `params`: the choices of each prompt in turn.
 
-        Raises ApiError for more than the server ever takes.
+        Each prompt has equally many choices. Raises ApiError for more choices than the server ever accepts.
         """
         now = time.monotonic()
-        each = len(params) // len(prompts)
+        choices_per_prompt = len(params) // len(prompts)
         if len(params) > self.limits.max_waiting:
             raise invalid(
-                f"the request asks for {len(params)} choices, but the server takes at most {self.limits.max_waiting} "
-                "at a time (server.max_waiting); ask for fewer",
-                "n" if each > 1 else "prompt",
+                f"the request asks for {len(params)} choices, but the server accepts at most {self.limits.max_waiting} "
+                "at a time (server.max_waiting); request fewer",
+                "n" if choices_per_prompt > 1 else "prompt",
             )
-        tokens = [tuple(prompt) for prompt in prompts]  # of which all choices have the same, as routing.py sees at once
+        # One tuple per prompt, shared by its choices: routing.py compares prompts, which is free for the same object.
+        tokens = [tuple(prompt) for prompt in prompts]
         return [
             Request(
                 id=f"{name}-{index}",
-                prompt=tokens[index // each],
+                prompt=tokens[index // choices_per_prompt],
                 params=choice,
                 priority=priority or 0,
                 arrival=now,
@@ -133,37 +135,32 @@ class Service:
         ]
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of `text`."""
+        """Tokenize `text`; special: add special tokens."""
         if len(text) < THREAD_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=special)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special)
 
     async def encode_chat(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
-        """The tokens of a chat, ready for the assistant's answer; variables: further ones of the chat template.
+        """Tokenize a chat up to the assistant's answer; variables: additional variables of the chat template.
 
         Raises ApiError or InvalidRequestError.
         """
         for name in variables or ():
             if name in TEMPLATE_ARGUMENTS:
-                raise invalid(f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
-        plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+                raise invalid(f"chat_template_kwargs must not contain {name}", "chat_template_kwargs")
+        plain = [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
         chat = partial(self.tokenizer.chat, plain, **(variables or {}))
         if sum(len(message["content"]) for message in plain) < THREAD_CHARS:
             return chat()
         return await asyncio.to_thread(chat)
 
 
-def served_name(config: EngineConfig) -> str:
-    """The model's name in the HTTP interface."""
-    return config.model.served_name or Path(config.model.path).resolve().name
-
-
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles a message may have, and what the chat template calls them (OpenAI renamed system to developer)."""
+"""Roles of messages, and their names in chat templates (OpenAI renamed system to developer)."""
 
 
-def _plain(message: Message, where: str) -> dict[str, Any]:
-    """A message as chat templates want it: role and text."""
+def _template_message(message: Message, where: str) -> dict[str, Any]:
+    """A message as chat templates expect it: role and text. where: the message's position, for errors."""
     if message.role not in ROLES:
         raise invalid(f"{where}.role is {message.role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
     if isinstance(message.content, str):

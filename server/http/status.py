@@ -10,15 +10,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from engine.server.http.errors import invalid, json_response
-from engine.server.http.health import State, report
+from engine.server.http.health_report import State, report
+from engine.server.http.prometheus import PrometheusExporter
 from engine.server.http.service import Service
-from engine.server.shared.metrics import Exporter
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes of this file."""
+    """The routes of this module."""
     router = APIRouter()
-    exporter = Exporter(service.client.board, service.engines)
+    exporter = PrometheusExporter(service.client.metrics_table, service.engine_reports)
 
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:

@@ -13,7 +13,7 @@ from engine.server.http.service import Service
 
 
 def routes(service: Service) -> APIRouter:
-    """The routes of this file."""
+    """The routes of this module."""
     router = APIRouter()
 
     @router.post("/tokenize", response_model=None)

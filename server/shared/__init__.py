@@ -1,1 +1,1 @@
-"""What the server's processes share: messages, heartbeat, metrics."""
+"""What the server's processes share: messages, the link to the supervisor, the heartbeat, the metrics table."""

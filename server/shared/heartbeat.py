@@ -1,6 +1,6 @@
-"""The engine's signs of life: a few numbers in a file that the engine process writes and the front ends read.
+"""The engine's heartbeat: a few numbers in a file that the engine process writes and the front ends read.
 
-They tell what a process that is alive may still hide: a loop that hangs, or a device that computes nothing any more.
+The heartbeat shows failures that a live process hides: a loop that hangs, or a device that no longer computes.
 """
 
 from __future__ import annotations
@@ -10,36 +10,39 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from attrs import frozen
 
 from engine.core.executors import Health
 
-FILE = "pulse-{}"
-"""Its name in the server's directory, for a replica."""
-BEAT, WORKER_BEAT, RANK, ASKED, PROVED = range(5)
-CELLS = 5
-"""Numbers in the file, eight bytes each: when the engine's loop went round last; when the loop of the slowest worker
-that should be idle did; that worker's rank; when a proof was asked for that has not come yet; when a step was proved to
-be computed. Times are time.monotonic(), which is the same in all processes; 0 is none."""
+FILE = "heartbeat-{}"
+"""File name in the server's directory; filled with the replica."""
+LOOP, WORKER_LOOP, WORKER_RANK, STEP_REQUESTED, STEP_COMPLETED = range(5)
+NUM_CELLS = 5
+"""Numbers in the file, eight bytes each: last iteration of the engine's loop; last iteration of the slowest idle
+worker's loop; that worker's rank; when a step was requested that has not completed yet; when a requested step last
+completed. Times are time.monotonic(), which all processes share; 0 is none."""
+
+FaultLevel = Literal["process", "loop", "step"]
 
 
 @frozen(kw_only=True)
 class Fault:
-    """What is wrong with an engine."""
+    """What is wrong with a replica."""
 
-    level: str
-    """process (it is dead, or not ready yet), loop (it does not go round) or step (none is computed)."""
+    level: FaultLevel
+    """process: exited or not started yet; loop: does not iterate; step: no step completes."""
     reason: str
     since: float
     """time.time(), seconds."""
     starting: bool = False
-    """Whether a dead process has a successor, which takes no requests yet."""
+    """Whether the process has exited and its successor is loading."""
     restart: str = ""
-    """What is done about it; empty where nothing ever is."""
+    """State of the restart; empty if this replica is never restarted."""
 
     def body(self) -> dict[str, str]:
-        """As /health answers it."""
+        """The JSON object that /health answers."""
         since = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="milliseconds")
         status = "starting" if self.starting else "failed"
         body = {"status": status, "level": self.level, "reason": self.reason, "since": since}
@@ -47,62 +50,64 @@ class Fault:
 
 
 class Heartbeat:
-    """The numbers, as one process maps them."""
+    """One process's mapping of a replica's heartbeat file."""
 
     def __init__(self, cells: memoryview[float], clock: Callable[[], float] = time.monotonic) -> None:
-        """cells: `CELLS` numbers."""
+        """cells: `NUM_CELLS` numbers."""
         self._cells = cells
         self._clock = clock
 
     @classmethod
     def map(cls, directory: str, replica: int, *, create: bool = False) -> Heartbeat:
-        """The pulse of a replica of the server that has this directory; its first engine process makes the file, and
-        each begins anew."""
+        """Map the heartbeat of a replica of the server that owns `directory`.
+
+        create: for the engine process. The replica's first process creates the file, and each process resets it.
+        """
         file = Path(directory) / FILE.format(replica)
         if create and not file.exists():
-            file.write_bytes(bytes(8 * CELLS))
+            file.write_bytes(bytes(8 * NUM_CELLS))
         with file.open("r+b") as opened:
-            cells = memoryview(mmap.mmap(opened.fileno(), 8 * CELLS)).cast("d")
+            cells = memoryview(mmap.mmap(opened.fileno(), 8 * NUM_CELLS)).cast("d")
         if create:  # in place: front ends have mapped the file
-            cells[:] = memoryview(bytes(8 * CELLS)).cast("d")
+            cells[:] = memoryview(bytes(8 * NUM_CELLS)).cast("d")
         return cls(cells)
 
-    def beat(self, idle: Health | None) -> None:
-        """The engine's loop goes round. idle: what the executor says, when there is nothing to compute."""
-        workers = idle.beat if idle is not None else None
-        self._cells[WORKER_BEAT] = workers or 0.0
-        self._cells[RANK] = idle.rank if idle is not None else 0
-        self._cells[BEAT] = self._clock()
+    def record_loop(self, idle: Health | None) -> None:
+        """Record an iteration of the engine's loop. idle: the executor's health while there is nothing to compute."""
+        worker_loop = idle.beat if idle is not None else None
+        self._cells[WORKER_LOOP] = worker_loop or 0.0
+        self._cells[WORKER_RANK] = idle.rank if idle is not None else 0
+        self._cells[LOOP] = self._clock()
 
-    def ask(self) -> None:
-        """A proof is wanted that steps are computed."""
-        self._cells[ASKED] = self._cells[ASKED] or self._clock()
+    def request_step(self) -> None:
+        """Record that a step must complete."""
+        self._cells[STEP_REQUESTED] = self._cells[STEP_REQUESTED] or self._clock()
 
-    def prove(self) -> None:
-        """Here it is."""
-        self._cells[PROVED] = self._clock()
-        self._cells[ASKED] = 0.0
+    def record_step(self) -> None:
+        """Record that a requested step has completed."""
+        self._cells[STEP_COMPLETED] = self._clock()
+        self._cells[STEP_REQUESTED] = 0.0
 
     @property
-    def proved(self) -> float:
-        """When a step was last proved to be computed, time.monotonic()."""
-        return self._cells[PROVED]
+    def step_completed(self) -> float:
+        """When a requested step last completed, time.monotonic()."""
+        return self._cells[STEP_COMPLETED]
 
-    def fault(self, limit: float) -> Fault | None:
-        """What has not happened for more than `limit` seconds though it should."""
+    def fault(self, timeout: float) -> Fault | None:
+        """The loop or the step that is more than `timeout` seconds late."""
         cells = self._cells
-        loops = [("the engine's loop", cells[BEAT]), (f"the loop of rank {cells[RANK]:.0f}", cells[WORKER_BEAT])]
+        loops = [("the engine's loop", cells[LOOP]), (f"the loop of rank {cells[WORKER_RANK]:.0f}", cells[WORKER_LOOP])]
         now = self._clock()
         for name, at in loops:
-            if at and now - at > limit:
-                return self._since("loop", f"{name} has not gone round for {now - at:.0f} s", at)
-        asked = cells[ASKED]
-        return self.no_step(asked) if asked and now - asked > limit else None
+            if at and now - at > timeout:
+                return self._fault("loop", f"{name} has been stuck for {now - at:.0f} s", at)
+        requested = cells[STEP_REQUESTED]
+        return self.missing_step(requested) if requested and now - requested > timeout else None
 
-    def no_step(self, asked: float) -> Fault:
-        """No step has been computed since `asked`."""
-        seconds = self._clock() - asked
-        return self._since("step", f"a step was asked for, and none has been computed for {seconds:.0f} s", asked)
+    def missing_step(self, requested: float) -> Fault:
+        """The fault that no step has completed since `requested`, time.monotonic()."""
+        seconds = self._clock() - requested
+        return self._fault("step", f"no step has completed for {seconds:.0f} s although one was requested", requested)
 
-    def _since(self, level: str, reason: str, at: float) -> Fault:
+    def _fault(self, level: FaultLevel, reason: str, at: float) -> Fault:
         return Fault(level=level, reason=reason, since=time.time() - (self._clock() - at))

@@ -1,7 +1,26 @@
-"""What passes between the server's processes, as msgpack (core/executors/wire.py).
+"""Messages between the server's processes, encoded as msgpack (core/executors/wire.py).
 
-The supervisor starts the others and talks to each over its standard input (server/shared/control.py); front ends
-and engine process talk over ZeroMQ, one message each.
+    message         from            to                when
+    --------------  --------------  ----------------  -------------------------------------------------------------
+    EngineLaunch    supervisor      engine process    first message to the process
+    FrontEndLaunch  supervisor      front end         first message to the process
+    Started         engine process  supervisor        the model is loaded; passed on to all front ends
+    Ready           front end       supervisor        the front end can answer HTTP
+    Failed          either          supervisor        the process cannot start or go on, and exits
+    EngineDown      supervisor      front ends        an engine process has exited; again when its successor starts
+    FrontEndExited  supervisor      engine processes  a front end has exited
+    Hello           front end       engine process    the front end has connected
+    Add             front end       engine process    requests were routed to this replica
+    Outputs         engine process  front end         after each step with outputs for this front end
+    Abort           front end       engine process    client disconnected, stop string found, or draining timed out
+    Probe           front end       engine process    GET /health?deep=1
+    Drain           supervisor      front ends        the server has received SIGTERM or SIGINT
+    Drained         front end       supervisor        the last request has been answered or has run out of time
+    Shutdown        supervisor      all processes     everything is drained
+
+The supervisor and each of its child processes exchange messages over the child's standard input (supervisor_link.py).
+Front ends and engine processes exchange messages over ZeroMQ, one message each. A front end that starts late first
+receives the latest Started and EngineDown of each replica. New statistics go to all front ends, in an Outputs.
 """
 
 from __future__ import annotations
@@ -13,164 +32,169 @@ from engine.core.plugin_host import Choice
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
 
 SOCKET = "engine-{}.{}"
-"""The ZeroMQ socket of a replica's engine process, of this life, in the server's directory."""
-BOARD = "board"
-"""The file of the front ends' numbers (server/shared/metrics.py) there."""
+"""ZeroMQ socket of an engine process in the server's directory; filled with replica and incarnation."""
+METRICS_FILE = "metrics"
+"""File of the metrics table (metrics_table.py) in the server's directory."""
 
 
 # --- supervisor to engine process ---
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """In the first message to either kind of process."""
+    """Fields of the first message to either kind of process."""
 
     config: EngineConfig
     directory: str
-    """The server's own: sockets and shared files."""
+    """The server's own directory, for sockets and shared files."""
 
 
 class EngineLaunch(Launch, frozen=True, kw_only=True):
-    """What an engine process is told at first; the configuration is the one of its replica."""
+    """First message to an engine process; `config` is that of its replica."""
 
     replica: int = 0
-    life: int = 0
-    """How many engine processes this replica has had before."""
+    incarnation: int = 0
+    """Number of engine processes this replica has had before."""
 
 
-class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """A front end is dead: forget its requests."""
+class FrontEndExited(msgspec.Struct, frozen=True, tag="front end exited"):
+    """A front end has exited: abort its requests."""
 
     name: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Close what there is and exit with 0."""
+    """Release everything and exit with code 0."""
 
 
 # --- engine process to supervisor ---
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
-    """The engine takes requests. The supervisor passes it on to the front ends."""
+    """The engine accepts requests. The supervisor passes this message on to the front ends."""
 
     replica: int = 0
-    life: int = 0
+    incarnation: int = 0
     cache: CacheInfo
     choices: tuple[Choice, ...]
+    """Plugin chosen for each extension point."""
     max_len: int
-    """Longest context, tokens."""
+    """Maximum context length, tokens."""
     vocab_size: int
     default_params: SamplingParams
-    """What a request that says nothing gets."""
+    """Sampling parameters of a request that sets none."""
     seconds: float
-    """How long loading took."""
+    """Load time."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The process could not start, or cannot go on; it exits."""
+    """The process could not start or cannot go on, and exits."""
 
     error: str
-    for_good: bool = False
-    """Whether it would fail again in the same way: by a setting, or a plugin."""
+    permanent: bool = False
+    """Whether a restart would fail in the same way, because of a setting or a plugin."""
 
 
 # --- supervisor to front end ---
 
 
 class FrontEndLaunch(Launch, frozen=True, kw_only=True):
-    """What a front end is told at first."""
+    """First message to a front end."""
 
     name: str
-    """Its ZeroMQ identity, never used again."""
+    """ZeroMQ identity; never reused."""
     row: int
-    """Its row of the board of numbers."""
+    """This front end's row of the metrics table."""
     rows: int
+    """Number of rows in the metrics table."""
     connections: int
-    """File descriptor of the socket over which accepted connections come."""
+    """File descriptor of the socket over which accepted connections arrive."""
     created: int
-    """When the server was started, time.time()."""
+    """Start of the server, time.time()."""
 
 
-class EngineGone(msgspec.Struct, frozen=True, tag="engine gone"):
-    """The engine process is dead, and the next one, if there is to be one, takes no requests yet."""
+class EngineDown(msgspec.Struct, frozen=True, tag="engine down"):
+    """A replica accepts no requests: its engine process has exited, and the next one, if any, has not started yet."""
 
     reason: str
-    """What the last one died of."""
+    """Why the last process exited."""
     since: float
-    """When a replica took its last requests, time.time(), seconds."""
+    """When the replica last accepted requests, time.time()."""
     replica: int = 0
-    life: int = 0
+    incarnation: int = 0
     starting: bool = False
-    """Whether the next one has begun its `life`."""
-    coming: bool = False
-    """Whether there is or will be a next one."""
+    """Whether the process of this `incarnation` is loading."""
+    will_restart: bool = False
+    """Whether another process is loading or will be started."""
     restart: str = ""
-    """What is done about it, in a few words; empty where nothing ever is."""
+    """State of the restart, in a few words; empty if this replica is never restarted."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Take no more work, and say when what runs has ended."""
+    """Refuse new requests, and send Drained when all running requests have ended."""
 
 
 # --- front end to supervisor ---
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Connections can be passed on."""
+    """The front end accepts connections."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """Nothing runs any more."""
+    """The front end has no running requests left."""
 
 
 # --- front end to engine process ---
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Here is a front end; send statistics."""
+    """A front end has connected; send outputs and statistics to this ZeroMQ identity."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Run these requests; in outputs and aborts they go by numbers, `first` and up."""
+    """Run these requests. Outputs and aborts refer to a request by number: `first`, `first + 1`, ..."""
 
     first: int
     requests: tuple[Request, ...]
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Forget these requests; no more outputs are wanted."""
+    """Abort the requests with these numbers."""
 
     numbers: tuple[int, ...]
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Somebody wants proof that steps are computed; it comes in the pulse (server/shared/heartbeat.py)."""
+    """Compute a step; the heartbeat (heartbeat.py) shows when one has completed."""
 
 
 # --- engine process to front end ---
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True):
-    """Everything one step gave one front end, in columns, so that a token is a number and no object.
+    """One step's outputs for one front end, in columns, so that a token is a number rather than an object.
 
-    An output of nothing but tokens is a row of the columns; any other, so the first and the last of a request, is in
-    `full`. The columns come before `full` where a request is in both.
+    An output with nothing but tokens is a row of the columns. Any other output, such as the first and the last of a
+    request, is in `full`. Where a request has both, the columns come first.
     """
 
     numbers: list[int]
-    """Of the requests."""
+    """Request of each row."""
     counts: list[int]
-    """How many tokens each has."""
+    """Number of tokens in each row."""
     tokens: list[int]
-    """Those of all, one after the other."""
+    """Tokens of all rows, concatenated."""
     full: list[tuple[int, Output]]
-    """(number of the request, output)."""
+    """(request number, output)."""
     stats: EngineStats | None = None
-    """With the last message before the engine goes idle, and a few times a second while it works."""
+    """Set in the last message before the engine goes idle, and a few times per second while the engine is busy."""
 
 
-ToEngine = Gone | Shutdown
-FromEngine = Started | Failed
-ToFrontEnd = Started | EngineGone | Drain | Shutdown
-FromFrontEnd = Ready | Drained | Failed
-FromClient = Hello | Add | Abort | Probe
+EngineEvent = Started | EngineDown
+"""What front ends must know about a replica."""
+
+SupervisorToEngine = FrontEndExited | Shutdown
+EngineToSupervisor = Started | Failed
+SupervisorToFrontEnd = Started | EngineDown | Drain | Shutdown
+FrontEndToSupervisor = Ready | Drained | Failed
+FrontEndToEngine = Hello | Add | Abort | Probe

@@ -1,4 +1,4 @@
-"""A process that the supervisor has started, seen from there."""
+"""A process started by the supervisor, seen from the supervisor."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from engine.core.executors import Decoder
-from engine.server.shared.control import LENGTH, frame
+from engine.server.shared.supervisor_link import LENGTH_BYTES, frame
 
 T = TypeVar("T")
 
 PR_SET_CHILD_SUBREAPER = 36
 """See prctl(2)."""
-POLL = 0.02
-"""Seconds between two looks for processes that nobody tells about."""
-DEATH_GRACE = 0.2
-"""Seconds for the end of the connection to a dead process, which some child of its own may hold open."""
+POLL_SECONDS = 0.02
+"""Interval between polls for processes whose exit is not notified."""
+EXIT_GRACE = 0.2
+"""Seconds to wait for the end of the link to an exited process, whose own children may hold the link open."""
 
 
-def adopt_orphans() -> None:
-    """From now on this process is the parent of what its children leave behind, for Child.end_family to bury. Else they
-    go to the first process, and in a container that one may bury nobody."""
+def become_subreaper() -> None:
+    """Make this process the parent of all orphaned descendants, so that Child.kill_process_group can reap them.
+
+    Otherwise orphans go to the first process, which in a container may reap none.
+    """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -37,12 +39,12 @@ def adopt_orphans() -> None:
 
 
 class Child(Generic[T]):
-    """A running process and the connection to it; T: what it says."""
+    """A child process and the link to it. T: messages that the child sends."""
 
-    def __init__(self, process: subprocess.Popen[bytes], kind: Any, leads: bool) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], kind: Any, leads_group: bool) -> None:
         """Use `start`."""
         self._process = process
-        self._leads = leads
+        self._leads_group = leads_group
         self._decoder: Decoder[T] = Decoder(kind)
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
@@ -50,15 +52,17 @@ class Child(Generic[T]):
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], kind: Any, launch: Any, inherit: Sequence[int] = (), *, leads: bool = False
+        cls, command: Sequence[str], kind: Any, launch: Any, inherit: Sequence[int] = (), *, leads_group: bool = False
     ) -> Child[T]:
-        """Start a process; `launch` is its first message, `inherit` the file descriptors that it gets, and `kind` the
-        type of what it says. leads: whether it leads a process group of its own, by which its own children are found.
-        SIGINT is blocked in it from its first moment: a Ctrl-C reaches it too, but is for this process to act upon.
-        Raises OSError when there can be no process.
+        """Start a process and send it the message `launch`.
+
+        kind: type of the messages that the process sends. inherit: file descriptors passed to the process.
+        leads_group: put the process into a process group of its own, so that its descendants can be killed.
+        SIGINT is blocked in the process from the start: Ctrl-C reaches the process too, but the supervisor handles it.
+        Raises OSError when the process cannot be started.
         """
         ours, theirs = socket.socketpair()
-        group = 0 if leads else None
+        group = 0 if leads_group else None
         with theirs:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the process inherits
             try:
@@ -68,24 +72,24 @@ class Child(Generic[T]):
                 raise
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        child = cls(process, kind, leads)
+        child = cls(process, kind, leads_group)
         child._watch()
         child._reader, child._writer = await asyncio.open_unix_connection(sock=ours)
         child.send(launch)
         return child
 
     def send(self, message: Any) -> None:
-        """Tell it; in vain when it is dead."""
+        """Send a message; a no-op if the process has exited."""
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
     async def messages(self) -> AsyncIterator[T]:
-        """What it says until it is dead. Raises EngineError for what is no message."""
-        end = asyncio.ensure_future(self._wait_and_linger())
+        """Yield the process's messages until the process has exited. Raises EngineError for an unreadable message."""
+        exited = asyncio.ensure_future(self._wait_with_grace())
         try:
             while True:
                 read = asyncio.ensure_future(self._read())
-                await asyncio.wait((read, end), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((read, exited), return_when=asyncio.FIRST_COMPLETED)
                 data = read.result() if read.done() else None
                 if data is None:
                     read.cancel()
@@ -93,20 +97,20 @@ class Child(Generic[T]):
                 yield self._decoder.decode(data)
             await self._exited.wait()
         finally:
-            end.cancel()
+            exited.cancel()
 
     async def wait(self) -> None:
-        """Until it is dead."""
+        """Wait until the process has exited."""
         await self._exited.wait()
 
     @property
     def pid(self) -> int:
-        """Its process number."""
+        """Process ID."""
         return self._process.pid
 
     @property
-    def fate(self) -> str:
-        """How a dead process ended, as "was killed by SIGKILL"."""
+    def exit_status(self) -> str:
+        """How the process ended, for example "was killed by SIGKILL"."""
         code = self._process.returncode
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
@@ -114,51 +118,51 @@ class Child(Generic[T]):
             return f"was killed by {name}{hint}"
         return f"exited with code {code}"
 
-    def strike(self) -> None:
-        """Kill it, and the group that it leads; not dead yet on return."""
-        if self._leads and self._process.poll() is None:  # else the number may be another group's by now
+    def kill(self) -> None:
+        """Send SIGKILL to the process and to the process group it leads, without waiting for the exit."""
+        if self._leads_group and self._process.poll() is None:  # else the number may be another group's by now
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
-    def kill(self) -> None:
-        """Leave nothing behind, at once."""
-        self.strike()
+    def kill_and_reap(self) -> None:
+        """Kill the process, block until it has exited, and close the link."""
+        self.kill()
         self._process.wait()
         self._writer.transport.abort()
 
-    async def end_family(self) -> None:
-        """Kill what a dead process that led a group has left there, and wait until it is gone."""
+    async def kill_process_group(self) -> None:
+        """Kill and reap what is left of the process group that an exited process led."""
         group = self._process.pid
         while True:
             try:
                 os.killpg(group, signal.SIGKILL)
             except ProcessLookupError:
                 return
-            with contextlib.suppress(ChildProcessError):  # there are none that this process has adopted
+            with contextlib.suppress(ChildProcessError):  # no orphan of the group is a child of this process
                 while os.waitpid(-group, os.WNOHANG)[0]:
                     pass
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
 
-    async def _wait_and_linger(self) -> None:
+    async def _wait_with_grace(self) -> None:
         await self._exited.wait()
-        await asyncio.sleep(DEATH_GRACE)
+        await asyncio.sleep(EXIT_GRACE)
 
     async def _read(self) -> bytes | None:
-        """One message; None at the end."""
+        """Read one message; None at the end of the link."""
         try:
-            size = int.from_bytes(await self._reader.readexactly(LENGTH), "big")
+            size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
     def _watch(self) -> None:
-        """Set `_exited` when the process ends, however it ends."""
+        """Start a thread that sets `_exited` when the process exits."""
         loop = asyncio.get_running_loop()
 
         def wait() -> None:
             self._process.wait()
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, so no task waits
                 loop.call_soon_threadsafe(self._exited.set)
 
         threading.Thread(target=wait, name="child", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The engine processes, seen from the supervisor: started, started anew when they die, stopped."""
+"""Starts, restarts and stops the engine processes; runs in the supervisor."""
 
 from __future__ import annotations
 
@@ -14,200 +14,212 @@ from msgspec.structs import replace
 
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineError
-from engine.server.shared.messages import SOCKET, EngineGone, EngineLaunch, Failed, FromEngine, Gone, Shutdown, Started
+from engine.server.shared.messages import (
+    SOCKET,
+    EngineDown,
+    EngineEvent,
+    EngineLaunch,
+    EngineToSupervisor,
+    Failed,
+    FrontEndExited,
+    Shutdown,
+    Started,
+)
 from engine.server.supervisor.child import Child
-from engine.server.supervisor.restarts import Restarts
+from engine.server.supervisor.restart_policy import RestartPolicy
 
-LONG = 10.0
-"""Seconds after which what a dead process has left, and what does not end, is worth a word in the log."""
+SLOW_EXIT = 10.0
+"""Seconds after which descendants that survive SIGKILL are logged."""
 
 log = logging.getLogger(__name__)
-
-News = Started | EngineGone
 
 
 @define(eq=False)
 class _Replica:
-    """A replica, and the engine process that it has now."""
+    """A replica and its current engine process."""
 
     number: int
     config: EngineConfig
-    restarts: Restarts
-    first: asyncio.Future[Started] = field(factory=asyncio.Future)
-    """What its first process says."""
-    life: int = 0
-    """Which process it is, from 0 on."""
-    child: Child[FromEngine] | None = None
-    begun: float | None = None
-    """Since when it takes requests, time.monotonic(); None: it does not."""
+    restarts: RestartPolicy
+    first_start: asyncio.Future[Started] = field(factory=asyncio.Future)
+    """Resolved when the replica's first process has started."""
+    incarnation: int = 0
+    """Number of engine processes before the current one."""
+    child: Child[EngineToSupervisor] | None = None
+    ready_since: float | None = None
+    """When the current process began to accept requests, time.monotonic(); None: it takes none."""
 
 
 @frozen
-class _End:
-    """How an engine process has ended."""
+class _Exit:
+    """Why an engine process has exited."""
 
     reason: str
-    for_good: bool
-    """Whether the next one would end so too."""
+    permanent: bool
+    """Whether a restart would fail in the same way."""
 
 
 class Engines:
-    """All replicas of the engine."""
+    """The engine processes of all replicas."""
 
     def __init__(self, configs: Sequence[EngineConfig], directory: str, command: Sequence[str]) -> None:
-        """configs: of each replica; command: starts an engine process."""
+        """configs: one per replica; command: starts an engine process."""
         server = configs[0].server
-        # The only replica stays dead: what runs the server sees to that, by /health, and knows best.
-        most = server.replica_restarts if len(configs) > 1 else 0
+        # A single replica is not restarted: the server has nothing to go on with, and what runs the server sees
+        # /health fail and knows best.
+        max_tries = server.replica_restarts if len(configs) > 1 else 0
         self._replicas = [
-            _Replica(number, config, Restarts(most, server.replica_restart_pause))
+            _Replica(number, config, RestartPolicy(max_tries, server.replica_restart_pause))
             for number, config in enumerate(configs)
         ]
         self._directory = directory
         self._command = command
-        self._tell_fronts: Callable[[News], None] = lambda _: None
+        self._notify_front_ends: Callable[[EngineEvent], None] = lambda _: None
         self._draining = asyncio.Event()
         self._stopped = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, tell_fronts: Callable[[News], None]) -> list[Started]:
-        """Start all, and wait until they take requests; what each has said. Raises EngineError when one cannot start.
+    async def start(self, notify_front_ends: Callable[[EngineEvent], None]) -> list[Started]:
+        """Start all engine processes and wait until all accept requests. Raises EngineError when one cannot start.
 
-        tell_fronts: is told, now and later, which replica takes requests and which is dead.
+        notify_front_ends: called, now and later, when a replica begins or ceases to accept requests.
         """
-        self._tell_fronts = tell_fronts
-        self._tasks = [asyncio.create_task(self._keep(replica)) for replica in self._replicas]
-        return await asyncio.gather(*(replica.first for replica in self._replicas))
+        self._notify_front_ends = notify_front_ends
+        self._tasks = [asyncio.create_task(self._supervise(replica)) for replica in self._replicas]
+        return await asyncio.gather(*(replica.first_start for replica in self._replicas))
 
-    def tell(self, message: Gone | Shutdown) -> None:
-        """Tell all that there are."""
+    def broadcast(self, message: FrontEndExited | Shutdown) -> None:
+        """Send a message to all engine processes."""
         for replica in self._replicas:
             if replica.child is not None:
                 replica.child.send(message)
 
     @property
-    def failed(self) -> bool:
-        """Whether one takes no requests."""
-        return any(replica.begun is None for replica in self._replicas)
+    def any_down(self) -> bool:
+        """Whether a replica accepts no requests."""
+        return any(replica.ready_since is None for replica in self._replicas)
 
     def drain(self) -> None:
-        """The server is to end: start none anew, and none that is starting goes on."""
+        """Start no more processes, and kill those that are still loading."""
         self._draining.set()
         for replica in self._replicas:
-            if replica.child is not None and replica.begun is None:
-                replica.child.strike()
+            if replica.child is not None and replica.ready_since is None:
+                replica.child.kill()
 
     async def shutdown(self, seconds: float) -> None:
-        """Stop all; those that take longer are killed."""
+        """Stop all engine processes and log those that need more than `seconds`, which `kill` ends."""
         self._draining.set()
         self._stopped = True
-        self.tell(Shutdown())
+        self.broadcast(Shutdown())
         _, late = await asyncio.wait(self._tasks, timeout=seconds)
         if late:
-            many = "the engine process" if len(self._replicas) == 1 else f"{len(late)} engine processes"
-            log.warning("%s did not stop within %g s and is killed", many, seconds)
+            processes = "the engine process" if len(self._replicas) == 1 else f"{len(late)} engine processes"
+            log.warning("%s did not stop within %g s; killing", processes, seconds)
 
     def kill(self) -> None:
-        """Leave nothing behind, at once."""
+        """Kill all engine processes and wait until they have exited."""
         for task in self._tasks:
             task.cancel()
         for replica in self._replicas:
             if replica.child is not None:
-                replica.child.kill()
+                replica.child.kill_and_reap()
 
-    async def _keep(self, replica: _Replica) -> None:
-        """Run engine processes of this replica, one after the other."""
-        gone = EngineGone("", 0.0, replica.number)
+    async def _supervise(self, replica: _Replica) -> None:
+        """Run the engine processes of a replica, one after another, until no restart is due."""
+        down = EngineDown("", 0.0, replica.number)
         while True:
-            end = await self._live(replica)
-            if not replica.first.done():
-                words = end.reason if len(self._replicas) == 1 else f"replica {replica.number}: {end.reason}"
-                replica.first.set_exception(EngineError(words))
+            exited = await self._run_process(replica)
+            if not replica.first_start.done():
+                reason = exited.reason if len(self._replicas) == 1 else f"replica {replica.number}: {exited.reason}"
+                replica.first_start.set_exception(EngineError(reason))
                 return
-            begun, replica.begun = replica.begun, None
-            since = gone.since if begun is None else time.time()
-            lived = 0.0 if begun is None else time.monotonic() - begun
-            pause = None if end.for_good or self._draining.is_set() else replica.restarts.next(lived)
-            gone = EngineGone(
-                end.reason,
+            ready_since, replica.ready_since = replica.ready_since, None
+            since = down.since if ready_since is None else time.time()
+            uptime = 0.0 if ready_since is None else time.monotonic() - ready_since
+            delay = None if exited.permanent or self._draining.is_set() else replica.restarts.next_delay(uptime)
+            down = EngineDown(
+                exited.reason,
                 since,
                 replica.number,
-                replica.life,
-                coming=pause is not None,
-                restart=self._outlook(replica.restarts, pause, end.for_good),
+                replica.incarnation,
+                will_restart=delay is not None,
+                restart=self._restart_state(replica.restarts, delay, exited.permanent),
             )
             if not self._stopped:
-                log.error(
-                    "%s is gone: %s%s", self._name(replica), end.reason, gone.restart and f"; restart: {gone.restart}"
-                )
-            self._tell_fronts(gone)
-            await self._clear(replica)
-            if pause is None:
+                restart = f"; restart: {down.restart}" if down.restart else ""
+                log.error("%s failed: %s%s", self._name(replica), exited.reason, restart)
+            self._notify_front_ends(down)
+            await self._clean_up(replica)
+            if delay is None:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._draining.wait(), pause)
+                await asyncio.wait_for(self._draining.wait(), delay)
             if self._draining.is_set():
                 return
-            replica.life += 1
-            restart = f"try {replica.restarts.tried} of {replica.restarts.most}"
-            self._tell_fronts(replace(gone, life=replica.life, starting=True, restart=restart))
+            replica.incarnation += 1
+            restart = f"try {replica.restarts.tries} of {replica.restarts.max_tries}"
+            self._notify_front_ends(replace(down, incarnation=replica.incarnation, starting=True, restart=restart))
 
-    async def _live(self, replica: _Replica) -> _End:
-        """The life of one engine process."""
+    async def _run_process(self, replica: _Replica) -> _Exit:
+        """Start one engine process and wait until it has exited."""
         launch = EngineLaunch(
-            config=replica.config, directory=self._directory, replica=replica.number, life=replica.life
+            config=replica.config, directory=self._directory, replica=replica.number, incarnation=replica.incarnation
         )
         replica.child = None
         try:
-            engine = replica.child = await Child[FromEngine].start(self._command, FromEngine, launch, leads=True)
-        except OSError as error:  # no room for a process, perhaps for a moment
-            return _End(f"its process could not be started: {error}", for_good=False)
-        last_words, for_good = "", False
+            child = replica.child = await Child[EngineToSupervisor].start(
+                self._command, EngineToSupervisor, launch, leads_group=True
+            )
+        except OSError as error:  # no resources for a process, perhaps for a moment
+            return _Exit(f"its process could not be started: {error}", permanent=False)
+        failure, permanent = "", False
         try:
-            async for message in engine.messages():
+            async for message in child.messages():
                 match message:
                     case Started():
-                        replica.begun = time.monotonic()
-                        if replica.life:
-                            log.warning("%s takes requests again", self._name(replica))
-                        self._tell_fronts(message)
-                        if not replica.first.done():
-                            replica.first.set_result(message)
-                    case Failed(last_words, for_good):
+                        replica.ready_since = time.monotonic()
+                        if replica.incarnation:
+                            log.warning("%s accepts requests again", self._name(replica))
+                        self._notify_front_ends(message)
+                        if not replica.first_start.done():
+                            replica.first_start.set_result(message)
+                    case Failed(failure, permanent):
                         pass
         except EngineError as unreadable:
-            last_words = str(unreadable)
-            engine.kill()
-        if not replica.first.done():
-            fate = f"{self._name(replica)} could not start: its process {engine.fate}"
+            failure = str(unreadable)
+            child.kill_and_reap()
+        if not replica.first_start.done():
+            exit_status = f"{self._name(replica)} could not start: its process {child.exit_status}"
         else:
-            fate = f"its process {engine.fate}" + ("" if replica.begun is not None else " while it started")
-        return _End(last_words or fate, for_good)
+            exit_status = f"its process {child.exit_status}"
+            if replica.ready_since is None:
+                exit_status += " while it started"
+        return _Exit(failure or exit_status, permanent)
 
-    async def _clear(self, replica: _Replica) -> None:
-        """Wait until nothing is left of a dead engine process, so that the next one finds its devices free."""
+    async def _clean_up(self, replica: _Replica) -> None:
+        """Wait until nothing is left of an exited engine process, so that the next one finds its devices free."""
         if replica.child is None:
             return
-        ended = asyncio.ensure_future(replica.child.end_family())
+        killed = asyncio.ensure_future(replica.child.kill_process_group())
         try:
-            if not (await asyncio.wait([ended], timeout=LONG))[0]:
-                log.warning("processes that %s has left behind do not end though they were killed", self._name(replica))
-            await ended
+            if not (await asyncio.wait([killed], timeout=SLOW_EXIT))[0]:
+                log.warning("processes left by %s were killed but have not exited yet", self._name(replica))
+            await killed
         finally:
-            ended.cancel()
-        (Path(self._directory) / SOCKET.format(replica.number, replica.life)).unlink(missing_ok=True)
+            killed.cancel()
+        (Path(self._directory) / SOCKET.format(replica.number, replica.incarnation)).unlink(missing_ok=True)
 
-    def _outlook(self, restarts: Restarts, pause: float | None, for_good: bool) -> str:
-        """What is done about a death, in a few words."""
-        if restarts.most <= 0:
+    def _restart_state(self, restarts: RestartPolicy, delay: float | None, permanent: bool) -> str:
+        """What happens after an exit, in a few words."""
+        if restarts.max_tries <= 0:
             return ""
-        if pause is not None:
-            return f"in {pause:g} s, try {restarts.tried} of {restarts.most}"
+        if delay is not None:
+            return f"in {delay:g} s, try {restarts.tries} of {restarts.max_tries}"
         if self._draining.is_set():
             return "none, the server is shutting down"
-        if for_good:
+        if permanent:
             return "none, it would fail again"
-        return f"none, given up after try {restarts.most} of {restarts.most} (server.replica_restarts)"
+        return f"none, given up after try {restarts.max_tries} of {restarts.max_tries} (server.replica_restarts)"
 
     def _name(self, replica: _Replica) -> str:
         return "the engine" if len(self._replicas) == 1 else f"replica {replica.number} of the engine"

@@ -1,4 +1,4 @@
-"""The front ends, seen from the supervisor: started, given connections, replaced when they die, drained."""
+"""Starts, replaces, drains and stops the front ends, and distributes connections; runs in the supervisor."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ from engine.core.errors import EngineError
 from engine.server.shared.messages import (
     Drain,
     Drained,
-    EngineGone,
+    EngineEvent,
     Failed,
-    FromFrontEnd,
+    FrontEndExited,
     FrontEndLaunch,
-    Gone,
+    FrontEndToSupervisor,
     Ready,
     Shutdown,
     Started,
+    SupervisorToFrontEnd,
 )
-from engine.server.shared.metrics import Board, Metrics
+from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
 from engine.server.supervisor.child import Child
 
 RESTART_INTERVAL = 1.0
-"""Seconds from one start of a front end to the next in its place, at least."""
-GRACE = 5.0
-"""Seconds beyond its own time limit that a front end gets to say that it is drained."""
+"""Minimum seconds between two starts of a front end in one slot."""
+DRAIN_GRACE = 5.0
+"""Seconds beyond server.shutdown_timeout in which a front end must report that it is drained."""
 RETRY = 0.005
-"""Seconds until a connection is offered again, when no front end could take it."""
+"""Seconds until a connection is offered again when no front end could take it."""
 
 log = logging.getLogger(__name__)
 
 
 @define(eq=False)
-class _Place:
-    """A row of the board, and the front end that has it now."""
+class _Slot:
+    """A row of the metrics table and the front end that currently owns the row."""
 
     row: int
-    numbers: Metrics
-    child: Child[FromFrontEnd] | None = None
+    metrics: FrontEndMetrics
+    child: Child[FrontEndToSupervisor] | None = None
     channel: socket.socket | None = None
-    """Where connections are passed on; None while the front end cannot take any."""
-    given: int = 0
-    """Connections it has been given so far, dead ones before it included."""
+    """Socket over which connections are passed; None while the front end cannot take any."""
+    passed_connections: int = 0
+    """Connections passed to the front ends of this slot so far."""
     ready: asyncio.Event = field(factory=asyncio.Event)
     drained: asyncio.Event = field(factory=asyncio.Event)
 
     @property
-    def connections(self) -> int:
-        """Those it has."""
-        return self.given - self.numbers.closed
+    def open_connections(self) -> int:
+        """Number of connections that the front end holds."""
+        return self.passed_connections - self.metrics.closed_connections
 
 
 class FrontEnds:
@@ -65,28 +66,28 @@ class FrontEnds:
         self,
         config: EngineConfig,
         directory: str,
-        board: Board,
+        metrics: MetricsTable,
         command: Sequence[str],
-        tell_engine: Callable[[Gone], None],
+        notify_engines: Callable[[FrontEndExited], None],
     ) -> None:
-        """board: with a row for each; command: starts one; tell_engine: is told when one has died."""
+        """metrics: one row per front end. command: starts one. notify_engines: called when a front end has exited."""
         self._config = config
         self._directory = directory
         self._command = command
-        self._tell_engine = tell_engine
-        self._places = [_Place(row, numbers) for row, numbers in enumerate(board.fronts)]
+        self._notify_engines = notify_engines
+        self._slots = [_Slot(index, row) for index, row in enumerate(metrics.rows)]
         self._created = int(time.time())
-        self._lives = 0
-        self._news: dict[int, list[Started | EngineGone]] = {}
-        """Of each replica, what a front end that starts later must know too."""
+        self._num_started = 0
+        self._replica_events: dict[int, list[EngineEvent]] = {}
+        """For each replica, the events that a front end started later must receive too."""
         self._draining = False
         self.stopped = False
-        """Whether they have been told to stop."""
+        """Whether Shutdown has been sent."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all, and wait until they are ready. Raises EngineError when one cannot start."""
-        self._tasks = [asyncio.create_task(self._keep(place)) for place in self._places]
+        """Start all front ends and wait until they are ready. Raises EngineError when one cannot start."""
+        self._tasks = [asyncio.create_task(self._supervise(slot)) for slot in self._slots]
         ready = asyncio.create_task(self._all_ready())
         try:
             await asyncio.wait([ready, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -99,98 +100,99 @@ class FrontEnds:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             failed[0].result()
 
-    def tell(self, news: Started | EngineGone) -> None:
-        """Tell all, now and later."""
-        old = self._news.get(news.replica, [])
-        started = [] if isinstance(news, Started) else [each for each in old if isinstance(each, Started)]
-        self._news[news.replica] = [*started, news]
-        self._send(news)
+    def notify(self, event: EngineEvent) -> None:
+        """Send an event to all front ends, including those started later."""
+        earlier = self._replica_events.get(event.replica, [])
+        started = [] if isinstance(event, Started) else [each for each in earlier if isinstance(each, Started)]
+        self._replica_events[event.replica] = [*started, event]
+        self._broadcast(event)
 
     async def accept(self, listener: socket.socket) -> None:
-        """Give each new connection to the front end that has the fewest.
+        """Accept connections and pass each to the front end that has the fewest.
 
-        Connections live long, so each front end should have the same number. The kernel cannot see to that: of 256
-        connections hashed to 4 listening sockets one gets 72 as a rule, and of one listening socket that all share, the
-        first to wake takes what it can.
+        Connections live long, so each front end should have the same number. The kernel does not balance them: of 256
+        connections hashed to 4 listening sockets, one socket typically gets 72; and from one shared listening socket,
+        the first process to wake takes as many as it can.
         """
         loop = asyncio.get_running_loop()
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no more file descriptors, or a client that has gone already
+            except OSError as error:  # no more file descriptors, or the client has disconnected already
                 log.warning("a connection could not be accepted: %s", error)
                 await asyncio.sleep(RETRY)
                 continue
             with connection:
-                while not self._give(connection):
+                while not self._pass_on(connection):
                     await asyncio.sleep(RETRY)
 
     async def drain(self) -> None:
-        """Let all finish what runs, within server.shutdown_timeout, and refuse what is new."""
+        """Refuse new requests and wait until running ones have ended, at most server.shutdown_timeout."""
         self._draining = True
-        self._send(Drain())
-        waits = [asyncio.ensure_future(place.drained.wait()) for place in self._places if place.child is not None]
+        self._broadcast(Drain())
+        waits = [asyncio.ensure_future(slot.drained.wait()) for slot in self._slots if slot.child is not None]
         if waits:
-            _, late = await asyncio.wait(waits, timeout=self._config.server.shutdown_timeout + GRACE)
+            _, late = await asyncio.wait(waits, timeout=self._config.server.shutdown_timeout + DRAIN_GRACE)
             for wait in late:
                 wait.cancel()
 
     async def shutdown(self, seconds: float) -> None:
-        """Stop all; those that take longer are killed."""
+        """Stop all front ends and log those that need more than `seconds`, which `kill` ends."""
         self.stopped = True
-        self._send(Shutdown())
+        self._broadcast(Shutdown())
         _, late = await asyncio.wait(self._tasks, timeout=seconds)
         if late:
-            log.warning("%d front ends did not stop within %g s and are killed", len(late), seconds)
+            log.warning("%d front ends did not stop within %g s; killing", len(late), seconds)
 
     def kill(self) -> None:
-        """Leave nothing behind, at once."""
+        """Kill all front ends and wait until they have exited."""
         self.stopped = True
         for task in self._tasks:
             task.cancel()
-        for place in self._places:
-            if place.child is not None:
-                place.child.kill()
-            if place.channel is not None:
-                place.channel.close()
+        for slot in self._slots:
+            if slot.child is not None:
+                slot.child.kill_and_reap()
+            if slot.channel is not None:
+                slot.channel.close()
 
     async def _all_ready(self) -> None:
-        for place in self._places:
-            await place.ready.wait()
+        for slot in self._slots:
+            await slot.ready.wait()
 
-    def _send(self, message: object) -> None:
-        for place in self._places:
-            if place.child is not None:
-                place.child.send(message)
+    def _broadcast(self, message: SupervisorToFrontEnd) -> None:
+        for slot in self._slots:
+            if slot.child is not None:
+                slot.child.send(message)
 
-    def _give(self, connection: socket.socket) -> bool:
-        for place in sorted(self._places, key=lambda place: place.connections):
-            if place.channel is not None:
+    def _pass_on(self, connection: socket.socket) -> bool:
+        """Pass a connection to a front end; False: none could take it."""
+        for slot in sorted(self._slots, key=lambda slot: slot.open_connections):
+            if slot.channel is not None:
                 try:
-                    socket.send_fds(place.channel, [b"c"], [connection.fileno()])
-                except OSError as error:  # it is busy and has not taken the last ones, or dying
-                    log.debug("front end %d takes no connection: %s", place.row, error)
+                    socket.send_fds(slot.channel, [b"c"], [connection.fileno()])
+                except OSError as error:  # busy with the connections it has, or exiting
+                    log.debug("front end %d takes no connection: %s", slot.row, error)
                     continue
-                place.given += 1
+                slot.passed_connections += 1
                 return True
         return False
 
-    async def _keep(self, place: _Place) -> None:
-        """Run front ends in this place, one after the other. Raises EngineError when the first cannot start."""
+    async def _supervise(self, slot: _Slot) -> None:
+        """Run the front ends of a slot, one after another. Raises EngineError when the first cannot start."""
         while True:
-            begun = time.monotonic()
-            fate = await self._live(place)
+            started = time.monotonic()
+            reason = await self._run_process(slot)
             if self.stopped:
                 return
-            if not place.ready.is_set():
-                raise EngineError(fate)
-            log.error("%s; its requests are lost, and another takes its place", fate)
-            await asyncio.sleep(begun + RESTART_INTERVAL - time.monotonic())
+            if not slot.ready.is_set():
+                raise EngineError(reason)
+            log.error("%s; its requests are lost, and a new front end replaces it", reason)
+            await asyncio.sleep(started + RESTART_INTERVAL - time.monotonic())
 
-    async def _live(self, place: _Place) -> str:
-        """The life of one front end; how it ended, as a sentence."""
-        self._lives += 1
-        name = f"{place.row}.{self._lives}"
+    async def _run_process(self, slot: _Slot) -> str:
+        """Start one front end and wait until it has exited; why it exited, as a sentence."""
+        self._num_started += 1
+        name = f"{slot.row}.{self._num_started}"
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with ours:
@@ -199,34 +201,36 @@ class FrontEnds:
                     config=self._config,
                     directory=self._directory,
                     name=name,
-                    row=place.row,
-                    rows=len(self._places),
+                    row=slot.row,
+                    rows=len(self._slots),
                     connections=theirs.fileno(),
                     created=self._created,
                 )
-                child = await Child[FromFrontEnd].start(self._command, FromFrontEnd, launch, [theirs.fileno()])
-            place.child = child
-            for news in chain.from_iterable(self._news.values()):
-                child.send(news)
+                child = await Child[FrontEndToSupervisor].start(
+                    self._command, FrontEndToSupervisor, launch, [theirs.fileno()]
+                )
+            slot.child = child
+            for event in chain.from_iterable(self._replica_events.values()):
+                child.send(event)
             if self._draining:
                 child.send(Drain())
-            last_words = ""
+            failure = ""
             try:
                 async for message in child.messages():
                     match message:
                         case Ready():
-                            place.channel = ours
-                            place.ready.set()
+                            slot.channel = ours
+                            slot.ready.set()
                         case Drained():
-                            place.drained.set()
+                            slot.drained.set()
                         case Failed(error):
-                            last_words = error
+                            failure = error
             finally:
-                place.channel = None
+                slot.channel = None
         if self._draining:
-            place.drained.set()
-        place.child = None
-        place.given = place.numbers.closed
-        place.numbers.bury()
-        self._tell_engine(Gone(name))
-        return last_words or f"a front end {child.fate}"
+            slot.drained.set()
+        slot.child = None
+        slot.passed_connections = slot.metrics.closed_connections
+        slot.metrics.abort_open_requests()
+        self._notify_engines(FrontEndExited(name))
+        return failure or f"a front end {child.exit_status}"

@@ -1,4 +1,7 @@
-"""The supervisor: starts engine processes and front ends, gives these connections, and takes all down in order."""
+"""The supervisor, the server's main process.
+
+Starts engine processes and front ends, passes accepted connections to the front ends, and shuts all down in order.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +21,42 @@ from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig
 from engine.core.errors import ConfigError
-from engine.server.shared.messages import BOARD
-from engine.server.shared.metrics import Board
-from engine.server.supervisor.child import adopt_orphans
+from engine.server.shared.messages import METRICS_FILE
+from engine.server.shared.metrics_table import MetricsTable
+from engine.server.supervisor.child import become_subreaper
 from engine.server.supervisor.engines import Engines
 from engine.server.supervisor.front_ends import FrontEnds
 from engine.server.supervisor.replicas import cores, count_gpus, finds_devices, replica_configs
 from engine.server.supervisor.summary import summary
 
 SHUTDOWN_SECONDS = 5.0
-"""What a process gets to stop when it has nothing left to do; then it is killed."""
+"""Seconds in which a drained process must exit before it is killed."""
 
 log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
 class Commands:
-    """What starts the two kinds of processes."""
+    """Command lines that start the two kinds of child processes."""
 
     engine: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.engine_process.main")
     front_end: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.front_end.main")
 
 
 def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Commands) -> int:
-    """Serve until told to stop; the exit code: 0 after SIGTERM or SIGINT, 1 when an engine process was dead then.
+    """Serve until SIGTERM or SIGINT; the exit code: 0, or 1 if an engine process was down then.
 
-    announce: given the summary when the server is ready.
-    Raises EngineError, with the failing process's own words, when the server cannot start.
+    announce: called with the summary when the server is ready.
+    Raises EngineError with the failing process's error when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
     replicas = replica_configs(config, count_gpus, finds_devices)
-    adopt_orphans()
+    become_subreaper()
     return asyncio.run(_Server(config, replicas, announce, commands).run())
 
 
 class _Server:
-    """One life of the server."""
+    """The state of one running server."""
 
     def __init__(
         self,
@@ -66,14 +69,14 @@ class _Server:
         self._config = config
         self._announce = announce
         self._commands = commands
-        self._directory = tempfile.mkdtemp(prefix="engine-")  # mode 0700: nobody else can connect
+        self._directory = tempfile.mkdtemp(prefix="engine-")  # mode 0700: no other user can connect
         self._engines: Engines | None = None
-        self._fronts: FrontEnds | None = None
+        self._front_ends: FrontEnds | None = None
         self._stop = asyncio.Event()
         self._signal = 0
 
     async def run(self) -> int:
-        """Returns the exit code; raises EngineError when the server cannot start."""
+        """Serve; the exit code. Raises EngineError when the server cannot start."""
         loop = asyncio.get_running_loop()
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,12 +87,14 @@ class _Server:
             self._kill()
 
     async def _run(self, listener: socket.socket) -> int:
-        rows = workers(self._config.server)
-        board = Board.map(Path(self._directory) / BOARD, rows, len(self._replicas), create=True)
+        num_rows = num_front_ends(self._config.server)
+        metrics = MetricsTable.map(Path(self._directory) / METRICS_FILE, num_rows, len(self._replicas), create=True)
         engines = self._engines = Engines(self._replicas, self._directory, self._commands.engine)
-        fronts = self._fronts = FrontEnds(self._config, self._directory, board, self._commands.front_end, engines.tell)
+        front_ends = self._front_ends = FrontEnds(
+            self._config, self._directory, metrics, self._commands.front_end, engines.broadcast
+        )
         stop = asyncio.ensure_future(self._stop.wait())
-        start = asyncio.gather(engines.start(fronts.tell), fronts.start())
+        start = asyncio.gather(engines.start(front_ends.notify), front_ends.start())
         accept: asyncio.Task[None] | None = None
         try:
             await asyncio.wait((start, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -98,16 +103,16 @@ class _Server:
             started, _ = start.result()
             listener.listen(2048)
             listener.setblocking(False)
-            accept = asyncio.ensure_future(fronts.accept(listener))
+            accept = asyncio.ensure_future(front_ends.accept(listener))
             slowest = max(started, key=lambda each: each.seconds)
             self._announce(summary(slowest, self._config, _url(listener)))
             await asyncio.wait((stop, accept), return_when=asyncio.FIRST_COMPLETED)
             engines.drain()
-            await fronts.drain()
-            code = 1 if engines.failed else 0
+            await front_ends.drain()
+            code = 1 if engines.any_down else 0
             accept.cancel()
             listener.close()
-            await fronts.shutdown(SHUTDOWN_SECONDS)
+            await front_ends.shutdown(SHUTDOWN_SECONDS)
             await engines.shutdown(SHUTDOWN_SECONDS)
             return code
         finally:
@@ -117,9 +122,9 @@ class _Server:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _kill(self) -> None:
-        """Leave nothing behind, at once."""
-        if self._fronts is not None:
-            self._fronts.kill()
+        """Kill all child processes and remove the directory."""
+        if self._front_ends is not None:
+            self._front_ends.kill()
         if self._engines is not None:
             self._engines.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -132,13 +137,13 @@ class _Server:
         self._stop.set()
 
 
-def workers(config: ServerConfig) -> int:
-    """How many front ends there are."""
+def num_front_ends(config: ServerConfig) -> int:
+    """Number of front ends: as configured, or one per 4 cores, from 1 to 4."""
     return config.api_workers or max(1, min(4, cores() // 4))
 
 
 def _bind(config: ServerConfig) -> socket.socket:
-    """The listening socket, bound before anything is loaded, so that a taken port is known at once."""
+    """Bind the listening socket; before anything is loaded, so that a port in use is reported immediately."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -150,7 +155,7 @@ def _bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host}, port {config.port} ({error.strerror}); "
-            "choose another address by --host or --port (0: any free port)"
+            "choose another address with --host or --port (0: any free port)"
         ) from None
     return listener
 

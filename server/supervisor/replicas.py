@@ -1,4 +1,4 @@
-"""What each replica of the engine is given of the machine."""
+"""Divides the machine's devices, cores and memory among the replicas."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def replica_configs(
 ) -> list[EngineConfig]:
     """The configuration of each replica.
 
-    GPUs: a replica has executor.tensor_parallel of them, the first one's begin at executor.device; an executor that
-    finds devices itself is told none. CPU: they share the cores and the memory, where no setting says how many threads
-    or bytes each gets.
-    Raises ConfigError when there are too few GPUs. One replica has what one engine has, and nothing is counted.
+    On GPUs, each replica gets executor.tensor_parallel consecutive GPUs, starting at executor.device; an executor that
+    finds devices itself is assigned none. On a CPU, replicas share the cores and the memory equally, unless a setting
+    fixes the threads or bytes per replica. A single replica keeps `config` unchanged, and no GPUs are counted.
+    Raises ConfigError when there are too few GPUs.
     """
     replicas, each = config.server.replicas, config.executor.tensor_parallel
     if replicas == 1:
@@ -32,26 +32,30 @@ def replica_configs(
     kind, _, index = config.executor.device.partition(":")
     gpus = 0 if kind == "cpu" else count_gpus()
     if kind == "cpu" or (kind == AUTO and not gpus):
-        return [_share(config)] * replicas
+        return [_cpu_share(config)] * replicas
     if kind not in (AUTO, "cuda") or (index and not index.isdigit()):
-        return [config] * replicas  # which the engines refuse, in their own words
+        return [config] * replicas  # the engines refuse an unknown device with a sentence of their own
     if finds_devices(config):
         return [config] * replicas
     first = int(index or 0)
-    there = max(0, gpus - first)
-    if replicas * each > there:
+    available = max(0, gpus - first)
+    if replicas * each > available:
         wanted = f"{replicas} replicas" + (f" of {each} GPUs each" if each > 1 else "")
-        fits = there // each
+        fits = available // each
         raise ConfigError(
-            f"{wanted} need {replicas * each} GPUs from cuda:{first} on, and there are {there}; "
-            + (f"use --replicas {fits}" if fits else "use --device cpu" if not there else f"use --tp {there}")
+            f"{wanted} need {replicas * each} GPUs from cuda:{first} on, and there are {available}; "
+            + (f"use --replicas {fits}" if fits else "use --device cpu" if not available else f"use --tp {available}")
         )
     devices = [f"cuda:{first + replica * each}" for replica in range(replicas)]
     return [evolve(config, executor=evolve(config.executor, device=device)) for device in devices]
 
 
 def count_gpus() -> int:
-    """GPUs that torch sees, asked in a process of its own: here torch and the driver would take memory for good."""
+    """Number of GPUs that torch sees.
+
+    Counted in a separate process: torch and the driver would keep memory in this one for as long as the server runs.
+    Raises EngineError when they cannot be counted.
+    """
     command = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -60,7 +64,7 @@ def count_gpus() -> int:
 
 
 def finds_devices(config: EngineConfig) -> bool:
-    """Executor.finds_devices of the one that is named; auto takes none that does. Raises PluginError."""
+    """Whether the configured executor finds devices itself; `auto` chooses none that does. Raises PluginError."""
     if config.executor.name == AUTO:
         return False
     executor: type[Executor] = load_plugins(config.plugins).seams["executors"].get(config.executor.name).load()
@@ -68,12 +72,12 @@ def finds_devices(config: EngineConfig) -> bool:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _share(config: EngineConfig) -> EngineConfig:
-    """An equal part of the CPU."""
+def _cpu_share(config: EngineConfig) -> EngineConfig:
+    """`config` with an equal part of the cores and the memory."""
     replicas, executor, cache = config.server.replicas, config.executor, config.cache
     threads = executor.threads or max(1, cores() // (replicas * executor.tensor_parallel))
     if cache.memory == AUTO:

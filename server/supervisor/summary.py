@@ -1,4 +1,4 @@
-"""What `engine serve` prints when it is ready."""
+"""The text that `engine serve` prints when the server is ready."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import msgspec
 
 from engine.core.config import EngineConfig
 from engine.core.runner import format_bytes
-from engine.server.http.service import served_name
 from engine.server.shared.messages import Started
+from engine.server.shared.model_name import served_name
 
-WORTH_SAYING = 0.05
-"""Seconds; a phase of less is left out."""
+MIN_PHASE_SECONDS = 0.05
+"""Shorter phases of the start are left out."""
 
 
 def summary(started: Started, config: EngineConfig, url: str) -> str:
-    """The address, the plugin of each seam and why, where the memory goes, and a line to paste.
+    """The model, the chosen plugins with reasons, the memory budget, the address, and a curl command to paste.
 
-    started: what a replica has said, of several the one that was ready last.
+    started: the message of the replica that took longest to load.
     """
     cache = started.cache
     contexts = cache.num_blocks * cache.block_size / started.max_len
@@ -35,7 +35,7 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
         ),
         ("budget", format_bytes(cache.budget_bytes), ""),
     ]
-    phases = took(cache.phases)
+    phases = phase_times(cache.phases)
     replicas = "" if config.server.replicas == 1 else f"{config.server.replicas} replicas, each on "
     title = f"{served_name(config)} on {replicas}{cache.device}, {cache.dtype}, context {started.max_len} tokens"
     return "\n".join(
@@ -55,14 +55,14 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     )
 
 
-def took(phases: Sequence[tuple[str, float]]) -> str:
-    """The phases that took a while, longest first: weights 3.1 s, import 1.2 s."""
+def phase_times(phases: Sequence[tuple[str, float]]) -> str:
+    """The longer phases of the start, longest first: "weights 3.1 s, import 1.2 s"."""
     longest = sorted(phases, key=lambda phase: -phase[1])
-    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest if seconds >= WORTH_SAYING)
+    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest if seconds >= MIN_PHASE_SECONDS)
 
 
 def curl(config: EngineConfig, url: str) -> str:
-    """A command that asks the server for a completion."""
+    """A curl command that requests a completion."""
     body = {"model": served_name(config), "prompt": "def read_lines(path):\n", "max_tokens": 48, "temperature": 0}
     key = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key else ""
     data = shlex.quote(msgspec.json.encode(body).decode())

@@ -23,10 +23,10 @@ FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 
 
 class RunningServer:
-    """A server process, and what is needed to look into it from outside."""
+    """A server process, observed from outside."""
 
     def __init__(self, command: Sequence[str], directory: Path | None = None) -> None:
-        """directory: where it makes its temporary files."""
+        """directory: for the server's temporary files."""
         self.directory = directory
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"TMPDIR": str(directory)} if directory else {})
         self.process = subprocess.Popen(
@@ -53,7 +53,7 @@ class RunningServer:
 
     @property
     def errors(self) -> str:
-        """What it wrote to standard error."""
+        """The server's standard error so far."""
         if self.process.poll() is not None:
             self._reader.join(5)
         return "".join(self._errors)
@@ -62,25 +62,25 @@ class RunningServer:
         return httpx.Client(base_url=self.url, headers=headers, timeout=30)
 
     def metrics(self) -> dict[str, float]:
-        """Each sample of /metrics: name and labels as written there."""
+        """The samples of /metrics; keys are names with labels, as in the text."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
 
     def until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
-        """Wait until something is so; fail if it never is."""
+        """Wait until `condition` holds; fail after `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{self.errors}"
+            assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s\n{self.errors}"
             time.sleep(0.02)
 
     def leftovers(self) -> list[Path]:
-        """The servers' own directories that are there."""
+        """The servers' own directories that still exist."""
         assert self.directory is not None
         return list(self.directory.glob("engine-*"))
 
     def children(self) -> dict[int, str]:
-        """The command line of each child, by process number."""
+        """The command line of each child process, by process ID."""
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         found = {}
         for child in listed:
@@ -89,26 +89,26 @@ class RunningServer:
         return found
 
     def engine_pid(self) -> int:
-        """The engine process."""
+        """Process ID of the only engine process."""
         (found,) = self.engine_pids()
         return found
 
     def engine_pids(self) -> list[int]:
-        """The engine processes, in the order in which they were started."""
+        """Process IDs of the engine processes, in the order of their start."""
         return [pid for pid, command in self.children().items() if "front_end" not in command]
 
     def worker_pids(self) -> list[int]:
-        """The executor's processes."""
+        """Process IDs of the executor's workers."""
         engine = self.engine_pid()
         lists = (task / "children" for task in Path(f"/proc/{engine}/task").iterdir())
         return [int(child) for one in lists for child in one.read_text().split()]
 
     def front_end_pids(self) -> list[int]:
-        """The front end processes."""
+        """Process IDs of the front ends."""
         return [pid for pid, command in self.children().items() if "front_end" in command]
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM and wait; the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -136,15 +136,16 @@ def process_lives(pid: int) -> bool:
 
 @pytest.fixture(scope="session")
 def alive() -> Callable[[int], bool]:
-    """Whether a process number is that of a running process."""
+    """Whether a process ID belongs to a running process."""
     return process_lives
 
 
 @pytest.fixture(scope="session")
 def fake_config() -> Callable[..., EngineConfig]:
-    """A configuration for the fake engine: keyword arguments are ServerConfig's, and `options` the engine's.
+    """Makes a configuration for the fake engine: `options` configure the engine, other arguments ServerConfig.
 
-    On a CPU, so that several replicas need not look for GPUs."""
+    The device is a CPU, so that several replicas need no GPUs.
+    """
 
     def make(options: dict[str, Any] | None = None, tokenizer: str = "", **server: Any) -> EngineConfig:
         return EngineConfig(
@@ -158,7 +159,7 @@ def fake_config() -> Callable[..., EngineConfig]:
 
 @pytest.fixture(scope="session")
 def fake_command() -> list[str]:
-    """Starts the fake engine process."""
+    """Command line that starts the fake engine process."""
     return [sys.executable, "-P", str(FAKE_ENGINE)]
 
 
@@ -166,7 +167,7 @@ def fake_command() -> list[str]:
 def serve_fake(
     fake_config: Callable[..., EngineConfig], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., contextlib.AbstractContextManager[RunningServer]]:
-    """A context manager: a real server process around the fake engine; arguments as of `fake_config`."""
+    """A context manager that runs a real server with the fake engine; arguments as for `fake_config`."""
 
     @contextlib.contextmanager
     def start(**kwargs: Any) -> Iterator[RunningServer]:
@@ -185,7 +186,7 @@ def serve_fake(
 
 @pytest.fixture(scope="session")
 def start_server() -> Iterator[Callable[..., RunningServer]]:
-    """Starts a server by its command line, and waits until it listens or has exited; see RunningServer."""
+    """Starts a server from its command line and waits until it listens or has exited; see RunningServer."""
     started: list[RunningServer] = []
 
     def start(command: Sequence[str], directory: Path | None = None) -> RunningServer:

@@ -1,11 +1,11 @@
-"""An engine process without a model: bytes are tokens, the answer is the alphabet. Run as a script.
+"""An engine process without a model: tokens are bytes, and the output is the alphabet. Run as a script.
 
-How it behaves is in executor.options of its configuration:
-    delay: seconds a step takes; die_after: steps until the process kills itself; raise_after: steps until one fails;
-    start_error: fail at start with this sentence; exit: leave at start with this code; stuck: steps come to nothing;
-    silent_rank: of a worker whose loop went round at the engine's start and never again;
-    at_start: a file that may say how a start goes: "wait" as long as it is there, or "refuse";
-    helper: have a child process.
+executor.options of the configuration set its behaviour:
+    delay: seconds per step; die_after: steps until the process kills itself; raise_after: steps until a step fails;
+    start_error: fail at start with this sentence; exit: exit at start with this code; stuck: no step completes;
+    silent_rank: rank of a worker whose loop iterated at the engine's start only;
+    at_start: path of a file that controls the start: wait while the file exists, or fail if it contains "refuse";
+    helper: start a child process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sequence:
 
 
 class FakeEngine:
-    """Has as much of engine.core.engine.Engine as the engine process uses."""
+    """The part of engine.core.engine.Engine that the engine process uses."""
 
     def __init__(self, config: EngineConfig) -> None:
         options: dict[str, Any] = dict(config.executor.options)
@@ -54,7 +54,7 @@ class FakeEngine:
             raise CapacityError(options["start_error"])
         if "exit" in options:
             sys.exit(options["exit"])
-        follow(Path(options["at_start"]) if "at_start" in options else None)
+        wait_or_refuse(Path(options["at_start"]) if "at_start" in options else None)
         if options.get("helper"):
             subprocess.Popen([sys.executable, "-c", HELPER])
         self._stuck = options.get("stuck", False)
@@ -144,8 +144,8 @@ class FakeEngine:
         pass
 
 
-def follow(file: Path | None) -> None:
-    """Do as the file says, if there is one."""
+def wait_or_refuse(file: Path | None) -> None:
+    """Wait while the file exists; raise ConfigError if it contains "refuse"."""
     with contextlib.suppress(FileNotFoundError):
         while file is not None:
             if file.read_text() == "refuse":
@@ -163,6 +163,6 @@ def _logprobs(token: int, count: int) -> TokenLogprobs:
 
 
 if __name__ == "__main__":
-    from engine.server.engine_process.main import main as engine_process
+    from engine.server.engine_process import main as engine_process
 
     sys.exit(engine_process.run(FakeEngine))  # type: ignore[arg-type]

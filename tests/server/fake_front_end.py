@@ -8,14 +8,14 @@ from typing import Any
 
 from engine.core.config.tree import ModelConfig
 from engine.core.errors import CheckpointError
-from engine.server.front_end.main import main as front_end
+from engine.server.front_end import main as front_end
 
 BYTES = {token: bytes([token]) for token in range(256)}
 TABLES = {True: BYTES | {256: b""}, False: BYTES | {256: b"<eos>"}}
 
 
 class ByteTokenizer:
-    """Has as much of engine.core.text.Tokenizer as the server and the Detokenizer use; needs no file."""
+    """The part of engine.core.text.Tokenizer that the server and the Detokenizer use; needs no file."""
 
     special_tokens = frozenset({256})
     splits_characters = False

@@ -1,4 +1,4 @@
-"""A server around the engine of another script, whose front ends take bytes for tokens.
+"""A server with the engine and the front ends of other scripts.
 
 Arguments: configuration file, the engine's script, the front end's script.
 """

@@ -1,4 +1,7 @@
-"""An installed plugin whose attention fails on demand: options at (start, prefill, decode), do (kill, memory, bug)."""
+"""A plugin whose attention backend fails on demand.
+
+Options: at (start, prefill or decode); do (kill, memory, bug, or part: abort the rank groups).
+"""
 
 from __future__ import annotations
 
@@ -58,8 +61,8 @@ def load() -> type:
 
 
 def groups() -> list[Any]:
-    """What joins this process's rank to the others, unless it is the first. Sought at the start: later the collector
-    has put all that lives on out of sight."""
+    """Rank groups of this process, none on the first rank. Call at the start: later gc.freeze
+    has hidden them from the collector."""
     from engine.core.distributed.rank_group import TorchGroup
 
     return [one for one in gc.get_objects() if isinstance(one, TorchGroup) and one.rank > 0]

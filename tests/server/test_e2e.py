@@ -1,4 +1,4 @@
-"""The real server: `engine serve` on a tiny checkpoint, seen through the real openai client."""
+"""`engine serve` on a tiny checkpoint, called with the openai client."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_chat_streamed_or_not(client: openai.OpenAI) -> None:
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_three_seeded_choices(client: openai.OpenAI) -> None:
+def test_seeded_choices_are_reproducible(client: openai.OpenAI) -> None:
     def ask(seed: int, n: int) -> list[str]:
         made = client.completions.create(
             model="tiny", prompt="the", n=n, seed=seed, max_tokens=16, extra_body={"ignore_eos": True}
@@ -90,7 +90,7 @@ def test_three_seeded_choices(client: openai.OpenAI) -> None:
     first = ask(7, 3)
     assert len(set(first)) == 3
     assert ask(7, 3) == first
-    assert ask(8, 2) == first[1:]  # choice i has seed + i, whatever it is batched with
+    assert ask(8, 2) == first[1:]  # choice i has seed + i, in any batch
 
 
 def test_the_prompt_of_several_choices_comes_from_the_cache(client: openai.OpenAI) -> None:
@@ -103,7 +103,7 @@ def test_the_prompt_of_several_choices_comes_from_the_cache(client: openai.OpenA
     assert made.usage.prompt_tokens_details.cached_tokens >= 32
 
 
-def test_a_stop_string(client: openai.OpenAI) -> None:
+def test_a_stop_string_ends_the_text(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 40, "temperature": 0}
     text = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
     stop = text[5:7]
@@ -137,7 +137,7 @@ def test_logprobs_of_both_apis(client: openai.OpenAI) -> None:
     assert chat.choices[0].logprobs is not None
     for token in chat.choices[0].logprobs.content or []:
         assert len(token.top_logprobs) == 2
-        assert token.logprob == token.top_logprobs[0].logprob  # greedy: the likeliest
+        assert token.logprob == token.top_logprobs[0].logprob  # greedy: the most likely token
         assert token.bytes is not None
         assert bytes(token.bytes).decode(errors="replace") == token.token
 
@@ -164,7 +164,7 @@ def test_errors_of_each_kind(client: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
 
 
-def test_many_streams_a_third_of_them_cut(server: Any) -> None:
+def test_streams_closed_by_clients_free_their_blocks(server: Any) -> None:
     async def one(client: openai.AsyncOpenAI, index: int) -> int:
         stream = await client.completions.create(
             model="tiny",
@@ -187,7 +187,7 @@ def test_many_streams_a_third_of_them_cut(server: Any) -> None:
 
     pieces = asyncio.run(all_of_them())
     assert all(count > 0 for count in pieces)
-    assert pieces[::3] == [1] * 22  # those were cut, and the engine was told:
+    assert pieces[::3] == [1] * 22  # those were closed, and the engine aborts them:
     assert server.metrics()['engine_requests_finished_total{finish_reason="abort"}'] > 0
     server.until(lambda: server.metrics()['engine_kv_blocks{state="used"}'] == 0)
     metrics = server.metrics()
@@ -195,7 +195,7 @@ def test_many_streams_a_third_of_them_cut(server: Any) -> None:
     assert metrics["engine_num_requests_waiting"] == 0
 
 
-def test_kill_of_the_engine(start: Start, alive: Callable[[int], bool]) -> None:
+def test_a_killed_engine_process_ends_streams_with_an_error(start: Start, alive: Callable[[int], bool]) -> None:
     server = start()
     engine = server.engine_pid()
     body = {"model": "tiny", "prompt": "x", "max_tokens": 250, "stream": True, "ignore_eos": True}
@@ -205,7 +205,7 @@ def test_kill_of_the_engine(start: Start, alive: Callable[[int], bool]) -> None:
         os.kill(engine, signal.SIGKILL)
         begun = time.monotonic()
         last = [line for line in lines if line][-1]
-        # Not a measurement: two seconds are what is promised.
+        # The documented bound, not a measurement.
         assert time.monotonic() - begun < 2
     assert last.startswith('data: {"error":')
     assert httpx.get(f"{server.url}/health").status_code == 503
@@ -214,7 +214,7 @@ def test_kill_of_the_engine(start: Start, alive: Callable[[int], bool]) -> None:
     assert server.stop() == 1
 
 
-def test_sigterm_drains_and_sigkill_leaves_nothing(start: Start, alive: Callable[[int], bool]) -> None:
+def test_sigterm_drains_and_sigkill_leaves_no_processes(start: Start, alive: Callable[[int], bool]) -> None:
     draining = start()
     engine = draining.engine_pid()
     body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "n": 8, "ignore_eos": True}
@@ -236,8 +236,10 @@ def test_sigterm_drains_and_sigkill_leaves_nothing(start: Start, alive: Callable
     killed.until(lambda: not alive(engine))
 
 
-def test_the_demo_model_quantized_while_loading(start_server: Callable[[Sequence[str]], Any]) -> None:
-    """int8 weights and activations: nearly the logprobs of the weights as they are, for the same tokens."""
+def test_the_demo_model_quantized_at_load_gives_nearly_the_same_logprobs(
+    start_server: Callable[[Sequence[str]], Any],
+) -> None:
+    """With int8 weights and activations the tokens are the same and the logprobs nearly so."""
     asked: Any = {"model": "engine-demo", "prompt": "def read_lines(path):\n", "max_tokens": 12, "temperature": 0}
     found = {}
     for quant in ("none", "int8"):
@@ -254,7 +256,9 @@ def test_the_demo_model_quantized_while_loading(start_server: Callable[[Sequence
     assert found["int8"][1] != found["none"][1]
 
 
-def test_a_checkpoint_that_is_not_there(start_server: Callable[[Sequence[str]], Any], tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error_without_traceback(
+    start_server: Callable[[Sequence[str]], Any], tmp_path: Path
+) -> None:
     server = start_server([*ENGINE, "serve", "--model", str(tmp_path / "none"), "--port", "0"])
     assert server.process.returncode not in (0, None)
     assert "none" in server.errors

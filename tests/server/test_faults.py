@@ -1,4 +1,4 @@
-"""What goes wrong, with the real server and its model in a process of its own: what a client sees, and what is left."""
+"""Faults of the real server: what a client sees, and what is left of processes and files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 ENGINE = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()")
 BODY = {"model": "tiny", "prompt": "once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 SOON = 2.0
-"""Seconds within which everybody hears of a death: what is promised, and no measurement."""
+"""Seconds within which clients learn of a dead process: the documented bound, not a measurement."""
 
 Start = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory where faulty_plugin.py is as good as installed."""
+    """A directory with faulty_plugin.py and the metadata of an installed distribution."""
     directory = tmp_path_factory.mktemp("site")
     shutil.copy(Path(__file__).with_name("faulty_plugin.py"), directory)
     info = directory / "faulty-1.0.dist-info"
@@ -55,7 +55,7 @@ def start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Start]:
-    """Starts `engine serve --executor multiproc` with these flags. After the test nothing of it is left."""
+    """Starts `engine serve --executor multiproc` with these flags; afterwards checks that nothing is left of it."""
     monkeypatch.setenv("PYTHONPATH", str(plugin), prepend=os.pathsep)
     before = shared_memory()
     servers: list[Any] = []
@@ -76,13 +76,13 @@ def start(
 
 
 def shared_memory() -> set[str]:
-    """What has a name in /dev/shm."""
+    """Names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
 
 
 @contextlib.contextmanager
 def stream(server: Any) -> Iterator[Iterator[str]]:
-    """The lines of a stream that has begun."""
+    """The lines of a stream after its first event."""
     body = BODY | {"stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         lines = (line for line in response.iter_lines() if line)
@@ -99,7 +99,7 @@ def last_error(lines: Iterator[str]) -> str:
 
 
 def assert_failed(server: Any, reason: str) -> None:
-    """/health tells of a dead engine; new requests are refused; the front end goes on."""
+    """Check that /health reports a dead engine and new requests are refused; then stop the server."""
     health = httpx.get(f"{server.url}/health")
     assert (health.status_code, health.json()["level"]) == (503, "process")
     assert reason in health.json()["reason"]
@@ -109,7 +109,7 @@ def assert_failed(server: Any, reason: str) -> None:
     assert server.stop() == 1
 
 
-def test_a_worker_killed_at_start(start: Start) -> None:
+def test_a_worker_killed_at_start_is_named(start: Start) -> None:
     server = start("--attention", "faulty", "--attention-option", "at=start", "--attention-option", "do=kill")
     assert server.process.returncode == 2
     assert "the worker of rank 0" in server.errors
@@ -127,7 +127,7 @@ def test_a_plugin_that_fails_at_start_is_named(start: Start, executor: str) -> N
     assert server.errors.count("in _fault") == 1  # the traceback
 
 
-def test_a_worker_killed_in_prefill(start: Start) -> None:
+def test_a_worker_killed_in_prefill_fails_the_request(start: Start) -> None:
     server = start("--attention", "faulty", "--attention-option", "at=prefill", "--attention-option", "do=kill")
     begun = time.monotonic()
     answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=30)
@@ -137,7 +137,7 @@ def test_a_worker_killed_in_prefill(start: Start) -> None:
     assert_failed(server, "was killed by SIGKILL")
 
 
-def test_a_worker_killed_in_decode(start: Start, alive: Callable[[int], bool]) -> None:
+def test_a_worker_killed_in_decode_fails_the_stream(start: Start, alive: Callable[[int], bool]) -> None:
     server = start()
     engine, (worker,) = server.engine_pid(), server.worker_pids()
     with stream(server) as lines:
@@ -149,7 +149,7 @@ def test_a_worker_killed_in_decode(start: Start, alive: Callable[[int], bool]) -
     assert_failed(server, f"process {worker}")
 
 
-def test_a_worker_that_hangs(start: Start) -> None:
+def test_a_hanging_worker_fails_the_stream_after_step_timeout(start: Start) -> None:
     server = start("--executor-option", "step_timeout=1")
     with stream(server) as lines:
         os.kill(server.worker_pids()[0], signal.SIGSTOP)
@@ -159,7 +159,7 @@ def test_a_worker_that_hangs(start: Start) -> None:
     assert_failed(server, "it is stopped (SIGSTOP)")
 
 
-def test_no_memory_in_a_step(start: Start) -> None:
+def test_out_of_memory_in_a_step_fails_the_request_with_advice(start: Start) -> None:
     server = start("--attention", "faulty", "--attention-option", "at=decode", "--attention-option", "do=memory")
     # Not as a stream: the failure may overtake the first token.
     answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60)
@@ -174,7 +174,7 @@ def test_no_memory_in_a_step(start: Start) -> None:
 
 
 @pytest.mark.gpu
-def test_ranks_whose_nccl_fails(start: Start) -> None:
+def test_a_failing_nccl_operation_fails_the_request(start: Start) -> None:
     import torch
 
     if torch.cuda.device_count() < 2:
@@ -187,7 +187,9 @@ def test_ranks_whose_nccl_fails(start: Start) -> None:
     assert_failed(server, "rank 1 of 2: all_")
 
 
-def test_a_killed_front_end_and_then_a_killed_engine(start: Start, alive: Callable[[int], bool]) -> None:
+def test_a_killed_front_end_is_replaced_and_a_killed_engine_reported(
+    start: Start, alive: Callable[[int], bool]
+) -> None:
     server = start()
     engine, (worker,), (front,) = server.engine_pid(), server.worker_pids(), server.front_end_pids()
     with stream(server) as lines:
@@ -206,7 +208,7 @@ def test_a_killed_front_end_and_then_a_killed_engine(start: Start, alive: Callab
     assert_failed(server, "SIGKILL")
 
 
-def test_a_full_shared_memory(start: Start) -> None:
+def test_full_shared_memory_is_an_error_without_traceback(start: Start) -> None:
     mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
     private = ("unshare", "--mount", "sh", "-c", mount, "sh")
     if (
@@ -220,7 +222,7 @@ def test_a_full_shared_memory(start: Start) -> None:
     assert "Traceback" not in server.errors
 
 
-def test_a_term_signal_leaves_nothing(start: Start, alive: Callable[[int], bool]) -> None:
+def test_sigterm_leaves_no_processes(start: Start, alive: Callable[[int], bool]) -> None:
     server = start()
     (worker,) = server.worker_pids()
     assert httpx.post(f"{server.url}/v1/completions", json=BODY | {"max_tokens": 3}).status_code == 200

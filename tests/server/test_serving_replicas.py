@@ -1,4 +1,4 @@
-"""Several replicas behind the same front ends: with fake engines, and at last with the real one."""
+"""Several replicas behind the same front ends, with fake engines and with the real one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 
 
 def by_replica(server: Any, name: str, replicas: int = 2) -> list[float]:
-    """A metric of each replica."""
+    """The values of a metric for the replicas."""
     metrics = server.metrics()
     return [metrics[f'engine_{name}{{replica="{replica}"}}'] for replica in range(replicas)]
 
@@ -29,23 +29,23 @@ def by_replica(server: Any, name: str, replicas: int = 2) -> list[float]:
 def ask(
     server: Any, count: int, during: Callable[[], None] = lambda: None, each: int = 1, **body: Any
 ) -> list[httpx.Response]:
-    """So many completions at once; `during` is called when all are under way, `each` of which is so many requests."""
+    """Send `count` concurrent completions of `each` engine requests; `during`: called when all of them are running."""
 
     async def all_of_them() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
             tasks = [asyncio.create_task(client.post("/v1/completions", json=COMPLETION | body)) for _ in range(count)]
 
-            def under_way() -> None:
+            def wait_until_running() -> None:
                 server.until(lambda: sum(by_replica(server, "num_requests_running")) >= count * each)
                 during()
 
-            await asyncio.to_thread(under_way)
+            await asyncio.to_thread(wait_until_running)
             return await asyncio.gather(*tasks)
 
     return asyncio.run(all_of_them())
 
 
-def test_load_spreads_over_replicas_whatever_front_end_has_it(serve_fake: Serve) -> None:
+def test_load_spreads_over_replicas_from_all_front_ends(serve_fake: Serve) -> None:
     with serve_fake(replicas=2, api_workers=2, options={"delay": 0.01}) as server:
         spread: list[float] = []
         answers = ask(server, 8, lambda: spread.extend(by_replica(server, "num_requests_running")), max_tokens=200)
@@ -75,7 +75,7 @@ def test_choices_of_a_prompt_stay_together_and_prompts_of_a_request_spread(serve
         assert sorted(by_replica(server, "generation_tokens_total")) == [3 * 3, 4 * 150 + 3 * 3]
 
 
-def test_one_replica_dies_and_then_the_other(serve_fake: Serve) -> None:
+def test_requests_fail_only_on_killed_replicas(serve_fake: Serve) -> None:
     with serve_fake(replicas=2, api_workers=2, replica_restarts=0, options={"delay": 0.01}) as server:
         first, second = server.engine_pids()
 
@@ -87,14 +87,14 @@ def test_one_replica_dies_and_then_the_other(serve_fake: Serve) -> None:
         assert set(statuses) == {200, 503}
         assert 3 <= statuses.count(503) <= 5
         (message,) = {answer.json()["error"]["message"] for answer in answers if answer.status_code == 503}
-        assert "replica 1 of the engine is gone: its process was killed by SIGKILL" in message
+        assert "replica 1 of the engine failed: its process was killed by SIGKILL" in message
         assert "try again" in message
         assert by_replica(server, "up") == [1, 0]
         assert [answer.status_code for answer in ask(server, 4, max_tokens=100)] == [200] * 4
         health = httpx.get(f"{server.url}/health", params={"deep": 1})
         assert (health.status_code, health.json()["status"]) == (200, "degraded")
         assert [each["status"] for each in health.json()["replicas"]] == ["ok", "failed"]
-        os.kill(server.front_end_pids()[0], signal.SIGKILL)  # the next in its place hears of the death too
+        os.kill(server.front_end_pids()[0], signal.SIGKILL)  # its successor must learn of the dead replica too
         server.until(lambda: len(server.front_end_pids()) == 2)
         with httpx.Client() as one, httpx.Client() as other:
             for client in (one, other):
@@ -106,11 +106,11 @@ def test_one_replica_dies_and_then_the_other(serve_fake: Serve) -> None:
         assert (body["level"], [each["status"] for each in body["replicas"]]) == ("process", ["failed"] * 2)
         refused = httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
-        assert "the server needs a restart" in refused.json()["error"]["message"]
+        assert "restart the server" in refused.json()["error"]["message"]
         assert server.stop() == 1
 
 
-def test_what_a_death_leaves_of_a_request_with_several_prompts_ends_too(serve_fake: Serve) -> None:
+def test_a_killed_replica_ends_the_whole_request_with_several_prompts(serve_fake: Serve) -> None:
     with serve_fake(replicas=2, options={"delay": 0.01}) as server:
 
         def kill() -> None:
@@ -127,7 +127,7 @@ def test_what_a_death_leaves_of_a_request_with_several_prompts_ends_too(serve_fa
 
 
 def by_health(client: httpx.Client, server: Any) -> tuple[int, str]:
-    """Status and state."""
+    """HTTP status and `status` of /health."""
     try:
         answer = client.get(f"{server.url}/health")
     except httpx.HTTPError:
@@ -135,12 +135,12 @@ def by_health(client: httpx.Client, server: Any) -> tuple[int, str]:
     return answer.status_code, answer.json()["status"]
 
 
-def test_a_replica_that_stands_still_gets_nothing_new(serve_fake: Serve) -> None:
+def test_a_stuck_replica_gets_no_new_requests(serve_fake: Serve) -> None:
     with serve_fake(replicas=2, health_timeout=2.0) as server:
         stopped = server.engine_pids()[0]
         os.kill(stopped, signal.SIGSTOP)
         server.until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "degraded")
-        for index in range(8):  # some of these would go there otherwise
+        for index in range(8):  # some of these would be routed to the stuck replica
             body = COMPLETION | {"prompt": f"{index} is the beginning of the first block"}
             assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=5).status_code == 200
         os.kill(stopped, signal.SIGCONT)
@@ -148,7 +148,7 @@ def test_a_replica_that_stands_still_gets_nothing_new(serve_fake: Serve) -> None
         assert server.stop() == 0
 
 
-def test_a_replica_that_cannot_start(serve_fake: Serve) -> None:
+def test_the_server_exits_when_a_replica_cannot_start(serve_fake: Serve) -> None:
     with serve_fake(replicas=2, options={"start_error": "no room"}) as server:
         assert server.process.wait(10) == 1
         assert "error: replica " in server.errors
@@ -173,7 +173,7 @@ def serve_tiny(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[
 
 @pytest.fixture
 def client() -> Iterator[Callable[[Any], openai.OpenAI]]:
-    """The real client of a server."""
+    """Connects the openai client to a server."""
     made: list[openai.OpenAI] = []
 
     def connect(server: Any) -> openai.OpenAI:
@@ -186,7 +186,7 @@ def client() -> Iterator[Callable[[Any], openai.OpenAI]]:
 
 
 @pytest.mark.e2e
-def test_two_real_replicas(
+def test_two_real_replicas_share_requests_and_one_is_restarted(
     serve_tiny: Callable[..., Any], client: Callable[[Any], openai.OpenAI], alive: Callable[[int], bool]
 ) -> None:
     server = serve_tiny("--replicas", "2", "--api-workers", "1")
@@ -205,7 +205,7 @@ def test_two_real_replicas(
         assert made.usage.prompt_tokens_details is not None
         cached.append(made.usage.prompt_tokens_details.cached_tokens or 0)
     assert texts[:6] == texts[6:]
-    assert all(count >= 16 for count in cached[6:])  # equal prompts went where their blocks are
+    assert all(count >= 16 for count in cached[6:])  # equal prompts were routed to the replica with their blocks
     server.until(lambda: min(by_replica(server, "prompt_tokens_total")) > 0)
 
     children, (survivor, victim) = server.children(), server.engine_pids()
@@ -218,7 +218,7 @@ def test_two_real_replicas(
     ends = [how_it_ends(stream) for stream in streams]
     assert time.monotonic() - killed < 10
     assert sorted(end == "" for end in ends) == [False, True]
-    assert "replica 1 of the engine is gone" in max(ends)
+    assert "replica 1 of the engine failed" in max(ends)
     health = httpx.get(f"{server.url}/health").json()
     assert [(each["replica"], each["status"] == "ok") for each in health["replicas"]] == [(0, True), (1, False)]
     for prompt in prompts:
@@ -228,7 +228,7 @@ def test_two_real_replicas(
     assert by_replica(server, "restarts_total") == [0, 1]
     streams = [openai_client.completions.create(prompt=each, **asked | {"max_tokens": 9}) for each in ("one", "two")]
     assert [how_it_ends(stream) for stream in streams] == ["", ""]
-    server.until(lambda: min(by_replica(server, "generation_tokens_total")) > 0)  # the new one has its share
+    server.until(lambda: min(by_replica(server, "generation_tokens_total")) > 0)  # the restarted replica gets its share
     for prompt, text in zip(prompts, texts, strict=False):
         made = openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0)
         assert made.choices[0].text == text
@@ -249,7 +249,7 @@ def how_it_ends(stream: Any) -> str:
 
 
 @pytest.mark.e2e
-def test_more_replicas_than_gpus(serve_tiny: Callable[..., Any]) -> None:
+def test_more_replicas_than_gpus_are_refused(serve_tiny: Callable[..., Any]) -> None:
     server = serve_tiny("--replicas", "200", "--device", "cuda")
     assert server.process.returncode == 2
     assert "200 replicas need 200 GPUs from cuda:0 on" in server.errors

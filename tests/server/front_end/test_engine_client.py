@@ -1,4 +1,4 @@
-"""The client against a real process with a fake engine."""
+"""EngineClient with a real engine process around the fake engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,21 @@ import pytest
 
 from engine.core.config.tree import EngineConfig
 from engine.core.types import Request, SamplingParams
-from engine.server.front_end.engine_client import EngineClient, Group, News
-from engine.server.front_end.routing import ANSWER_TOKENS
-from engine.server.http.errors import ApiError
-from engine.server.shared.messages import EngineGone, EngineLaunch, Failed, FromEngine, Gone, Launch, Shutdown, Started
-from engine.server.shared.metrics import Board, Metrics
+from engine.server.front_end.engine_client import EngineClient
+from engine.server.front_end.errors import ApiError
+from engine.server.front_end.request_group import OutputEvent, RequestGroup
+from engine.server.front_end.routing import MAX_OUTPUT_COST
+from engine.server.shared.messages import (
+    EngineDown,
+    EngineLaunch,
+    EngineToSupervisor,
+    Failed,
+    FrontEndExited,
+    Launch,
+    Shutdown,
+    Started,
+)
+from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
 from engine.server.supervisor.child import Child
 
 Body = Callable[..., Coroutine[Any, Any, None]]
@@ -31,9 +41,9 @@ def request(name: str, max_tokens: int = 3, prompt: bytes = b"abc", **params: An
     return Request(id=name, prompt=tuple(prompt), params=SamplingParams(max_tokens=max_tokens, **params))
 
 
-async def collect(group: Group, count: int) -> list[News]:
-    """All that comes until `count` requests have finished."""
-    news: list[News] = []
+async def collect(group: RequestGroup, count: int) -> list[OutputEvent]:
+    """All events until `count` requests have finished."""
+    news: list[OutputEvent] = []
     while sum(output is not None and output.finish_reason is not None for _, _, output in news) < count:
         news += await group.next()
     return news
@@ -46,19 +56,19 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def board(rows: int = 1) -> Board:
-    return Board([memoryview(array("d", [0.0] * (Metrics.SIZE + 1))) for _ in range(rows)])
+def metrics_table(rows: int = 1) -> MetricsTable:
+    return MetricsTable([memoryview(array("d", [0.0] * (FrontEndMetrics.SIZE + 1))) for _ in range(rows)])
 
 
 @pytest.fixture
 def run(fake_config: Callable[..., EngineConfig], fake_command: list[str]) -> Callable[..., None]:
-    """Runs a test with a started engine process and as many clients as there are `fronts`."""
+    """Runs a test with a started engine process and `fronts` clients."""
 
     def start(body: Body, fronts: int = 1, **kwargs: Any) -> None:
         config = fake_config(**kwargs)
 
         async def follow(
-            child: Child[FromEngine], clients: list[EngineClient], started: asyncio.Future[Started]
+            child: Child[EngineToSupervisor], clients: list[EngineClient], started: asyncio.Future[Started]
         ) -> None:
             words = ""
             async for message in child.messages():
@@ -68,17 +78,19 @@ def run(fake_config: Callable[..., EngineConfig], fake_command: list[str]) -> Ca
                     case Failed(error):
                         words = error
             for client in clients:
-                client.bury(EngineGone(words or child.fate, 0.0))
+                client.mark_down(EngineDown(words or child.exit_status, 0.0))
 
         async def main(directory: str) -> None:
-            child = await Child[FromEngine].start(fake_command, FromEngine, Launch(config=config, directory=directory))
-            shared, started = board(fronts), asyncio.get_running_loop().create_future()
+            child = await Child[EngineToSupervisor].start(
+                fake_command, EngineToSupervisor, Launch(config=config, directory=directory)
+            )
+            shared, started = metrics_table(fronts), asyncio.get_running_loop().create_future()
             clients = [EngineClient(config, shared, row) for row in range(fronts)]
             following = asyncio.create_task(follow(child, clients, started))
             try:
                 first = await started
                 for row, client in enumerate(clients):
-                    client.open(directory, f"{row}.1", first)
+                    client.connect(directory, f"{row}.1", first)
                 await body(*clients, child) if fronts > 1 else await body(*clients)
                 if not following.done():
                     child.send(Shutdown())
@@ -87,7 +99,7 @@ def run(fake_config: Callable[..., EngineConfig], fake_command: list[str]) -> Ca
                 following.cancel()
                 for client in clients:
                     client.close()
-                child.kill()
+                child.kill_and_reap()
 
         directory = tempfile.mkdtemp(prefix="engine-")
         try:
@@ -105,17 +117,17 @@ def test_outputs_arrive_in_order(run: Callable[..., None]) -> None:
         tokens = {index: b"".join(bytes(made) for i, made, _ in news if i == index) for index in (0, 1)}
         assert tokens == {0: b"abc", 1: b"abcde"}
         whole = [(index, made) for index, made, output in news if output is None]
-        assert whole == [(0, [98]), (1, [98]), (1, [99]), (1, [100])]  # neither the first nor the last is plain
+        assert whole == [(0, [98]), (1, [98]), (1, [99]), (1, [100])]  # the first and the last come in full
         assert client.metrics.finished["length"] == 2
-        assert client.metrics.under_way == 0
-        assert client.board.loads == [0]
-        assert client.metrics.first_token.buckets()[-1] == ("+Inf", 2)
-        assert client.metrics.inter_token.buckets()[-1] == ("+Inf", 2 + 4)
+        assert client.metrics.open_requests == 0
+        assert client.metrics_table.loads == [0]
+        assert client.metrics.time_to_first_token.buckets()[-1] == ("+Inf", 2)
+        assert client.metrics.inter_token_latency.buckets()[-1] == ("+Inf", 2 + 4)
 
     run(body)
 
 
-def test_log_probabilities_come_with_every_token(run: Callable[..., None]) -> None:
+def test_logprobs_come_with_every_token(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", 4, logprobs=1)]) as group:
             news = await collect(group, 1)
@@ -124,7 +136,7 @@ def test_log_probabilities_come_with_every_token(run: Callable[..., None]) -> No
     run(body)
 
 
-def test_a_request_the_engine_refuses_is_an_output(run: Callable[..., None]) -> None:
+def test_a_refused_request_yields_an_error_output(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", prompt=b"refuse me")]) as group:
             ((_, tokens, output),) = await collect(group, 1)
@@ -135,36 +147,36 @@ def test_a_request_the_engine_refuses_is_an_output(run: Callable[..., None]) -> 
     run(body)
 
 
-def test_a_stop_string_finishes_a_request_and_its_duration_counts(run: Callable[..., None]) -> None:
+def test_a_request_ended_by_a_stop_string_counts_as_finished(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", 10_000), request("b", 10_000)]) as group:
             await group.next()
             group.abort(0, "stop")
         assert client.metrics.finished["stop"] == 1
         assert client.metrics.finished["abort"] == 1
-        assert client.metrics.end_to_end.buckets()[-1] == ("+Inf", 1)
+        assert client.metrics.request_latency.buckets()[-1] == ("+Inf", 1)
 
     run(body)
 
 
-def test_leaving_the_group_aborts_what_runs(run: Callable[..., None]) -> None:
+def test_leaving_a_group_aborts_its_running_requests(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", 10_000), request("b", 7)]) as group:
-            assert client.board.loads == [len(b"abc") + ANSWER_TOKENS + 7]  # one prompt, which both share
+            assert client.metrics_table.loads == [len(b"abc") + MAX_OUTPUT_COST + 7]  # both share one prompt
             await group.next()
-            assert client.board.loads == [ANSWER_TOKENS + 7]
+            assert client.metrics_table.loads == [MAX_OUTPUT_COST + 7]
         assert client.metrics.finished["abort"] == 2
-        assert client.board.loads == [0]
+        assert client.metrics_table.loads == [0]
         await until(
             lambda: client.links[0].stats.steps > 0 and client.links[0].stats.running == 0
-        )  # told when the engine goes idle
+        )  # statistics come when the engine goes idle
 
     run(body, options={"delay": 0.001})
 
 
-def test_a_listener_is_called_once_for_all_that_has_come(run: Callable[..., None]) -> None:
+def test_a_listener_is_called_once_per_batch_of_outputs(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
-        calls: list[list[News]] = []
+        calls: list[list[OutputEvent]] = []
         written: list[bytes] = []
         with client.submit([request("a", 20), request("b", 20)]) as group:
 
@@ -181,10 +193,10 @@ def test_a_listener_is_called_once_for_all_that_has_come(run: Callable[..., None
     run(body, options={"delay": 0.001})
 
 
-def test_no_more_requests_than_allowed_in_all_front_ends(run: Callable[..., None]) -> None:
+def test_max_waiting_limits_the_open_requests_of_all_front_ends(run: Callable[..., None]) -> None:
     async def body(client: EngineClient, other: EngineClient, _: Any) -> None:
         with client.submit([request("a", 10_000)]), other.submit([request("b", 10_000)]):
-            with pytest.raises(ApiError, match="has 2 requests under way and takes at most 3") as caught:
+            with pytest.raises(ApiError, match="has 2 open requests and accepts at most 3") as caught:
                 client.submit([request("c"), request("d")])
             assert caught.value.status == 503
             assert caught.value.headers["retry-after"] == "1"
@@ -195,7 +207,7 @@ def test_no_more_requests_than_allowed_in_all_front_ends(run: Callable[..., None
     run(body, fronts=2, options={"delay": 0.001}, max_waiting=3)
 
 
-def test_each_front_end_gets_its_own_outputs_and_all_get_statistics(run: Callable[..., None]) -> None:
+def test_front_ends_receive_their_own_outputs_and_all_statistics(run: Callable[..., None]) -> None:
     async def body(client: EngineClient, other: EngineClient, _: Any) -> None:
         with client.submit([request("a", 3)]) as mine, other.submit([request("b", 5), request("c", 2)]) as others:
             assert len(await collect(mine, 1)) == 3
@@ -207,14 +219,14 @@ def test_each_front_end_gets_its_own_outputs_and_all_get_statistics(run: Callabl
     run(body, fronts=2)
 
 
-def test_a_dead_front_ends_requests_are_forgotten(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient, other: EngineClient, engine: Child[FromEngine]) -> None:
+def test_requests_of_an_exited_front_end_are_aborted(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient, other: EngineClient, engine: Child[EngineToSupervisor]) -> None:
         with client.submit([request("a", 10_000)]) as group, other.submit([request("b", 10_000)]) as alive:
             await group.next()
             await until(lambda: client.links[0].stats.running == 2)
-            engine.send(Gone("0.1"))
+            engine.send(FrontEndExited("0.1"))
             await until(lambda: other.links[0].stats.running == 1)
-            client.submit([request("late", 10_000)])  # what it said before may be read afterwards
+            client.submit([request("late", 10_000)])  # its messages may be read after its exit was reported
             await alive.next()
             await asyncio.sleep(0.3)
             assert other.links[0].stats.running == 1
@@ -222,48 +234,48 @@ def test_a_dead_front_ends_requests_are_forgotten(run: Callable[..., None]) -> N
     run(body, fronts=2, options={"delay": 0.001})
 
 
-def test_a_killed_process_fails_open_requests(run: Callable[..., None]) -> None:
+def test_open_requests_fail_when_the_engine_process_is_killed(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", 10_000)]) as group, pytest.raises(ApiError, match="killed by SIGKILL"):
             await collect(group, 1)
-        assert client.links[0].failure is not None
+        assert client.links[0].down is not None
         assert client.metrics.finished["error"] == 1
-        assert client.board.loads == [0]
+        assert client.metrics_table.loads == [0]
         with pytest.raises(ApiError, match="SIGKILL"):
             client.submit([request("b")])
 
     run(body, options={"die_after": 3, "delay": 0.01})
 
 
-def test_nothing_of_what_the_dead_were_asked_reaches_their_successor(
+def test_requests_to_an_exited_engine_process_do_not_reach_its_successor(
     fake_config: Callable[..., EngineConfig], fake_command: list[str], tmp_path: Path
 ) -> None:
     config = fake_config(options={"delay": 0.001})
 
-    async def live(life: int) -> tuple[Child[FromEngine], Started]:
-        launch = EngineLaunch(config=config, directory=str(tmp_path), life=life)
-        child = await Child[FromEngine].start(fake_command, FromEngine, launch)
+    async def live(incarnation: int) -> tuple[Child[EngineToSupervisor], Started]:
+        launch = EngineLaunch(config=config, directory=str(tmp_path), incarnation=incarnation)
+        child = await Child[EngineToSupervisor].start(fake_command, EngineToSupervisor, launch)
         started = await anext(child.messages())
         assert isinstance(started, Started)
         return child, started
 
     async def main() -> None:
-        client = EngineClient(config, board(), 0)
+        client = EngineClient(config, metrics_table(), 0)
         first, started = await live(0)
-        client.open(str(tmp_path), "0.1", started)
+        client.connect(str(tmp_path), "0.1", started)
         with client.submit([request("a", 10_000)]) as running:
             await running.next()
-            first.kill()
-            with client.submit([request("b", 10_000)]) as unheard:  # nobody has told the client yet
+            first.kill_and_reap()
+            with client.submit([request("b", 10_000)]) as unheard:  # the client does not know yet
                 second, successor = await live(1)
-                client.bury(EngineGone("it was killed", 0.0, coming=True))
+                client.mark_down(EngineDown("it was killed", 0.0, will_restart=True))
                 for group in (running, unheard):
-                    with pytest.raises(ApiError, match="it is started anew, so try again later"):
+                    with pytest.raises(ApiError, match="it is being restarted, so try again later"):
                         await collect(group, 1)
-                client.open(str(tmp_path), "0.1", successor)
+                client.connect(str(tmp_path), "0.1", successor)
         try:
-            assert client.links[0].life == 1
-            assert client.links[0].failure is None
+            assert client.links[0].incarnation == 1
+            assert client.links[0].down is None
             with client.submit([request("c", 3)]) as group:
                 assert len(await collect(group, 1)) == 3
             await until(lambda: client.links[0].stats.generation_tokens > 0)
@@ -271,12 +283,12 @@ def test_nothing_of_what_the_dead_were_asked_reaches_their_successor(
             assert client.links[0].stats.running == 0
         finally:
             client.close()
-            second.kill()
+            second.kill_and_reap()
 
     asyncio.run(main())
 
 
-def test_a_failed_step_is_told_in_its_own_words(run: Callable[..., None]) -> None:
+def test_a_failed_step_fails_requests_with_its_error(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", 10_000)]) as group, pytest.raises(ApiError, match="the fake step failed"):
             await collect(group, 1)
@@ -284,8 +296,8 @@ def test_a_failed_step_is_told_in_its_own_words(run: Callable[..., None]) -> Non
     run(body, options={"raise_after": 3})
 
 
-def test_interrupts_do_not_reach_the_engine(run: Callable[..., None]) -> None:
-    async def body(client: EngineClient, _: EngineClient, engine: Child[FromEngine]) -> None:
+def test_the_engine_process_ignores_sigint(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient, _: EngineClient, engine: Child[EngineToSupervisor]) -> None:
         os.kill(engine.pid, signal.SIGINT)
         with client.submit([request("a")]) as group:
             assert len(await collect(group, 1)) == 3
@@ -293,14 +305,14 @@ def test_interrupts_do_not_reach_the_engine(run: Callable[..., None]) -> None:
     run(body, fronts=2)
 
 
-def test_one_error_ends_all_open_requests(run: Callable[..., None]) -> None:
+def test_fail_ends_all_open_requests_with_one_error(run: Callable[..., None]) -> None:
     async def body(client: EngineClient) -> None:
         with client.submit([request("a", 10_000)]) as group:
             await group.next()
             client.fail(ApiError(503, "enough"))
             with pytest.raises(ApiError, match="enough"):
                 await collect(group, 1)
-        with client.submit([request("b")]) as group:  # the engine itself is well
+        with client.submit([request("b")]) as group:  # the engine itself is healthy
             await collect(group, 1)
 
     run(body, options={"delay": 0.001})

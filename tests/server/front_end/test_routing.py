@@ -1,4 +1,4 @@
-"""The choice of a replica, without any process."""
+"""The router, without any process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given, strategies as st
 
 from engine.core.types import Request, SamplingParams
-from engine.server.front_end.routing import ANSWER_TOKENS, Place, Prefixes, Router
+from engine.server.front_end.routing import MAX_OUTPUT_COST, Placement, PrefixIndex, Router
 
-PAGE = 16
+BLOCK = 16
 
 
 def request(prompt: Sequence[int], salt: str = "", **params: Any) -> Request:
@@ -19,60 +19,60 @@ def request(prompt: Sequence[int], salt: str = "", **params: Any) -> Request:
 
 
 def prompt(seed: int, blocks: int) -> list[int]:
-    """Full blocks and a token, as no other seed has them."""
-    return [seed * 10_000 + token for token in range(blocks * PAGE + 1)]
+    """Full blocks and one token, different for each seed."""
+    return [seed * 10_000 + token for token in range(blocks * BLOCK + 1)]
 
 
 def one(router: Router, tokens: Sequence[int], loads: Sequence[float | None], salt: str = "") -> int:
     return router.place([request(tokens, salt)], loads)[0].replica
 
 
-def test_one_replica_gets_everything_and_nothing_is_remembered() -> None:
-    router = Router([100], PAGE)
+def test_a_single_replica_gets_all_requests_and_nothing_is_indexed() -> None:
+    router = Router([100], BLOCK)
     first, again = (router.place([request(prompt(1, 4), max_tokens=7)], [5.0])[0] for _ in range(2))
-    assert first == again == Place(0, 4 * PAGE + 1, 7)
+    assert first == again == Placement(0, 4 * BLOCK + 1, 7)
 
 
-def test_without_a_known_prefix_the_least_loaded_one() -> None:
-    assert one(Router([100] * 3, PAGE), prompt(1, 2), [30, 10, 20]) == 1
-    assert one(Router([100] * 3, PAGE), [1, 2], [30, 20, 10]) == 2
+def test_the_least_loaded_replica_is_chosen_without_a_cached_prefix() -> None:
+    assert one(Router([100] * 3, BLOCK), prompt(1, 2), [30, 10, 20]) == 1
+    assert one(Router([100] * 3, BLOCK), [1, 2], [30, 20, 10]) == 2
 
 
-def test_a_prefix_is_followed_as_far_as_it_saves_more_than_waiting_costs() -> None:
-    saved = 10 * PAGE
+def test_a_cached_prefix_is_preferred_while_it_saves_more_than_the_load_difference() -> None:
+    saved = 10 * BLOCK
     for difference, expected in ((saved - 1, 1), (saved, 1), (saved + 1, 0)):
-        router = Router([100] * 2, PAGE)
+        router = Router([100] * 2, BLOCK)
         assert one(router, prompt(1, 10), [1000, 0]) == 1
         assert one(router, prompt(1, 10), [0, difference]) == expected
 
 
-def test_the_longer_of_two_prefixes() -> None:
-    router = Router([100] * 2, PAGE)
+def test_the_longer_cached_prefix_is_preferred() -> None:
+    router = Router([100] * 2, BLOCK)
     assert one(router, prompt(1, 4), [0, 1000]) == 0
     assert one(router, prompt(1, 8), [1000, 0]) == 1
     assert one(router, prompt(1, 9), [0, 0]) == 1
-    assert router.place([request(prompt(1, 9))], [0, 0])[0].prompt == 1
+    assert router.place([request(prompt(1, 9))], [0, 0])[0].prompt_cost == 1
 
 
-def test_what_was_sent_elsewhere_is_known_in_both() -> None:
-    router = Router([100] * 2, PAGE)
+def test_a_prompt_sent_to_two_replicas_is_indexed_for_both() -> None:
+    router = Router([100] * 2, BLOCK)
     for loads in ([0, 10**6], [10**6, 0]):
         one(router, prompt(1, 8), loads)
     assert [router.place([request(prompt(1, 8))], loads)[0] for loads in ([0, 1], [1, 0])] == [
-        Place(0, 1, ANSWER_TOKENS),
-        Place(1, 1, ANSWER_TOKENS),
+        Placement(0, 1, MAX_OUTPUT_COST),
+        Placement(1, 1, MAX_OUTPUT_COST),
     ]
 
 
-def test_another_salt_is_another_prefix() -> None:
-    router = Router([100] * 2, PAGE)
+def test_prefixes_with_different_salts_are_different() -> None:
+    router = Router([100] * 2, BLOCK)
     assert one(router, prompt(1, 8), [0, 1000], "a") == 0
-    assert one(router, prompt(1, 8), [PAGE, 0], "b") == 1
-    assert one(router, prompt(1, 8), [PAGE, 0], "a") == 0
+    assert one(router, prompt(1, 8), [BLOCK, 0], "b") == 1
+    assert one(router, prompt(1, 8), [BLOCK, 0], "a") == 0
 
 
-def test_idle_replicas_share_out_prompts_and_all_front_ends_agree() -> None:
-    routers = [Router([1000] * 4, PAGE) for _ in range(2)]
+def test_idle_replicas_share_prompts_and_all_routers_agree() -> None:
+    routers = [Router([1000] * 4, BLOCK) for _ in range(2)]
     chosen = [[one(router, prompt(seed, 3), [0] * 4) for seed in range(200)] for router in routers]
     assert chosen[0] == chosen[1]
     assert min(Counter(chosen[0]).values()) > 25
@@ -81,40 +81,40 @@ def test_idle_replicas_share_out_prompts_and_all_front_ends_agree() -> None:
 
 def test_choices_of_one_prompt_stay_together_and_prompts_spread() -> None:
     requests = [request(prompt(seed, 4), max_tokens=10) for seed in range(6) for _ in range(3)]
-    places = Router([100] * 2, PAGE).place(requests, [0, 0])
+    places = Router([100] * 2, BLOCK).place(requests, [0, 0])
     for index in range(0, len(places), 3):
         assert len({place.replica for place in places[index : index + 3]}) == 1
-        assert [place.prompt for place in places[index : index + 3]] == [4 * PAGE + 1, 0, 0]
+        assert [place.prompt_cost for place in places[index : index + 3]] == [4 * BLOCK + 1, 0, 0]
     assert Counter(place.replica for place in places) == {0: 9, 1: 9}
-    assert {place.answer for place in places} == {10}
+    assert {place.output_cost for place in places} == {10}
 
 
-def test_what_a_new_engine_was_not_sent_is_not_known() -> None:
-    router = Router([100] * 2, PAGE)
+def test_reset_forgets_the_prefixes_of_a_replica() -> None:
+    router = Router([100] * 2, BLOCK)
     for seed, loads in ((1, [0, 1000]), (2, [1000, 0])):
         one(router, prompt(seed, 8), loads)
-    router.renew(1, 100)
-    assert [one(router, prompt(seed, 8), loads) for seed, loads in ((1, [PAGE, 0]), (2, [0, PAGE]))] == [0, 0]
-    router.renew(0, 4)  # with less memory for its cache
+    router.reset(1, 100)
+    assert [one(router, prompt(seed, 8), loads) for seed, loads in ((1, [BLOCK, 0]), (2, [0, BLOCK]))] == [0, 0]
+    router.reset(0, 4)  # with less memory for its cache
     for _ in range(2):
         places = router.place([request(prompt(3, 8))], [0, None])
-    assert places[0].prompt == 4 * PAGE + 1
+    assert places[0].prompt_cost == 4 * BLOCK + 1
 
 
-def test_without_prefix_caches_only_loads_count() -> None:
-    router = Router([0, 0], PAGE)
+def test_only_loads_count_without_prefix_caches() -> None:
+    router = Router([0, 0], BLOCK)
     assert one(router, prompt(1, 50), [0, 1]) == 0
     assert one(router, prompt(1, 50), [1, 0]) == 1
 
 
-def test_prefixes_are_forgotten_from_their_ends_the_oldest_first() -> None:
-    prefixes = Prefixes(5)
+def test_prefixes_are_forgotten_oldest_first_from_their_ends() -> None:
+    prefixes = PrefixIndex(5)
     old, new = ([b"%d.%d" % (seed, block) for block in range(3)] for seed in range(2))
-    prefixes.remember(old)
-    prefixes.remember(new)
-    assert (prefixes.known(old), prefixes.known(new), len(prefixes)) == (2, 3, 5)
-    prefixes.remember(old)
-    assert (prefixes.known(old), prefixes.known(new), len(prefixes)) == (3, 2, 5)
+    prefixes.insert(old)
+    prefixes.insert(new)
+    assert (prefixes.match(old), prefixes.match(new), len(prefixes)) == (2, 3, 5)
+    prefixes.insert(old)
+    assert (prefixes.match(old), prefixes.match(new), len(prefixes)) == (3, 2, 5)
 
 
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=40)
@@ -124,7 +124,7 @@ tokens = st.lists(st.integers(0, 1), min_size=1, max_size=40)
     st.lists(st.tuples(tokens, st.lists(st.none() | st.integers(0, 100), min_size=3, max_size=3)), max_size=20),
     st.integers(0, 8),
 )
-def test_never_a_closed_replica_nor_one_that_costs_more_than_the_least_busy(
+def test_the_chosen_replica_is_up_and_costs_no_more_than_the_least_loaded(
     sent: list[tuple[list[int], list[float | None]]], blocks: int
 ) -> None:
     router = Router([blocks] * 3, 4)
@@ -135,5 +135,5 @@ def test_never_a_closed_replica_nor_one_that_costs_more_than_the_least_busy(
         (place,) = router.place([request(prompt_tokens)], loads)
         load = loads[place.replica]
         assert load is not None
-        assert 1 <= place.prompt <= len(prompt_tokens)
-        assert load + place.prompt <= min(open_loads) + len(prompt_tokens)
+        assert 1 <= place.prompt_cost <= len(prompt_tokens)
+        assert load + place.prompt_cost <= min(open_loads) + len(prompt_tokens)

@@ -29,7 +29,7 @@ def assert_failed(server: Any, level: str, reason: str, **query: Any) -> None:
     assert 0 < ago < 30
 
 
-def test_a_step_is_computed_on_demand_and_reaches_nobody(serve_fake: Serve) -> None:
+def test_a_deep_check_computes_a_step_that_counts_as_no_request(serve_fake: Serve) -> None:
     with serve_fake(api_workers=2) as server:
         before = server.metrics()
         for _ in range(3):
@@ -45,7 +45,7 @@ def test_a_step_is_computed_on_demand_and_reaches_nobody(serve_fake: Serve) -> N
         assert health(server) == (200, {"status": "ok"})
 
 
-def test_steps_of_users_are_proof_enough(serve_fake: Serve) -> None:
+def test_a_deep_check_accepts_a_step_of_users_requests(serve_fake: Serve) -> None:
     with serve_fake(options={"delay": 0.05}) as server, httpx.Client() as http:
         body = BODY | {"max_tokens": 60, "stream": True}
         with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
@@ -58,40 +58,40 @@ def test_steps_of_users_are_proof_enough(serve_fake: Serve) -> None:
         assert server.metrics()["engine_generation_tokens_total"] == 60
 
 
-def test_an_idle_engine_proves_itself(serve_fake: Serve) -> None:
+def test_an_idle_engine_computes_a_step_periodically(serve_fake: Serve) -> None:
     with serve_fake(health_interval=0.1) as server:
         server.until(lambda: server.metrics()["engine_steps_total"] >= 2)
         assert health(server)[0] == 200
 
 
-def test_a_loop_that_stands_still(serve_fake: Serve) -> None:
+def test_health_fails_while_the_engine_loop_is_stuck(serve_fake: Serve) -> None:
     with serve_fake(health_timeout=2.0) as server:
         assert health(server)[0] == 200
         engine = server.engine_pid()
         os.kill(engine, signal.SIGSTOP)
         server.until(lambda: health(server)[0] == 503)
-        assert_failed(server, "loop", "the engine's loop has not gone round for")
+        assert_failed(server, "loop", "the engine's loop has been stuck for")
         assert httpx.get(f"{server.url}/v1/models").status_code == 200
         os.kill(engine, signal.SIGCONT)
         server.until(lambda: health(server)[0] == 200)
 
 
-def test_a_worker_that_stands_still(serve_fake: Serve) -> None:
+def test_health_fails_while_a_worker_loop_is_stuck(serve_fake: Serve) -> None:
     with serve_fake(options={"silent_rank": 3}, health_timeout=2.0) as server:
         server.until(lambda: health(server)[0] == 503)
-        assert_failed(server, "loop", "the loop of rank 3 has not gone round for")
+        assert_failed(server, "loop", "the loop of rank 3 has been stuck for")
 
 
-def test_steps_that_come_to_nothing(serve_fake: Serve) -> None:
+def test_health_fails_when_no_step_completes(serve_fake: Serve) -> None:
     with serve_fake(options={"stuck": True}, health_timeout=2.0) as server:
         assert health(server) == (200, {"status": "ok"})
         begun = time.monotonic()
-        assert_failed(server, "step", "none has been computed for", deep=1)
+        assert_failed(server, "step", "no step has completed for", deep=1)
         assert time.monotonic() - begun > 1.9
-        assert_failed(server, "step", "none has been computed for")  # nobody has to ask again
+        assert_failed(server, "step", "no step has completed for")  # without another request for a step
 
 
-def test_a_dead_process(serve_fake: Serve) -> None:
+def test_health_fails_when_the_engine_process_is_killed(serve_fake: Serve) -> None:
     with serve_fake() as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
         server.until(lambda: health(server)[0] == 503)
@@ -99,7 +99,7 @@ def test_a_dead_process(serve_fake: Serve) -> None:
         assert_failed(server, "process", "SIGKILL", deep=1)
 
 
-def test_deep_is_yes_or_no(serve_fake: Serve) -> None:
+def test_deep_must_be_0_or_1(serve_fake: Serve) -> None:
     with serve_fake() as server:
         assert health(server, deep=0) == (200, {"status": "ok"})
         assert httpx.get(f"{server.url}/health", params={"deep": "perhaps"}).status_code == 400

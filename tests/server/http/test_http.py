@@ -1,4 +1,4 @@
-"""The whole front end, in a process of its own, around an engine that answers the alphabet."""
+"""The HTTP API of a real server with the fake engine, whose output is the alphabet."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_forms_of_a_prompt(http: httpx.Client, prompt: Any, echoes: list[str]) -
 
 
 @pytest.mark.parametrize(("skip", "echoed"), [(None, "xy"), (True, "xy"), (False, "x<eos>y")])
-def test_an_echo_has_special_tokens_if_they_are_asked_for(http: httpx.Client, skip: bool | None, echoed: str) -> None:
+def test_echo_contains_special_tokens_on_request(http: httpx.Client, skip: bool | None, echoed: str) -> None:
     prompt = [ord("x"), 256, ord("y")]
     (choice,) = complete(http, prompt=prompt, echo=True, skip_special_tokens=skip)["choices"]
     assert choice["text"] == echoed + "abcd"
 
 
-def test_n_choices_of_several_prompts_have_seeds_of_their_own(http: httpx.Client) -> None:
+def test_n_choices_of_several_prompts_have_different_seeds(http: httpx.Client) -> None:
     body = complete(http, prompt=["x", "yy"], n=3, seed=1)
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
     assert [choice["text"] for choice in body["choices"]] == ["bcde", "cdef", "defg"] * 2
@@ -118,7 +118,7 @@ def test_logprobs_with_echo(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("extra", [{}, {"echo": True, "logprobs": 2}, {"n": 2, "prompt": ["x", "y"], "seed": 3}])
-def test_a_stream_is_the_answer_in_pieces(http: httpx.Client, extra: dict[str, Any]) -> None:
+def test_a_stream_adds_up_to_the_whole_response(http: httpx.Client, extra: dict[str, Any]) -> None:
     whole = complete(http, **extra)
     body = COMPLETION | extra | {"stream": True, "stream_options": {"include_usage": True}}
     *pieces, usage = events(http.post("/v1/completions", json=body))
@@ -232,13 +232,13 @@ def test_refusals_name_the_parameter(http: httpx.Client, path: str, body: dict[s
     assert refusal(http.post(path, json=body))["param"] == param
 
 
-def test_a_prompt_that_fills_the_context(http: httpx.Client) -> None:
+def test_a_prompt_that_fills_the_context_is_refused(http: httpx.Client) -> None:
     error = refusal(http.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 256, "max_tokens": None}))
     assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_refuses_is_a_400_also_before_a_stream(http: httpx.Client, stream: bool) -> None:
+def test_a_request_refused_by_the_engine_is_a_400(http: httpx.Client, stream: bool) -> None:
     error = refusal(http.post("/v1/completions", json=COMPLETION | {"prompt": "refuse me", "stream": stream}))
     assert error["message"] == "this prompt is refused by the engine"
 
@@ -249,14 +249,14 @@ def test_another_model_is_not_found(http: httpx.Client) -> None:
         assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-def test_bodies_too_large(http: httpx.Client) -> None:
+def test_bodies_above_the_limit_are_refused(http: httpx.Client) -> None:
     big = json.dumps(COMPLETION | {"prompt": "x" * 10_000}).encode()
     refusal(http.post("/v1/completions", content=big), 413)
     chunks = (big[start : start + 1000] for start in range(0, len(big), 1000))
     refusal(http.post("/v1/completions", content=chunks), 413)
 
 
-def test_unknown_paths_and_methods_have_the_same_shape(http: httpx.Client) -> None:
+def test_errors_of_unknown_paths_and_methods_have_the_same_shape(http: httpx.Client) -> None:
     refusal(http.get("/v1/nothing"), 404)
     refusal(http.get("/v1/completions"), 405)
 
@@ -277,7 +277,7 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_all_its_choices(server: Any, stream: bool) -> None:
+def test_a_disconnect_aborts_all_choices(server: Any, stream: bool) -> None:
     aborted = server.metrics()['engine_requests_finished_total{finish_reason="abort"}']
 
     async def leave() -> None:
@@ -295,7 +295,7 @@ def test_a_client_that_goes_away_frees_all_its_choices(server: Any, stream: bool
     server.until(lambda: server.metrics()["engine_num_requests_running"] == 0)
 
 
-def test_api_key(serve_fake: Serve) -> None:
+def test_api_key_is_required_except_for_health(serve_fake: Serve) -> None:
     with serve_fake(api_key="sécret") as server, server.client() as http:
         assert http.get("/health").status_code == 200
         for path in ("/v1/models", "/metrics", "/nothing"):
@@ -307,7 +307,7 @@ def test_api_key(serve_fake: Serve) -> None:
         assert server.stop() == 0
 
 
-def test_too_many_requests(serve_fake: Serve) -> None:
+def test_requests_above_max_waiting_are_refused_as_overload(serve_fake: Serve) -> None:
     with serve_fake(max_waiting=3, options={"delay": 0.01}) as server, server.client() as http:
         long = COMPLETION | {"max_tokens": 250, "n": 2, "stream": True}
         with http.stream("POST", "/v1/completions", json=long) as stream:
@@ -320,7 +320,9 @@ def test_too_many_requests(serve_fake: Serve) -> None:
 
 
 @pytest.mark.parametrize(("body", "param"), [({"n": 4}, "n"), ({"prompt": ["a", "b", "c", "d"]}, "prompt")])
-def test_more_than_the_server_ever_takes_is_no_overload(serve_fake: Serve, body: dict[str, Any], param: str) -> None:
+def test_a_request_above_max_waiting_is_invalid_rather_than_overload(
+    serve_fake: Serve, body: dict[str, Any], param: str
+) -> None:
     with serve_fake(max_waiting=3) as server, server.client() as http:
         error = refusal(http.post("/v1/completions", json=COMPLETION | body))
         assert error["param"] == param
@@ -328,7 +330,7 @@ def test_more_than_the_server_ever_takes_is_no_overload(serve_fake: Serve, body:
 
 
 @pytest.mark.parametrize("cause", ["die_after", "raise_after"])
-def test_a_dead_engine(serve_fake: Serve, cause: str, alive: Callable[[int], bool]) -> None:
+def test_a_dead_engine_fails_requests_and_health(serve_fake: Serve, cause: str, alive: Callable[[int], bool]) -> None:
     with serve_fake(options={cause: 5, "delay": 0.01}) as server, server.client() as http:
         engine = server.engine_pid()
         response = http.post("/v1/completions", json=COMPLETION | {"max_tokens": 200, "stream": True})
@@ -346,7 +348,7 @@ def test_a_dead_engine(serve_fake: Serve, cause: str, alive: Callable[[int], boo
         assert server.stop() == 1
 
 
-def test_a_killed_supervisor_leaves_nothing(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
+def test_a_killed_supervisor_leaves_no_processes_or_files(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
     with serve_fake(api_workers=2) as server:
         assert len(server.leftovers()) == 1
         children = server.children()
@@ -356,7 +358,7 @@ def test_a_killed_supervisor_leaves_nothing(serve_fake: Serve, alive: Callable[[
         assert server.leftovers() == []
 
 
-def test_sigterm_lets_streams_finish_and_takes_nothing_new(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
+def test_sigterm_finishes_streams_and_refuses_new_requests(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
     with serve_fake(options={"delay": 0.02}) as server, server.client() as http:
         engine = server.engine_pid()
         body = COMPLETION | {"max_tokens": 60, "stream": True}
@@ -375,7 +377,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(serve_fake: Serve, al
         assert not alive(engine)
 
 
-def test_a_stream_that_takes_too_long_ends_with_an_error(serve_fake: Serve) -> None:
+def test_a_stream_ends_with_an_error_after_shutdown_timeout(serve_fake: Serve) -> None:
     with serve_fake(options={"delay": 0.05}, shutdown_timeout=0.2) as server, server.client() as http:
         with http.stream("POST", "/v1/completions", json=COMPLETION | {"max_tokens": 200, "stream": True}) as response:
             lines = response.iter_lines()
@@ -386,7 +388,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error(serve_fake: Serve) -> N
         assert server.process.wait(10) == 0
 
 
-def test_a_second_signal_exits_at_once(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
+def test_a_second_signal_exits_immediately(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
     with serve_fake(options={"delay": 0.05}) as server, server.client() as http:
         engine = server.engine_pid()
         with http.stream("POST", "/v1/completions", json=COMPLETION | {"max_tokens": 250, "stream": True}) as response:
@@ -399,26 +401,26 @@ def test_a_second_signal_exits_at_once(serve_fake: Serve, alive: Callable[[int],
         assert not alive(engine)
 
 
-def test_an_engine_that_cannot_start(serve_fake: Serve) -> None:
+def test_the_server_exits_with_the_error_when_the_engine_cannot_start(serve_fake: Serve) -> None:
     with serve_fake(options={"start_error": "there is not enough memory"}) as server:
         assert server.process.returncode == 1
         assert server.errors == "error: there is not enough memory\n"
 
 
-def test_an_engine_that_dies_at_start(serve_fake: Serve) -> None:
+def test_the_server_exits_when_the_engine_process_exits_at_start(serve_fake: Serve) -> None:
     with serve_fake(options={"exit": 3}) as server:
         assert server.process.returncode == 1
         assert server.errors == "error: the engine could not start: its process exited with code 3\n"
 
 
-def test_a_front_end_that_cannot_start(serve_fake: Serve) -> None:
+def test_the_server_exits_when_a_front_end_cannot_start(serve_fake: Serve) -> None:
     with serve_fake(tokenizer="broken", api_workers=2) as server:
         assert server.process.returncode == 1
         assert server.errors == "error: the tokenizer is broken\n"
         assert server.leftovers() == []
 
 
-def test_a_taken_port(server: Any, serve_fake: Serve) -> None:
+def test_the_server_exits_when_the_port_is_in_use(server: Any, serve_fake: Serve) -> None:
     port = int(server.url.rpartition(":")[2])
     with serve_fake(port=port) as second:
         assert second.process.returncode == 1

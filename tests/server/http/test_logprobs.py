@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import TokenLogprobs
-from engine.server.http.logprobs import LOWEST, chat_logprobs, completion_logprobs, prompt_offsets, token_name
+from engine.server.http.logprobs import MIN_LOGPROB, chat_logprobs, completion_logprobs, prompt_offsets, token_name
 
 
 class Bytes:
@@ -35,14 +35,14 @@ def test_offsets_count_whole_characters() -> None:
     assert prompt_offsets(TOKENIZER, prompt, "a€b€c") == [0, 1, 1, 1, 2, 3, 3, 4]
 
 
-def test_offsets_count_special_tokens_that_the_text_has() -> None:
+def test_offsets_count_special_tokens_that_appear_in_the_text() -> None:
     prompt = [256, ord("a"), 256, ord("b")]
     assert prompt_offsets(TOKENIZER, prompt, "a<s>b") == [0, 0, 1, 4]
     assert prompt_offsets(TOKENIZER, prompt, "<s>a<s>b") == [0, 3, 4, 7]
     assert prompt_offsets(TOKENIZER, prompt, "ab") == [0, 0, 1, 1]
 
 
-def test_top_logprobs_hold_the_sampled_token_too() -> None:
+def test_top_logprobs_contain_the_sampled_token() -> None:
     body = completion_logprobs(TOKENIZER, [entry(ord("a"), (ord("b"), -0.5), (ord("c"), -0.75))], [3], top=1)
     assert body == {
         "tokens": ["a"],
@@ -52,16 +52,16 @@ def test_top_logprobs_hold_the_sampled_token_too() -> None:
     }
 
 
-def test_the_first_token_of_a_prompt_has_none() -> None:
-    body = completion_logprobs(TOKENIZER, [None, entry(0xE2)], [0, 1], top=1, prompt=ord("a"))
+def test_the_first_prompt_token_has_no_logprob() -> None:
+    body = completion_logprobs(TOKENIZER, [None, entry(0xE2)], [0, 1], top=1, first_token=ord("a"))
     assert body["tokens"] == ["a", "bytes:\\xe2"]
     assert body["token_logprobs"] == [None, -1.5]
     assert body["top_logprobs"] == [None, {"bytes:\\xe2": -1.5}]
 
 
-def test_chat_has_bytes_and_no_infinity() -> None:
+def test_chat_logprobs_have_bytes_and_no_infinity() -> None:
     body: Any = chat_logprobs(TOKENIZER, [entry(0xE2, (ord("b"), -math.inf), (ord("c"), -9.0))], top=1)
     (token,) = body["content"]
     assert token["token"] == "�"
     assert token["bytes"] == [0xE2]
-    assert token["top_logprobs"] == [{"token": "b", "logprob": LOWEST, "bytes": [ord("b")]}]
+    assert token["top_logprobs"] == [{"token": "b", "logprob": MIN_LOGPROB, "bytes": [ord("b")]}]

@@ -6,8 +6,8 @@ import pytest
 
 from engine.core.config.tree import ServerConfig
 from engine.core.types import MAX_SEED, SamplingParams
+from engine.server.front_end.errors import ApiError
 from engine.server.http import params
-from engine.server.http.errors import ApiError
 from engine.server.http.request_bodies import CompletionBody
 
 LIMITS = ServerConfig(max_n=4, max_logprobs=5, max_stop=2, max_stop_chars=8, max_logit_bias=3)
@@ -20,12 +20,12 @@ def made(**given: Any) -> SamplingParams:
     return params.sampling_params(body, DEFAULTS, LIMITS, VOCAB)
 
 
-def test_what_is_not_given_is_the_models_default() -> None:
+def test_missing_parameters_get_the_models_defaults() -> None:
     assert made() == DEFAULTS
     assert made(temperature=0.0) == SamplingParams(temperature=0.0, top_p=0.9, top_k=20)
 
 
-def test_every_parameter_arrives() -> None:
+def test_every_parameter_reaches_sampling_params() -> None:
     given = {
         "temperature": 0.5,
         "top_p": 0.25,
@@ -80,11 +80,11 @@ def test_refusals_name_the_parameter(given: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize("n", [0, -1, 5])
 def test_n_has_a_limit(n: int) -> None:
     with pytest.raises(ApiError, match="n must be from 1 to 4"):
-        params.choices(CompletionBody(model="m", prompt="p", n=n), LIMITS)
+        params.num_choices(CompletionBody(model="m", prompt="p", n=n), LIMITS)
 
 
 def tokens_for(given: int | None, default: int | None, prompt: int) -> int | None:
-    return params.max_tokens(given, "max_tokens", default, DEFAULTS, prompt, max_len=100).max_tokens
+    return params.with_max_tokens(given, "max_tokens", default, DEFAULTS, prompt, max_len=100).max_tokens
 
 
 def test_max_tokens() -> None:
@@ -95,20 +95,20 @@ def test_max_tokens() -> None:
 
 
 @pytest.mark.parametrize(("given", "prompt"), [(11, 90), (None, 100), (None, 101), (1, 100)])
-def test_a_request_longer_than_the_context(given: int | None, prompt: int) -> None:
+def test_a_request_longer_than_the_context_is_refused(given: int | None, prompt: int) -> None:
     with pytest.raises(ApiError, match="context holds 100 tokens") as caught:
         tokens_for(given, 16, prompt)
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_bad_max_tokens_is_called_by_the_name_it_came_under() -> None:
+def test_a_refusal_of_max_tokens_uses_the_clients_name_for_it() -> None:
     with pytest.raises(ApiError, match=r"^max_completion_tokens must be in") as caught:
-        params.max_tokens(0, "max_completion_tokens", None, DEFAULTS, 5, max_len=100)
+        params.with_max_tokens(0, "max_completion_tokens", None, DEFAULTS, 5, max_len=100)
     assert caught.value.param == "max_completion_tokens"
 
 
-def test_each_choice_has_a_seed_of_its_own() -> None:
+def test_choices_have_different_seeds() -> None:
     seeded = SamplingParams(seed=MAX_SEED)
-    assert params.seed(seeded, 0).seed == MAX_SEED
-    assert params.seed(seeded, 1).seed == 0
-    assert params.seed(SamplingParams(), 1).seed is None
+    assert params.with_choice_seed(seeded, 0).seed == MAX_SEED
+    assert params.with_choice_seed(seeded, 1).seed == 0
+    assert params.with_choice_seed(SamplingParams(), 1).seed is None

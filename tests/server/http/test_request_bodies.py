@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.server.http.errors import ApiError
+from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode
 
 COMPLETION = {"model": "m", "prompt": "p"}
@@ -20,7 +20,7 @@ def refusal(kind: type[msgspec.Struct], body: Any) -> ApiError:
     return caught.value
 
 
-def test_a_whole_completion_body() -> None:
+def test_a_completion_body_is_decoded() -> None:
     body = decode(
         msgspec.json.encode(
             COMPLETION | {"logit_bias": {"7": -1}, "temperature": 1, "stream_options": {"include_usage": True}}

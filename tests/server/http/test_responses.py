@@ -1,4 +1,4 @@
-"""Streams over a connection that is a stand-in."""
+"""Streams over a fake connection."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from engine.server.http.errors import ApiError
+from engine.server.front_end.errors import ApiError
 from engine.server.http.responses import stream
 
 
@@ -24,7 +24,7 @@ class FakeConnection:
 
 
 class FakeGeneration:
-    """Stands for generation and event stream both: gives out what the test puts in."""
+    """Replaces Generation and EventStream: returns what the test puts in."""
 
     def __init__(self) -> None:
         self.generation = self
@@ -62,7 +62,7 @@ class FakeGeneration:
 
 
 class Client:
-    """One request for a stream."""
+    """A client that has requested a stream."""
 
     def __init__(self) -> None:
         self.events = FakeGeneration()
@@ -86,13 +86,13 @@ class Client:
 
     @property
     def last(self) -> bytes:
-        """The body of the last message, which ends the response."""
+        """The body of the message that ends the response."""
         assert not self.sent[-1].get("more_body", False)
         body: bytes = self.sent[-1]["body"]
         return body
 
 
-def test_events_are_written_as_they_come() -> None:
+def test_events_are_written_as_outputs_come() -> None:
     async def main() -> None:
         client = Client()
         await client.settle()
@@ -114,7 +114,7 @@ def test_events_are_written_as_they_come() -> None:
     asyncio.run(main())
 
 
-def test_all_is_written_before_the_end_of_the_response() -> None:
+def test_all_events_are_written_before_the_response_ends() -> None:
     async def main(*events: bytes) -> None:
         client = Client()
         order = client.sent
@@ -133,7 +133,7 @@ def test_all_is_written_before_the_end_of_the_response() -> None:
     asyncio.run(main(b"one", b"two", b"three"))
 
 
-def test_nothing_is_made_while_the_client_does_not_read() -> None:
+def test_no_events_are_built_while_the_client_does_not_read() -> None:
     async def main() -> None:
         client = Client()
         await client.settle()
@@ -154,7 +154,7 @@ def test_nothing_is_made_while_the_client_does_not_read() -> None:
     asyncio.run(main())
 
 
-def test_an_error_before_the_first_event_is_a_response_and_one_after_it_an_event() -> None:
+def test_an_early_error_is_a_response_and_a_late_one_an_event() -> None:
     async def main() -> None:
         early, late, broken = Client(), Client(), Client()
         await early.settle()
@@ -170,12 +170,12 @@ def test_an_error_before_the_first_event_is_a_response_and_one_after_it_an_event
             assert client.sent[0]["status"] == 200
             assert client.last.startswith(b'data: {"error":{"message":')
         assert b"enough" in late.last
-        assert b"its log says more" in broken.last
+        assert b"see the server's log" in broken.last
 
     asyncio.run(main())
 
 
-def test_a_client_that_goes_away_ends_the_generation() -> None:
+def test_a_disconnect_ends_the_generation() -> None:
     async def main() -> None:
         for begun in (False, True):
             client = Client()

@@ -1,4 +1,4 @@
-"""Several front ends of one engine."""
+"""Several front ends of one server, with a fake engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from engine.core.config.tree import ServerConfig
-from engine.server.supervisor.main import workers
+from engine.server.supervisor.main import num_front_ends
 
 Serve = Callable[..., AbstractContextManager[Any]]
 
@@ -22,7 +22,7 @@ FINISHED = 'engine_requests_finished_total{finish_reason="%s"}'
 
 
 def connections(server: Any) -> dict[int, int]:
-    """Established TCP connections of each front end."""
+    """Number of established TCP connections of each front end, by process ID."""
     port = f":{int(server.url.rpartition(':')[2]):04X}"
     with open("/proc/net/tcp") as table:
         rows = [line.split() for line in table]
@@ -35,7 +35,7 @@ def connections(server: Any) -> dict[int, int]:
 
 
 def streams(server: Any, count: int, during: Callable[[], None] = lambda: None, **body: Any) -> list[str]:
-    """The text of that many streams at once, or the name of the error that ended it; `during`: called midway."""
+    """Run `count` concurrent streams; the text of each, or the name of its error. during: called once all run."""
 
     async def one(client: httpx.AsyncClient, begun: asyncio.Semaphore) -> str:
         told = ""
@@ -97,7 +97,9 @@ def test_a_killed_front_end_is_replaced(serve_fake: Serve) -> None:
 
         def during() -> None:
             os.kill(pids[0], signal.SIGKILL)
-            server.until(lambda: server.metrics()["engine_num_requests_running"] == 8)  # those of the dead are gone
+            server.until(
+                lambda: server.metrics()["engine_num_requests_running"] == 8
+            )  # those of the killed one were aborted
 
         told = streams(server, 16, during, max_tokens=200)
         assert sum(text.endswith("data: [DONE]") for text in told) == 8
@@ -121,7 +123,7 @@ def test_a_killed_front_end_is_replaced(serve_fake: Serve) -> None:
         assert server.stop() == 0
 
 
-def test_the_death_of_the_engine_reaches_all(serve_fake: Serve) -> None:
+def test_all_front_ends_learn_of_a_killed_engine_process(serve_fake: Serve) -> None:
     with serve_fake(api_workers=2, options={"delay": 0.01}) as server:
         killed: list[float] = []
 
@@ -130,7 +132,7 @@ def test_the_death_of_the_engine_reaches_all(serve_fake: Serve) -> None:
             killed.append(time.monotonic())
 
         told = streams(server, 8, during, max_tokens=250)
-        assert time.monotonic() - killed[0] < 2  # not a measurement: it is what is promised
+        assert time.monotonic() - killed[0] < 2  # the documented bound, not a measurement
         assert all('"code":"engine_failed"' in text.rpartition("data: ")[2] for text in told)
         with httpx.Client() as one, httpx.Client() as other:
             for client in (one, other):
@@ -140,7 +142,7 @@ def test_the_death_of_the_engine_reaches_all(serve_fake: Serve) -> None:
         assert server.stop() == 1
 
 
-def test_sigterm_drains_all(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
+def test_sigterm_drains_all_front_ends(serve_fake: Serve, alive: Callable[[int], bool]) -> None:
     with serve_fake(api_workers=2, options={"delay": 0.01}) as server:
         children = server.children()
 
@@ -158,7 +160,7 @@ def test_sigterm_drains_all(serve_fake: Serve, alive: Callable[[int], bool]) -> 
         assert not any(map(alive, children))
 
 
-def test_signals_for_front_ends_go_to_the_supervisor(serve_fake: Serve) -> None:
+def test_front_ends_ignore_sigint_and_sigterm(serve_fake: Serve) -> None:
     with serve_fake() as server:
         (pid,) = server.front_end_pids()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -168,6 +170,6 @@ def test_signals_for_front_ends_go_to_the_supervisor(serve_fake: Serve) -> None:
         assert server.stop() == 0
 
 
-def test_how_many() -> None:
-    assert workers(ServerConfig(api_workers=3)) == 3
-    assert 1 <= workers(ServerConfig()) <= 4
+def test_number_of_front_ends() -> None:
+    assert num_front_ends(ServerConfig(api_workers=3)) == 3
+    assert 1 <= num_front_ends(ServerConfig()) <= 4

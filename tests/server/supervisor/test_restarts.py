@@ -1,4 +1,4 @@
-"""Dead replicas are started anew: what clients, /health and /metrics see of it, with fake engines."""
+"""Restarts of dead replicas, as clients, /health and /metrics see them, with fake engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from engine.core.config.tree import EngineConfig
 from engine.core.errors import EngineError
 from engine.server.supervisor.engines import Engines
-from engine.server.supervisor.restarts import LONGEST_PAUSE, STEADY, Restarts
+from engine.server.supervisor.restart_policy import MAX_DELAY, STABLE_UPTIME, RestartPolicy
 
 Serve = Callable[..., AbstractContextManager[Any]]
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
@@ -29,7 +29,7 @@ def health(server: Any) -> tuple[int, dict[str, Any]]:
 
 
 def one(server: Any, replica: int) -> dict[str, Any]:
-    """What /health says of a replica."""
+    """The entry of a replica in /health."""
     found: dict[str, Any] = health(server)[1]["replicas"][replica]
     return found
 
@@ -38,12 +38,12 @@ def statuses(server: Any) -> list[str]:
     return [each["status"] for each in health(server)[1]["replicas"]]
 
 
-def is_well(server: Any) -> bool:
+def all_healthy(server: Any) -> bool:
     return health(server) == (200, {"status": "ok", "replicas": [{"replica": n, "status": "ok"} for n in range(2)]})
 
 
 def by_replica(server: Any, name: str) -> list[float]:
-    """A metric of each of two replicas."""
+    """The values of a metric for the two replicas."""
     metrics = server.metrics()
     return [metrics[f'engine_{name}{{replica="{replica}"}}'] for replica in range(2)]
 
@@ -54,12 +54,12 @@ def complete(server: Any, **body: Any) -> httpx.Response:
 
 @contextlib.contextmanager
 def two(serve_fake: Serve, **settings: Any) -> Iterator[Any]:
-    """A server with two replicas that are started anew at once."""
+    """A server with two replicas that are restarted after 50 ms."""
     with serve_fake(**({"replicas": 2, "replica_restart_pause": 0.05} | settings)) as server:
         yield server
 
 
-def test_one_of_two_is_killed_twice_and_comes_back(serve_fake: Serve, tmp_path: Path) -> None:
+def test_a_replica_killed_twice_is_restarted_twice(serve_fake: Serve, tmp_path: Path) -> None:
     at_start = tmp_path / "at_start"
     options = {"delay": 0.01, "at_start": str(at_start), "helper": True}
     with two(serve_fake, options=options) as server:
@@ -78,13 +78,13 @@ def test_one_of_two_is_killed_twice_and_comes_back(serve_fake: Serve, tmp_path: 
             assert by_replica(server, "up") == [1, 0]
             assert helpers(server, victim) == []  # before the next one starts
             assert complete(server).status_code == 200
-            if time == 1:  # another front end hears of all this later
+            if time == 1:  # a front end started now must receive the state too
                 (front,) = server.front_end_pids()
                 os.kill(front, signal.SIGKILL)
                 server.until(lambda front=front: server.front_end_pids() not in ([], [front]))
             assert statuses(server) == ["ok", "starting"]
             at_start.unlink()
-            server.until(lambda: is_well(server))
+            server.until(lambda: all_healthy(server))
             assert server.engine_pids()[0] == first
             assert server.engine_pids()[1] not in (second, victim)
         assert one(server, 1) == {"replica": 1, "status": "ok"}
@@ -92,15 +92,17 @@ def test_one_of_two_is_killed_twice_and_comes_back(serve_fake: Serve, tmp_path: 
         assert by_replica(server, "up") == [1, 1]
         answer = complete(server, prompt=[f"prompt {index}" for index in range(6)], max_tokens=30, seed=0)
         assert answer.status_code == 200
-        server.until(lambda: by_replica(server, "generation_tokens_total")[1] == 3 * 30)  # it has its share again
+        server.until(
+            lambda: by_replica(server, "generation_tokens_total")[1] == 3 * 30
+        )  # the restarted replica gets its share
         sockets = [path.name for path in server.leftovers()[0].glob("engine-*")]
         assert sorted(sockets) == ["engine-0.0", "engine-1.2"]
-        assert "replica 1 of the engine takes requests again" in server.errors
-        assert server.stop() == 0  # all are well
+        assert "replica 1 of the engine accepts requests again" in server.errors
+        assert server.stop() == 0  # all replicas are up
 
 
 def helpers(server: Any, group: int) -> list[int]:
-    """Processes of a dead engine process's group."""
+    """Process IDs in the process group of a dead engine process."""
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -110,11 +112,11 @@ def helpers(server: Any, group: int) -> list[int]:
     return found
 
 
-def test_beyond_the_limit_it_is_given_up(serve_fake: Serve) -> None:
+def test_a_replica_is_given_up_after_its_last_try(serve_fake: Serve) -> None:
     with two(serve_fake, replica_restarts=1) as server:
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
         server.until(lambda: by_replica(server, "restarts_total") == [0, 1])
-        server.until(lambda: is_well(server))
+        server.until(lambda: all_healthy(server))
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
         server.until(lambda: "given up" in one(server, 1).get("restart", ""))
         assert one(server, 1)["status"] == "failed"
@@ -125,7 +127,7 @@ def test_beyond_the_limit_it_is_given_up(serve_fake: Serve) -> None:
         assert server.stop() == 1
 
 
-def test_one_that_is_killed_while_it_starts_is_tried_again(serve_fake: Serve, tmp_path: Path) -> None:
+def test_a_replica_killed_while_starting_is_restarted(serve_fake: Serve, tmp_path: Path) -> None:
     at_start = tmp_path / "at_start"
     with two(serve_fake, options={"at_start": str(at_start)}) as server:
         at_start.write_text("wait")
@@ -135,13 +137,13 @@ def test_one_that_is_killed_while_it_starts_is_tried_again(serve_fake: Serve, tm
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
         server.until(lambda: one(server, 1).get("restart") == "try 2 of 5")
         assert one(server, 1)["reason"] == "its process was killed by SIGKILL (out of memory?) while it started"
-        assert one(server, 1)["since"] == since  # it took no requests meanwhile
+        assert one(server, 1)["since"] == since  # the replica accepted no requests meanwhile
         at_start.unlink()
-        server.until(lambda: is_well(server))
+        server.until(lambda: all_healthy(server))
         assert by_replica(server, "restarts_total") == [0, 2]
 
 
-def test_a_wrong_setting_is_not_tried_again(serve_fake: Serve, tmp_path: Path) -> None:
+def test_a_replica_that_refuses_its_settings_is_not_restarted(serve_fake: Serve, tmp_path: Path) -> None:
     at_start = tmp_path / "at_start"
     with two(serve_fake, options={"at_start": str(at_start)}) as server:
         at_start.write_text("refuse")
@@ -153,7 +155,7 @@ def test_a_wrong_setting_is_not_tried_again(serve_fake: Serve, tmp_path: Path) -
         assert server.stop() == 1
 
 
-def test_all_are_killed_at_once_and_come_back(serve_fake: Serve, tmp_path: Path) -> None:
+def test_all_replicas_are_restarted_when_all_are_killed(serve_fake: Serve, tmp_path: Path) -> None:
     at_start = tmp_path / "at_start"
     with two(serve_fake, options={"at_start": str(at_start)}) as server:
         at_start.write_text("wait")
@@ -169,18 +171,18 @@ def test_all_are_killed_at_once_and_come_back(serve_fake: Serve, tmp_path: Path)
                 return complete(server).status_code == 503
             return False
 
-        server.until(refused)  # by a front end that has never seen one at work
+        server.until(refused)  # by a front end that has never seen the replicas up
         error = complete(server).json()["error"]
         assert error["code"] == "engine_failed"
-        assert "it is started anew, so try again later" in error["message"]
+        assert "it is being restarted, so try again later" in error["message"]
         at_start.unlink()
-        server.until(lambda: is_well(server))
+        server.until(lambda: all_healthy(server))
         assert complete(server).json()["choices"][0]["finish_reason"] == "length"
         assert server.stop() == 0
 
 
 @pytest.mark.parametrize("pause", [0.05, 30.0])
-def test_the_server_does_not_wait_for_one_that_is_coming(
+def test_shutdown_does_not_wait_for_a_restart(
     serve_fake: Serve, tmp_path: Path, pause: float, alive: Callable[[int], bool]
 ) -> None:
     at_start = tmp_path / "at_start"
@@ -193,20 +195,22 @@ def test_the_server_does_not_wait_for_one_that_is_coming(
         assert server.process.wait(20) == 1
         assert not any(map(alive, children))
         assert server.leftovers() == []
-        assert "did not stop" not in server.errors  # as what is still there after its time
+        assert "did not stop" not in server.errors  # logged for a process that exceeds its time
 
 
-def test_the_only_replica_stays_dead(serve_fake: Serve) -> None:
+def test_a_single_replica_is_not_restarted(serve_fake: Serve) -> None:
     with serve_fake(replica_restart_pause=0.0) as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
         server.until(lambda: health(server)[0] == 503)
         assert "restart" not in health(server)[1]
-        assert "the server needs a restart" in complete(server).json()["error"]["message"]
+        assert "restart the server" in complete(server).json()["error"]["message"]
         assert server.engine_pids() == []
         assert server.stop() == 1
 
 
-def test_no_process_to_be_had(fake_config: Callable[..., EngineConfig], tmp_path: Path) -> None:
+def test_start_fails_when_the_process_cannot_be_started(
+    fake_config: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
     async def start() -> None:
         await Engines([fake_config()], str(tmp_path), ["/nonexistent"]).start(lambda _: None)
 
@@ -214,10 +218,10 @@ def test_no_process_to_be_had(fake_config: Callable[..., EngineConfig], tmp_path
         asyncio.run(start())
 
 
-def test_pauses_grow_and_a_steady_life_gives_all_tries_back() -> None:
-    restarts = Restarts(3, 2.0)
-    assert [restarts.next(0.0) for _ in range(5)] == [2.0, 4.0, 8.0, None, None]
-    assert [restarts.next(STEADY), restarts.next(STEADY - 1)] == [2.0, 4.0]
-    many = Restarts(9, 1.0)
-    assert [many.next(0.0) for _ in range(9)][-1] == LONGEST_PAUSE
-    assert Restarts(0, 1.0).next(STEADY) is None
+def test_delays_double_and_a_stable_uptime_restores_all_tries() -> None:
+    restarts = RestartPolicy(3, 2.0)
+    assert [restarts.next_delay(0.0) for _ in range(5)] == [2.0, 4.0, 8.0, None, None]
+    assert [restarts.next_delay(STABLE_UPTIME), restarts.next_delay(STABLE_UPTIME - 1)] == [2.0, 4.0]
+    many = RestartPolicy(9, 1.0)
+    assert [many.next_delay(0.0) for _ in range(9)][-1] == MAX_DELAY
+    assert RestartPolicy(0, 1.0).next_delay(STABLE_UPTIME) is None

@@ -33,7 +33,7 @@ STARTED = Started(
 )
 
 
-def test_all_that_was_decided_is_told(fake_config: Callable[..., EngineConfig]) -> None:
+def test_summary_lists_plugins_memory_and_address(fake_config: Callable[..., EngineConfig]) -> None:
     text = summary(STARTED, fake_config(), "http://127.0.0.1:8123")
     for words in (
         "tiny on a small box, float32, context 512 tokens, loaded in 1.2 s",
@@ -48,13 +48,13 @@ def test_all_that_was_decided_is_told(fake_config: Callable[..., EngineConfig]) 
         assert words in text
 
 
-def test_a_cache_of_another_type_is_told(fake_config: Callable[..., EngineConfig]) -> None:
+def test_summary_names_the_dtype_of_a_quantized_cache(fake_config: Callable[..., EngineConfig]) -> None:
     for kv_dtype, said in (("float32", "full length\n"), ("float8_e4m3fn", "full length, in float8_e4m3fn\n")):
         started = replace(STARTED, cache=evolve(STARTED.cache, kv_dtype=kv_dtype))
         assert said in summary(started, fake_config(), "http://h:1")
 
 
-def test_the_curl_line_can_be_pasted(fake_config: Callable[..., EngineConfig]) -> None:
+def test_curl_command_is_valid_shell_without_secrets(fake_config: Callable[..., EngineConfig]) -> None:
     words = shlex.split(curl(fake_config(), "http://h:1"))
     assert words[:2] == ["curl", "http://h:1/v1/completions"]
     assert json.loads(words[-1])["model"] == "tiny"

@@ -1,7 +1,7 @@
-"""The connection between the supervisor and each of its processes: messages over the process's standard input.
+"""The link between the supervisor and a process it started: messages over the process's standard input.
 
-Each message is 4 bytes of length, big-endian, and msgpack. The kernel closes the connection however a side dies, so its
-end tells the other.
+Each message is 4 bytes of length, big-endian, then msgpack. The kernel closes the connection however either side dies,
+so each side notices the other's exit.
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ from engine.core.executors import Decoder, encode
 
 T = TypeVar("T")
 
-LENGTH = 4
-"""Bytes of the length before a message."""
+LENGTH_BYTES = 4
+"""Size of the length before each message."""
 
 
 def frame(message: Any) -> bytes:
-    """A message with its length before it."""
+    """Encode a message with its length in front."""
     data = encode(message)
-    return len(data).to_bytes(LENGTH, "big") + data
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-class Control(Generic[T]):
-    """The end that a process has of the connection to its supervisor; T: what it is told after the launch."""
+class SupervisorLink(Generic[T]):
+    """A process's end of its link to the supervisor. T: messages received after the launch message."""
 
     def __init__(self, kind: Any) -> None:
-        self._socket = _own_stdin()
+        """kind: T, as the decoder needs it at run time."""
+        self._socket = _take_stdin()
         self._decoder: Decoder[T] = Decoder(kind)
 
     def launch(self, kind: type[Any]) -> Any:
-        """Wait for the first message, one of type `kind`."""
+        """Wait for the first message, of type `kind`."""
         data = self._read()
         if data is None:
             sys.exit("error: this process is started by `engine serve`, not by hand")
         return Decoder[Any](kind).decode(data)
 
     def send(self, message: Any) -> None:
-        """Tell the supervisor."""
+        """Send a message to the supervisor."""
         self._socket.sendall(frame(message))
 
     def listen(self, handle: Callable[[T], None], directory: str) -> None:
         """Call `handle` with each message from now on, in a thread.
 
-        When the supervisor is gone, also while the main thread is busy, remove its directory and exit at once.
+        When the supervisor exits, even while the main thread is busy, remove its directory and exit immediately.
         """
         threading.Thread(target=self._listen, args=(handle, directory), name="supervisor", daemon=True).start()
 
     def _listen(self, handle: Callable[[T], None], directory: str) -> None:
         while (data := self._read()) is not None:
             handle(self._decoder.decode(data))
-        shutil.rmtree(directory, ignore_errors=True)  # the supervisor had no time for it, or has done so
+        shutil.rmtree(directory, ignore_errors=True)  # a killed supervisor had no time to
         os._exit(1)
 
     def _read(self) -> bytes | None:
-        """One message; None at the end."""
-        head = self._exactly(LENGTH)
-        return None if head is None else self._exactly(int.from_bytes(head, "big"))
+        """Read one message; None at the end of the connection."""
+        head = self._read_bytes(LENGTH_BYTES)
+        return None if head is None else self._read_bytes(int.from_bytes(head, "big"))
 
-    def _exactly(self, size: int) -> bytes | None:
+    def _read_bytes(self, size: int) -> bytes | None:
         data = bytearray()
         while len(data) < size:
             try:
@@ -77,8 +78,8 @@ class Control(Generic[T]):
         return bytes(data)
 
 
-def _own_stdin() -> socket.socket:
-    """Standard input under another number, so that nothing else reads from it."""
+def _take_stdin() -> socket.socket:
+    """Move standard input to another descriptor, so that no library reads from the link."""
     try:
         own = socket.socket(fileno=os.dup(0))
     except OSError:

@@ -1,26 +1,29 @@
-"""What /health answers: the state of each replica, and of them together."""
+"""The answer of /health: the state of each replica and of the server."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from engine.server.shared.heartbeat import Fault
 
 State = float | Fault | None
-"""Of one replica: what is wrong with it, else the seconds that a step took, or None where none was asked for."""
+"""State of one replica: its fault, or the seconds that a requested step took, or None if no step was requested."""
+Status = Literal["ok", "degraded", "starting", "failed", "draining"]
+"""`status` in the answer."""
 
 
 def report(states: Sequence[State]) -> tuple[int, dict[str, Any]]:
-    """Status and body: a server is well while one replica is. Where there is one, the body is about that alone."""
+    """HTTP status and body: 200 while at least one replica is healthy. A single replica is reported without a list."""
     bodies = [_body(state) for state in states]
     if len(bodies) == 1:
         return (503 if isinstance(states[0], Fault) else 200), bodies[0]
     replicas = [{"replica": number, **body} for number, body in enumerate(bodies)]
     faults = [state for state in states if isinstance(state, Fault)]
-    if len(faults) == len(states):  # the server is down since the last of them is
+    if len(faults) == len(states):  # the server has been down since its last replica failed
         return 503, {**max(faults, key=lambda fault: fault.since).body(), "replicas": replicas}
-    return 200, {"status": "degraded" if faults else "ok", "replicas": replicas}
+    status: Status = "degraded" if faults else "ok"
+    return 200, {"status": status, "replicas": replicas}
 
 
 def _body(state: State) -> dict[str, Any]:

@@ -6,21 +6,22 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.types import EngineStats, RequestTimes
-from engine.server.shared.metrics import Board, EngineReport, Exporter, Histogram, Metrics
+from engine.server.http.prometheus import EngineReport, PrometheusExporter
+from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
 
 REPLICAS = 2
 
 
-def board(rows: int = 1) -> Board:
-    return Board([memoryview(array("d", [0.0] * (Metrics.SIZE + REPLICAS))) for _ in range(rows)])
+def board(rows: int = 1) -> MetricsTable:
+    return MetricsTable([memoryview(array("d", [0.0] * (FrontEndMetrics.SIZE + REPLICAS))) for _ in range(rows)])
 
 
-def samples(board: Board, stats: EngineStats, up: bool = True) -> dict[tuple[str, str], float]:
-    return read(Exporter(board, lambda: [EngineReport(up=up, stats=stats)]))
+def samples(board: MetricsTable, stats: EngineStats, up: bool = True) -> dict[tuple[str, str], float]:
+    return read(PrometheusExporter(board, lambda: [EngineReport(up=up, stats=stats)]))
 
 
-def read(exporter: Exporter) -> dict[tuple[str, str], float]:
-    """By name, and the values of the labels."""
+def read(exporter: PrometheusExporter) -> dict[tuple[str, str], float]:
+    """Samples by (name, concatenated label values)."""
     text = exporter.text().decode()
     return {
         (sample.name, "".join(sample.labels.values())): sample.value
@@ -29,24 +30,14 @@ def read(exporter: Exporter) -> dict[tuple[str, str], float]:
     }
 
 
-def test_histogram_counts_up_to_each_bound() -> None:
-    histogram = Histogram((1.0, 2.0), memoryview(array("d", [0.0] * 4)))
-    histogram.observe(0.5)
-    histogram.observe(1.0)
-    histogram.observe(1.5, 3)
-    histogram.observe(9.0)
-    assert histogram.buckets() == [("1.0", 2), ("2.0", 5), ("+Inf", 6)]
-    assert histogram.sum == 0.5 + 1.0 + 4.5 + 9.0
-
-
-def test_phases_of_starting() -> None:
+def test_startup_seconds_are_exported_by_phase() -> None:
     report = EngineReport(up=True, stats=EngineStats(), startup=(("weights", 3.5), ("import", 1.0)))
-    text = Exporter(board(), lambda: [report]).text().decode()
+    text = PrometheusExporter(board(), lambda: [report]).text().decode()
     assert 'engine_startup_seconds{phase="weights"} 3.5' in text
     assert 'engine_startup_seconds{phase="import"} 1.0' in text
 
 
-def test_engine_statistics() -> None:
+def test_engine_statistics_are_exported() -> None:
     stats = EngineStats(
         running=2,
         waiting=3,
@@ -81,13 +72,13 @@ def test_engine_statistics() -> None:
     assert {key: found[key] for key in expected} == expected
 
 
-def test_durations_and_ends() -> None:
+def test_durations_and_finish_reasons_are_exported() -> None:
     numbers = board()
-    (metrics,) = numbers.fronts
-    metrics.tokens(0.3, 1, first=True)
-    metrics.tokens(0.04, 4, first=False)
+    (metrics,) = numbers.rows
+    metrics.observe_tokens(0.3, 1, first=True)
+    metrics.observe_tokens(0.04, 4, first=False)
     times = RequestTimes(arrival=1.0, scheduled=1.25, first_token=1.3, finished=2.0)
-    metrics.finish("stop", times, 1.0)
+    metrics.observe_finish("stop", times, 1.0)
     found = samples(numbers, EngineStats())
     assert found["engine_time_to_first_token_seconds_sum", ""] == 0.3
     assert found["engine_inter_token_latency_seconds_count", ""] == 4
@@ -99,53 +90,53 @@ def test_durations_and_ends() -> None:
     assert found["engine_requests_finished_total", "abort"] == 0
 
 
-def test_two_servers_in_one_process_do_not_meet() -> None:
+def test_two_servers_in_one_process_have_separate_metrics() -> None:
     first, second = board(), board()
-    first.fronts[0].finish("stop", None, 1.0)
+    first.rows[0].observe_finish("stop", None, 1.0)
     assert samples(second, EngineStats())["engine_requests_finished_total", "stop"] == 0
     assert samples(first, EngineStats(), up=False)["engine_up", ""] == 0
 
 
-def test_the_numbers_of_all_front_ends_add_up_whoever_is_asked(tmp_path: Path) -> None:
+def test_every_front_end_exports_the_sum_of_all_rows(tmp_path: Path) -> None:
     file = tmp_path / "board"
-    made, seen = Board.map(file, 2, REPLICAS, create=True), Board.map(file, 2, REPLICAS)
-    made.fronts[0].finish("stop", None, 0.5)
-    seen.fronts[1].finish("stop", None, 0.25)
-    seen.fronts[1].tokens(0.25, 1, first=True)
-    seen.fronts[1].under_way = 3
-    made.fronts[0].loads[1] = 5
-    seen.fronts[1].loads[1] = 6
-    seen.fronts[1].loads[0] = 1
+    made, seen = MetricsTable.map(file, 2, REPLICAS, create=True), MetricsTable.map(file, 2, REPLICAS)
+    made.rows[0].observe_finish("stop", None, 0.5)
+    seen.rows[1].observe_finish("stop", None, 0.25)
+    seen.rows[1].observe_tokens(0.25, 1, first=True)
+    seen.rows[1].open_requests = 3
+    made.rows[0].loads[1] = 5
+    seen.rows[1].loads[1] = 6
+    seen.rows[1].loads[0] = 1
     for each in (made, seen):
         found = samples(each, EngineStats())
         assert found["engine_requests_finished_total", "stop"] == 2
         assert found["engine_e2e_request_latency_seconds_sum", ""] == 0.75
         assert found["engine_time_to_first_token_seconds_count", ""] == 1
-        assert each.under_way == 3
+        assert each.open_requests == 3
         assert each.loads == [1, 11]
 
 
-def test_what_a_dead_front_end_counted_stays() -> None:
+def test_counters_of_an_exited_front_end_remain() -> None:
     numbers = board(2)
-    numbers.fronts[0].finish("stop", None, 0.5)
-    numbers.fronts[0].under_way = 2
-    numbers.fronts[0].loads[0] = 7
-    numbers.fronts[1].loads[0] = 3
-    numbers.fronts[0].bury()
+    numbers.rows[0].observe_finish("stop", None, 0.5)
+    numbers.rows[0].open_requests = 2
+    numbers.rows[0].loads[0] = 7
+    numbers.rows[1].loads[0] = 3
+    numbers.rows[0].abort_open_requests()
     found = samples(numbers, EngineStats())
     assert found["engine_requests_finished_total", "stop"] == 1
     assert found["engine_requests_finished_total", "abort"] == 2
-    assert numbers.under_way == 0
+    assert numbers.open_requests == 0
     assert numbers.loads == [3, 0]
 
 
-def test_several_engines_are_told_apart() -> None:
+def test_several_replicas_are_labelled() -> None:
     stats = EngineStats(running=2, steps=3, blocks_total=4, blocks_used=1, seconds=(("wait", 1.5),))
     reports = [
         EngineReport(up=True, stats=stats, startup=(("weights", 2.5),)),
         EngineReport(up=False, stats=EngineStats(), restarts=2),
     ]
-    found = read(Exporter(board(), lambda: reports))
+    found = read(PrometheusExporter(board(), lambda: reports))
     expected = {
         ("engine_up", "0"): 1,
         ("engine_up", "1"): 0,
