@@ -23,7 +23,7 @@ class RequestState:
     """One request from arrival to finish, across all its admissions.
 
     params: with the seed set. max_output: maximum tokens to generate. stop_tokens: tokens that finish the request.
-    number: of requests added before this one; orders requests of equal arrival time.
+    number: serial number of the request, which orders requests of equal arrival time.
 
     While a request decodes it is in every step, so the numbers of tokens computed and sampled follow from the step
     counter; otherwise both are updated with each planned chunk.
