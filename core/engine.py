@@ -1,13 +1,12 @@
-"""The engine: a scheduler that plans steps, an executor that runs them, and the loop between."""
+"""The engine: a scheduler plans each step, an executor runs the step, and `Engine.step` joins the two."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import ParamSpec, TypeVar
 
 import attrs
 
@@ -18,6 +17,7 @@ from engine.core.device import find_device
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
+from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.faults import CONSTRUCTOR, TRACEBACK, blame
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import max_len, resolve, settle, shape_of
@@ -31,25 +31,25 @@ from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step
 from engine.core.weights.checkpoint import Checkpoint
 
-P = ParamSpec("P")
-T = TypeVar("T")
+STEP_PHASES = ("schedule", "submit", "wait", "commit")
+"""What a step is timed by in the engine; the runner adds phases of its own (StepResult.seconds)."""
 
 
 class Engine:
-    """Serves one model. Requests go in by `add`, tokens come out of `step`; `generate` and `stream` do both.
+    """Serves one model. `add` queues a request and `step` returns new tokens; `generate` and `stream` do both.
 
         engine = Engine(model="path/to/checkpoint", scheduler="priority", cache__memory="1GiB")
         print(engine.generate("def read_lines(path):")[0].text)
 
     model: directory of a Hugging Face checkpoint.
-    config: a whole configuration; `settings` are then laid over it.
-    attention, quant, scheduler, executor: a plugin's name, or a class that implements the seam's contract (for the
-        scheduler an instance too), which need not be registered.
-    plugins: plugins already loaded; by default all that are installed.
-    on_progress: told what happens while the engine starts.
+    config: a whole configuration, over which `settings` take precedence.
+    attention, quant, scheduler, executor: a plugin's name, or an unregistered class that implements the contract of
+        the extension point (for the scheduler an instance too).
+    plugins: plugins already loaded; default: all that are installed.
+    on_progress: called with the progress of each start-up phase.
     settings: any other setting, with "__" for the dot (cache__block_size=32).
 
-    Raises ConfigError, PluginError, CheckpointError or CapacityError when it cannot be built.
+    Raises ConfigError, PluginError, CheckpointError or CapacityError when the engine cannot be built.
     """
 
     def __init__(
@@ -65,53 +65,49 @@ class Engine:
         on_progress: Listener | None = None,
         **settings: object,
     ) -> None:
-        named = {"attention": attention, "quant": quant, "scheduler": scheduler, "executor": executor}
-        given: dict[str, object] = {f"{seam}.name": choice for seam, choice in named.items() if isinstance(choice, str)}
-        given |= {key.replace("__", "."): value for key, value in settings.items()}
-        if model is not None:
-            given["model.path"] = model
-        base = {key: (value, "config") for key, value in flatten(config).items()} if config is not None else {}
-        self.config = load_config(
-            overrides={key: (value, "argument") for key, value in given.items()}, defaults=base
-        ).config
-        if not self.config.model.path:
-            raise ConfigError("no model is named; give the directory of a checkpoint as model.path (--model)")
+        chosen = {"attention": attention, "quant": quant, "scheduler": scheduler, "executor": executor}
+        names = {point: choice for point, choice in chosen.items() if isinstance(choice, str)}
+        objects = {point: choice for point, choice in chosen.items() if not isinstance(choice, str | None)}
+        self.config = _merged_config(config, model, names, settings)
 
         phases = Phases(on_progress)
         with phases.phase("checkpoint"):
             path, generation = self.config.model.path, self.config.model.generation_config
             self.checkpoint = Checkpoint.open(path, generation_config=generation)
         with phases.phase("import"):
-            import torch  # noqa: F401  (the slowest import of all, counted where it happens)
+            import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)
             self.config = settle(self.config, self.device)
         with phases.phase("plugins"):
             self.plugins = plugins or load_plugins(self.config.plugins)
-            objects = {seam: choice for seam, choice in named.items() if not isinstance(choice, str | None)}
             self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
-
         model_spec = shape_of(self.parts.model, self.checkpoint.config, self.parts.owner("models"))
         self.max_len = max_len(self.config, model_spec)
         self.vocab_size = model_spec.vocab_size
         with phases.phase("executor"):
-            with self.parts.blame("executors", CONSTRUCTOR):
-                self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
-            if on_progress is not None:
-                with self.parts.blame("executors", "watch()"):
-                    self._executor.watch(on_progress)
-            with blame(f"{self.parts.owner('executors')}, or what it runs,", "start()", TRACEBACK):
-                info = self._executor.start()
-            phases.include(info.phases)
+            cache_info = self._start_executor(on_progress)
+            phases.include(cache_info.phases)
         try:
-            self._begin(attrs.evolve(info, phases=phases.seconds))
+            self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
+            self._start_scheduling()
+            self.plugins.call("engine_started", engine=self)
         except BaseException:
-            self._executor.shutdown()  # nobody else has this engine to close it
+            self._executor.shutdown()  # the caller gets no engine to close
             raise
 
-    def _begin(self, info: CacheInfo) -> None:
-        """What an engine needs beside its executor."""
-        self.cache_info = info
+    def _start_executor(self, on_progress: Listener | None) -> CacheInfo:
+        """Build the executor and let it load the model and allocate the KV cache."""
+        with self.parts.blame("executors", CONSTRUCTOR):
+            self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
+        if on_progress is not None:
+            with self.parts.blame("executors", "watch()"):
+                self._executor.watch(on_progress)
+        with blame(f"{self.parts.owner('executors')}, or what it runs,", "start()", TRACEBACK):
+            return self._executor.start()
+
+    def _start_scheduling(self) -> None:
+        """Build the scheduler over the executor's KV cache, and the state of the step loop."""
         self._scheduler = Scheduler(
             self.parts.policy,
             BlockManager(
@@ -126,30 +122,35 @@ class Engine:
         with self.parts.blame("executors", "asynchronous"):
             self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
-        self._seconds: dict[str, float] = {"schedule": 0.0, "submit": 0.0, "wait": 0.0, "commit": 0.0}
+        self._timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
         self._async: AsyncGenerator | None = None
         self._closed = False
-        self.plugins.call("engine_started", engine=self)
 
     def step(self) -> list[Output]:
-        """Plan and begin a step, and finish the one before it (or this one, where nothing runs ahead).
+        """Plan and submit a step, then commit the oldest step in flight.
 
-        Returns what is new for each request.
-        Raises ExecutorError when a step failed; the engine is then of no further use.
+        With overlap, one step stays in flight: a step is committed only after the next one is submitted.
+        Returns the new tokens of each request.
+        Raises ExecutorError when a step failed; the engine can then only be closed.
         """
-        step = self._timed("schedule", self._scheduler.schedule, time.monotonic())
+        with self._timers["schedule"]:
+            step = self._scheduler.schedule(time.monotonic())
         if step is not None:
-            self._in_flight.append((step, self._timed("submit", self._executor.submit, step)))
+            with self._timers["submit"]:
+                pending = self._executor.submit(step)
+            self._in_flight.append((step, pending))
         if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
             return []
-        earlier, pending = self._in_flight.popleft()
-        result = self._timed("wait", pending.result)
+        oldest, pending = self._in_flight.popleft()
+        with self._timers["wait"]:
+            result = pending.result()
         for phase, seconds in result.seconds:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-        return self._timed("commit", self._scheduler.commit, earlier, result, time.monotonic())
+            self._timers[phase].seconds += seconds
+        with self._timers["commit"]:
+            return self._scheduler.commit(oldest, result, time.monotonic())
 
     def add(self, request: Request) -> None:
-        """Take a request. Raises InvalidRequestError, and takes nothing, when it can never be served."""
+        """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served."""
         for token in (min(request.prompt, default=0), max(request.prompt, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequestError(
@@ -164,22 +165,22 @@ class Engine:
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> Output | None:
-        """End a request and free what it holds, at once; None for one that is not (or no longer) there."""
+        """Finish a request immediately and free its blocks; None if no running or waiting request has this id."""
         return self._scheduler.abort(request_id)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether a request is waiting or running, or a step is in flight."""
         return bool(self._in_flight) or self._scheduler.has_work
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer and chat template, read when first asked for. Raises CheckpointError."""
+        """The checkpoint's tokenizer and chat template, read on first use. Raises CheckpointError."""
         return Tokenizer.of_model(self.config.model)
 
     @property
     def default_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, unless model.generation_config is "none"."""
+        """Sampling parameters of the checkpoint's generation_config.json, unless model.generation_config is "none"."""
         return self.checkpoint.default_params()
 
     def generate(
@@ -189,32 +190,33 @@ class Engine:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Continue prompts (texts or token ids) and wait for all; one Completion each, in their order.
+        """Generate from prompts (texts or token ids) and wait for all of them; one Completion per prompt, in order.
 
-        params: for all, or one for each; None: `default_params`. progress: show a progress bar on stderr.
+        params: one for all prompts, or one per prompt; None: `default_params`. progress: show a progress bar on stderr.
         """
         return generate(self, [prompts] if isinstance(prompts, str) else prompts, params, progress=progress)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        """Continue one prompt; text comes as it is made. Closing the iterator ends the request."""
+        """Generate from one prompt and yield text as it is produced. Closing the iterator aborts the request."""
         return stream(self, prompt, params)
 
     def astream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[TextDelta]:
-        """As `stream`, for asyncio; many may run at once in one event loop, and share their steps."""
+        """`stream` for asyncio; any number of streams may run concurrently in one event loop, batched together."""
         if self._async is None:
             self._async = AsyncGenerator(self)
         return self._async.stream(prompt, params)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now."""
-        return attrs.evolve(self._scheduler.stats(), seconds=tuple(self._seconds.items()))
+        """Current counters and gauges."""
+        seconds = tuple((phase, timer.seconds) for phase, timer in self._timers.items())
+        return attrs.evolve(self._scheduler.stats(), seconds=seconds)
 
     def check(self) -> Health:
-        """Whether steps can be run."""
+        """Whether the engine is open and its executor can run steps."""
         return Health(ok=False, detail="the engine is closed") if self._closed else self._executor.check()
 
     def close(self) -> None:
-        """Stop, and free the device; a second call does nothing."""
+        """Stop the executor and free the device; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._in_flight.clear()
@@ -229,9 +231,20 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _timed(self, phase: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        begin = time.perf_counter()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            self._seconds[phase] += time.perf_counter() - begin
+
+def _merged_config(
+    config: EngineConfig | None, model: str | None, names: Mapping[str, str], settings: Mapping[str, object]
+) -> EngineConfig:
+    """`config` (None: all defaults) with the arguments of Engine taking precedence.
+
+    names: the plugin chosen by name for each extension point.
+    """
+    given: dict[str, object] = {f"{point}.name": name for point, name in names.items()}
+    given |= {key.replace("__", "."): value for key, value in settings.items()}
+    if model is not None:
+        given["model.path"] = model
+    base = {key: (value, "config") for key, value in flatten(config).items()} if config is not None else {}
+    merged = load_config(overrides={key: (value, "argument") for key, value in given.items()}, defaults=base).config
+    if not merged.model.path:
+        raise ConfigError("no model is named; give the directory of a checkpoint as model.path (--model)")
+    return merged

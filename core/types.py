@@ -1,30 +1,37 @@
-"""The objects that travel: what a user asks, what the scheduler orders, what a step returns.
+"""Plain data passed between front end, scheduler and runner: requests, steps, results, outputs, statistics.
 
-All are frozen classes of plain data (ints, floats, strings, tuples), so that any of them crosses a process boundary as
-msgpack (core/executors/wire.py). They are attrs classes but for Output: each token makes one, and a msgspec.Struct is
-made, written and read in a fraction of the time.
+All are frozen classes of ints, floats, strings and tuples, so that each can be sent to another process as msgpack
+(core/executors/wire.py). They are attrs classes except Output: there is one Output per token, and a msgspec.Struct is
+created, encoded and decoded in a fraction of the time.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final, Literal
 
 import msgspec
 from attrs import field, frozen
 
 from engine.core.errors import InvalidRequestError
 
-FINISH_STOP = "stop"
-FINISH_LENGTH = "length"
-FINISH_ABORT = "abort"
-FINISH_ERROR = "error"
+FinishReason = Literal["stop", "length", "abort", "error"]
+FINISH_STOP: Final = "stop"
+"""A stop token or a stop string ended the output."""
+FINISH_LENGTH: Final = "length"
+"""max_tokens are generated, or the context is full."""
+FINISH_ABORT: Final = "abort"
+FINISH_ERROR: Final = "error"
+"""The request failed; Output.error says why."""
 
 MAX_SEED = 2**63 - 1
 
+GREEDY_BELOW_TEMPERATURE = 1e-5
+"""At lower temperatures float32 probabilities leave no token but the most likely one."""
+
 
 def _bounded(low: float, high: float, *, low_open: bool = False) -> Any:
-    """An attrs validator: a finite number in [low, high], or (low, high] with `low_open`; None passes."""
+    """An attrs validator: a finite number in [low, high], or (low, high] with `low_open`, or None."""
 
     def check(_: Any, attribute: Any, value: float | None) -> None:
         if value is None:
@@ -41,43 +48,43 @@ def _bounded(low: float, high: float, *, low_open: bool = False) -> Any:
 
 @frozen(kw_only=True)
 class SamplingParams:
-    """How to sample one request's tokens. The defaults sample from the model's own distribution.
+    """How to sample one request's tokens. The defaults sample from the model's distribution, unchanged.
 
     Raises InvalidRequestError, with `parameter` set, for a value out of range.
     """
 
     max_tokens: int | None = field(default=None, validator=_bounded(1, 2**31))
-    """Most tokens to generate; None: until the context is full."""
+    """Maximum tokens to generate; None: until the context is full."""
     min_tokens: int = field(default=0, validator=_bounded(0, 2**31))
-    """No stop token or stop string ends the request before so many tokens."""
+    """Stop tokens and stop strings do not end the request before this many tokens."""
     temperature: float = field(default=1.0, validator=_bounded(0, 100))
-    """0: always the likeliest token."""
+    """0: always the most likely token."""
     top_k: int = field(default=0, validator=_bounded(0, 2**31))
-    """Keep the k likeliest tokens; 0: all."""
+    """Keep the k most likely tokens; 0: all."""
     top_p: float = field(default=1.0, validator=_bounded(0, 1, low_open=True))
-    """Keep the smallest set of likeliest tokens whose probability reaches p."""
+    """Keep the smallest set of most likely tokens whose probabilities add up to at least p."""
     min_p: float = field(default=0.0, validator=_bounded(0, 1))
-    """Drop tokens less likely than min_p times the likeliest."""
+    """Drop tokens whose probability is below min_p times that of the most likely token."""
     repetition_penalty: float = field(default=1.0, validator=_bounded(0, 100, low_open=True))
-    """Divide positive and multiply negative logits of tokens in prompt or output (CTRL, arXiv:1909.05858)."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv:1909.05858)."""
     presence_penalty: float = field(default=0.0, validator=_bounded(-2, 2))
     """Subtracted once from the logit of each token in the output."""
     frequency_penalty: float = field(default=0.0, validator=_bounded(-2, 2))
-    """Subtracted from a token's logit once for each time it is in the output."""
+    """Subtracted from the logit of each token once per occurrence in the output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, bias) pairs added to the logits."""
+    """(token, bias) pairs: the bias is added to the logit of the token."""
     seed: int | None = field(default=None, validator=_bounded(0, MAX_SEED))
-    """Same seed, same tokens, whatever else is in the batch; None: a fresh seed for each request."""
+    """The same seed gives the same tokens, whatever else is in the batch; None: a random seed per request."""
     logprobs: int | None = field(default=None, validator=_bounded(0, 1000))
-    """Report each sampled token's log probability and that of so many likeliest ones; None: report none."""
+    """Return log probabilities of each sampled token and of this many most likely tokens; None: return none."""
     prompt_logprobs: int | None = field(default=None, validator=_bounded(0, 1000))
-    """The same for each prompt token after the first."""
+    """As `logprobs`, for each prompt token after the first."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; not part of it."""
+    """Strings that end the text, and are not part of the text."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the request beside the model's own end-of-sequence tokens."""
+    """Tokens that end the request, in addition to the model's end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence tokens."""
+    """Do not stop at the model's end-of-sequence tokens."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
@@ -96,23 +103,23 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
+        """Whether the most likely token is always taken: by temperature (0 or nearly 0), or by top_k = 1."""
+        return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
 
 
 @frozen(kw_only=True)
 class Request:
-    """One prompt to continue."""
+    """One prompt to generate from."""
 
     id: str
     prompt: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     priority: int = 0
-    """A policy that knows priorities runs lower numbers first."""
+    """Lower is more urgent, for policies that have priorities."""
     arrival: float = 0.0
     """time.monotonic() at arrival, seconds."""
     salt: str = ""
-    """Prefix cache entries are shared only between requests of equal salt."""
+    """Requests share prefix cache entries only if their salts are equal."""
 
 
 @frozen(kw_only=True)
@@ -122,73 +129,74 @@ class TokenLogprobs:
     token: int
     logprob: float
     rank: int
-    """1 for the likeliest token."""
+    """1 for the most likely token."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token, logprob) of the likeliest tokens, best first."""
+    """(token, logprob) of the most likely tokens, most likely first."""
 
 
 @frozen(kw_only=True)
 class NewSequence:
-    """A sequence the runner has not seen: after admission, or again after a preemption, under a new number."""
+    """A sequence new to the runner. A request is a new sequence at each admission, also after a preemption."""
 
     sequence: int
     tokens: tuple[int, ...]
-    """The prompt, and behind it the output so far when the sequence was preempted."""
+    """The prompt, followed by the output so far if the request was preempted."""
     prompt_len: int
     params: SamplingParams
-    """With its seed set."""
+    """With the seed set."""
 
 
 @frozen
 class PrefillChunk:
-    """A stretch of known tokens of one sequence to compute: `count` of them from position `start` on."""
+    """Known tokens of one sequence to compute: `count` tokens from position `start` on."""
 
     sequence: int
     start: int
     count: int
     sample: bool
-    """Whether the last of the tokens yields the next one; False for a chunk in the middle of a prompt."""
+    """Whether to sample the next token after the chunk; False unless the chunk completes the prefill."""
 
 
 @frozen(kw_only=True)
 class Step:
-    """One batch for the runner, as a difference to the steps before it: the decodes, and behind them the chunks."""
+    """One batch for the runner, decodes followed by prefill chunks, as the difference to the previous steps."""
 
     id: int
     decodes: tuple[int, ...]
-    """Sequences that compute one token each, the one sampled last for them, and sample the next. The runner holds that
-    token, so that a step can be planned before the result of the one before is known, and the token's position, since
-    it counts what it has computed of each sequence. The same tuple object as in the step before if nothing changed."""
+    """Sequences that decode: each computes the token sampled last and samples the next. The runner knows that token and
+    its position, so that a step can be planned before the result of the previous step is known. The same tuple object
+    as in the previous step if nothing changed."""
     chunks: tuple[PrefillChunk, ...]
-    """Stretches of prompts, and of output that was computed before a preemption."""
+    """Chunks of prompts, and of output to recompute after a preemption."""
     iterations: int = 1
-    """Above 1 (there are no chunks then): repeat, feeding back each sampled token, without asking the scheduler."""
+    """Above 1 (a multi-step step, which has no chunks): repeat, feeding back each sampled token, without the
+    scheduler."""
     new: tuple[NewSequence, ...] = ()
     blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(sequence, KV blocks to append to its table), for all iterations."""
+    """(sequence, KV blocks to append to its block table), for all iterations."""
     finished: tuple[int, ...] = ()
-    """Sequences to forget before anything else is done; their blocks may be in use by others in this very step."""
+    """Sequences to forget before anything else is done; their blocks may belong to other sequences in this step."""
 
 
 @frozen(kw_only=True)
 class StepResult:
-    """What a step sampled."""
+    """The tokens and log probabilities that a step sampled."""
 
     step: int
     tokens: tuple[tuple[int, ...], ...]
-    """One entry an iteration: a token for each sequence that samples, decodes first, then the chunks that sample."""
+    """One row per iteration: a token for each sequence that samples, decodes first, then the chunks that sample."""
     logprobs: tuple[tuple[TokenLogprobs | None, ...], ...] = ()
-    """Of the same shape, None where not asked for; empty when nobody asked."""
+    """Of the same shape, None for a sequence that did not ask; empty if no sequence asked."""
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
-    """(sequence, one entry a prompt position computed in this step), for sequences that asked; the entry of a position
-    is about the prompt token after it."""
+    """(sequence, one entry per prompt position computed in this step), for sequences that asked; the entry of a
+    position is about the prompt token after that position."""
     seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds): prepare, launch, sample."""
 
 
 @frozen(kw_only=True)
 class RequestTimes:
-    """When a request arrived, was first scheduled, gave its first token and finished: time.monotonic(), seconds."""
+    """When a request arrived, was first scheduled, got its first token and finished: time.monotonic(), seconds."""
 
     arrival: float
     scheduled: float
@@ -197,49 +205,50 @@ class RequestTimes:
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What is new for one request after a step."""
+    """The new tokens of one request after a step, or its end."""
 
     request: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One entry a token when asked for."""
+    """One entry per token, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Once, with the first token, when asked for: one entry for each prompt token but the first."""
-    finish_reason: str | None = None
-    """None while running, else stop, length, abort or error."""
+    """Once, with the first token, if requested: one entry for each prompt token but the first."""
+    finish_reason: FinishReason | None = None
+    """None until the request finishes."""
     stop_token: int | None = None
-    """The token that ended the request, if one did; it is the last of `tokens`, and no part of the text."""
+    """The stop token that ended the request, if any: the last of `tokens`, and not part of the text."""
     cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     error: str | None = None
+    """A sentence, if finish_reason is "error"."""
     times: RequestTimes | None = None
-    """With the last output."""
+    """With the last output only."""
 
 
 @frozen(kw_only=True)
 class CacheInfo:
-    """The KV cache an executor has made, and where the memory went (bytes)."""
+    """The KV cache that an executor has allocated, and the memory used, in bytes."""
 
     num_blocks: int
     block_size: int
-    """Tokens a block."""
+    """Tokens per block."""
     weights_bytes: int
     activation_bytes: int
     kv_bytes: int
     budget_bytes: int
-    """What weights, activations and KV cache may take together."""
+    """Maximum for weights, activations and KV cache together."""
     device: str
-    """In words."""
+    """The device, as shown to users."""
     dtype: str
     kv_dtype: str = ""
-    """Of keys and values; empty: as dtype."""
+    """Data type of keys and values; empty: as dtype."""
     phases: tuple[tuple[str, float], ...] = ()
-    """(phase, seconds) of starting; an executor gives those of its own `start`, an engine all."""
+    """(start-up phase, seconds): from an executor the phases of its `start`, from an engine all phases."""
 
 
 @frozen(kw_only=True)
 class EngineStats:
-    """Counters and gauges of one engine, since its start."""
+    """Counters since the start of one engine, and current gauges."""
 
     running: int = 0
     waiting: int = 0
@@ -249,7 +258,7 @@ class EngineStats:
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Prompt tokens found there."""
+    """Prompt tokens found in the prefix cache."""
     preemptions: int = 0
     prompt_tokens: int = 0
     """Prompt tokens computed."""

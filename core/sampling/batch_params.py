@@ -9,7 +9,6 @@ from attrs import frozen
 
 from engine.core.runner.transfer import send
 from engine.core.sampling.ops import WIDEST_TOP_K, mix
-from engine.core.sampling.table import is_greedy
 from engine.core.types import SamplingParams
 
 _STRONGEST = 1e30
@@ -31,7 +30,7 @@ class SequenceState:
     @property
     def greedy(self) -> bool:
         """Whether its token is simply the likeliest."""
-        return is_greedy(self.params)
+        return self.params.greedy
 
 
 @frozen(kw_only=True)

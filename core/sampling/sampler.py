@@ -34,7 +34,7 @@ from engine.core.runner.transfer import send
 from engine.core.sampling.batch_params import Draw, Edit, Plan, Planner, Report, SequenceState
 from engine.core.sampling.ops import cutoffs, draw, penalize, rank_tokens, uniforms
 from engine.core.sampling.result import Ranks, SampledTokens, to_entries
-from engine.core.sampling.table import SamplingTable, is_greedy
+from engine.core.sampling.table import SamplingTable
 from engine.core.types import NewSequence, SamplingParams, TokenLogprobs
 
 GREEDY = "greedy"
@@ -137,7 +137,7 @@ class Sampler:
                 raise InvalidRequestError(
                     f"logit_bias names token {token}; the vocabulary ends at {self._vocab_size - 1}", "logit_bias"
                 )
-        if params.seed is None and not is_greedy(params):
+        if params.seed is None and not params.greedy:
             raise ExecutorError(f"sequence {new.sequence} is to be sampled but has no seed; the engine sets one")
         penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         sequence = SequenceState(

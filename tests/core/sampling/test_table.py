@@ -5,7 +5,7 @@ import torch
 
 from engine.core.runner.transfer import send
 from engine.core.sampling.ops import mix
-from engine.core.sampling.table import SamplingTable, is_greedy
+from engine.core.sampling.table import SamplingTable
 from engine.core.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_greedy_rows_have_temperature_zero(asked, greedy):
     params = SamplingParams(seed=1, **asked)
     table = SamplingTable(1, CPU)
     table.write([0], [params], [0])
-    assert is_greedy(params) is greedy
+    assert params.greedy is greedy
     assert (table.temperature[0].item() == 0) is greedy
 
 
