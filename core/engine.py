@@ -17,6 +17,7 @@ from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
+from engine.core.executors.deployment import Deployment, make_executor
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
 from engine.core.plugin_host.faults import CONSTRUCTOR, TRACEBACK, blame
 from engine.core.plugin_host.registry import Plugins, load_plugins
@@ -96,7 +97,7 @@ class Engine:
         self.vocab_size = model_spec.vocab_size
         with phases.phase("executor"):
             with self.parts.blame("executors", CONSTRUCTOR):
-                self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
+                self._executor = make_executor(Deployment(self.config, self.parts, self.checkpoint, self.device))
             if on_progress is not None:
                 with self.parts.blame("executors", "watch()"):
                     self._executor.watch(on_progress)

@@ -19,7 +19,7 @@ from engine.core.errors import (
     PluginError,
     PluginFaultError,
 )
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 from engine.core.shm import RingHandle
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo
@@ -114,7 +114,7 @@ class Connection(Generic[T]):
 
     def __init__(self, end: socket.socket, kind: Any) -> None:
         self._socket = end
-        self._decoder: Decoder[T] = Decoder(kind)
+        self._decoder: MessageDecoder[T] = MessageDecoder(kind)
 
     def send(self, message: Any) -> None:
         """Raises OSError when the other end is gone."""

@@ -11,11 +11,10 @@ from typing import ClassVar
 from attrs import evolve, field, frozen, validators
 
 from engine.core.config import EngineConfig
-from engine.core.device import DeviceInfo, find_device
+from engine.core.device import DeviceInfo
 from engine.core.distributed import Rendezvous
 from engine.core.errors import ExecutorError
-from engine.core.executors import Health, PendingResult, encode
-from engine.core.plugin_host import Parts
+from engine.core.executors import Deployment, Health, PendingResult, encode
 from engine.core.shm import Ring, RingClosedError
 from engine.core.types import CacheInfo, Step
 from engine.plugins.executors.messages import Launch
@@ -48,8 +47,8 @@ class MultiprocExecutor(RemoteExecutor):
             return f"it runs one device, not {config.executor.tensor_parallel}; use --executor tp, or --tp 1"
         return refuses_system()
 
-    def __init__(self, config: EngineConfig, parts: Parts, options: Options) -> None:
-        super().__init__(config, parts)
+    def __init__(self, deployment: Deployment, options: Options) -> None:
+        super().__init__(deployment)
         self._options = options
         self._workers: Workers | None = None
 
@@ -58,13 +57,12 @@ class MultiprocExecutor(RemoteExecutor):
 
         Raises what stopped the first of them that failed, with its rank and the phase it was in.
         """
-        device = find_device(self._config.executor.device)
         ranks = self._config.executor.tensor_parallel
         self._steps, self._results = Ring.create(readers=ranks), Ring.create(readers=1)
         self._writer, self._reader = self._steps.writer(), self._results.reader(0)
         self._memory = (Beats.make(ranks), os.memfd_create("engine-store"))
         self._beats = Beats(self._memory[0], ranks).rows()
-        makers = [partial(self._make_worker, rank, device) for rank in range(ranks)]
+        makers = [partial(self._make_worker, rank) for rank in range(ranks)]
         self._workers = Workers(makers, self._interrupt, self._options.step_timeout)
         try:
             caches = self._workers.start(self._listener)
@@ -97,7 +95,7 @@ class MultiprocExecutor(RemoteExecutor):
         if not idle:
             return Health(ok=True)
         at, rank = min(idle)
-        return Health(ok=True, beat=at, rank=rank)
+        return Health(ok=True, heartbeat=at, rank=rank)
 
     def shutdown(self) -> None:
         """See Executor."""
@@ -111,12 +109,12 @@ class MultiprocExecutor(RemoteExecutor):
             for descriptor in self._memory:
                 os.close(descriptor)
 
-    def _make_worker(self, rank: int, device: DeviceInfo) -> WorkerProcess:
+    def _make_worker(self, rank: int) -> WorkerProcess:
         """Start the worker of a rank; its device is so many after the first."""
         beats, store = self._memory
         ranks = self._config.executor.tensor_parallel
         results = self._results.handle if rank == 0 else None
-        config = self._config
+        config, device = self._config, self._device
         if device.type == "cpu" and ranks > 1 and not config.executor.threads:
             share = max(1, len(os.sched_getaffinity(0)) // ranks)
             config = evolve(config, executor=evolve(config.executor, threads=share))

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import evolve, field, frozen, validators
 
 from engine.core.config import EngineConfig
-from engine.core.device import DeviceInfo, find_device
+from engine.core.device import DeviceInfo
 from engine.core.distributed import Rendezvous
 from engine.core.errors import ConfigError, ExecutorError
-from engine.core.executors import Health, PendingResult, encode
-from engine.core.plugin_host import Parts
+from engine.core.executors import Deployment, Health, PendingResult, encode
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo, Step
 from engine.plugins.executors.messages import Assignment
@@ -55,10 +54,11 @@ class RayExecutor(RemoteExecutor):
             return f"Ray chooses the GPUs, and {config.executor.device} cannot be asked for; use --device cuda"
         return None
 
-    def __init__(self, config: EngineConfig, parts: Parts, options: Options) -> None:
-        # Ray counts CPUs, and a worker uses as many threads as it was promised.
-        threads = max(1, config.executor.threads)
-        super().__init__(evolve(config, executor=evolve(config.executor, threads=threads)), parts)
+    def __init__(self, deployment: Deployment, options: Options) -> None:
+        super().__init__(deployment)
+        # Ray counts CPUs: a worker uses as many threads as its bundle reserves.
+        executor = self._config.executor
+        self._config = evolve(self._config, executor=evolve(executor, threads=max(1, executor.threads)))
         if options.address is not None and "://" in options.address:
             raise ConfigError(
                 f"executor.options.address is {options.address!r}, but the engine must run on a node of the cluster "
@@ -77,7 +77,7 @@ class RayExecutor(RemoteExecutor):
         from engine.plugins.executors.ray_placement import Placement
         from engine.plugins.executors.ray_ranks import Ranks
 
-        device, options = find_device(self._config.executor.device), self._options
+        device, options = self._device, self._options
         number = self._config.executor.tensor_parallel
         bundle = {"CPU": self._config.executor.threads} | ({"GPU": 1} if device.type == "cuda" else {})
         if self._listener is not None:

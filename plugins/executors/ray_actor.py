@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from engine.core.distributed import MeetingPoint
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 from engine.core.shm import RingTimeoutError
 from engine.core.startup import Phases
 from engine.core.types import StepResult
@@ -105,7 +105,7 @@ class RankActor:
 
     def begin(self, order: bytes) -> None:
         """Start the model, as the message Begin says; `listen` tells how it goes."""
-        begin = Decoder[Begin](Begin).decode(order)
+        begin = MessageDecoder[Begin](Begin).decode(order)
         if begin.gpus:  # Ray shows each actor its own alone; to read each other's memory, they must see all of ours
             os.environ["CUDA_VISIBLE_DEVICES"] = begin.gpus
         threading.Thread(target=self._work, args=(begin,), name="worker", daemon=True).start()

@@ -15,7 +15,7 @@ from attrs import define, field
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from engine.core.errors import EngineError, ExecutorError
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo
 from engine.plugins.executors.messages import Failed, FromWorker, Progressed, Ready
@@ -78,11 +78,11 @@ class Ranks:
         self._step_timeout = step_timeout
         self._steps = 0
         self._under_way: deque[_UnderWay] = deque()
-        self._decoder: Decoder[FromWorker] = Decoder(FromWorker)
+        self._decoder: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
 
     def place(self, timeout: float) -> list[Whereabouts]:
         """Wait until Ray has started all: where they are, by rank. The ranks meet at the first."""
-        decoder: Decoder[Whereabouts] = Decoder(Whereabouts)
+        decoder: MessageDecoder[Whereabouts] = MessageDecoder(Whereabouts)
         calls = [rank.actor.whereabouts.remote(rank.rank == 0 and len(self._ranks) > 1) for rank in self._ranks]
         until = time.monotonic() + timeout
         for rank, call in zip(self._ranks, calls, strict=True):

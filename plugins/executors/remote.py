@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
-from engine.core.config import EngineConfig
 from engine.core.errors import ExecutorError, PluginError
-from engine.core.executors import MOST_STEPS, Decoder, Executor
-from engine.core.plugin_host import Parts
+from engine.core.executors import MAX_STEPS_IN_FLIGHT, Deployment, Executor, MessageDecoder
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo, Step, StepResult
 from engine.plugins.executors.pending import Pending
@@ -19,20 +17,21 @@ from engine.plugins.executors.pending import Pending
 class RemoteExecutor(Executor):
     """Steps go to all ranks; subclasses know how they get there, and how results come back."""
 
-    api = "1"
+    api = "2"
 
-    def __init__(self, config: EngineConfig, parts: Parts) -> None:
+    def __init__(self, deployment: Deployment) -> None:
         """Raises PluginError if a part that ranks need was passed in from Python: it is in this process alone."""
-        for choice in parts.choices:
+        for choice in deployment.parts.choices:
             if choice.seam in ("attention", "quant", "models") and choice.provenance == "object":
                 raise PluginError(
                     f"{choice.seam} {choice.name!r} was passed in as an object, which other processes cannot have; "
                     "offer it as an installed plugin, or use --executor uniproc"
                 )
-        self._config = config
-        self._manifest = parts.manifest
+        self._config = deployment.config
+        self._device = deployment.device
+        self._manifest = deployment.parts.manifest
         self._listener: Listener | None = None
-        self._decoder: Decoder[StepResult] = Decoder(StepResult)
+        self._decoder: MessageDecoder[StepResult] = MessageDecoder(StepResult)
         self._under_way: deque[Pending] = deque()
 
     @property
@@ -46,8 +45,8 @@ class RemoteExecutor(Executor):
 
     def _check_room(self, step: Step) -> None:
         """Raise ExecutorError if as many steps are under way as may be."""
-        if len(self._under_way) == MOST_STEPS:
-            raise ExecutorError(f"step {step.id} was submitted while {MOST_STEPS} others are under way")
+        if len(self._under_way) == MAX_STEPS_IN_FLIGHT:
+            raise ExecutorError(f"step {step.id} was submitted while {MAX_STEPS_IN_FLIGHT} others are under way")
 
 
 def cache_of_all(caches: Sequence[CacheInfo]) -> CacheInfo:

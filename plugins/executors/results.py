@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from engine.core.executors import MOST_STEPS, PendingResult
+from engine.core.executors import MAX_STEPS_IN_FLIGHT, PendingResult
 
 Answer = Callable[[int, PendingResult], None]
 """Given a step's number and the step, waits for its result and sends it."""
@@ -22,7 +22,7 @@ class Answers:
         self._answer = answer
         self._fail = fail
         self._begun: SimpleQueue[tuple[int, PendingResult] | None] = SimpleQueue()
-        self._room = threading.Semaphore(MOST_STEPS)
+        self._room = threading.Semaphore(MAX_STEPS_IN_FLIGHT)
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 

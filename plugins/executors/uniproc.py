@@ -8,20 +8,18 @@ from typing import Any
 import torch
 
 from engine.core.config import EngineConfig
-from engine.core.device import DeviceInfo, find_device
+from engine.core.device import DeviceInfo
 from engine.core.errors import EngineError, ExecutorError
-from engine.core.executors import Executor, Health, PendingResult
-from engine.core.plugin_host import Parts
+from engine.core.executors import Deployment, Executor, Health, PendingResult
 from engine.core.runner import Runner
 from engine.core.startup import Listener, Phases
 from engine.core.types import CacheInfo, Step
-from engine.core.weights import Checkpoint
 
 
 class UniprocExecutor(Executor):
     """Calls the runner directly. A CPU computes a step within `submit`; a GPU computes while the engine goes on."""
 
-    api = "1"
+    api = "2"
 
     @classmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
@@ -30,10 +28,9 @@ class UniprocExecutor(Executor):
             return f"it runs one device, not {config.executor.tensor_parallel}; use --executor tp, or --tp 1"
         return None
 
-    def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
-        self._device = find_device(config.executor.device)
-        checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
-        self._runner: Runner | None = Runner(config, parts, checkpoint, self._device)
+    def __init__(self, deployment: Deployment, options: Any) -> None:
+        self._device = deployment.device
+        self._runner: Runner | None = deployment.make_runner()
         self._failure = ""
         self._listener: Listener | None = None
 

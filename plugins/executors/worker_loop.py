@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from attrs import evolve
 
-from engine.core.executors import Decoder, PendingResult
+from engine.core.executors import MessageDecoder, PendingResult
 from engine.core.shm import RingClosedError, RingTimeoutError
 from engine.core.startup import Phases, Progress
 from engine.core.types import CacheInfo, Step, StepResult
@@ -74,7 +74,7 @@ class WorkerLoop:
         self._beat = beat
         self._wires = wires
         self._told = 0.0
-        self._decoder: Decoder[Step] = Decoder(Step)
+        self._decoder: MessageDecoder[Step] = MessageDecoder(Step)
         self._runner: StepRunner
 
     def run(self, make: Callable[[Phases], StepRunner]) -> None:
@@ -150,9 +150,10 @@ class WorkerLoop:
 def make_runner(assignment: Assignment, phases: Phases) -> Runner:
     """A runner with the plugins that the executor's process has chosen."""
     with phases.phase("import"):
-        from engine.core.runner import Runner
+        from engine.core.runner import Runner  # noqa: F401  (most of the import time, counted where it happens)
     from engine.core.device import find_device
     from engine.core.distributed import join
+    from engine.core.executors import Deployment
     from engine.core.hooks import lazy
     from engine.core.plugin_host import load_plugins, resolve
     from engine.core.weights import Checkpoint
@@ -168,4 +169,4 @@ def make_runner(assignment: Assignment, phases: Phases) -> Runner:
         parts = resolve(config, plugins, device, checkpoint.config, executor, assignment.first)
     with phases.phase("ranks"):
         group = join(assignment.rendezvous, device)
-    return Runner(config, parts, checkpoint, device, group)
+    return Deployment(config, parts, checkpoint, device).make_runner(group)

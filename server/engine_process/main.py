@@ -16,7 +16,7 @@ import zmq
 
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, EngineError, InvalidRequestError, PluginError, PluginFaultError
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 from engine.core.types import FINISH_ERROR, EngineStats, Output
 from engine.server.engine_process.output_routes import Routes
 from engine.server.engine_process.prober import Prober
@@ -123,7 +123,7 @@ class Channel:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)  # sending never waits for a front end
         self._socket.bind(f"ipc://{path}")
-        self._decoder: Decoder[FromClient] = Decoder(FromClient)
+        self._decoder: MessageDecoder[FromClient] = MessageDecoder(FromClient)
         # Wakes an idle engine from another thread: sockets of ZeroMQ belong to one thread each.
         self._waker, self._wakened = (context.socket(zmq.PAIR) for _ in range(2))
         self._wakened.bind("inproc://told")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq
 
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 from engine.core.types import EngineStats
 from engine.server.shared.heartbeat import Fault, Heartbeat
 from engine.server.shared.messages import SOCKET, EngineGone, FromClient, Hello, Outputs, Started
@@ -37,7 +37,7 @@ class Link:
         self._context = context
         self._hand_out = hand_out
         self._handed_out = handed_out
-        self._decoder: Decoder[Outputs] = Decoder(Outputs)
+        self._decoder: MessageDecoder[Outputs] = MessageDecoder(Outputs)
         self._socket: zmq.Socket[bytes] | None = None
 
     def open(self, directory: str, name: str, started: Started) -> None:

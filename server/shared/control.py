@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 
 T = TypeVar("T")
 
@@ -33,14 +33,14 @@ class Control(Generic[T]):
 
     def __init__(self, kind: Any) -> None:
         self._socket = _own_stdin()
-        self._decoder: Decoder[T] = Decoder(kind)
+        self._decoder: MessageDecoder[T] = MessageDecoder(kind)
 
     def launch(self, kind: type[Any]) -> Any:
         """Wait for the first message, one of type `kind`."""
         data = self._read()
         if data is None:
             sys.exit("error: this process is started by `engine serve`, not by hand")
-        return Decoder[Any](kind).decode(data)
+        return MessageDecoder[Any](kind).decode(data)
 
     def send(self, message: Any) -> None:
         """Tell the supervisor."""

@@ -69,7 +69,7 @@ class Heartbeat:
 
     def beat(self, idle: Health | None) -> None:
         """The engine's loop goes round. idle: what the executor says, when there is nothing to compute."""
-        workers = idle.beat if idle is not None else None
+        workers = idle.heartbeat if idle is not None else None
         self._cells[WORKER_BEAT] = workers or 0.0
         self._cells[RANK] = idle.rank if idle is not None else 0
         self._cells[BEAT] = self._clock()

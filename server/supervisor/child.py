@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from engine.core.executors import Decoder
+from engine.core.executors import MessageDecoder
 from engine.server.shared.control import LENGTH, frame
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Child(Generic[T]):
         """Use `start`."""
         self._process = process
         self._leads = leads
-        self._decoder: Decoder[T] = Decoder(kind)
+        self._decoder: MessageDecoder[T] = MessageDecoder(kind)
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._exited = asyncio.Event()

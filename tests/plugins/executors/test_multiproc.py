@@ -245,10 +245,10 @@ def test_beats_tell_of_an_idle_worker_that_is_stopped(
     executor.start()
     run(executor, make_step(1))
     until(lambda: all(beat.finished == 1 for beat in executor._beats))
-    until(lambda: executor.check().beat is not None and time.monotonic() - executor.check().beat < 0.6)
+    until(lambda: executor.check().heartbeat is not None and time.monotonic() - executor.check().heartbeat < 0.6)
     pid = executor._workers.workers[1]._process.pid
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: executor.check().rank == 1 and time.monotonic() - executor.check().beat > 1)
+    until(lambda: executor.check().rank == 1 and time.monotonic() - executor.check().heartbeat > 1)
     assert executor.check().ok
     begun = time.monotonic()
     executor.shutdown()  # it does not listen, and is killed
@@ -285,10 +285,13 @@ def test_a_killed_parent_leaves_nothing(until: Make, tmp_path: Path) -> None:
         "import time\n"
         "from types import SimpleNamespace\n"
         "from engine.core.config import EngineConfig, ExecutorConfig\n"
+        "from engine.core.device import DeviceInfo\n"
+        "from engine.core.executors import Deployment\n"
         "from engine.plugins.executors.multiproc import MultiprocExecutor, Options\n"
         "MultiprocExecutor.worker = 'fake_worker'\n"
         "config = EngineConfig(executor=ExecutorConfig(device='cpu', tensor_parallel=2))\n"
-        "executor = MultiprocExecutor(config, SimpleNamespace(choices=(), manifest=()), Options())\n"
+        "parts = SimpleNamespace(choices=(), manifest=())\n"
+        "executor = MultiprocExecutor(Deployment(config, parts, None, DeviceInfo(type='cpu')), Options())\n"
         "executor.start()\n"
         "print(*[worker._process.pid for worker in executor._workers.workers], flush=True)\n"
         "time.sleep(100)\n"
@@ -345,11 +348,10 @@ def test_who_runs_where() -> None:
     assert TensorParallelExecutor.refuses(two, cpu) is None
 
 
-def test_an_object_is_refused() -> None:
+def test_an_object_is_refused(make_deployment: Make) -> None:
     choice = SimpleNamespace(seam="attention", name="Mine", provenance="object")
-    parts: Any = SimpleNamespace(choices=(choice,), manifest=())
     with pytest.raises(PluginError, match="'Mine' was passed in as an object, which other processes cannot have"):
-        MultiprocExecutor(EngineConfig(), parts, Options())
+        MultiprocExecutor(make_deployment(EngineConfig(), choice), Options())
 
 
 def test_errors_of_the_engine_are_known_by_name() -> None:

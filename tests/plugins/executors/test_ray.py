@@ -17,7 +17,6 @@ import tempfile
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -91,7 +90,7 @@ def marked(directory: str) -> list[str]:
 
 
 @pytest.fixture
-def make_executor(address: str, until: Make) -> Iterator[Make]:
+def make_executor(address: str, until: Make, make_deployment: Make) -> Iterator[Make]:
     """make_executor(ranks, **options, **behaviour of fake_worker.py): not started; shut down after the test.
 
     Whatever a test does, no actor is left, and this process has left the cluster.
@@ -106,8 +105,7 @@ def make_executor(address: str, until: Make) -> Iterator[Make]:
             model=ModelConfig(path="nowhere", options=behaviour),
             executor=ExecutorConfig(device="cpu", tensor_parallel=ranks),
         )
-        parts: Any = SimpleNamespace(choices=(), manifest=())
-        made.append(FakeExecutor(config, parts, Options(**{"address": address, **(options or {})})))
+        made.append(FakeExecutor(make_deployment(config), Options(**{"address": address, **(options or {})})))
         return made[-1]
 
     yield make

@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,6 +15,7 @@ from engine.core import Engine
 from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError, PluginError
+from engine.core.executors.deployment import Deployment
 from engine.core.shm import RingTimeoutError
 from engine.plugins.executors import ray as executor
 from engine.plugins.executors.ray import Options, RayExecutor
@@ -67,10 +68,9 @@ def test_gpus_are_ray_s_to_choose(monkeypatch: pytest.MonkeyPatch, device: str, 
     assert not refused or f"{device} cannot be asked for; use --device cuda" in str(told)
 
 
-def test_what_it_is_given() -> None:
-    parts: Any = SimpleNamespace(choices=(), manifest=())
+def test_what_it_is_given(make_deployment: Callable[..., Deployment]) -> None:
     with pytest.raises(ConfigError, match="on a node of the cluster itself, not behind a Ray Client"):
-        RayExecutor(EngineConfig(), parts, Options(address="ray://127.0.0.1:10001"))
-    parts.choices = (SimpleNamespace(seam="models", name="Mine", provenance="object"),)
+        RayExecutor(make_deployment(EngineConfig()), Options(address="ray://127.0.0.1:10001"))
+    choice = SimpleNamespace(seam="models", name="Mine", provenance="object")
     with pytest.raises(PluginError, match="models 'Mine' was passed in as an object, which other processes cannot"):
-        RayExecutor(EngineConfig(), parts, Options())
+        RayExecutor(make_deployment(EngineConfig(), choice), Options())

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from engine.core.executors.base import MOST_STEPS
+from engine.core.executors.base import MAX_STEPS_IN_FLIGHT
 from engine.core.types import StepResult
 from engine.plugins.executors.results import Answers
 
@@ -47,7 +47,7 @@ def test_steps_are_answered_in_order_once_they_are_done() -> None:
 
 def test_room_for_another_comes_with_an_answer() -> None:
     answers = Answers(lambda _, pending: (pending.result(), None)[1], lambda *_: None)
-    steps = [Pending() for _ in range(MOST_STEPS)]
+    steps = [Pending() for _ in range(MAX_STEPS_IN_FLIGHT)]
     for number, pending in enumerate(steps):
         answers.make_room()
         answers.add(number, pending)
