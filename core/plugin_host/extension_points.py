@@ -55,12 +55,6 @@ class ExtensionPoint:
         older = f" (and accepts {', '.join(map(repr, self.older_apis))})" if self.older_apis else ""
         return f"version {self.api!r}{older}"
 
-    def pair(self, names: tuple[str, str], parts: tuple[type, type]) -> type:
-        """The class that serves by two."""
-        module = import_module(f"engine.core.{self.name}.pair")
-        made: type = module.pair_of(names, parts)
-        return made
-
     def check(self, found: object, owner: str) -> None:
         """Raise PluginError unless `found` is a concrete class that keeps this seam's contract."""
         wanted = f"engine.core.{self.name}.{self.contract_name}"
@@ -82,9 +76,10 @@ class ExtensionPoint:
                 f"{owner} is {found.__qualname__} with api = {api!r}, but this engine has {self.versions} of "
                 f"{wanted}; install a version of the plugin made for it"
             )
-        flaw = self.module.flaw(found) if hasattr(self.module, "flaw") else None
-        if flaw is not None:
-            raise PluginError(f"{owner} is {found.__qualname__} with {flaw}")
+        contract_error = getattr(self.module, "contract_error", None)
+        error = contract_error(found) if contract_error is not None else None
+        if error is not None:
+            raise PluginError(f"{owner} is {found.__qualname__} with {error}")
 
 
 EXTENSION_POINTS = (

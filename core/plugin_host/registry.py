@@ -181,7 +181,7 @@ class Plugins:
         return self.manager.hook
 
     @property
-    def attention(self) -> Registry[AttentionBackend]:
+    def attention(self) -> Registry[AttentionBackend[Any, Any]]:
         """Attention backends."""
         return self.seams["attention"]
 
