@@ -5,12 +5,12 @@ from engine.core.hooks import Register, hookimpl, lazy
 
 @hookimpl
 def register_executors(register: Register) -> None:
-    """Offer them."""
+    """Register the built-in executors."""
     register(
         "uniproc",
         lazy("engine.plugins.executors.uniproc:UniprocExecutor"),
         api="2",
-        summary="one device, in the process of the engine",
+        summary="one device, in the engine's process",
         preference=10,
     )
     register(
@@ -23,12 +23,12 @@ def register_executors(register: Register) -> None:
         "tp",
         lazy("engine.plugins.executors.tp:TensorParallelExecutor"),
         api="2",
-        summary="several devices, each with its share of every layer, in a process each",
+        summary="several devices of one machine, each with its shard of every layer, in a process each",
         preference=5,
     )
     register(
         "ray",
         lazy("engine.plugins.executors.ray:RayExecutor"),
         api="2",
-        summary="one device or several, of one node or several, as actors that Ray places",
+        summary="one or several devices, of one or several nodes, as actors that Ray places",
     )

@@ -1,4 +1,4 @@
-"""One device, in the engine's own process."""
+"""Runs the model on one device in the engine's own process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from engine.core.types import CacheInfo, Step
 
 
 class UniprocExecutor(Executor):
-    """Calls the runner directly. A CPU computes a step within `submit`; a GPU computes while the engine goes on."""
+    """Calls the runner directly. A CPU computes a step within `submit`; a GPU computes it asynchronously."""
 
     api = "2"
 
     @classmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
-        """More than one device."""
         if config.executor.tensor_parallel > 1:
             return f"it runs one device, not {config.executor.tensor_parallel}; use --executor tp, or --tp 1"
         return None
@@ -36,38 +35,33 @@ class UniprocExecutor(Executor):
 
     @property
     def asynchronous(self) -> bool:
-        """True on a GPU."""
         return self._device.type != "cpu"
 
     def watch(self, listener: Listener) -> None:
-        """See Executor."""
         self._listener = listener
 
     def start(self) -> CacheInfo:
-        """See Executor."""
         return self._running().start(Phases(self._listener))
 
     def submit(self, step: Step) -> PendingResult:
-        """See Executor."""
         try:
             return self._running().launch(step)
         except EngineError:
             raise
-        except Exception as error:  # torch's, out of memory included, and those of kernels' compilers
+        except Exception as error:  # torch's, out of memory included, and those of kernel compilers
             self._failure = f"step {step.id} failed on {self._device.torch_name}: {error}"
             raise ExecutorError(self._failure) from error
 
     def check(self) -> Health:
-        """Whether the runner is there and no step has failed."""
+        """Return whether the runner exists and no step has failed."""
         if self._runner is None:
             return Health(ok=False, detail="the executor is shut down")
         return Health(ok=not self._failure, detail=self._failure)
 
     def shutdown(self) -> None:
-        """See Executor."""
         if self._runner is not None:
             if self.asynchronous:
-                # Kernels under way may still write into the host's memory. They may also have failed: that was told.
+                # Running kernels may still write to host memory. If they failed, that error was reported already.
                 with suppress(RuntimeError):
                     torch.cuda.synchronize(self._device.torch_name)
             self._runner = None

@@ -62,7 +62,7 @@ def test_a_result_comes_while_the_next_step_runs(make_executor: Make, make_step:
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
     assert not first.done()
     first.result()
-    assert executor._beats[0].begun == 2
+    assert executor._heartbeats[0].begun == 2
     assert not second.done()
     second.result()
 
@@ -91,7 +91,7 @@ def test_every_rank_sees_every_step(make_executor: Make, make_step: MakeStep, un
     executor = make_executor(3)
     executor.start()
     run(executor, *map(make_step, (1, 2, 3)))
-    until(lambda: [beat.finished for beat in executor._beats] == [3, 3, 3])
+    until(lambda: [row.finished for row in executor._heartbeats] == [3, 3, 3])
 
 
 def test_a_long_prompt_gets_through(make_executor: Make) -> None:
@@ -207,7 +207,11 @@ def test_an_error_in_a_step_names_rank_and_step(
     ("at", "do", "place"),
     [
         (2, "sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault .* < launch"),
-        (-2, "sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault .* < result .* < _answer"),
+        (
+            -2,
+            "sleep_for_ever",
+            r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault .* < result .* < _send_result",
+        ),
         (2, "stop", r"it gives no stack: it is stopped \(SIGSTOP\)"),
     ],
 )
@@ -244,7 +248,7 @@ def test_beats_tell_of_an_idle_worker_that_is_stopped(
     executor = make_executor(2)
     executor.start()
     run(executor, make_step(1))
-    until(lambda: all(beat.finished == 1 for beat in executor._beats))
+    until(lambda: all(row.finished == 1 for row in executor._heartbeats))
     until(lambda: executor.check().heartbeat is not None and time.monotonic() - executor.check().heartbeat < 0.6)
     pid = executor._workers.workers[1]._process.pid
     os.kill(pid, signal.SIGSTOP)

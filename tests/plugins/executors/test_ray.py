@@ -129,7 +129,7 @@ def actors() -> list[int]:
 
 
 def process_of(executor: Any, rank: int) -> int:
-    return int(executor._ranks._ranks[rank].where.process)
+    return int(executor._workers._workers[rank].location.process)
 
 
 def build(checkpoint: Path, address: str, **settings: Any) -> Engine:
@@ -154,7 +154,7 @@ def test_the_same_tokens_on_two_nodes_as_in_one_process(engine_checkpoint: Path,
         expected = [made.token_ids for made in one.generate(PROMPTS, GREEDY)]
     with build(engine_checkpoint, address, executor="ray", executor__tensor_parallel=2) as two:
         executor: Any = two._executor
-        assert len({rank.where.node for rank in executor._ranks._ranks}) == 2
+        assert len({worker.location.node for worker in executor._workers._workers}) == 2
         assert [made.token_ids for made in two.generate(PROMPTS, GREEDY)] == expected
         assert {"import", "plugins", "ranks", "weights", "kv_cache"} <= set(dict(two.cache_info.phases))
         stream = two.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
