@@ -122,7 +122,7 @@ class Bench:
         layers = max(4, min(96, -(-COLD_BYTES // layer)))
         return cls.make(shape.heads, [(context - 1, 1) for context in shape.contexts], layers, kv_dtype)
 
-    def backend(self, cls: type[AttentionBackend]) -> AttentionBackend:
+    def backend(self, cls: type[AttentionBackend[Any, Any]]) -> AttentionBackend[Any, Any]:
         refusal = cls.refuses(self.spec, find_device("cuda"))
         if refusal:
             raise SystemExit(f"{cls.__name__} refuses: {refusal}")
@@ -170,7 +170,7 @@ def time_layers(bench: Bench, decode: Decode, captured: bool = True) -> tuple[fl
     return spent, max(error, bench.error(outs[0]))
 
 
-def decode_of(bench: Bench, cls: type[AttentionBackend]) -> tuple[Decode, bool]:
+def decode_of(bench: Bench, cls: type[AttentionBackend[Any, Any]]) -> tuple[Decode, bool]:
     backend = bench.backend(cls)
     captured = cls.graphs in ("decode", "any")
     plan = backend.plan(bench.batch, GraphSlot(num_sequences=bench.batch.num_sequences) if captured else None)

@@ -26,8 +26,8 @@ from models import MODELS, write_model
 
 from engine.cli.bench.load import opened
 from engine.cli.bench.report import Row, report, write
-from engine.core.config import EngineConfig, load_config
-from engine.core.plugin_host import Parts
+from engine.core.config import load_config
+from engine.core.executors import Deployment
 from engine.plugins.executors.uniproc import UniprocExecutor
 
 SUMS = ("all_reduce", "AllReduce", "_sum_norm")
@@ -39,14 +39,12 @@ INPUTS = 128
 def rank_executor(rank: int, ranks: int, meet: str) -> type[UniprocExecutor]:
     """An executor in this process that has one rank's share of the model. meet: a file that all ranks see."""
     from engine.core.distributed import Rendezvous, join
-    from engine.core.runner import Runner
-    from engine.core.weights import Checkpoint
 
     class OneRankOfThem(UniprocExecutor):
-        def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
-            super().__init__(config, parts, options)
+        def __init__(self, deployment: Deployment, options: Any) -> None:
+            super().__init__(deployment, options)
             group = join(Rendezvous(rank=rank, ranks=ranks, place=meet), self._device)
-            self._runner = Runner(config, parts, Checkpoint.open(config.model.path), self._device, group)
+            self._runner = deployment.make_runner(group)
 
     return OneRankOfThem
 

@@ -116,7 +116,7 @@ def _check_pairs(
     return verdicts
 
 
-def _ask(seam: str, name: str, cls: type[Any], question: Callable[[type[Any]], str | None] | str) -> Verdict:
+def _ask(seam: str, name: str, cls: Any, question: Callable[[type[Any]], str | None] | str) -> Verdict:
     from engine.core.plugin_host import ask
 
     if isinstance(question, str):

@@ -16,6 +16,7 @@ from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
+from engine.core.executors.deployment import Deployment, make_executor
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.faults import CONSTRUCTOR, TRACEBACK, blame
@@ -57,7 +58,7 @@ class Engine:
         model: str | None = None,
         *,
         config: EngineConfig | None = None,
-        attention: str | type[AttentionBackend] | None = None,
+        attention: str | type[AttentionBackend[Any, Any]] | None = None,
         quant: str | type[QuantMethod] | None = None,
         scheduler: str | type[SchedulingPolicy] | SchedulingPolicy | None = None,
         executor: str | type[Executor] | None = None,
@@ -99,7 +100,7 @@ class Engine:
     def _start_executor(self, on_progress: Listener | None) -> CacheInfo:
         """Build the executor and let it load the model and allocate the KV cache."""
         with self.parts.blame("executors", CONSTRUCTOR):
-            self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
+            self._executor = make_executor(Deployment(self.config, self.parts, self.checkpoint, self.device))
         if on_progress is not None:
             with self.parts.blame("executors", "watch()"):
                 self._executor.watch(on_progress)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
+from engine.core.attention import AttentionBackend, AttentionPair, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
 from engine.core.quant import FLOAT8, KVScales
 
@@ -52,7 +52,7 @@ class AttentionConformance:
     refuses is skipped with its sentence; the plain case must not be refused.
     """
 
-    backend: ClassVar[type[AttentionBackend]]
+    backend: ClassVar[type[AttentionBackend[Any, Any]] | AttentionPair]
     device: ClassVar[DeviceInfo | str] = "cpu"
     """A name stands for a device without further properties."""
     dtype: ClassVar[str] = "float32"
@@ -220,7 +220,7 @@ class AttentionConformance:
             for layer, out in enumerate(replay()):
                 self._close(out[:count], work.expected[layer][chosen], f"layer {layer}, sequences {chosen}")
 
-    def _serve_another(self, backend: AttentionBackend, spec: AttentionSpec, work: Work) -> None:
+    def _serve_another(self, backend: AttentionBackend[Any, Any], spec: AttentionSpec, work: Work) -> None:
         """Other batches of the same backend: one without a graph, and the plan of a smaller graph."""
         with torch.inference_mode():
             plan = backend.plan(work.batch)
@@ -243,7 +243,7 @@ class AttentionConformance:
     def test_the_plain_case_is_not_refused(self) -> None:
         """A backend that refuses everything would pass all else."""
         refusal = self.backend.refuses(self.spec(), self._device())
-        assert refusal is None, f"{self.backend.__name__} refuses plain attention in {self.dtype}: {refusal}"
+        assert refusal is None, f"{self.backend} refuses plain attention in {self.dtype}: {refusal}"
 
     def spec(self, **changes: Any) -> AttentionSpec:
         """A small model's attention: two layers, four heads over two."""
@@ -285,7 +285,7 @@ class AttentionConformance:
         if spec.kv_dtype == FLOAT8 and not self.backend.reads_float8:
             pytest.skip(f"reads no {FLOAT8}")
 
-    def _backend(self, spec: AttentionSpec, work: Work) -> AttentionBackend:
+    def _backend(self, spec: AttentionSpec, work: Work) -> AttentionBackend[Any, Any]:
         options = self.options
         if options is None and self.backend.options_class is not None:
             options = self.backend.options_class()

@@ -16,7 +16,7 @@ from engine.core.config import EngineConfig, ExecutorConfig, load_config
 from engine.core.device import find_device
 from engine.core.engine import Engine
 from engine.core.errors import CapacityError, CheckpointError, ExecutorError
-from engine.core.executors import MOST_STEPS, Executor, PendingResult
+from engine.core.executors import MAX_STEPS_IN_FLIGHT, Deployment, Executor, PendingResult, make_executor
 from engine.core.plugin_host import load_plugins, resolve, settle
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, PrefillChunk, SamplingParams, Step, StepResult
@@ -57,7 +57,7 @@ class ExecutorConformance:
         with self.running(engine_checkpoint, reference()) as uniproc:
             expected = run(uniproc, script(), 1) + run(uniproc, script(10), 1)
         with self.running(engine_checkpoint) as executor:
-            found = run(executor, script(), 1) + run(executor, script(10), MOST_STEPS)
+            found = run(executor, script(), 1) + run(executor, script(10), MAX_STEPS_IN_FLIGHT)
         for mine, theirs in zip(found, expected, strict=True):
             assert_same(mine, theirs)
 
@@ -166,7 +166,7 @@ class ExecutorConformance:
         config = settle(config, device)
         checkpoint = Checkpoint.open(model, generation_config=config.model.generation_config)
         parts = resolve(config, load_plugins(), device, checkpoint.config, {"executor": executor})
-        return parts.executor(config, parts, parts.options["executors"])
+        return make_executor(Deployment(config, parts, checkpoint, device))
 
     @contextmanager
     def running(self, model: Path, kind: type[Executor] | None = None) -> Iterator[Executor]:

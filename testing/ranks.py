@@ -12,13 +12,11 @@ import attrs
 
 from engine.core.device import DeviceInfo
 from engine.core.distributed import OneRank, RankGroup, Rendezvous, join
-from engine.core.executors import Executor, Health, PendingResult
+from engine.core.executors import Deployment, Executor, Health, PendingResult
 from engine.core.runner import Runner
-from engine.core.weights import Checkpoint
 
 if TYPE_CHECKING:
     from engine.core.config import EngineConfig
-    from engine.core.plugin_host import Parts
     from engine.core.types import CacheInfo, Step, StepResult
 
 S = TypeVar("S")
@@ -68,7 +66,7 @@ def threaded_ranks(number: int) -> type[ThreadedRanks]:
 class ThreadedRanks(Executor):
     """Runners on the CPU that share the model, each in a thread. It asserts that all have the same results."""
 
-    api = "1"
+    api = "2"
     ranks: ClassVar[int]
 
     @classmethod
@@ -76,9 +74,8 @@ class ThreadedRanks(Executor):
         """Any device but a CPU."""
         return None if device.type == "cpu" else "it is for tests on a CPU; use --device cpu"
 
-    def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
-        checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
-        self._arguments = config, parts, checkpoint, CPU
+    def __init__(self, deployment: Deployment, options: Any) -> None:
+        self._deployment = deployment
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._threads: list[ThreadPoolExecutor] = []
         self._groups: list[RankGroup] = []
@@ -99,7 +96,7 @@ class ThreadedRanks(Executor):
                 lambda rank: join(Rendezvous(rank=rank, ranks=self.ranks, place=path, timeout=60.0), CPU),
                 range(self.ranks),
             )
-            self.runners = [Runner(*self._arguments, group) for group in self._groups]
+            self.runners = [self._deployment.make_runner(group) for group in self._groups]
             infos = self._on_each(lambda runner: runner.start(), self.runners)
         except BaseException:
             self.shutdown()

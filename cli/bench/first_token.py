@@ -17,9 +17,9 @@ def main() -> None:
     from engine.cli.bench.load import Load, run_load
     from engine.core.config import EngineConfig
     from engine.core.engine import Engine
-    from engine.core.executors import Decoder
+    from engine.core.executors import MessageDecoder
 
-    config = Decoder[EngineConfig](EngineConfig).decode(sys.stdin.buffer.read())
+    config = MessageDecoder[EngineConfig](EngineConfig).decode(sys.stdin.buffer.read())
     imported = time.monotonic()
     with Engine(config=config) as engine:
         ready = time.monotonic()

@@ -9,10 +9,12 @@ if TYPE_CHECKING:
         AttentionBackend as AttentionBackend,
         AttentionSpec as AttentionSpec,
         GraphSlot as GraphSlot,
-        window_of as window_of,
+        GraphSupport as GraphSupport,
+        layers_by_window as layers_by_window,
     )
     from engine.core.attention.batch import ForwardBatch as ForwardBatch
     from engine.core.attention.kv_pool import KVPool as KVPool
+    from engine.core.attention.pair import AttentionPair as AttentionPair
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -20,8 +22,10 @@ __getattr__, __dir__, __all__ = exports(
         "AttentionBackend",
         "AttentionSpec",
         "GraphSlot",
-        "window_of",
+        "GraphSupport",
+        "layers_by_window",
     ),
     batch=("ForwardBatch",),
     kv_pool=("KVPool",),
+    pair=("AttentionPair",),
 )

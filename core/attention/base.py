@@ -1,10 +1,10 @@
-"""Contract of plugins/attention: how queries meet the paged KV cache."""
+"""Contract of plugins/attention: computes attention over the paged KV cache."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from attrs import define, frozen
 
@@ -17,35 +17,40 @@ if TYPE_CHECKING:
 
 API = "1"
 """Version of this contract. A backend names the version it was written for in `api`."""
-LAYOUTS = ("NHD",)
-"""What `kv_layout` may be."""
-GRAPHS = ("none", "decode", "any")
-"""What `graphs` may be."""
+
+KVLayout = Literal["NHD"]
+"""Layout of the KV cache's tensors; NHD: [blocks, block_size, kv_heads, head_dim]."""
+GraphSupport = Literal["none", "decode", "any"]
+"""Which batches a backend supports in CUDA graphs: none, decode batches, or any batch."""
+
+OptionsT = TypeVar("OptionsT")
+PlanT = TypeVar("PlanT")
 
 
 @frozen(kw_only=True)
 class AttentionSpec:
-    """What the model asks of its attention. Later versions may add fields with defaults."""
+    """Shapes and types of a model's attention on one device. Later versions may add fields with defaults."""
 
     num_layers: int
     num_heads: int
     """Query heads on this device."""
     num_kv_heads: int
+    """Key and value heads on this device."""
     head_dim: int
     scale: float
     """Factor on q.k before the softmax."""
     dtype: str
-    """Of queries and outputs: float32, bfloat16 or float16."""
+    """Type of queries and outputs: float32, bfloat16 or float16."""
     kv_dtype: str
-    """Of keys and values in the cache: as dtype, or float8_e4m3fn for codes (kv_scales)."""
+    """Type of the KV cache: `dtype`, or float8_e4m3fn for quantized values (KVPool.scales)."""
     block_size: int
-    """Tokens a KV block."""
+    """Tokens per KV block."""
     max_len: int
-    """Longest context, tokens."""
+    """Maximum context length, tokens."""
     sliding_windows: tuple[int | None, ...]
-    """For each layer: a token sees itself and the window - 1 tokens before it; None: all before it."""
+    """Per layer: the number of tokens that a token attends to, itself included; None: the whole context."""
     softcap: float | None = None
-    """Scores become softcap * tanh(score / softcap)."""
+    """Scores become softcap * tanh(score / softcap); None: no soft cap."""
 
     @property
     def page_size(self) -> int:
@@ -55,88 +60,94 @@ class AttentionSpec:
 
 @define
 class GraphSlot:
-    """A batch shape for which device buffers are fixed, so that a captured graph can be replayed."""
+    """Batch shape of one CUDA graph, whose device buffers stay the same from replay to replay."""
 
     num_sequences: int
 
 
-Plan = Any
-"""What a backend prepares once a step; opaque to core."""
+class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
+    """Computes causal attention over the paged KV cache.
 
+    OptionsT: the backend's own settings; PlanT: the result of `plan`, opaque to core.
 
-class AttentionBackend(ABC):
-    """Computes attention over the paged KV cache.
+    A KVPool holds keys and values per layer in the layout `kv_layout`; NHD is [blocks, block_size, kv_heads, head_dim].
+    Before `forward`, core has rotated q and k and has written k and v into the pool. A backend must not write to the
+    pool, and must not read a slot beyond a sequence's context length: such a slot may hold NaN.
 
-    The pool's tensors have the layout `kv_layout` names ("NHD": [blocks, block_size, kv_heads, head_dim] for each layer
-    and each of keys and values). Core has rotated q and k and written k and v into the pool before `forward`. A backend
-    never writes to the pool and never reads a slot beyond a sequence's context length: what is there may be NaN.
-
-    In a pool of float8 a key is its code times pool.scales[layer].key, a value its code times pool.scales[layer].value
-    (elsewhere both are 1): the first may be a factor of `scale`, the second of the result.
+    A float8 pool holds quantized values. A key is its quantized value times pool.scales[layer].key; a value is its
+    quantized value times pool.scales[layer].value. Both scales are 1 in other pools. The key scale may be multiplied
+    into `scale`, the value scale into the output.
     """
 
     api: ClassVar[str]
-    kv_layout: ClassVar[str] = "NHD"
-    graphs: str = "none"
-    """Which batches may be captured in a CUDA graph: none, decode or any. The class says what it can do at best; an
-    instance sets its own where that depends on the spec, and the runner asks the instance."""
+    """Version of the contract that the class was written for."""
+    kv_layout: ClassVar[KVLayout] = "NHD"
+    """Layout of the KV cache that the backend reads."""
+    graphs: GraphSupport = "none"
+    """Which batches may be captured in a CUDA graph. The class states the maximum; an instance may set less, depending
+    on the spec. The runner asks the instance."""
     block_sizes: ClassVar[tuple[int, ...] | None] = None
-    """Page sizes it can read, a tuple with the preferred one first; None: any."""
+    """KV block sizes that the backend can read, the preferred one first; None: any."""
     reads_float8: ClassVar[bool] = False
-    """Whether it reads a float8 cache, by pool.scales; one that does not is not asked to."""
+    """Whether the backend reads a float8 cache, with pool.scales; if not, it is never given one."""
     options_class: ClassVar[type | None] = None
-    """Frozen attrs class of the plugin's own settings ([attention.options]); None: it has none."""
+    """Frozen attrs class of the plugin's own settings ([attention.options]); None: no settings."""
 
     @classmethod
     @abstractmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        """A sentence that says why this backend cannot serve `spec` on `device` and what would work; None if it can."""
+        """Return a sentence that says why it cannot serve `spec` on `device` and what would work; None if it can."""
 
     @abstractmethod
-    def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
-        """Keep what `forward` needs; `options` is an instance of `options_class` (None without one)."""
+    def __init__(self, spec: AttentionSpec, pool: KVPool, options: OptionsT) -> None:
+        """Keep what `forward` needs and allocate workspaces.
 
-    @abstractmethod
-    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
-        """Prepare what all layers share for this batch; called once an iteration of a step, before its first `forward`.
-
-        The batch is read and never written. Without `graph` a plan serves until the next one is made; with it, for as
-        long as the engine runs, whatever is planned and computed in between.
+        options: an instance of `options_class`, None without one.
         """
 
     @abstractmethod
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Attention of one layer, causal within each sequence.
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> PlanT:
+        """Prepare what all layers share for `batch`; called once per forward pass, before the layers.
 
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], the new tokens' own, already in the pool.
-        They may be strided views; the last two dimensions are dense. Returns [tokens, heads, head_dim] in q's dtype.
+        The batch must not be written to. Without `graph`, a plan is used until the next one is made. With `graph`, it
+        is used as long as the engine runs, whatever is planned and computed in between.
+        """
+
+    @abstractmethod
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PlanT) -> torch.Tensor:
+        """Compute the attention of one layer, causal within each sequence.
+
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], those of the new tokens, which are in the pool
+        already. All three may be strided views whose last two dimensions are dense.
+        Returns [tokens, heads, head_dim] in the dtype of q.
         """
 
     def forward_into(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PlanT, out: torch.Tensor
     ) -> None:
-        """As `forward`, with the result in `out`: [tokens, heads, head_dim], dense, of q's dtype.
+        """Compute `forward` into `out`: [tokens, heads, head_dim], dense, in the dtype of q.
 
-        Called where two backends share a batch (`attention_pair`) and between recorded pieces of a step (`pieces`); a
-        backend that can write there saves the copy.
+        Called where two backends share a batch (pair.py) and at the graph breaks of piecewise CUDA graphs. Override to
+        save the copy.
         """
         out.copy_(self.forward(layer, q, k, v, plan))
 
 
-def flaw(cls: type[AttentionBackend]) -> str | None:
-    """What the class says of itself that nobody would honour, and what would be; None if there is nothing."""
-    if cls.kv_layout not in LAYOUTS:
-        return f"kv_layout = {cls.kv_layout!r}, but the KV cache is laid out as {' or '.join(LAYOUTS)} only; read that"
-    if cls.graphs not in GRAPHS:
-        return f"graphs = {cls.graphs!r}; it must be one of {', '.join(GRAPHS)}"
+def contract_error(cls: type[AttentionBackend[Any, Any]]) -> str | None:
+    """Return what is wrong with the attributes that `cls` declares, and what would be right; None if nothing is."""
+    layouts, graphs = get_args(KVLayout), get_args(GraphSupport)
+    if cls.kv_layout not in layouts:
+        return f"kv_layout = {cls.kv_layout!r}, but the KV cache is laid out as {' or '.join(layouts)} only; read that"
+    if cls.graphs not in graphs:
+        return f"graphs = {cls.graphs!r}; it must be one of {', '.join(graphs)}"
     sizes = cls.block_sizes
     if sizes is not None and not (isinstance(sizes, tuple) and sizes and all(type(size) is int for size in sizes)):
         return f"block_sizes = {sizes!r}; it must be a tuple of numbers, as (16, 32), or None for any"
     return None
 
 
-def window_of(spec: AttentionSpec) -> Mapping[int | None, tuple[int, ...]]:
-    """Layers by sliding window, so that a backend plans once a window and not once a layer."""
+def layers_by_window(spec: AttentionSpec) -> Mapping[int | None, tuple[int, ...]]:
+    """Group the layers by sliding window, so that a backend can plan once per window instead of once per layer."""
     groups: dict[int | None, list[int]] = {}
     for layer, window in enumerate(spec.sliding_windows):
         groups.setdefault(window, []).append(layer)

@@ -10,39 +10,39 @@ from attrs import define
 
 @define(kw_only=True)
 class ForwardBatch:
-    """One forward pass over ragged sequences, laid end to end; those that decode (one token each) stand first.
+    """One forward pass over ragged sequences, concatenated; the decoding sequences (one token each) come first.
 
-    Device tensors have their host copies beside them, so that a backend can plan without waiting for the device.
+    The `_host` arrays copy device tensors, so that a backend can plan without waiting for the device.
 
-    In a batch for the CUDA graph of a decode step all sequences decode, the tensors are the graph's own, and their
-    contents change from one replay to the next: only shapes may be relied on. The host copies then hold the most that
-    can come: contexts of the longest length. (What a model sees while pieces between attention calls are recorded has
-    tokens, positions and slots only.)
+    In the batch of a decode CUDA graph, all sequences decode, and the tensors are the graph's own buffers: their
+    contents change from replay to replay, only shapes are fixed. The host arrays then describe contexts of the maximum
+    length. The batch that a model sees during capture of piecewise CUDA graphs has only tokens, positions and slots.
     """
 
     tokens: torch.Tensor
     """[tokens] int64."""
     positions: torch.Tensor
-    """[tokens] int64: each token's place in its sequence."""
+    """[tokens] int64: position of each token in its sequence."""
     slots: torch.Tensor
-    """[tokens] int64: where its key and value go: block * block_size + offset."""
+    """[tokens] int64: KV cache slot of each token, block * block_size + offset."""
     query_starts: torch.Tensor
-    """[sequences + 1] int32: first token of each sequence, then the number of tokens."""
+    """[sequences + 1] int32: index of each sequence's first token, then the number of tokens."""
     context_lens: torch.Tensor
     """[sequences] int32: tokens in the cache after this pass, the new ones included."""
     block_tables: torch.Tensor
-    """[sequences, most blocks] int32; beyond a sequence's blocks: any valid block."""
+    """[sequences, max_blocks] int32; entries beyond a sequence's blocks are any valid block."""
     logit_rows: torch.Tensor
-    """[rows] int64: the tokens whose logits are wanted."""
+    """[rows] int64: indices of the tokens whose logits are computed."""
     num_decodes: int
+    """Number of decoding sequences."""
     query_lens_host: npt.NDArray[np.int32]
-    """[sequences] int32."""
+    """[sequences] int32: new tokens per sequence."""
     context_lens_host: npt.NDArray[np.int32]
     """[sequences] int32."""
     block_tables_host: npt.NDArray[np.int32]
-    """[sequences, most blocks] int32."""
+    """[sequences, max_blocks] int32."""
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences."""
+        """Number of sequences."""
         return len(self.query_lens_host)

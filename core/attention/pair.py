@@ -1,14 +1,14 @@
-"""Two attention backends as one: the first attends to prompts, the second to decodes."""
+"""Two attention backends combined: the first serves prefill, the second decode."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs import frozen
 
-from engine.core.attention.base import API, AttentionBackend, AttentionSpec, GraphSlot, Plan
+from engine.core.attention.base import API, AttentionBackend, AttentionSpec, GraphSlot, GraphSupport, KVLayout
 from engine.core.config.structure import structure_options
 
 if TYPE_CHECKING:
@@ -18,77 +18,124 @@ if TYPE_CHECKING:
     from engine.core.attention.kv_pool import KVPool
     from engine.core.device import DeviceInfo
 
-ROLES = ("prefill", "decode")
-"""What each part of a pair is for, in the order of their names; also the tables of the pair's options."""
-
-
-@frozen
-class PairPlan:
-    """The plans of the parts that have something to do."""
-
-    num_decodes: int
-    prefill: Plan | None
-    decode: Plan | None
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+"""Roles of the two backends, in the order of their names; also the tables of the pair's options."""
 
 
 @frozen
 class NoOptions:
-    """Of a part without settings."""
+    """Options of a backend without settings."""
 
 
-class AttentionPair(AttentionBackend):
-    """Made by `pair_of`. Both parts read the same pool; in a mixed batch each writes its rows of one output."""
+@frozen(slots=False)  # a slot would leave no room for the cached property
+class AttentionPair:
+    """Two backend classes that together stand in for one; calling it constructs the combined backend.
 
-    api = API
-    names: ClassVar[tuple[str, str]]
-    """Of the parts, for prompts and for decodes."""
-    parts: ClassVar[tuple[type[AttentionBackend], type[AttentionBackend]]]
+    Both backends read the same KV pool.
+    """
 
-    @classmethod
-    def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        """What either part has against it, or both against each other."""
+    names: tuple[str, str]
+    """The backends' names: for prefill, for decode."""
+    parts: tuple[type[AttentionBackend[Any, Any]], type[AttentionBackend[Any, Any]]]
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Layout of the KV cache; `refuses` rejects two backends of different layouts."""
+        return self.parts[0].kv_layout
+
+    @property
+    def graphs(self) -> GraphSupport:
+        """Which batches may be captured in a CUDA graph, at most."""
+        return _common_graphs(self.parts[0].graphs, self.parts[1].graphs)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...] | None:
+        """Block sizes that both read, as the decode backend prefers them: it reads the cache at every step."""
+        prefill, decode = (part.block_sizes for part in self.parts)
+        if prefill is None or decode is None:
+            return decode if prefill is None else prefill
+        return tuple(size for size in decode if size in prefill)
+
+    @property
+    def reads_float8(self) -> bool:
+        """Whether both backends read a float8 cache."""
+        return all(part.reads_float8 for part in self.parts)
+
+    @cached_property
+    def options_class(self) -> type:
+        """Attrs class with two fields, prefill and decode: the options of each backend."""
+        fields: dict[str, Any] = {}
+        for name, role, part in zip(self.names, ROLES, self.parts, strict=True):
+            cls = part.options_class or NoOptions
+            fields[role] = attrs.field(type=cls, factory=partial(structure_options, {}, cls, f"{name}'s options"))
+        return attrs.make_class("PairOptions", fields, frozen=True, kw_only=True)
+
+    def refuses(self, spec: AttentionSpec, device: DeviceInfo) -> str | None:
+        """Return the refusals of the backends, or why the two cannot share a cache; None if they can serve."""
         refusals = []
-        for name, role, part in zip(cls.names, ROLES, cls.parts, strict=True):
+        for name, role, part in zip(self.names, ROLES, self.parts, strict=True):
             refusal = part.refuses(spec, device)
             if refusal is not None:
                 refusals.append(f"{name} (for {role}): {refusal}")
         if refusals:
             return "; ".join(refusals)
-        layouts = [part.kv_layout for part in cls.parts]
+        layouts = [part.kv_layout for part in self.parts]
         if layouts[0] != layouts[1]:
             return (
-                f"one KV cache has one layout, but {cls.names[0]} reads {layouts[0]} and {cls.names[1]} reads "
+                f"one KV cache has one layout, but {self.names[0]} reads {layouts[0]} and {self.names[1]} reads "
                 f"{layouts[1]}; choose two backends of the same layout"
             )
-        if cls.block_sizes == ():
-            sizes = [" or ".join(map(str, part.block_sizes or ())) for part in cls.parts]
+        if self.block_sizes == ():
+            sizes = [" or ".join(map(str, part.block_sizes or ())) for part in self.parts]
             return (
-                f"{cls.names[0]} reads KV blocks of {sizes[0]} tokens and {cls.names[1]} of {sizes[1]}, none in "
+                f"{self.names[0]} reads KV blocks of {sizes[0]} tokens and {self.names[1]} of {sizes[1]}, none in "
                 "common; choose two backends that share a size"
             )
         return None
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
-        self._prefill, self._decode = (
+    def __call__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> PairedAttention:
+        """Construct both backends over one pool; options: an instance of `options_class`."""
+        prefill, decode = (
             part(spec, pool, getattr(options, role) if part.options_class is not None else None)
             for role, part in zip(ROLES, self.parts, strict=True)
         )
-        self.graphs = self._decode.graphs
-        if self.graphs == "any" and self._prefill.graphs != "any":
-            self.graphs = "decode"
+        return PairedAttention(prefill, decode)
+
+
+@frozen
+class PairPlan:
+    """The plans of both backends; None for a backend without work in this batch."""
+
+    num_decodes: int
+    prefill: Any
+    decode: Any
+
+
+class PairedAttention(AttentionBackend[Any, PairPlan]):
+    """Runs prefill on one backend and decode on the other; in a mixed batch each writes its rows of one output."""
+
+    api = API
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
+        return None  # AttentionPair.refuses has asked both backends
+
+    def __init__(self, prefill: AttentionBackend[Any, Any], decode: AttentionBackend[Any, Any]) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self.graphs = _common_graphs(prefill.graphs, decode.graphs)
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> PairPlan:
-        """See AttentionBackend."""
         count = batch.num_decodes
         if count == batch.num_sequences:
             return PairPlan(count, None, self._decode.plan(batch, graph))
         if not count:
             return PairPlan(count, self._prefill.plan(batch, graph), None)
-        decodes, prompts = split_batch(batch)
-        return PairPlan(count, self._prefill.plan(prompts, graph), self._decode.plan(decodes, graph))
+        decodes, prefills = split_batch(batch)
+        return PairPlan(count, self._prefill.plan(prefills, graph), self._decode.plan(decodes, graph))
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PairPlan) -> torch.Tensor:
-        """See AttentionBackend."""
         if plan.prefill is None:
             return self._decode.forward(layer, q, k, v, plan.decode)
         if plan.decode is None:
@@ -100,13 +147,12 @@ class AttentionPair(AttentionBackend):
     def forward_into(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PairPlan, out: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
         if plan.prefill is None:
             self._decode.forward_into(layer, q, k, v, plan.decode, out)
         elif plan.decode is None:
             self._prefill.forward_into(layer, q, k, v, plan.prefill, out)
         else:
-            # One split a tensor rather than two slices: this runs once a layer.
+            # One split per tensor is cheaper than two slices; this runs once per layer.
             sizes = [plan.num_decodes, len(q) - plan.num_decodes]
             (q, q_new), (k, k_new), (v, v_new), (out, out_new) = (
                 tensor.split_with_sizes(sizes) for tensor in (q, k, v, out)
@@ -115,29 +161,11 @@ class AttentionPair(AttentionBackend):
             self._prefill.forward_into(layer, q_new, k_new, v_new, plan.prefill, out_new)
 
 
-def pair_of(
-    names: tuple[str, str], parts: tuple[type[AttentionBackend], type[AttentionBackend]]
-) -> type[AttentionBackend]:
-    """The backend that attends to prompts by the first of `parts` and to decodes by the second.
-
-    Its options are two tables, prefill and decode, each of that part's own options.
-    """
-    members = {
-        "__doc__": f"{names[0]} for prompts, {names[1]} for decodes.",
-        "names": names,
-        "parts": parts,
-        "kv_layout": parts[0].kv_layout,
-        "reads_float8": all(part.reads_float8 for part in parts),
-        "block_sizes": _common(parts[0].block_sizes, parts[1].block_sizes),
-        "options_class": _options_class(names, parts),
-    }
-    return type("AttentionPair", (AttentionPair,), members)
-
-
 def split_batch(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
-    """The sequences that decode and the others, each as a batch of its own; of both there must be some.
+    """Split a mixed batch into a batch of the decoding sequences and one of the prefilling sequences.
 
-    Everything is a view, but for the starts of the prompts' rows. A decode has one token, whose logits are wanted.
+    All tensors are views, except the `query_starts` and `logit_rows` of the prefilling sequences. The logits of every
+    decoding sequence's one token are computed.
     """
     count = batch.num_decodes
 
@@ -157,22 +185,12 @@ def split_batch(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
             block_tables_host=batch.block_tables_host[which],
         )
 
-    # As many rows as sequences decode: tokens [:count] and sequences [:count] are the same places.
+    # A decoding sequence has one token, so tokens [:count] and sequences [:count] are the same indices.
     decodes = part(slice(count), batch.query_starts[: count + 1], batch.logit_rows[:count], count)
-    prompts = part(slice(count, None), batch.query_starts[count:] - count, batch.logit_rows[count:] - count, 0)
-    return decodes, prompts
+    prefills = part(slice(count, None), batch.query_starts[count:] - count, batch.logit_rows[count:] - count, 0)
+    return decodes, prefills
 
 
-def _common(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Page sizes that both can read, in the order the second, which reads the cache at each step, prefers."""
-    if first is None or second is None:
-        return second if first is None else first
-    return tuple(size for size in second if size in first)
-
-
-def _options_class(names: tuple[str, str], parts: tuple[type[AttentionBackend], ...]) -> type:
-    fields = {}
-    for name, role, part in zip(names, ROLES, parts, strict=True):
-        cls = part.options_class or NoOptions
-        fields[role] = attrs.field(type=cls, factory=partial(structure_options, {}, cls, f"{name}'s options"))
-    return attrs.make_class("PairOptions", fields, frozen=True, kw_only=True)
+def _common_graphs(prefill: GraphSupport, decode: GraphSupport) -> GraphSupport:
+    """The batches that may be captured: only the decode backend runs in decode batches, both in any others."""
+    return "decode" if decode == "any" and prefill != "any" else decode

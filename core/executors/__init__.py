@@ -6,23 +6,28 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.executors.base import (
-        MOST_STEPS as MOST_STEPS,
+        MAX_STEPS_IN_FLIGHT as MAX_STEPS_IN_FLIGHT,
         Executor as Executor,
         Health as Health,
         PendingResult as PendingResult,
     )
-    from engine.core.executors.wire import Decoder as Decoder, encode as encode
+    from engine.core.executors.deployment import Deployment as Deployment, make_executor as make_executor
+    from engine.core.executors.wire import MessageDecoder as MessageDecoder, encode as encode
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
     base=(
         "Executor",
         "Health",
-        "MOST_STEPS",
+        "MAX_STEPS_IN_FLIGHT",
         "PendingResult",
     ),
+    deployment=(
+        "Deployment",
+        "make_executor",
+    ),
     wire=(
-        "Decoder",
+        "MessageDecoder",
         "encode",
     ),
 )

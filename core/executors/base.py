@@ -10,23 +10,24 @@ from attrs import frozen
 if TYPE_CHECKING:
     from engine.core.config.tree import EngineConfig
     from engine.core.device import DeviceInfo
-    from engine.core.plugin_host.selection import Parts
+    from engine.core.executors.deployment import Deployment
     from engine.core.startup import Listener
     from engine.core.types import CacheInfo, Step, StepResult
 
-API = "1"
-MOST_STEPS = 2
-"""Steps under way at once."""
+API = "2"
+"""Version of this contract. Version "1", whose constructor takes (config, parts, options), is still accepted."""
+MAX_STEPS_IN_FLIGHT = 2
+"""Maximum number of steps submitted and not yet answered."""
 
 
 class PendingResult(Protocol):
-    """A step under way."""
+    """An in-flight step."""
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Whether `result` returns without waiting."""
 
     def result(self) -> StepResult:
-        """Wait for the step; raises ExecutorError if it failed."""
+        """Wait for the step; raises ExecutorError if the step failed."""
 
 
 @frozen(kw_only=True)
@@ -36,56 +37,62 @@ class Health:
     ok: bool
     detail: str = ""
     """What is wrong, in a sentence."""
-    beat: float | None = None
-    """When the slowest of its own loops went round last, time.monotonic(); None: it has none, or all are at work."""
+    heartbeat: float | None = None
+    """Time of the oldest heartbeat among the idle workers' loops, time.monotonic(); None: no worker is idle, or the
+    executor has no loops of its own."""
     rank: int = 0
-    """Whose loop that is."""
+    """Rank of the worker with that heartbeat."""
 
 
 class Executor(ABC):
-    """Runs steps in the order submitted. Tensors never leave it: steps go in, tokens come out."""
+    """Runs steps in the order submitted. Steps go in, tokens come out; tensors stay inside."""
 
     api: ClassVar[str]
+    """Version of the contract that the class was written for."""
     options_class: ClassVar[type | None] = None
+    """Frozen attrs class of the plugin's own settings ([executor.options]); None: no settings."""
     finds_devices: ClassVar[bool] = False
-    """Whether it looks for devices itself, as in a cluster: several engines then need not be told apart which of this
-    machine's each has."""
+    """Whether the executor finds its own devices, for example in a cluster. If so, replicas are not assigned separate
+    GPUs of this machine."""
 
     @classmethod
     @abstractmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
-        """Why it cannot run this configuration, and what would work; None if it can.
+        """Return a sentence that says why it cannot run `config` and what would work; None if it can.
 
-        device: the first of its devices, in whatever process it is asked. One that runs a single device refuses more
-        (config.executor.tensor_parallel): nobody else does.
+        device: the first of the executor's devices, in every process that asks. An executor of one device must refuse
+        more (config.executor.tensor_parallel): nothing else checks this.
         """
 
     @abstractmethod
-    def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
-        """Keep the arguments; no work yet."""
+    def __init__(self, deployment: Deployment, options: Any) -> None:
+        """Keep the arguments; all work belongs into `start`.
+
+        options: an instance of `options_class`, None without one.
+        """
 
     @property
     @abstractmethod
     def asynchronous(self) -> bool:
-        """Whether `submit` returns before the step is computed, so that planning the next one meanwhile pays."""
+        """Whether `submit` returns before the step is computed, so that planning the next step can overlap."""
 
     def watch(self, listener: Listener) -> None:  # noqa: B027
-        """Tell `listener` about the phases of `start`, which comes next. An executor without phases tells nothing."""
+        """Report the phases of the coming `start` to `listener`. An executor without phases reports nothing."""
 
     @abstractmethod
     def start(self) -> CacheInfo:
-        """Load the model and make the KV cache. Raises CheckpointError or CapacityError.
+        """Load the model and allocate the KV cache. Raises CheckpointError or CapacityError.
 
-        If it raises, it has freed everything itself: `shutdown` is not called.
+        On an error it frees everything before raising: `shutdown` is not called.
         """
 
     @abstractmethod
     def submit(self, step: Step) -> PendingResult:
-        """Begin a step; at most MOST_STEPS are under way at once. Raises ExecutorError if it cannot be begun."""
+        """Begin a step; at most MAX_STEPS_IN_FLIGHT are in flight. Raises ExecutorError if it cannot begin."""
 
     @abstractmethod
     def check(self) -> Health:
-        """Cheap; called at any time from the engine's thread."""
+        """Return the health now. Cheap; called at any time from the engine's thread."""
 
     @abstractmethod
     def shutdown(self) -> None:

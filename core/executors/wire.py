@@ -1,6 +1,6 @@
-"""Messages as bytes: msgpack of the attrs classes that travel (core/types.py), read back into their types.
+"""Messages between processes: attrs classes and msgspec Structs of plain data (core/types.py) as msgpack.
 
-Nothing but plain data crosses a process: what a peer sends can be wrong, but it can never run code.
+Only plain data crosses a process boundary: a peer can send wrong data, but never code to run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ T = TypeVar("T")
 
 
 def encode(message: Any) -> bytes:
-    """A message (an attrs class or a msgspec.Struct of plain data) as msgpack."""
+    """Encode a message (an attrs class or a msgspec.Struct of plain data) as msgpack."""
     return msgspec.msgpack.encode(message)
 
 
-class Decoder(Generic[T]):
-    """Reads messages of one type, or of a union of tagged msgspec.Structs."""
+class MessageDecoder(Generic[T]):
+    """Decodes messages of one type, or of a union of tagged msgspec.Structs."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
     def decode(self, data: bytes | memoryview) -> T:
-        """The message in `data`. Raises EngineError if it is not one of this type."""
+        """Decode `data`. Raises EngineError if it is not a message of this type."""
         try:
             return self._decoder.decode(data)
         except msgspec.DecodeError as error:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
 if TYPE_CHECKING:
-    from engine.core.attention.base import AttentionBackend, Plan
+    from engine.core.attention.base import AttentionBackend
     from engine.core.attention.batch import ForwardBatch
     from engine.core.attention.kv_pool import KVPool
 
@@ -17,6 +17,6 @@ class ForwardPass:
     """All that a model's layers need for one pass, handed down as an argument."""
 
     batch: ForwardBatch
-    attention: AttentionBackend
-    plan: Plan
+    attention: AttentionBackend[Any, Any]
+    plan: Any
     pool: KVPool

@@ -18,6 +18,8 @@ class ExtensionPoint:
     section: str
     contract_name: str
     contract_module: str = "base"
+    older_apis: tuple[str, ...] = ()
+    """Versions of the contract before the current one that are still accepted."""
     pairs: str = ""
     """Where two plugins can serve together, named "first,second": what each is for, as the command line writes it."""
 
@@ -42,11 +44,16 @@ class ExtensionPoint:
         """Version of the contract."""
         return str(self.module.API)
 
-    def pair(self, names: tuple[str, str], parts: tuple[type, type]) -> type:
-        """The class that serves by two."""
-        module = import_module(f"engine.core.{self.name}.pair")
-        made: type = module.pair_of(names, parts)
-        return made
+    @property
+    def accepted_apis(self) -> tuple[str, ...]:
+        """Versions of the contract that a plugin may be written for, the current one first."""
+        return (self.api, *self.older_apis)
+
+    @property
+    def versions(self) -> str:
+        """The accepted versions, as errors say them."""
+        older = f" (and accepts {', '.join(map(repr, self.older_apis))})" if self.older_apis else ""
+        return f"version {self.api!r}{older}"
 
     def check(self, found: object, owner: str) -> None:
         """Raise PluginError unless `found` is a concrete class that keeps this seam's contract."""
@@ -64,20 +71,21 @@ class ExtensionPoint:
                 f"{owner} has options_class = {options!r}, which is no attrs class; decorate it with @frozen"
             )
         api = getattr(found, "api", None)
-        if api != self.api:
+        if api not in self.accepted_apis:
             raise PluginError(
-                f"{owner} is {found.__qualname__} with api = {api!r}, but this engine has version {self.api!r} of "
+                f"{owner} is {found.__qualname__} with api = {api!r}, but this engine has {self.versions} of "
                 f"{wanted}; install a version of the plugin made for it"
             )
-        flaw = self.module.flaw(found) if hasattr(self.module, "flaw") else None
-        if flaw is not None:
-            raise PluginError(f"{owner} is {found.__qualname__} with {flaw}")
+        contract_error = getattr(self.module, "contract_error", None)
+        error = contract_error(found) if contract_error is not None else None
+        if error is not None:
+            raise PluginError(f"{owner} is {found.__qualname__} with {error}")
 
 
 EXTENSION_POINTS = (
     ExtensionPoint("attention", "attention", "AttentionBackend", pairs="PREFILL,DECODE"),
     ExtensionPoint("quant", "quant", "QuantMethod"),
     ExtensionPoint("schedulers", "scheduler", "SchedulingPolicy", contract_module="policy"),
-    ExtensionPoint("executors", "executor", "Executor"),
+    ExtensionPoint("executors", "executor", "Executor", older_apis=("1",)),
     ExtensionPoint("models", "model", "Model"),
 )

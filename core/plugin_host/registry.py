@@ -181,7 +181,7 @@ class Plugins:
         return self.manager.hook
 
     @property
-    def attention(self) -> Registry[AttentionBackend]:
+    def attention(self) -> Registry[AttentionBackend[Any, Any]]:
         """Attention backends."""
         return self.seams["attention"]
 
@@ -319,10 +319,10 @@ class _Host:
                 raise PluginError(f"{what}; a name is a non-empty string other than {AUTO}, without a comma")
             if not isinstance(api, str):
                 raise PluginError(f"{what} with api = {api!r}; give the version as text, as api={seam.api!r}")
-            if api != seam.api:
+            if api not in seam.accepted_apis:
                 raise PluginError(
                     f"{what} for version {api!r} of the {seam.name} contract, but this "
-                    f"engine has version {seam.api!r}; install a version of {info.distribution} made for it"
+                    f"engine has {seam.versions}; install a version of {info.distribution} made for it"
                 )
             if not callable(loader) or isinstance(loader, type):
                 raise PluginError(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from attrs import evolve, frozen
 
-from engine.core.attention.base import GRAPHS, AttentionSpec
+from engine.core.attention.base import AttentionSpec, GraphSupport
+from engine.core.attention.pair import AttentionPair
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, near_misses
@@ -58,7 +59,7 @@ class Choice:
 class Parts:
     """The plugins of one engine, resolved: classes and their validated options."""
 
-    attention: type[AttentionBackend]
+    attention: type[AttentionBackend[Any, Any]] | AttentionPair
     quant: type[QuantMethod]
     policy: SchedulingPolicy
     executor: type[Executor]
@@ -109,7 +110,7 @@ def resolve(
         wanted = getattr(config, section)
         found, choice = _choose(seam, plugins.seams[seam.name], wanted.name, overrides.get(section), refuses)
         owners[section] = str(choice)
-        if isinstance(found, type):
+        if isinstance(found, type | AttentionPair):
             where = f"{section} {choice.name!r}: {section}.options"
             with blame(owners[section], "its options_class"):
                 options[seam.name] = structure_options(wanted.options, getattr(found, "options_class", None), where)
@@ -197,16 +198,17 @@ def settle(config: EngineConfig, device: DeviceInfo) -> EngineConfig:
     return evolve(config, scheduler=evolve(config.scheduler, max_batch_tokens=BATCH_TOKENS[device.type]))
 
 
-def use_graphs(config: EngineConfig, attention: AttentionBackend, device: DeviceInfo) -> bool:
+def use_graphs(config: EngineConfig, attention: AttentionBackend[Any, Any], device: DeviceInfo) -> bool:
     """Whether decode steps are replayed as CUDA graphs.
 
     Raises ConfigError where they are asked for and cannot be, and PluginError where the backend says nothing valid.
     """
     if config.executor.graphs == "off":
         return False
-    if attention.graphs not in GRAPHS:
+    known = get_args(GraphSupport)
+    if attention.graphs not in known:
         raise PluginError(
-            f"{type(attention).__name__} has set graphs = {attention.graphs!r}; it must be one of {', '.join(GRAPHS)}"
+            f"{type(attention).__name__} has set graphs = {attention.graphs!r}; it must be one of {', '.join(known)}"
         )
     obstacle = None
     if device.type != "cuda":
@@ -335,11 +337,11 @@ def _choose(
     if override is not None:
         return _passed_in(seam, override, refuses)
     if seam.pairs and "," in name:
-        cls, provenance = load_pair(seam, registry, name)
-        refusal = ask(cls, f"{seam.section} {name!r}", refuses)
+        pair, provenance = load_pair(seam, registry, name)
+        refusal = ask(pair, f"{seam.section} {name!r}", refuses)
         if refusal:
             raise PluginError(f"{seam.section} {name!r} refuses: {refusal}")
-        return cls, Choice(seam=seam.name, name=name, provenance=provenance, reason="asked for by name")
+        return pair, Choice(seam=seam.name, name=name, provenance=provenance, reason="asked for by name")
     if name != AUTO:
         registration = registry.get(name)
         cls = registration.load()
@@ -369,14 +371,14 @@ def _choose(
     )
 
 
-def load_pair(seam: ExtensionPoint, registry: Registry[Any], name: str) -> tuple[type, str]:
-    """The class that serves by the two plugins of "first,second", and where they come from. Raises PluginError."""
+def load_pair(seam: ExtensionPoint, registry: Registry[Any], name: str) -> tuple[AttentionPair, str]:
+    """Load the two attention backends of "first,second": the pair, and their provenance. Raises PluginError."""
     names = [part.strip() for part in name.split(",")]
     if len(names) != 2 or not all(names) or AUTO in names:
         raise PluginError(f"{seam.section} {name!r} does not name two plugins; write it as {seam.pairs}, both by name")
     first, second = map(registry.get, names)
-    cls = seam.pair((first.name, second.name), (first.load(), second.load()))
-    return cls, " and ".join(dict.fromkeys((first.plugin.provenance, second.plugin.provenance)))
+    pair = AttentionPair((first.name, second.name), (first.load(), second.load()))
+    return pair, " and ".join(dict.fromkeys((first.plugin.provenance, second.plugin.provenance)))
 
 
 def _passed_in(seam: ExtensionPoint, override: object, refuses: Question) -> tuple[Any, Choice]:
@@ -413,7 +415,7 @@ def shape_of(model: type[Model], checkpoint: Mapping[str, Any], owner: str = "")
     return shape
 
 
-def ask(cls: type, owner: str, refuses: Question) -> str | None:
+def ask(cls: Any, owner: str, refuses: Question) -> str | None:
     """The sentence with which a class refuses, or None.
 
     Raises PluginError, naming `owner`, where it fails or answers with something else, and what EngineError it raises.
@@ -425,13 +427,13 @@ def ask(cls: type, owner: str, refuses: Question) -> str | None:
     return answer
 
 
-def _float8_refusal(cls: type[AttentionBackend], spec: AttentionSpec) -> str | None:
+def _float8_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
     if spec.kv_dtype != FLOAT8 or cls.reads_float8:
         return None
     return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
 
 
-def _page_refusal(cls: type[AttentionBackend], spec: AttentionSpec) -> str | None:
+def _page_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
     if cls.block_sizes is None or spec.block_size in cls.block_sizes:
         return None
     sizes = " or ".join(map(str, cls.block_sizes))

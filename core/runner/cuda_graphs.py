@@ -118,7 +118,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        attention: AttentionBackend,
+        attention: AttentionBackend[Any, Any],
         pool: KVPool,
         persistent_batch: PersistentBatch,
         sampler: Sampler,

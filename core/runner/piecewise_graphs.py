@@ -18,7 +18,7 @@ from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.cuda_graphs import unowned
 
 if TYPE_CHECKING:
-    from engine.core.attention.base import AttentionBackend, Plan
+    from engine.core.attention.base import AttentionBackend
     from engine.core.attention.kv_pool import KVPool
     from engine.core.models.base import Model
     from engine.core.runner.cuda_graphs import Recorder
@@ -61,7 +61,7 @@ class _Cut:
         self.calls: list[_Call] = []
         self._cut = cut
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         """Note the call, whose result is `out` by the time that the next piece runs."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._cut()
@@ -75,7 +75,7 @@ class PiecewiseGraphs:
     def __init__(
         self,
         model: Model,
-        attention: AttentionBackend,
+        attention: AttentionBackend[Any, Any],
         pool: KVPool,
         recorder: Recorder,
         *,
@@ -102,7 +102,7 @@ class PiecewiseGraphs:
             on_progress(done, len(self._counts))
             self._steps[count] = self._record(count)
 
-    def run(self, batch: ForwardBatch, plan: Plan) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, plan: Any) -> torch.Tensor:
         """Hidden states of a batch of at most `most_tokens`: [tokens, hidden_size], valid until the next call."""
         count = len(batch.tokens)
         size = self._counts[int(np.searchsorted(self._counts, count))]

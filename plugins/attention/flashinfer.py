@@ -19,7 +19,15 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool, window_of
+from engine.core.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardBatch,
+    GraphSlot,
+    GraphSupport,
+    KVPool,
+    layers_by_window,
+)
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError, PluginError
 from engine.core.quant import FLOAT8
@@ -95,12 +103,12 @@ class Plan:
     """By sliding window; empty where there is none."""
 
 
-class FlashInferAttention(AttentionBackend):
+class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
     """Paged attention in bfloat16 or float16 on NVIDIA GPUs."""
 
     api = "1"
     reads_float8 = True
-    graphs = "decode"
+    graphs: GraphSupport = "decode"
     options_class = FlashInferOptions
 
     @classmethod
@@ -241,7 +249,7 @@ class FlashInferAttention(AttentionBackend):
         q = torch.zeros(2, spec.num_heads, spec.head_dim, dtype=self._dtype, device=self._device)
         k = torch.zeros(2, spec.num_kv_heads, spec.head_dim, dtype=self._dtype, device=self._device)
         plan = self.plan(trial_batch(self._device))
-        for layers in window_of(spec).values():
+        for layers in layers_by_window(spec).values():
             self.forward(layers[0], q, k, k, plan)
         torch.cuda.synchronize(self._device)
 

@@ -56,7 +56,7 @@ class Plan:
     """TorchAttention's."""
 
 
-class NativeAttention(AttentionBackend):
+class NativeAttention(AttentionBackend[None, Plan]):
     """Decodes copy no keys and values; prompts are TorchAttention's."""
 
     api = "1"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from attrs import frozen
 
-from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool, window_of
+from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool, layers_by_window
 from engine.core.device import DeviceInfo
 from engine.core.quant import FLOAT8
 
@@ -34,7 +34,7 @@ class Group:
     """Plain causal attention of as many queries as keys."""
 
 
-class TorchAttention(AttentionBackend):
+class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
     """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
 
     api = "1"
@@ -52,7 +52,7 @@ class TorchAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         self._spec = spec
-        self._windows = window_of(spec)
+        self._windows = layers_by_window(spec)
         self._scales = pool.scales
         self._dtype = getattr(torch, spec.dtype)
         shape = (-1, spec.num_kv_heads, spec.head_dim)

@@ -33,7 +33,7 @@ class Plan:
     prompts: Prompts | None
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(AttentionBackend[None, Plan]):
     """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
 
     api = "1"

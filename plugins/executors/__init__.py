@@ -5,30 +5,30 @@ from engine.core.hooks import Register, hookimpl, lazy
 
 @hookimpl
 def register_executors(register: Register) -> None:
-    """Offer them."""
+    """Register the built-in executors."""
     register(
         "uniproc",
         lazy("engine.plugins.executors.uniproc:UniprocExecutor"),
-        api="1",
-        summary="one device, in the process of the engine",
+        api="2",
+        summary="one device, in the engine's process",
         preference=10,
     )
     register(
         "multiproc",
         lazy("engine.plugins.executors.multiproc:MultiprocExecutor"),
-        api="1",
+        api="2",
         summary="one device, in a process of its own",
     )
     register(
         "tp",
         lazy("engine.plugins.executors.tp:TensorParallelExecutor"),
-        api="1",
-        summary="several devices, each with its share of every layer, in a process each",
+        api="2",
+        summary="several devices of one machine, each with its shard of every layer, in a process each",
         preference=5,
     )
     register(
         "ray",
         lazy("engine.plugins.executors.ray:RayExecutor"),
-        api="1",
-        summary="one device or several, of one node or several, as actors that Ray places",
+        api="2",
+        summary="one or several devices, of one or several nodes, as actors that Ray places",
     )

@@ -1,4 +1,4 @@
-"""What passes between an executor and its workers beside steps and results: messages, as msgpack; a socket of them."""
+"""Messages between an executor and its workers, other than steps and results, and the socket that carries them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from engine.core.errors import (
     PluginError,
     PluginFaultError,
 )
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 from engine.core.shm import RingHandle
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo
 
 T = TypeVar("T")
 
-LONGEST = 2**17
-"""Bytes of a message, at most; what a socket takes at once by default is more."""
+MAX_MESSAGE_BYTES = 2**17
+"""Maximum size of a message; a socket's default buffer is larger."""
 
 ERRORS: tuple[type[EngineError], ...] = (
     CheckpointError,
@@ -37,21 +37,21 @@ ERRORS: tuple[type[EngineError], ...] = (
     PluginFaultError,
     ExecutorError,
 )
-"""Those of a worker that are raised as what they are in the executor's process too."""
+"""Error classes that keep their class when a worker's error is raised in the executor's process."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is to run, and as which rank."""
+    """What one worker runs: the configuration, its device and its rank."""
 
     config: EngineConfig
     executor: str
-    """Its class, as module:name."""
+    """Class of the executor, as module:name."""
     manifest: tuple[tuple[str, str, str], ...]
     """The plugins that the executor's process has loaded."""
     device: str
-    """cpu or cuda:N."""
-    first: DeviceInfo
-    """The first of the executor's devices, as the executor's process sees it."""
+    """The worker's device: cpu or cuda:N."""
+    first_device: DeviceInfo
+    """The device of rank 0, as the executor's process sees it."""
     rendezvous: Rendezvous
 
 
@@ -60,46 +60,46 @@ class Launch(Assignment, frozen=True, kw_only=True):
 
     steps: RingHandle
     results: RingHandle | None
-    """Rank 0's; the others answer nothing."""
-    beats: int
-    """File descriptor of the beats."""
+    """For rank 0; None for the other ranks, which send no results."""
+    heartbeats: int
+    """File descriptor of the HeartbeatTable."""
     stack: int
-    """File descriptor that SIGUSR1 writes the stack to."""
+    """File descriptor of the worker's stack dumps, which SIGUSR1 requests."""
 
 
-class Progressed(msgspec.Struct, frozen=True, tag="told"):
-    """How far a phase of the start is."""
+class Progressed(msgspec.Struct, frozen=True, tag="progress"):
+    """Progress of a start-up phase."""
 
     progress: Progress
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Steps can be sent."""
+    """The worker can run steps."""
 
     cache: CacheInfo
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The worker cannot start, or cannot go on; it exits."""
+    """The worker cannot start or cannot continue; it exits."""
 
     phase: str
-    """weights; or step 12."""
+    """Where the error was raised, as "weights" or "step 12"."""
     kind: str
-    """The error's class."""
+    """Class of the error."""
     known: str
-    """The class of core/errors.py that it derives from; empty if there is none."""
+    """Its base class among ERRORS; empty if there is none."""
     message: str
     hint: str
-    """What may help; empty if the message says it, or nobody knows."""
+    """What may help; empty if the message says it or no hint is known."""
     traceback: str
 
     @property
     def unexpected(self) -> bool:
-        """Whether somebody has to look at the traceback."""
+        """Whether the traceback is needed to understand the error."""
         return self.known in ("", PluginFaultError.__name__)
 
     def error(self, worker: str) -> EngineError:
-        """As an error of this process; worker: who said it."""
+        """Return the error to raise in the executor's process; worker: the name of the sender."""
         cls = next((cls for cls in ERRORS if cls.__name__ == self.known), ExecutorError)
         message = self.message if self.known else f"{self.kind}: {self.message}"
         hint = f"; {self.hint}" if self.hint else ""
@@ -110,34 +110,36 @@ FromWorker = Progressed | Ready | Failed
 
 
 class Connection(Generic[T]):
-    """One end of a socket that keeps messages apart; T: what the other end says."""
+    """One end of a socket that preserves message boundaries; T: the messages of the other end."""
 
     def __init__(self, end: socket.socket, kind: Any) -> None:
         self._socket = end
-        self._decoder: Decoder[T] = Decoder(kind)
+        self._decoder: MessageDecoder[T] = MessageDecoder(kind)
 
     def send(self, message: Any) -> None:
-        """Raises OSError when the other end is gone."""
+        """Send a message. Raises OSError when the other end is closed."""
         self._socket.sendall(encode(message))
 
     def receive(self) -> T | None:
-        """The next message; None when the other end is gone. Raises BlockingIOError if there is none, on an end that
-        does not wait, and EngineError for what is no message."""
+        """Receive the next message; None when the other end is closed.
+
+        Raises BlockingIOError if a non-blocking end has no message, and EngineError for data that is no message.
+        """
         try:
-            data = self._socket.recv(LONGEST)
+            data = self._socket.recv(MAX_MESSAGE_BYTES)
         except ConnectionError:
             return None
         return self._decoder.decode(data) if data else None
 
     def fileno(self) -> int:
-        """For poll()."""
+        """The socket's descriptor, for poll()."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close this end."""
         self._socket.close()
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a connection."""
+    """Create the sockets for the two ends of a connection."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,4 +1,4 @@
-"""The runner in a process of its own: steps go there, and what they sampled comes back, over rings in shared memory."""
+"""Runs the model in worker processes: steps and results travel over rings in shared memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import ClassVar
 from attrs import evolve, field, frozen, validators
 
 from engine.core.config import EngineConfig
-from engine.core.device import DeviceInfo, find_device
+from engine.core.device import DeviceInfo
 from engine.core.distributed import Rendezvous
 from engine.core.errors import ExecutorError
-from engine.core.executors import Health, PendingResult, encode
-from engine.core.plugin_host import Parts
+from engine.core.executors import Deployment, Health, PendingResult, encode
 from engine.core.shm import Ring, RingClosedError
 from engine.core.types import CacheInfo, Step
+from engine.plugins.executors.heartbeat import HeartbeatTable
 from engine.plugins.executors.messages import Launch
 from engine.plugins.executors.pending import Pending
-from engine.plugins.executors.progress import Beats
-from engine.plugins.executors.remote import RemoteExecutor, cache_of_all
+from engine.plugins.executors.remote import RemoteExecutor, common_cache
 from engine.plugins.executors.worker_process import WorkerProcess
 from engine.plugins.executors.workers import Workers
 
@@ -31,50 +30,47 @@ class Options:
     """[executor.options]."""
 
     step_timeout: float = field(default=300.0, validator=validators.gt(0))
-    """Seconds after which a step counts as hung: the workers are then ended."""
+    """Seconds after which a step counts as hung: all workers are then killed."""
 
 
 class MultiprocExecutor(RemoteExecutor):
-    """Starts workers (`plugins/executors/worker.py`), one a device, which all receive every step; rank 0 answers."""
+    """Starts one worker (`plugins/executors/worker.py`) per device. All workers receive every step; rank 0 answers."""
 
     options_class = Options
     worker: ClassVar[str] = "engine.plugins.executors.worker"
-    """The module that a worker runs."""
+    """The module that a worker process runs."""
 
     @classmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
-        """More than one device, and systems without what it watches processes with."""
         if config.executor.tensor_parallel > 1:
             return f"it runs one device, not {config.executor.tensor_parallel}; use --executor tp, or --tp 1"
         return refuses_system()
 
-    def __init__(self, config: EngineConfig, parts: Parts, options: Options) -> None:
-        super().__init__(config, parts)
+    def __init__(self, deployment: Deployment, options: Options) -> None:
+        super().__init__(deployment)
         self._options = options
         self._workers: Workers | None = None
 
     def start(self) -> CacheInfo:
-        """Start the workers, and wait until each is ready.
+        """Start the workers and wait until all are ready.
 
-        Raises what stopped the first of them that failed, with its rank and the phase it was in.
+        Raises the error of the first worker that failed, with its rank and phase.
         """
-        device = find_device(self._config.executor.device)
         ranks = self._config.executor.tensor_parallel
         self._steps, self._results = Ring.create(readers=ranks), Ring.create(readers=1)
         self._writer, self._reader = self._steps.writer(), self._results.reader(0)
-        self._memory = (Beats.make(ranks), os.memfd_create("engine-store"))
-        self._beats = Beats(self._memory[0], ranks).rows()
-        makers = [partial(self._make_worker, rank, device) for rank in range(ranks)]
+        self._memory = (HeartbeatTable.create(ranks), os.memfd_create("engine-store"))
+        self._heartbeats = HeartbeatTable(self._memory[0], ranks).rows()
+        makers = [partial(self._make_worker, rank) for rank in range(ranks)]
         self._workers = Workers(makers, self._interrupt, self._options.step_timeout)
         try:
             caches = self._workers.start(self._listener)
         except BaseException:
             self.shutdown()
             raise
-        return cache_of_all(caches)
+        return common_cache(caches)
 
     def submit(self, step: Step) -> PendingResult:
-        """See Executor."""
         workers = self._running()
         self._check_room(step)
         try:
@@ -82,64 +78,63 @@ class MultiprocExecutor(RemoteExecutor):
         except RingClosedError as closed:
             raise self._failure(closed) from None
         pending = Pending(step.id, self._collect, self._reader.ready)
-        self._under_way.append(pending)
-        if len(self._under_way) == 1:
+        self._in_flight.append(pending)
+        if len(self._in_flight) == 1:
             workers.oldest = (step.id, time.monotonic())
         return pending
 
     def check(self) -> Health:
-        """Whether all workers live, and the beat of the slowest that has nothing to do."""
+        """Return whether all workers run, and the oldest heartbeat among the idle ones."""
         if self._workers is None:
             return Health(ok=False, detail="the executor is shut down")
         if self._workers.failure is not None:
             return Health(ok=False, detail=str(self._workers.failure))
-        idle = [(beat.at, rank) for rank, beat in enumerate(self._beats) if beat.begun == beat.finished]
+        idle = [(row.time, rank) for rank, row in enumerate(self._heartbeats) if row.begun == row.finished]
         if not idle:
             return Health(ok=True)
-        at, rank = min(idle)
-        return Health(ok=True, beat=at, rank=rank)
+        heartbeat, rank = min(idle)
+        return Health(ok=True, heartbeat=heartbeat, rank=rank)
 
     def shutdown(self) -> None:
-        """See Executor."""
         workers, self._workers = self._workers, None
         if workers is not None:
             self._writer.close()
             workers.stop()
             self._steps.close()
             self._results.close()
-            del self._steps, self._results, self._writer, self._reader  # and with them their memory
+            del self._steps, self._results, self._writer, self._reader  # frees the rings' memory
             for descriptor in self._memory:
                 os.close(descriptor)
 
-    def _make_worker(self, rank: int, device: DeviceInfo) -> WorkerProcess:
-        """Start the worker of a rank; its device is so many after the first."""
-        beats, store = self._memory
+    def _make_worker(self, rank: int) -> WorkerProcess:
+        """Start the worker of a rank, on the device `rank` places after the first one."""
+        heartbeats, store = self._memory
         ranks = self._config.executor.tensor_parallel
         results = self._results.handle if rank == 0 else None
-        config = self._config
+        config, device = self._config, self._device
         if device.type == "cpu" and ranks > 1 and not config.executor.threads:
-            share = max(1, len(os.sched_getaffinity(0)) // ranks)
-            config = evolve(config, executor=evolve(config.executor, threads=share))
+            threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+            config = evolve(config, executor=evolve(config.executor, threads=threads))
         launch = Launch(
             config=config,
             executor=f"{type(self).__module__}:{type(self).__qualname__}",
             manifest=self._manifest,
             device=evolve(device, index=device.index + rank).torch_name,
-            first=device,
+            first_device=device,
             rendezvous=Rendezvous(rank=rank, ranks=ranks, place=f"/proc/self/fd/{store}"),
             steps=self._steps.handle,
             results=results,
-            beats=beats,
+            heartbeats=heartbeats,
             stack=os.memfd_create(f"engine-stack-{rank}"),
         )
-        inherit = [beats, store, *launch.steps.descriptors, *(results.descriptors if results is not None else ())]
-        return WorkerProcess(self.worker, launch, self._beats[rank], inherit)
+        inherit = [heartbeats, store, *launch.steps.descriptors, *(results.descriptors if results is not None else ())]
+        return WorkerProcess(self.worker, launch, self._heartbeats[rank], inherit)
 
     def _collect(self) -> None:
-        """Wait for the result of the oldest step, and give it to who holds that.
+        """Wait for the result of the oldest in-flight step and resolve its Pending.
 
-        The engine's next step mostly follows as soon as that is taken in and the step planned: it is announced here. If
-        there is none, workers spin for it once, and sleep.
+        The engine mostly submits its next step as soon as it has planned it from this result, so the next step is
+        announced here. If no step follows, workers spin once for nothing and sleep.
         """
         workers = self._running()
         try:
@@ -148,12 +143,12 @@ class MultiprocExecutor(RemoteExecutor):
             raise self._failure(closed) from None
         self._writer.announce()
         result = self._decoder.decode(message)
-        pending = self._under_way.popleft()
-        workers.oldest = (self._under_way[0].step, time.monotonic()) if self._under_way else None
+        pending = self._in_flight.popleft()
+        workers.oldest = (self._in_flight[0].step, time.monotonic()) if self._in_flight else None
         pending.complete(result)
 
     def _interrupt(self, reason: str) -> None:
-        """Wake who waits for a ring. Called in the workers' thread."""
+        """End both rings, which wakes all who wait on them. Called in the thread that watches the workers."""
         self._steps.interrupt(reason)
         self._results.interrupt(reason)
 
@@ -163,13 +158,13 @@ class MultiprocExecutor(RemoteExecutor):
         return self._workers
 
     def _failure(self, closed: RingClosedError) -> Exception:
-        """Why there is no ring any more."""
+        """Why a ring has ended."""
         failure = self._running().failure
         return ExecutorError(str(failure)) if failure is not None else closed
 
 
 def refuses_system() -> str | None:
-    """Why workers cannot be watched here; None if they can."""
+    """Return why workers cannot be watched on this system; None if they can."""
     if sys.platform != "linux":
         return "it watches its processes by pidfd, which Linux alone has; use --executor uniproc"
     return None

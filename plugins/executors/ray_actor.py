@@ -1,4 +1,4 @@
-"""A worker that Ray starts: an actor. Its calls carry the steps, and the answers to them the results."""
+"""A worker as a Ray actor: its calls carry steps and messages, the return values carry results."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from engine.core.distributed import MeetingPoint
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 from engine.core.shm import RingTimeoutError
 from engine.core.startup import Phases
 from engine.core.types import StepResult
+from engine.plugins.executors.heartbeat import WorkerHeartbeat
 from engine.plugins.executors.messages import Assignment, Failed, Progressed, Ready
-from engine.plugins.executors.progress import COLUMNS, Beat
+from engine.plugins.executors.stacks import busy_stack
 from engine.plugins.executors.worker_loop import StepRunner, WorkerLoop, make_runner
 
 
-class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where Ray has put an actor."""
+class ActorLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where Ray has placed an actor."""
 
     node: str
-    """Ray's number of the node."""
+    """Ray's id of the node."""
     host: str
-    """The node's address."""
+    """Address of the node."""
     process: int
+    """Process id on the node."""
     gpus: tuple[str, ...]
-    """Of the node's, those that are this actor's alone."""
+    """The node's GPUs that are reserved for this actor."""
     meeting: str
-    """See Rendezvous.place; empty unless asked for."""
+    """Meeting point of the ranks (Rendezvous.place); empty unless asked for."""
 
 
-class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor is to do."""
+class ActorLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor is to run, on which GPUs."""
 
     assignment: Assignment
     gpus: str
-    """Those of the node that this engine's actors have, as in CUDA_VISIBLE_DEVICES; empty on a CPU."""
+    """GPUs of the node that belong to any actor of this engine, as in CUDA_VISIBLE_DEVICES; empty on a CPU."""
 
 
-class Inbox:
-    """Steps in their order, and who waits for their results; the calls of a threaded actor come in any order."""
+class StepQueue:
+    """Puts the steps of concurrent actor calls in order and matches results to calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,47 +56,47 @@ class Inbox:
         self._waiting: deque[Future[bytes]] = deque()
 
     def put(self, number: int, step: bytes) -> Future[bytes]:
-        """Step `number`, counted from 0, has come; its result will."""
+        """Add step `number`, counted from 0; calls may arrive in any order. Returns the future of its result."""
         future: Future[bytes] = Future()
         with self._lock:
             self._early[number] = step, future
             while self._next in self._early:
-                due, waiting = self._early.pop(self._next)
+                next_step, waiting = self._early.pop(self._next)
                 self._waiting.append(waiting)
-                self._steps.put(due)
+                self._steps.put(next_step)
                 self._next += 1
         return future
 
-    def take(self, timeout: float) -> bytes:
-        """The next step. Raises RingTimeoutError after so many seconds."""
+    def get(self, timeout: float) -> bytes:
+        """Return the next step in order. Raises RingTimeoutError after `timeout` seconds."""
         try:
             return self._steps.get(timeout=timeout)
         except Empty:
             raise RingTimeoutError(f"no step has come for {timeout:g} s") from None
 
-    def answer(self, result: bytes) -> None:
-        """The result of the oldest step that was taken."""
+    def resolve(self, result: bytes) -> None:
+        """Set the result of the oldest step without one."""
         self._waiting.popleft().set_result(result)
 
 
 class RankActor:
-    """One rank. Calls run in threads of Ray's; the model runs in one of its own."""
+    """One rank. Ray runs calls in threads of its own; the model runs in the thread `worker`."""
 
     def __init__(self) -> None:
-        self._inbox = Inbox()
+        self._steps = StepQueue()
         self._messages: SimpleQueue[bytes] = SimpleQueue()
-        self._beat = Beat(memoryview(bytearray(8 * COLUMNS)).cast("d"))
+        self._heartbeat = WorkerHeartbeat.private()
         self._meeting: MeetingPoint | None = None
 
-    def whereabouts(self, meeting: bool) -> bytes:
-        """Whereabouts; meeting: whether the ranks meet here."""
+    def locate(self, meeting: bool) -> bytes:
+        """Return an ActorLocation; meeting: whether the ranks meet at this actor."""
         import ray
 
         host = ray.util.get_node_ip_address()
         if meeting:
             self._meeting = MeetingPoint(host)
         return encode(
-            Whereabouts(
+            ActorLocation(
                 node=ray.get_runtime_context().get_node_id(),
                 host=host,
                 process=os.getpid(),
@@ -103,60 +105,60 @@ class RankActor:
             )
         )
 
-    def begin(self, order: bytes) -> None:
-        """Start the model, as the message Begin says; `listen` tells how it goes."""
-        begin = Decoder[Begin](Begin).decode(order)
-        if begin.gpus:  # Ray shows each actor its own alone; to read each other's memory, they must see all of ours
-            os.environ["CUDA_VISIBLE_DEVICES"] = begin.gpus
-        threading.Thread(target=self._work, args=(begin,), name="worker", daemon=True).start()
+    def begin(self, message: bytes) -> None:
+        """Start the model as an ActorLaunch says; `listen` returns its progress."""
+        launch = MessageDecoder[ActorLaunch](ActorLaunch).decode(message)
+        if launch.gpus:  # Ray shows each actor its own GPUs only; peer memory access needs those of all actors
+            os.environ["CUDA_VISIBLE_DEVICES"] = launch.gpus
+        threading.Thread(target=self._work, args=(launch.assignment,), name="worker", daemon=True).start()
 
     def listen(self) -> bytes:
-        """The next message, FromWorker; waits for it."""
+        """Wait for the next message (FromWorker) and return it."""
         return self._messages.get()
 
     def step(self, number: int, step: bytes) -> bytes:
-        """Compute a step; the result of rank 0, and nothing from the others. Waits for it."""
-        return self._inbox.put(number, step).result()
+        """Compute a step and wait for it. Returns the result on rank 0, nothing on other ranks."""
+        return self._steps.put(number, step).result()
 
-    def stack(self) -> tuple[int, str]:
-        """Number of the last step begun, and the stacks of all threads."""
+    def stack(self) -> tuple[int, str, str]:
+        """Return the number of the last step begun, the busy thread's stack in a sentence, and the stacks of all."""
         file = os.memfd_create("engine-stack")
         try:
             faulthandler.dump_traceback(file, all_threads=True)
-            return self._beat.begun, os.pread(file, 2**16, 0).decode(errors="replace")
+            dump = os.pread(file, 2**16, 0).decode(errors="replace")
+            return self._heartbeat.begun, busy_stack(dump, self._heartbeat.busy_threads), dump
         finally:
             os.close(file)
 
-    def _work(self, begin: Begin) -> None:
-        assignment = begin.assignment
-        wires = _Calls(self._inbox, self._messages, assignment.rendezvous.rank)
-        WorkerLoop(assignment, self._beat, wires).run(lambda phases: self.make_runner(assignment, phases))
+    def _work(self, assignment: Assignment) -> None:
+        link = _CallLink(self._steps, self._messages, assignment.rendezvous.rank)
+        WorkerLoop(assignment, self._heartbeat, link).run(lambda phases: self.make_runner(assignment, phases))
 
     def make_runner(self, assignment: Assignment, phases: Phases) -> StepRunner:
-        """In the thread of the model."""
+        """Make the runner, in the thread of the model."""
         if self._meeting is not None:
             with phases.phase("import"):
                 self._meeting.serve()
         return make_runner(assignment, phases)
 
 
-class _Calls:
-    """See Wires."""
+class _CallLink:
+    """ExecutorLink over the calls of an actor."""
 
-    def __init__(self, inbox: Inbox, messages: SimpleQueue[bytes], rank: int) -> None:
-        self._inbox = inbox
+    def __init__(self, steps: StepQueue, messages: SimpleQueue[bytes], rank: int) -> None:
+        self._steps = steps
         self._messages = messages
         self._rank = rank
 
     def receive(self, timeout: float) -> bytes:
-        return self._inbox.take(timeout)
+        return self._steps.get(timeout)
 
-    def answer(self, result: StepResult) -> None:
-        self._inbox.answer(encode(result) if self._rank == 0 else b"")
+    def send_result(self, result: StepResult) -> None:
+        self._steps.resolve(encode(result) if self._rank == 0 else b"")
 
-    def tell(self, message: Progressed | Ready) -> None:
+    def report(self, message: Progressed | Ready) -> None:
         self._messages.put(encode(message))
 
     def fail(self, failed: Failed) -> None:
-        """The executor ends the process when it has heard this."""
+        """Report the error; the executor then kills the actor."""
         self._messages.put(encode(failed))

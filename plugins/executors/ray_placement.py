@@ -1,4 +1,4 @@
-"""Room in a Ray cluster: joined or started by Ray's own rules, reserved for all ranks together, and given back."""
+"""Reserves room in a Ray cluster for all ranks together, and frees it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from engine.core.errors import ExecutorError
 from engine.plugins.executors.ray_actor import RankActor
 
 CONNECT_SECONDS = 10.0
-"""What a cluster gets to answer at its address."""
-CALLS = 8
-"""At once, of an actor: those that wait for messages and for steps, and room for others."""
+"""Time for a cluster to answer at its address."""
+MAX_CONCURRENT_CALLS = 8
+"""Maximum number of concurrent calls of an actor: one waits for messages, two for steps; the rest is spare."""
 
 
 class Placement:
-    """A placement group of one bundle a rank: on as few nodes as can be, and all or none."""
+    """A placement group of one bundle per rank, on as few nodes as possible; Ray reserves all bundles or none."""
 
     def __init__(self, address: str | None, bundle: Mapping[str, float], ranks: int, timeout: float) -> None:
-        """address: see ray.Options; bundle: what a rank takes, in Ray's names (CPU, GPU); timeout: seconds to wait.
+        """Join or start a cluster and reserve room.
 
+        address: as ray.Options; bundle: resources per rank, by Ray's names (CPU, GPU); timeout: seconds to wait.
         Raises ExecutorError.
         """
         self._connected = _connect(address)
@@ -48,14 +49,14 @@ class Placement:
             raise
 
     def start(self, actor: type[RankActor], rank: int) -> Any:
-        """An actor in the bundle of this rank, which Ray starts but never restarts: what it held would be lost."""
+        """Start an actor in the bundle of this rank. Ray never restarts it: the KV cache would be lost."""
         return (
             ray.remote(actor)
             .options(
                 num_cpus=self._bundle["CPU"],
                 num_gpus=self._bundle.get("GPU", 0),
                 max_restarts=0,
-                max_concurrency=CALLS,
+                max_concurrency=MAX_CONCURRENT_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._group, placement_group_bundle_index=rank
                 ),
@@ -65,24 +66,24 @@ class Placement:
 
     @property
     def alive(self) -> bool:
-        """Whether this process still belongs to a cluster; what it had there has gone with it otherwise."""
+        """Whether this process still belongs to a cluster; if not, its actors and bundles are gone."""
         return bool(ray.is_initialized())
 
     def release(self) -> None:
-        """Give the room back: Ray ends what still runs there. A second call does nothing."""
+        """Free the room, in which Ray kills running actors. A second call does nothing."""
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
 
     def leave(self) -> None:
-        """Leave the cluster, if this joined it; a second call does nothing."""
+        """Leave the cluster if this object joined it; a second call does nothing."""
         connected, self._connected = self._connected, False
         if connected:
             ray.shutdown()
 
 
 def _connect(address: str | None) -> bool:
-    """Join a cluster, or start one; False: this process belongs to one already."""
+    """Join or start a cluster; return False if this process belongs to one already."""
     if ray.is_initialized():
         present = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", present):
@@ -104,7 +105,7 @@ def _connect(address: str | None) -> bool:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray sets a handler of SIGTERM, which is the engine process's own business."""
+    """Restore the handler of SIGTERM, which Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -120,7 +121,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _cluster(bundle: Mapping[str, float]) -> str:
-    """What there is of what was asked for."""
+    """Describe how much of the bundle's resources the cluster has."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     each = [_amounts({name: node["Resources"].get(name, 0) for name in bundle}) for node in nodes]
     free = ray.available_resources()

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a worker a device, each with its share of every layer; all see every step, and rank 0 answers."""
+"""Tensor parallelism on one machine: one worker per device, each with its shard of every layer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ class TensorParallelExecutor(MultiprocExecutor):
 
     @classmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
-        """A single device, and more devices than there are."""
         ranks = config.executor.tensor_parallel
         if ranks == 1:
-            return "it shares each layer among several devices; give their number by --tp, or use --executor multiproc"
+            return "it shards each layer over several devices; give their number by --tp, or use --executor multiproc"
         if device.type == "cuda":
             import torch
 
-            there = torch.cuda.device_count() - device.index
-            if ranks > there:
-                return f"there are {there} GPUs from {device.torch_name} on, and --tp wants {ranks}; use --tp {there}"
+            available = torch.cuda.device_count() - device.index
+            if ranks > available:
+                return (
+                    f"there are {available} GPUs from {device.torch_name} on, and --tp asks for {ranks}; "
+                    f"use --tp {available}"
+                )
         return refuses_system()

@@ -1,4 +1,4 @@
-"""One device, in the engine's own process."""
+"""Runs the model on one device in the engine's own process."""
 
 from __future__ import annotations
 
@@ -8,69 +8,60 @@ from typing import Any
 import torch
 
 from engine.core.config import EngineConfig
-from engine.core.device import DeviceInfo, find_device
+from engine.core.device import DeviceInfo
 from engine.core.errors import EngineError, ExecutorError
-from engine.core.executors import Executor, Health, PendingResult
-from engine.core.plugin_host import Parts
+from engine.core.executors import Deployment, Executor, Health, PendingResult
 from engine.core.runner import Runner
 from engine.core.startup import Listener, Phases
 from engine.core.types import CacheInfo, Step
-from engine.core.weights import Checkpoint
 
 
 class UniprocExecutor(Executor):
-    """Calls the runner directly. A CPU computes a step within `submit`; a GPU computes while the engine goes on."""
+    """Calls the runner directly. A CPU computes a step within `submit`; a GPU computes it asynchronously."""
 
-    api = "1"
+    api = "2"
 
     @classmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
-        """More than one device."""
         if config.executor.tensor_parallel > 1:
             return f"it runs one device, not {config.executor.tensor_parallel}; use --executor tp, or --tp 1"
         return None
 
-    def __init__(self, config: EngineConfig, parts: Parts, options: Any) -> None:
-        self._device = find_device(config.executor.device)
-        checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config)
-        self._runner: Runner | None = Runner(config, parts, checkpoint, self._device)
+    def __init__(self, deployment: Deployment, options: Any) -> None:
+        self._device = deployment.device
+        self._runner: Runner | None = deployment.make_runner()
         self._failure = ""
         self._listener: Listener | None = None
 
     @property
     def asynchronous(self) -> bool:
-        """True on a GPU."""
         return self._device.type != "cpu"
 
     def watch(self, listener: Listener) -> None:
-        """See Executor."""
         self._listener = listener
 
     def start(self) -> CacheInfo:
-        """See Executor."""
         return self._running().start(Phases(self._listener))
 
     def submit(self, step: Step) -> PendingResult:
-        """See Executor."""
         try:
             return self._running().launch(step)
         except EngineError:
             raise
-        except Exception as error:  # torch's, out of memory included, and those of kernels' compilers
+        except Exception as error:  # torch's, out of memory included, and those of kernel compilers
             self._failure = f"step {step.id} failed on {self._device.torch_name}: {error}"
             raise ExecutorError(self._failure) from error
 
     def check(self) -> Health:
-        """Whether the runner is there and no step has failed."""
+        """Return whether the runner exists and no step has failed."""
         if self._runner is None:
             return Health(ok=False, detail="the executor is shut down")
         return Health(ok=not self._failure, detail=self._failure)
 
     def shutdown(self) -> None:
-        """See Executor."""
         if self._runner is not None:
             if self.asynchronous:
-                # Kernels under way may still write into the host's memory. They may also have failed: that was told.
+                # Running kernels may still write to host memory. If they failed, that error was reported already.
                 with suppress(RuntimeError):
                     torch.cuda.synchronize(self._device.torch_name)
             self._runner = None

@@ -1,4 +1,4 @@
-"""A worker: the process that has one device. It takes steps from a ring; rank 0 puts what they sampled into another."""
+"""A worker process of `multiproc` or `tp`: runs the steps of a ring on one device; rank 0 sends results by a ring."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.core.executors import encode
 from engine.core.shm import Ring, RingClosedError, RingWriter
 from engine.core.startup import Phases
 from engine.core.types import StepResult
+from engine.plugins.executors.heartbeat import HeartbeatTable
 from engine.plugins.executors.messages import Connection, Failed, Launch, Progressed, Ready
-from engine.plugins.executors.progress import Beats
 from engine.plugins.executors.worker_loop import StepRunner, WorkerLoop, make_runner
 
 PR_SET_PDEATHSIG = 1
@@ -25,14 +25,17 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run until told to stop; returns the exit code."""
+    """Run a worker until its ring of steps ends; return the exit code."""
     return run(make_runner)
 
 
 def run(make: Callable[[Launch, Phases], StepRunner]) -> int:
-    """The whole life of the process, around the runner that `make` gives. Arguments: descriptor, parent's number."""
+    """Run a worker around the runner that `make` returns.
+
+    Command line arguments: descriptor of the control socket, process id of the parent.
+    """
     descriptor, parent = map(int, sys.argv[1:])
-    _die_with(parent)
+    _exit_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine's process decides
     control: Connection[Launch] = Connection(socket.socket(fileno=descriptor), Launch)
     launch = control.receive()
@@ -41,13 +44,13 @@ def run(make: Callable[[Launch, Phases], StepRunner]) -> int:
     rank = launch.rendezvous.rank
     logging.basicConfig(format=f"%(asctime)s %(levelname)s worker {rank}: %(message)s")
     faulthandler.register(signal.SIGUSR1, file=launch.stack, all_threads=True)
-    beat = Beats(launch.beats, launch.rendezvous.ranks).row(rank)
-    WorkerLoop(launch, beat, _Rings(control, launch)).run(lambda phases: make(launch, phases))
+    heartbeat = HeartbeatTable(launch.heartbeats, launch.rendezvous.ranks).row(rank)
+    WorkerLoop(launch, heartbeat, _RingLink(control, launch)).run(lambda phases: make(launch, phases))
     return 0
 
 
-class _Rings:
-    """See Wires."""
+class _RingLink:
+    """ExecutorLink over rings for steps and results and a socket for all other messages."""
 
     def __init__(self, control: Connection[Launch], launch: Launch) -> None:
         self._control = control
@@ -59,32 +62,32 @@ class _Rings:
     def receive(self, timeout: float) -> bytes:
         return self._steps.receive(timeout)
 
-    def answer(self, result: StepResult) -> None:
+    def send_result(self, result: StepResult) -> None:
         if self._results is not None:
-            with suppress(RingClosedError):  # nobody wants it any more; the ring of steps has ended too
+            with suppress(RingClosedError):  # the executor has ended both rings
                 self._results.send(encode(result))
 
-    def tell(self, message: Progressed | Ready) -> None:
+    def report(self, message: Progressed | Ready) -> None:
         self._control.send(message)
 
     def fail(self, failed: Failed) -> None:
-        """End the process, whatever its other thread is about."""
+        """Report the error and end the process, whatever its other threads do."""
         self._control.send(failed)
         sys.stderr.flush()
         os._exit(1)
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the thread that started this process ends: the executor's own, which outlives its workers."""
+def _exit_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends, which outlives an orderly exit."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the parent exited before the call
         sys.exit(1)
 
 
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # The device is freed with the process; libraries taken down in order might wait for other ranks.
+    # The device is freed with the process; an orderly shutdown of libraries could wait for other ranks.
     os._exit(code)

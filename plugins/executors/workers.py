@@ -1,4 +1,4 @@
-"""All workers of an executor, and the thread that starts, watches and stops them."""
+"""All worker processes of an executor, and the thread that starts, watches and stops them."""
 
 from __future__ import annotations
 
@@ -17,47 +17,54 @@ from engine.plugins.executors.messages import Failed, Progressed, Ready
 from engine.plugins.executors.worker_process import WorkerProcess
 
 STOP_SECONDS = 3.0
-"""What workers get to end in order; then they are killed."""
+"""Time for workers to exit after the ring of steps has ended; then they are killed."""
 STACK_SECONDS = 1.0
-"""What those that hang get to write their stacks."""
-LINGER = 0.25
-"""Seconds from a worker's error to the verdict, where there are others: one that died may have been its cause."""
-TICK = 1.0
-"""Seconds between two looks at the step under way."""
+"""Time for hung workers to write their stack dumps."""
+ROOT_CAUSE_SECONDS = 0.25
+"""With several workers, time between a worker's error and the verdict: another worker's exit may have caused it."""
+CHECK_SECONDS = 1.0
+"""Maximum time between two checks for a hung step."""
 
 log = logging.getLogger(__name__)
 
 
 class Workers:
-    """Processes of one executor. One that fails ends all."""
+    """The worker processes of one executor. If one fails, all are killed."""
 
     def __init__(
         self, makers: Sequence[Callable[[], WorkerProcess]], interrupt: Callable[[str], None], step_timeout: float
     ) -> None:
-        """makers: start one each; interrupt: called once, in the thread, when no step can be run any more."""
+        """makers: each starts one worker; interrupt: called once, in the watching thread, when no step can run.
+
+        step_timeout: seconds after which the oldest in-flight step counts as hung.
+        """
         self.failure: EngineError | None = None
-        """Why no step can be run any more."""
+        """Why no step can run any more."""
         self.oldest: tuple[int, float] | None = None
-        """(number of the step that is due next, when it became so, time.monotonic()); the executor writes it."""
+        """Number of the oldest in-flight step, and since when it is the oldest (time.monotonic()); the executor sets
+        it."""
         self.workers: list[WorkerProcess] = []
         """By rank."""
         self._makers = makers
         self._interrupt = interrupt
         self._step_timeout = step_timeout
-        self._news: queue.SimpleQueue[tuple[int, Progressed | Ready] | EngineError] = queue.SimpleQueue()
-        self._suspected: list[EngineError] = []
+        self._events: queue.SimpleQueue[tuple[int, Progressed | Ready] | EngineError] = queue.SimpleQueue()
+        self._errors: list[EngineError] = []
         self._verdict_at = 0.0
         self._started = False
         self._stop_by: float | None = None
-        self._wakened, self._waker = socket.socketpair()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
 
     def start(self, listener: Listener | None) -> list[CacheInfo]:
-        """Start all, and wait until they are ready: what each says, by rank. Raises the first that fails."""
+        """Start all workers and wait until they are ready; return their cache infos, by rank.
+
+        Raises the first error.
+        """
         self._thread.start()
         caches: dict[int, CacheInfo] = {}
         while len(caches) < len(self._makers):
-            match self._news.get():
+            match self._events.get():
                 case _, Progressed(progress):
                     if listener is not None:
                         listener(progress)
@@ -69,21 +76,24 @@ class Workers:
         return [caches[rank] for rank in sorted(caches)]
 
     def stop(self) -> None:
-        """End all; returns when they are dead. Those that work have been told by the end of their ring."""
+        """Wait until all workers have exited, killing those that take too long.
+
+        The caller has ended the ring of steps, upon which ready workers exit.
+        """
         if self._thread.ident is not None:
             self._stop_by = time.monotonic() + (STOP_SECONDS if self._started else 0.0)
-            self._waker.send(b"s")
+            self._wake_sender.send(b"s")
             self._thread.join()
-        self._waker.close()
-        self._wakened.close()
+        self._wake_sender.close()
+        self._wake_receiver.close()
 
     def _run(self) -> None:
-        """The thread's life, which is longer than that of each worker."""
+        """Start the workers, watch them until all have exited, and clean up."""
         try:
             for make in self._makers:
                 self.workers.append(make())
             self._watch()
-        except Exception as error:  # whoever waits for a worker must hear of it
+        except Exception as error:  # a caller waiting for a worker must be told
             log.exception("the thread that watches the workers failed")
             self._fail(ExecutorError(f"the workers could not be started or watched: {type(error).__name__}: {error}"))
         finally:
@@ -94,45 +104,45 @@ class Workers:
                 worker.close()
 
     def _watch(self) -> None:
-        """Until all are dead."""
+        """Handle messages, exits and hung steps until all workers have exited."""
         poller = select.poll()
-        poller.register(self._wakened, select.POLLIN)
+        poller.register(self._wake_receiver, select.POLLIN)
         for worker in self.workers:
             poller.register(worker.connection, select.POLLIN)
-            poller.register(worker.death, select.POLLIN)
-        tick = min(TICK, self._step_timeout / 4)
+            poller.register(worker.pidfd, select.POLLIN)
+        interval = min(CHECK_SECONDS, self._step_timeout / 4)
         while any(worker.alive for worker in self.workers):
-            readable = {descriptor for descriptor, _ in poller.poll(1000 * self._patience(tick))}
-            if self._wakened.fileno() in readable:
-                poller.unregister(self._wakened)
+            readable = {descriptor for descriptor, _ in poller.poll(1000 * self._poll_timeout(interval))}
+            if self._wake_receiver.fileno() in readable:
+                poller.unregister(self._wake_receiver)
             for worker in self.workers:
-                if worker.connection.fileno() in readable and not self._listen(worker):
+                if worker.connection.fileno() in readable and not self._receive(worker):
                     poller.unregister(worker.connection)
-                if worker.death in readable:
-                    self._listen(worker)
-                    poller.unregister(worker.death)
+                if worker.pidfd in readable:
+                    self._receive(worker)
+                    poller.unregister(worker.pidfd)
                     worker.reap()
-                    self._died(worker)
+                    self._handle_exit(worker)
             now = time.monotonic()
-            if self._suspected and now >= self._verdict_at:
-                self._fail(self._suspected[0])
+            if self._errors and now >= self._verdict_at:
+                self._fail(self._errors[0])
             if self._stop_by is not None and now >= self._stop_by:
                 self._kill()
-            self._look_at_step(now)
-        if self._suspected:  # all have gone before the verdict
-            self._fail(self._suspected[0])
+            self._check_hung_step(now)
+        if self._errors:  # all workers have exited before the verdict
+            self._fail(self._errors[0])
 
-    def _patience(self, tick: float) -> float:
-        """Seconds until something is to be done even if nothing happens."""
-        until = [time.monotonic() + tick]
+    def _poll_timeout(self, interval: float) -> float:
+        """Timeout of the next poll, seconds."""
+        until = [time.monotonic() + interval]
         if self._stop_by is not None:
             until.append(self._stop_by)
-        if self._suspected:
+        if self._errors:
             until.append(self._verdict_at)
         return max(0.0, min(until) - time.monotonic())
 
-    def _listen(self, worker: WorkerProcess) -> bool:
-        """Take what a worker says; False: it will say no more."""
+    def _receive(self, worker: WorkerProcess) -> bool:
+        """Handle all messages that a worker has sent; return whether more may come."""
         while True:
             try:
                 message = worker.connection.receive()
@@ -144,45 +154,46 @@ class Workers:
                 case Failed():
                     if message.unexpected:
                         log.error("%s failed in %s\n%s", str(worker), message.phase, message.traceback.rstrip())
-                    self._suspect(message.error(str(worker)))
+                    self._record_error(message.error(str(worker)))
                 case Ready() | Progressed():
                     worker.phase = message.progress.phase if isinstance(message, Progressed) else ""
-                    self._news.put((worker.rank, message))
+                    self._events.put((worker.rank, message))
 
-    def _suspect(self, error: EngineError) -> None:
-        """A worker has failed: through its own fault, or because another is gone."""
-        if not self._suspected:
-            self._verdict_at = time.monotonic() + (LINGER if len(self.workers) > 1 else 0.0)
-        self._suspected.append(error)
+    def _record_error(self, error: EngineError) -> None:
+        """Note a worker's error; the verdict comes later, because the exit of another worker may be its cause."""
+        if not self._errors:
+            self._verdict_at = time.monotonic() + (ROOT_CAUSE_SECONDS if len(self.workers) > 1 else 0.0)
+        self._errors.append(error)
 
-    def _died(self, worker: WorkerProcess) -> None:
-        if self._stop_by is None and not any(str(worker) in str(error) for error in self._suspected):
-            self._fail(ExecutorError(worker.fate))
+    def _handle_exit(self, worker: WorkerProcess) -> None:
+        """Fail all if a worker exited without being asked to and without reporting an error."""
+        if self._stop_by is None and not any(str(worker) in str(error) for error in self._errors):
+            self._fail(ExecutorError(worker.exit_status))
 
-    def _look_at_step(self, now: float) -> None:
-        """End all if a step takes too long, and say where it hangs."""
+    def _check_hung_step(self, now: float) -> None:
+        """Kill all workers if the oldest step has exceeded the timeout, and report where it hangs."""
         oldest = self.oldest
         if oldest is None or self.failure is not None or now - oldest[1] <= self._step_timeout:
             return
         number, _ = oldest
-        late = [worker for worker in self.workers if worker.alive and worker.beat.finished < number]
-        late.sort(key=lambda worker: worker.beat.begun)  # who has not even begun keeps the others waiting
+        late = [worker for worker in self.workers if worker.alive and worker.heartbeat.finished < number]
+        late.sort(key=lambda worker: worker.heartbeat.begun)  # a worker that has not begun keeps the others waiting
         for worker in late:
-            worker.ask_stack()
-        stacks = [(worker, *worker.stack(now + STACK_SECONDS)) for worker in late]
-        for worker, _, whole in stacks:
-            log.error("%s has not finished step %d\n%s", str(worker), number, whole.rstrip())
-        places = [f"{worker}: {place}" for worker, place, _ in stacks[:1]] or ["all workers have finished it"]
+            worker.request_stack()
+        stacks = [(worker, *worker.read_stack(now + STACK_SECONDS)) for worker in late]
+        for worker, _, dump in stacks:
+            log.error("%s has not finished step %d\n%s", str(worker), number, dump.rstrip())
+        places = [f"{worker}: {stack}" for worker, stack, _ in stacks[:1]] or ["all workers have finished it"]
         self._fail(
             ExecutorError(f"step {number} took more than {self._step_timeout:g} s (option step_timeout); {places[0]}")
         )
 
     def _fail(self, error: EngineError) -> None:
-        """No step can be run any more."""
+        """Record why no step can run any more, wake all waiting callers and kill all workers."""
         if self.failure is None and self._stop_by is None:
             self.failure = error
             self._interrupt(str(error))
-            self._news.put(error)
+            self._events.put(error)
         self._kill()
 
     def _kill(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq
 
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 from engine.server.shared.messages import FrontEndToEngine, Outputs, SupervisorToEngine
 
 MAX_MESSAGES = 32
@@ -23,7 +23,7 @@ class Channel:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)  # sending never waits for a front end
         self._socket.bind(f"ipc://{path}")
-        self._decoder: Decoder[FrontEndToEngine] = Decoder(FrontEndToEngine)
+        self._decoder: MessageDecoder[FrontEndToEngine] = MessageDecoder(FrontEndToEngine)
         # Wakes `wait` from the supervisor link's thread: a ZeroMQ socket belongs to one thread.
         self._wake_sender, self._wake_receiver = (context.socket(zmq.PAIR) for _ in range(2))
         self._wake_receiver.bind("inproc://supervisor")

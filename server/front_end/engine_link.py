@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq
 
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 from engine.core.types import EngineStats
 from engine.server.shared.heartbeat import Fault, Heartbeat
 from engine.server.shared.messages import SOCKET, EngineDown, FrontEndToEngine, Hello, Outputs, Started
@@ -38,7 +38,7 @@ class EngineLink:
         self._context = context
         self._on_outputs = on_outputs
         self._on_batch_end = on_batch_end
-        self._decoder: Decoder[Outputs] = Decoder(Outputs)
+        self._decoder: MessageDecoder[Outputs] = MessageDecoder(Outputs)
         self._socket: zmq.Socket[bytes] | None = None
 
     def connect(self, directory: str, name: str, started: Started) -> None:

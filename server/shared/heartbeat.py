@@ -74,7 +74,7 @@ class Heartbeat:
 
     def record_loop(self, idle: Health | None) -> None:
         """Record an iteration of the engine's loop. idle: the executor's health while there is nothing to compute."""
-        worker_loop = idle.beat if idle is not None else None
+        worker_loop = idle.heartbeat if idle is not None else None
         self._cells[WORKER_LOOP] = worker_loop or 0.0
         self._cells[WORKER_RANK] = idle.rank if idle is not None else 0
         self._cells[LOOP] = self._clock()

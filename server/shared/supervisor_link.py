@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from engine.core.executors import Decoder, encode
+from engine.core.executors import MessageDecoder, encode
 
 T = TypeVar("T")
 
@@ -34,14 +34,14 @@ class SupervisorLink(Generic[T]):
     def __init__(self, kind: Any) -> None:
         """kind: T, as the decoder needs it at run time."""
         self._socket = _take_stdin()
-        self._decoder: Decoder[T] = Decoder(kind)
+        self._decoder: MessageDecoder[T] = MessageDecoder(kind)
 
     def launch(self, kind: type[Any]) -> Any:
         """Wait for the first message, of type `kind`."""
         data = self._read()
         if data is None:
             sys.exit("error: this process is started by `engine serve`, not by hand")
-        return Decoder[Any](kind).decode(data)
+        return MessageDecoder[Any](kind).decode(data)
 
     def send(self, message: Any) -> None:
         """Send a message to the supervisor."""

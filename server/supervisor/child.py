@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from engine.core.executors import Decoder
+from engine.core.executors import MessageDecoder
 from engine.server.shared.supervisor_link import LENGTH_BYTES, frame
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Child(Generic[T]):
         """Use `start`."""
         self._process = process
         self._leads_group = leads_group
-        self._decoder: Decoder[T] = Decoder(kind)
+        self._decoder: MessageDecoder[T] = MessageDecoder(kind)
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._exited = asyncio.Event()

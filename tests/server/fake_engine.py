@@ -137,7 +137,7 @@ class FakeEngine:
 
     def check(self) -> Health:
         if self._silent_rank is not None:
-            return Health(ok=True, beat=self._started, rank=self._silent_rank)
+            return Health(ok=True, heartbeat=self._started, rank=self._silent_rank)
         return Health(ok=True)
 
     def close(self) -> None:

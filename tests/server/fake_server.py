@@ -11,12 +11,12 @@ from pathlib import Path
 from engine import server
 from engine.core.config.tree import EngineConfig
 from engine.core.errors import EngineError
-from engine.core.executors.wire import Decoder
+from engine.core.executors.wire import MessageDecoder
 from engine.server.supervisor.main import Commands
 
 if __name__ == "__main__":
     file, engine, front_end = sys.argv[1:]
-    config = Decoder[EngineConfig](EngineConfig).decode(Path(file).read_bytes())
+    config = MessageDecoder[EngineConfig](EngineConfig).decode(Path(file).read_bytes())
     commands = Commands(engine=[sys.executable, "-P", engine], front_end=[sys.executable, "-P", front_end])
     try:
         sys.exit(server.run(config, commands=commands))

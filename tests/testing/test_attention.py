@@ -13,7 +13,7 @@ from engine.core.quant.float8 import UNSCALED, KVScales
 from engine.testing.attention import BATCHES, AttentionConformance, dense_attention
 
 
-class Plain(AttentionBackend):
+class Plain(AttentionBackend[Any, Any]):
     """By the definition, in the type of the inputs; faulty classes below change one thing."""
 
     api = "1"
@@ -238,7 +238,7 @@ class Vague(Plain):
     ],
     ids=lambda value: getattr(value, "__name__", "") if isinstance(value, type) else "",
 )
-def test_a_fault_is_found(backend: type[AttentionBackend], test: Any) -> None:
+def test_a_fault_is_found(backend: type[AttentionBackend[Any, Any]], test: Any) -> None:
     suite = type("Suite", (AttentionConformance,), {"backend": backend})()
     with pytest.raises((AssertionError, IndexError)):
         test(suite)

@@ -15,13 +15,10 @@ from typing import Any
 import attrs
 import pytest
 
-from engine.core.device import find_device
 from engine.core.errors import EngineError, ExecutorError
 from engine.core.executors.base import Executor, Health
-from engine.core.runner.runner import Runner
 from engine.core.startup import Phases
 from engine.core.types import TokenLogprobs
-from engine.core.weights.checkpoint import Checkpoint
 from engine.testing import executors, leftovers
 from engine.testing.executors import ExecutorConformance
 from engine.testing.ranks import ThreadedRanks
@@ -30,14 +27,14 @@ from engine.testing.ranks import ThreadedRanks
 class Threaded(Executor):
     """A thread of its own runs the steps; faulty ones below change one thing."""
 
-    api = "1"
+    api = "2"
 
     @classmethod
     def refuses(cls, config, device):
         return "it runs one device" if config.executor.tensor_parallel > 1 else None
 
-    def __init__(self, config, parts, options):
-        self.given = config, parts
+    def __init__(self, deployment, options):
+        self.deployment = deployment
         self.failure = "it is not started"
         self.listener: Any = None
         self.thread: ThreadPoolExecutor | None = None
@@ -50,11 +47,9 @@ class Threaded(Executor):
         self.listener = listener
 
     def start(self):
-        config, parts = self.given
         self.thread = ThreadPoolExecutor(1, "threaded")
         try:
-            checkpoint = Checkpoint.open(config.model.path)
-            self.runner = Runner(config, parts, checkpoint, find_device(config.executor.device))
+            self.runner = self.deployment.make_runner()
             info = self.thread.submit(self.runner.start, Phases(self.listener)).result()
         except BaseException:
             self.shutdown()
@@ -309,11 +304,9 @@ class Untidy(Threaded):
     """Leaves its thread where a start fails."""
 
     def start(self):
-        config, parts = self.given
         self.thread = ThreadPoolExecutor(1, "threaded")
         left.append(self.thread.shutdown)
-        checkpoint = Checkpoint.open(config.model.path)
-        self.runner = Runner(config, parts, checkpoint, find_device(config.executor.device))
+        self.runner = self.deployment.make_runner()
         info = self.thread.submit(self.runner.start).result()
         self.failure = ""
         return info
@@ -332,8 +325,8 @@ class Wrapping(Threaded):
 class Eager(Threaded):
     """Starts in its constructor."""
 
-    def __init__(self, config, parts, options):
-        super().__init__(config, parts, options)
+    def __init__(self, deployment, options):
+        super().__init__(deployment, options)
         leave_thread()
 
 

@@ -1,4 +1,4 @@
-"""Two attention backends as one: what each is given, where their results go, and what a pair refuses."""
+"""Two attention backends as a pair: what each receives, where its results go, and what a pair refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attrs import frozen
 from engine.core.attention.base import AttentionBackend, AttentionSpec, GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.attention.kv_pool import KVPool
-from engine.core.attention.pair import pair_of, split_batch
+from engine.core.attention.pair import AttentionPair, split_batch
 from engine.core.config.structure import structure_options
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
@@ -37,11 +37,11 @@ SPEC = AttentionSpec(
 
 
 class TestTwice(AttentionConformance):
-    backend = pair_of(("torch", "torch"), (TorchAttention, TorchAttention))
+    backend = AttentionPair(("torch", "torch"), (TorchAttention, TorchAttention))
 
 
 class TestTwoKinds(AttentionConformance):
-    backend = pair_of(("torch", "native"), (TorchAttention, NativeAttention))
+    backend = AttentionPair(("torch", "native"), (TorchAttention, NativeAttention))
 
 
 @frozen
@@ -49,7 +49,7 @@ class Tile:
     tile: int = 16
 
 
-class Fake(AttentionBackend):
+class Fake(AttentionBackend[Any, str]):
     """Fills its rows with a number of its own and keeps the batches it planned."""
 
     api = "1"
@@ -86,7 +86,7 @@ class Second(Fake):
 
 
 def made(first: type[Fake] = First, second: type[Fake] = Second, options: Any = None) -> Any:
-    cls = pair_of(("one", "two"), (first, second))
+    cls = AttentionPair(("one", "two"), (first, second))
     assert cls.options_class is not None
     return cls(SPEC, KVPool(SPEC, 4, "cpu"), options or cls.options_class())
 
@@ -114,7 +114,7 @@ def inputs(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 4, 8), torch.randn(rows, 2, 8), torch.randn(rows, 2, 8)
 
 
-def test_each_part_gets_its_rows_of_a_mixed_batch() -> None:
+def test_pair_gives_each_backend_its_rows_of_a_mixed_batch() -> None:
     pair = made()
     batch = batch_of(2, (3, 4))
     q, k, v = inputs(9)
@@ -131,7 +131,7 @@ def test_each_part_gets_its_rows_of_a_mixed_batch() -> None:
 
 
 @pytest.mark.parametrize(("decodes", "prompts", "mark"), [(3, (), 2.0), (0, (2, 5), 1.0)])
-def test_a_batch_of_one_kind_is_handed_on_as_it_is(decodes: int, prompts: tuple[int, ...], mark: float) -> None:
+def test_pair_passes_on_an_unmixed_batch_unchanged(decodes: int, prompts: tuple[int, ...], mark: float) -> None:
     pair = made()
     batch, slot = batch_of(decodes, prompts), GraphSlot(decodes)
     rows = decodes + sum(prompts)
@@ -150,7 +150,7 @@ def test_a_batch_of_one_kind_is_handed_on_as_it_is(decodes: int, prompts: tuple[
     assert all(given[0] is q for given in part.given)
 
 
-def test_splitting_a_batch() -> None:
+def test_split_batch_separates_decoding_and_prefilling_sequences() -> None:
     batch = batch_of(2, (3, 4))
     decodes, prompts = split_batch(batch)
     assert (decodes.num_decodes, decodes.num_sequences) == (2, 2)
@@ -169,8 +169,8 @@ def test_splitting_a_batch() -> None:
             np.testing.assert_array_equal(getattr(part, name), getattr(batch, name)[sequences])
 
 
-def test_both_read_the_same_pool_and_get_their_own_options() -> None:
-    cls = pair_of(("one", "two"), (First, Second))
+def test_pair_gives_both_backends_one_pool_and_each_its_options() -> None:
+    cls = AttentionPair(("one", "two"), (First, Second))
     options = structure_options({"decode": {"tile": 64}}, cls.options_class, "attention.options")
     pair = made(options=options)
     assert pair._prefill.pool is pair._decode.pool
@@ -189,8 +189,8 @@ def test_both_read_the_same_pool_and_get_their_own_options() -> None:
         ({"prefill": {"tile": 64}}, "attention.options.prefill: there is no option 'tile'; known: nothing"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    cls = pair_of(("one", "two"), (First, Second))
+def test_pair_options_refuse_wrong_values(options: dict[str, Any], message: str) -> None:
+    cls = AttentionPair(("one", "two"), (First, Second))
     with pytest.raises(ConfigError, match=message):
         structure_options(options, cls.options_class, "attention.options")
 
@@ -205,12 +205,12 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         ("any", "none", "none"),
     ],
 )
-def test_graphs_are_those_of_the_decodes(prefill: str, decode: str, graphs: str) -> None:
+def test_pair_graphs_are_those_of_the_decode_backend(prefill: str, decode: str, graphs: str) -> None:
     first, second = type("A", (First,), {"graphs": prefill}), type("B", (Second,), {"graphs": decode})
     assert made(first, second).graphs == graphs
 
 
-def test_an_instance_may_know_less_of_graphs_than_its_class() -> None:
+def test_pair_graphs_follow_the_instance() -> None:
     class Modest(Second):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
@@ -237,28 +237,30 @@ def with_(base: type[Fake], **members: Any) -> type[Fake]:
         ),
     ],
 )
-def test_refusals_name_the_part(first: dict[str, Any], second: dict[str, Any], said: str) -> None:
-    cls = pair_of(("one", "two"), (with_(First, **first), with_(Second, **second)))
+def test_pair_refusals_name_the_backend(first: dict[str, Any], second: dict[str, Any], said: str) -> None:
+    cls = AttentionPair(("one", "two"), (with_(First, **first), with_(Second, **second)))
     assert said in (cls.refuses(SPEC, CPU) or "")
 
 
-def test_what_both_can_read() -> None:
+def test_pair_reads_block_sizes_that_both_backends_read() -> None:
     def sizes(first: Any, second: Any) -> Any:
-        return pair_of(("a", "b"), (with_(First, block_sizes=first), with_(Second, block_sizes=second))).block_sizes
+        return AttentionPair(
+            ("a", "b"), (with_(First, block_sizes=first), with_(Second, block_sizes=second))
+        ).block_sizes
 
     assert sizes(None, None) is None
     assert sizes((16, 32), None) == (16, 32)
     assert sizes(None, (64, 16)) == (64, 16)
     assert sizes((16, 32, 64), (64, 16)) == (64, 16)
-    assert pair_of(("a", "b"), (with_(First, kv_layout="HND"), with_(Second, kv_layout="HND"))).kv_layout == "HND"
+    assert AttentionPair(("a", "b"), (with_(First, kv_layout="HND"), with_(Second, kv_layout="HND"))).kv_layout == "HND"
 
 
-def test_a_part_with_required_options_asks_for_them() -> None:
+def test_pair_options_without_a_default_are_required() -> None:
     @frozen
     class Needed:
         tile: int
 
-    cls = pair_of(("one", "two"), (First, with_(Second, options_class=Needed)))
+    cls = AttentionPair(("one", "two"), (First, with_(Second, options_class=Needed)))
     with pytest.raises(ConfigError, match=r"two's options\.tile: this option has no default; give it"):
         structure_options({}, cls.options_class, "attention.options")
     assert attrs.asdict(structure_options({"decode": {"tile": 3}}, cls.options_class, "x"))["decode"] == {"tile": 3}

@@ -158,20 +158,18 @@ def test_replayed_steps(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> No
 PROCESS = """
 import json, sys
 from engine.core import Engine, SamplingParams
-from engine.core.weights.checkpoint import Checkpoint
 from engine.core.device import find_device
 from engine.core.distributed.rank_group import join
 from engine.core.distributed.rendezvous import Rendezvous
-from engine.core.runner.runner import Runner
 from engine.plugins.executors.uniproc import UniprocExecutor
 
 rank, ranks, path, model, settings, prompts, count = map(json.loads, sys.argv[1:])
 group = join(Rendezvous(rank=rank, ranks=ranks, place=path, timeout=60.0), find_device(settings["executor__device"]))
 
 class OneOfThem(UniprocExecutor):
-    def __init__(self, config, parts, options):
-        super().__init__(config, parts, options)
-        self._runner = Runner(config, parts, Checkpoint.open(model), self._device, group)
+    def __init__(self, deployment, options):
+        super().__init__(deployment, options)
+        self._runner = deployment.make_runner(group)
 
 drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=count, ignore_eos=True)
 greedy = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from engine.core import types
 from engine.core.config.tree import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.core.errors import EngineError
-from engine.core.executors.wire import Decoder, encode
+from engine.core.executors.wire import MessageDecoder, encode
 
 LOGPROBS = types.TokenLogprobs(token=7, logprob=-0.25, rank=2, top=((3, -0.125), (7, -0.25)))
 PARAMS = types.SamplingParams(
@@ -77,7 +77,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_round_trip(message: object) -> None:
-    again = Decoder[object](type(message)).decode(encode(message))
+    again = MessageDecoder[object](type(message)).decode(encode(message))
     assert again == message
     assert type(again) is type(message)
 
@@ -89,7 +89,7 @@ def test_every_class_that_travels_is_tried() -> None:
 
 def test_tuples_stay_tuples() -> None:
     step = next(message for message in MESSAGES if isinstance(message, types.Step))
-    again = Decoder[types.Step](types.Step).decode(encode(step))
+    again = MessageDecoder[types.Step](types.Step).decode(encode(step))
     assert isinstance(again.blocks, tuple)
     assert isinstance(again.blocks[0], tuple)
     assert isinstance(again.blocks[0][1], tuple)
@@ -100,21 +100,21 @@ def test_round_trip_of_any_output(tokens: list[int], text: str, logprob: float) 
     entry = types.TokenLogprobs(token=0, logprob=logprob, rank=1)
     text = text.encode(errors="replace").decode()
     output = types.Output(request=text, tokens=tuple(tokens), logprobs=(entry,), error=text)
-    assert Decoder[types.Output](types.Output).decode(encode(output)) == output
+    assert MessageDecoder[types.Output](types.Output).decode(encode(output)) == output
 
 
 def test_minus_infinity_travels() -> None:
     entry = types.TokenLogprobs(token=0, logprob=-math.inf, rank=1)
-    assert Decoder[types.TokenLogprobs](types.TokenLogprobs).decode(encode(entry)) == entry
+    assert MessageDecoder[types.TokenLogprobs](types.TokenLogprobs).decode(encode(entry)) == entry
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", encode({"request": 1}), encode([1, 2])])
 def test_anything_else_is_an_error(data: bytes) -> None:
     with pytest.raises(EngineError, match=r"a message could not be read as .*Output"):
-        Decoder[types.Output](types.Output).decode(data)
+        MessageDecoder[types.Output](types.Output).decode(data)
 
 
 def test_a_bad_value_is_refused_by_its_own_class() -> None:
     data = encode({"temperature": -1.0})
     with pytest.raises(EngineError, match="temperature"):
-        Decoder[types.SamplingParams](types.SamplingParams).decode(data)
+        MessageDecoder[types.SamplingParams](types.SamplingParams).decode(data)

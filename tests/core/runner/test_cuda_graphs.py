@@ -85,7 +85,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> type[Again]:
     return Again
 
 
-def build(checkpoint: Path, *, attention: type[AttentionBackend] | None = None, **settings: Any) -> Engine:
+def build(checkpoint: Path, *, attention: type[AttentionBackend[Any, Any]] | None = None, **settings: Any) -> Engine:
     usual = {"executor__device": "cpu", "executor__graphs": "decode", "cache__memory": "8MiB", "model__max_len": 256}
     settings = usual | settings
     parts = {} if attention is None else {"attention": attention}

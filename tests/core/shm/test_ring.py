@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from engine.core.executors.wire import Decoder, encode
+from engine.core.executors.wire import MessageDecoder, encode
 from engine.core.shm import (
     Ring,
     RingClosedError,
@@ -94,8 +94,9 @@ def drain(reader: RingReader) -> list[bytes]:
 def start(code: str, ring: Ring, *arguments: object) -> subprocess.Popen[str]:
     """A process that runs `code` with `ring`, attached, and `arguments`, as strings."""
     prelude = (
-        "import os, signal, sys, time\nfrom engine.core.shm import *\nfrom engine.core.executors.wire import Decoder\n"
-        "ring = Ring.attach(Decoder(RingHandle).decode(bytes.fromhex(sys.argv[1])))\narguments = sys.argv[2:]\n"
+        "import os, signal, sys, time\nfrom engine.core.shm import *\n"
+        "from engine.core.executors.wire import MessageDecoder\n"
+        "ring = Ring.attach(MessageDecoder(RingHandle).decode(bytes.fromhex(sys.argv[1])))\narguments = sys.argv[2:]\n"
     )
     return subprocess.Popen(
         [sys.executable, "-c", prelude + code, encode(ring.handle).hex(), *map(str, arguments)],
@@ -445,7 +446,7 @@ def test_the_native_part_is_built_where_there_is_a_compiler():
 
 def test_the_handle_is_plain_data(make):
     handle = make(readers=3).handle
-    assert Decoder(RingHandle).decode(encode(handle)) == handle
+    assert MessageDecoder(RingHandle).decode(encode(handle)) == handle
 
 
 def test_processes_on_both_sides(make):

@@ -13,6 +13,8 @@ import pytest
 import torch  # noqa: F401  (it opens what stays open)
 
 from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig
+from engine.core.device import DeviceInfo
+from engine.core.executors.deployment import Deployment
 from engine.core.types import Step
 from engine.plugins.executors.multiproc import MultiprocExecutor, Options
 
@@ -23,8 +25,22 @@ class FakeExecutor(MultiprocExecutor):
     worker = "fake_worker"
 
 
+@pytest.fixture(scope="session")
+def make_deployment() -> Callable[..., Deployment]:
+    """make_deployment(config, *choices): on the CPU, without a checkpoint; choices: the plugins it says it has."""
+
+    def make(config: EngineConfig, *choices: object) -> Deployment:
+        parts: Any = SimpleNamespace(choices=choices, manifest=())
+        checkpoint: Any = None
+        return Deployment(config, parts, checkpoint, DeviceInfo(type="cpu"))
+
+    return make
+
+
 @pytest.fixture
-def make_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeExecutor]]:
+def make_executor(
+    make_deployment: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., FakeExecutor]]:
     """make_executor(ranks, step_timeout=..., **behaviour of fake_worker.py): not started; shut down after the test.
 
     Whatever a test does, no process and no file descriptor is left, and nothing in /dev/shm.
@@ -39,8 +55,7 @@ def make_executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fak
             model=ModelConfig(path="nowhere", options=behaviour),
             executor=ExecutorConfig(device="cpu", tensor_parallel=ranks),
         )
-        parts: Any = SimpleNamespace(choices=(), manifest=())
-        made.append(FakeExecutor(config, parts, Options(step_timeout=step_timeout)))
+        made.append(FakeExecutor(make_deployment(config), Options(step_timeout=step_timeout)))
         return made[-1]
 
     yield make

@@ -62,7 +62,7 @@ def test_a_result_comes_while_the_next_step_runs(make_executor: Make, make_step:
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
     assert not first.done()
     first.result()
-    assert executor._beats[0].begun == 2
+    assert executor._heartbeats[0].begun == 2
     assert not second.done()
     second.result()
 
@@ -91,7 +91,7 @@ def test_every_rank_sees_every_step(make_executor: Make, make_step: MakeStep, un
     executor = make_executor(3)
     executor.start()
     run(executor, *map(make_step, (1, 2, 3)))
-    until(lambda: [beat.finished for beat in executor._beats] == [3, 3, 3])
+    until(lambda: [row.finished for row in executor._heartbeats] == [3, 3, 3])
 
 
 def test_a_long_prompt_gets_through(make_executor: Make) -> None:
@@ -207,7 +207,11 @@ def test_an_error_in_a_step_names_rank_and_step(
     ("at", "do", "place"),
     [
         (2, "sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault .* < launch"),
-        (-2, "sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault .* < result .* < _answer"),
+        (
+            -2,
+            "sleep_for_ever",
+            r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < _fault .* < result .* < _send_result",
+        ),
         (2, "stop", r"it gives no stack: it is stopped \(SIGSTOP\)"),
     ],
 )
@@ -244,11 +248,11 @@ def test_beats_tell_of_an_idle_worker_that_is_stopped(
     executor = make_executor(2)
     executor.start()
     run(executor, make_step(1))
-    until(lambda: all(beat.finished == 1 for beat in executor._beats))
-    until(lambda: executor.check().beat is not None and time.monotonic() - executor.check().beat < 0.6)
+    until(lambda: all(row.finished == 1 for row in executor._heartbeats))
+    until(lambda: executor.check().heartbeat is not None and time.monotonic() - executor.check().heartbeat < 0.6)
     pid = executor._workers.workers[1]._process.pid
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: executor.check().rank == 1 and time.monotonic() - executor.check().beat > 1)
+    until(lambda: executor.check().rank == 1 and time.monotonic() - executor.check().heartbeat > 1)
     assert executor.check().ok
     begun = time.monotonic()
     executor.shutdown()  # it does not listen, and is killed
@@ -285,10 +289,13 @@ def test_a_killed_parent_leaves_nothing(until: Make, tmp_path: Path) -> None:
         "import time\n"
         "from types import SimpleNamespace\n"
         "from engine.core.config import EngineConfig, ExecutorConfig\n"
+        "from engine.core.device import DeviceInfo\n"
+        "from engine.core.executors import Deployment\n"
         "from engine.plugins.executors.multiproc import MultiprocExecutor, Options\n"
         "MultiprocExecutor.worker = 'fake_worker'\n"
         "config = EngineConfig(executor=ExecutorConfig(device='cpu', tensor_parallel=2))\n"
-        "executor = MultiprocExecutor(config, SimpleNamespace(choices=(), manifest=()), Options())\n"
+        "parts = SimpleNamespace(choices=(), manifest=())\n"
+        "executor = MultiprocExecutor(Deployment(config, parts, None, DeviceInfo(type='cpu')), Options())\n"
         "executor.start()\n"
         "print(*[worker._process.pid for worker in executor._workers.workers], flush=True)\n"
         "time.sleep(100)\n"
@@ -345,11 +352,10 @@ def test_who_runs_where() -> None:
     assert TensorParallelExecutor.refuses(two, cpu) is None
 
 
-def test_an_object_is_refused() -> None:
+def test_an_object_is_refused(make_deployment: Make) -> None:
     choice = SimpleNamespace(seam="attention", name="Mine", provenance="object")
-    parts: Any = SimpleNamespace(choices=(choice,), manifest=())
     with pytest.raises(PluginError, match="'Mine' was passed in as an object, which other processes cannot have"):
-        MultiprocExecutor(EngineConfig(), parts, Options())
+        MultiprocExecutor(make_deployment(EngineConfig(), choice), Options())
 
 
 def test_errors_of_the_engine_are_known_by_name() -> None:

@@ -17,7 +17,6 @@ import tempfile
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -91,7 +90,7 @@ def marked(directory: str) -> list[str]:
 
 
 @pytest.fixture
-def make_executor(address: str, until: Make) -> Iterator[Make]:
+def make_executor(address: str, until: Make, make_deployment: Make) -> Iterator[Make]:
     """make_executor(ranks, **options, **behaviour of fake_worker.py): not started; shut down after the test.
 
     Whatever a test does, no actor is left, and this process has left the cluster.
@@ -106,8 +105,7 @@ def make_executor(address: str, until: Make) -> Iterator[Make]:
             model=ModelConfig(path="nowhere", options=behaviour),
             executor=ExecutorConfig(device="cpu", tensor_parallel=ranks),
         )
-        parts: Any = SimpleNamespace(choices=(), manifest=())
-        made.append(FakeExecutor(config, parts, Options(**{"address": address, **(options or {})})))
+        made.append(FakeExecutor(make_deployment(config), Options(**{"address": address, **(options or {})})))
         return made[-1]
 
     yield make
@@ -131,7 +129,7 @@ def actors() -> list[int]:
 
 
 def process_of(executor: Any, rank: int) -> int:
-    return int(executor._ranks._ranks[rank].where.process)
+    return int(executor._workers._workers[rank].location.process)
 
 
 def build(checkpoint: Path, address: str, **settings: Any) -> Engine:
@@ -156,7 +154,7 @@ def test_the_same_tokens_on_two_nodes_as_in_one_process(engine_checkpoint: Path,
         expected = [made.token_ids for made in one.generate(PROMPTS, GREEDY)]
     with build(engine_checkpoint, address, executor="ray", executor__tensor_parallel=2) as two:
         executor: Any = two._executor
-        assert len({rank.where.node for rank in executor._ranks._ranks}) == 2
+        assert len({worker.location.node for worker in executor._workers._workers}) == 2
         assert [made.token_ids for made in two.generate(PROMPTS, GREEDY)] == expected
         assert {"import", "plugins", "ranks", "weights", "kv_cache"} <= set(dict(two.cache_info.phases))
         stream = two.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))

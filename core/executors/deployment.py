@@ -1,0 +1,52 @@
+"""What an executor runs: the resolved configuration, plugins, checkpoint and device of one engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from engine.core.config.tree import EngineConfig
+    from engine.core.device import DeviceInfo
+    from engine.core.distributed.rank_group import RankGroup
+    from engine.core.executors.base import Executor
+    from engine.core.plugin_host.selection import Parts
+    from engine.core.runner.runner import Runner
+    from engine.core.weights.checkpoint import Checkpoint
+
+
+@frozen
+class Deployment:
+    """One model on one machine, resolved once by the engine and passed to its executor.
+
+    A process that runs a rank builds its own deployment from plain data: the configuration and the plugin manifest.
+    """
+
+    config: EngineConfig
+    parts: Parts
+    """The plugins of this engine and their options."""
+    checkpoint: Checkpoint
+    device: DeviceInfo
+    """The device of this process; for an executor of several ranks the device of rank 0."""
+
+    def make_runner(self, group: RankGroup | None = None) -> Runner:
+        """Make the runner of one rank on `device`; imports torch.
+
+        group: the ranks that share the model; None: one rank holds the whole model.
+        Raises ConfigError for a number of ranks that cannot share the model.
+        """
+        from engine.core.runner.runner import Runner
+
+        return Runner(self.config, self.parts, self.checkpoint, self.device, group)
+
+
+def make_executor(deployment: Deployment) -> Executor:
+    """Construct the executor that `deployment.parts` names; `start` is not called.
+
+    Executors of version "1" of the contract have the constructor (config, parts, options); only this function knows.
+    """
+    cls, options = deployment.parts.executor, deployment.parts.options["executors"]
+    if cls.api == "1":
+        return cls(deployment.config, deployment.parts, options)  # type: ignore[arg-type, call-arg]
+    return cls(deployment, options)
