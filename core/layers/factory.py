@@ -9,9 +9,10 @@ from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import ConfigError
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
+from engine.core.layers.blocks import AttentionBlock, GatedMLP
 from engine.core.layers.embedding import Embedding, SharedEmbedding
 from engine.core.layers.kv_scale_reader import KVScaleReader
-from engine.core.layers.linear import Linear
+from engine.core.layers.linear import Linear, PartialLinear
 from engine.core.layers.lm_head import Head
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.plain import PlainLayers
@@ -127,13 +128,11 @@ class LayerFactory:
         bias: bool = False,
         parallel: str = "none",
         gated: bool = False,
-        summed: bool = True,
     ) -> Linear:
         """A linear layer.
 
         parts: (name, outputs) of each of the checkpoint's layers to merge: their outputs come side by side.
-        parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed) or none.
-        summed: False leaves it to the norm that comes next to sum the results of a row-parallel layer (`norm`).
+        parallel: column (a rank has some outputs of each part), row (some inputs; results are reduced) or none.
         gated: the two parts are gate and up projections of one size; the layer is called by `gated` or `gated_into`.
         Sizes are over all ranks.
         """
@@ -143,7 +142,14 @@ class LayerFactory:
         if parallel == "row":
             self.shard(in_features, f"inputs of {parts[0][0]}")
         made = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
-        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated, summed=summed)
+        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated)
+
+    def partial_linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> PartialLinear:
+        """A row-parallel linear layer without the reduction, which the next norm does. Sizes are over all ranks."""
+        self.shard(in_features, f"inputs of {name}")
+        part = LinearPart(name=name, out_features=out_features)
+        linear = self._linear((part,), in_features, bias=bias, parallel="row", reduces=False)
+        return PartialLinear(linear, self._group)
 
     def _linear(
         self,
@@ -153,7 +159,7 @@ class LayerFactory:
         bias: bool,
         parallel: str,
         gated: bool = False,
-        summed: bool = True,
+        reduces: bool = True,
     ) -> Linear:
         spec = LinearSpec(
             parts=parts,
@@ -169,14 +175,14 @@ class LayerFactory:
         if self._quant is not None:
             with blame(self._quant_owner, f"linear() of {parts[0].name}"):
                 kernel = self._quant.linear(spec)
-        is_sum = parallel == "row" and self.ranks > 1
+        is_partial = parallel == "row" and self.ranks > 1
         return self._note(
             Linear(
                 spec,
                 kernel or self._kinds.kernel(spec),
-                self._group.all_reduce if is_sum and summed else None,
+                self._group.all_reduce if is_partial and reduces else None,
                 self._kinds.activate,
-                adds_bias=summed or not is_sum or self.rank == 0,
+                adds_bias=reduces or not is_partial or self.rank == 0,
                 owner=self._quant_owner,
             )
         )
@@ -200,11 +206,9 @@ class LayerFactory:
         head = self._note(self._kinds.lm_head(table))
         return self._kinds.shared_head(head, table) if isinstance(table, SharedEmbedding) else head
 
-    def norm(self, name: str, size: int, eps: float, *, sums: bool = False) -> RMSNorm:
-        """A norm over the hidden size. sums: its input is what a layer made with summed=False returns."""
-        if sums and self.ranks > 1:
-            return self._note(self._kinds.summing_norm(f"{name}.weight", size, eps, self._group))
-        return self._note(self._kinds.norm(f"{name}.weight", size, eps))
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        """A norm over the hidden size, with the residual addition before it; it reduces a partial sum."""
+        return self._note(self._kinds.norm(f"{name}.weight", size, eps, self._group))
 
     def head_norm(self, parts: Sequence[tuple[str, int]], head_dim: int, eps: float) -> HeadNorm:
         """A norm over each head; parts: (name, this rank's heads)."""
@@ -230,6 +234,58 @@ class LayerFactory:
         if names is not None:
             self.kv_scales.append(self._note(KVScaleReader(layer, names)))
         return self._kinds.attention(layer, num_heads, num_kv_heads, head_dim, norm)
+
+    def attention_block(
+        self,
+        layer: int,
+        name: str,
+        hidden_size: int,
+        *,
+        norm: str,
+        eps: float,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> AttentionBlock:
+        """The attention half of decoder layer `layer`, from its norm to its output projection.
+
+        name: of the attention module in the checkpoint, which holds q_proj, k_proj, v_proj and o_proj, and with
+        `qk_norm` (a norm over each head of queries and keys) q_norm and k_norm. norm: name of the norm before it.
+        Numbers of heads are over all ranks, which share them.
+        """
+        input_norm = self.norm(norm, hidden_size, eps)
+        qkv = self.qkv(
+            (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+            hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            bias=qkv_bias,
+        )
+        heads, kv_heads = self.shard(num_heads, "query heads"), self.shard_kv_heads(num_kv_heads)
+        head_norm = None
+        if qk_norm:
+            head_norm = self.head_norm([(f"{name}.q_norm", heads), (f"{name}.k_norm", kv_heads)], head_dim, eps)
+        attention = self.attention(layer, heads, kv_heads, head_dim, head_norm, name)
+        output = self.partial_linear(f"{name}.o_proj", hidden_size, num_heads * head_dim, bias=output_bias)
+        return AttentionBlock(input_norm, qkv, attention, output)
+
+    def gated_mlp(
+        self, name: str, hidden_size: int, intermediate_size: int, *, norm: str, eps: float, bias: bool = False
+    ) -> GatedMLP:
+        """The MLP half of a decoder layer, from its norm to its down projection: down(silu(gate(x)) * up(x)).
+
+        name: of the MLP module in the checkpoint, which holds gate_proj, up_proj and down_proj. norm: name of the norm
+        before it. Sizes are over all ranks, which share the intermediate one.
+        """
+        input_norm = self.norm(norm, hidden_size, eps)
+        parts = [(f"{name}.gate_proj", intermediate_size), (f"{name}.up_proj", intermediate_size)]
+        gate_up = self.linear(parts, hidden_size, bias=bias, parallel="column", gated=True)
+        down = self.partial_linear(f"{name}.down_proj", hidden_size, intermediate_size, bias=bias)
+        return GatedMLP(input_norm, gate_up, down)
 
     def _note(self, layer: L) -> L:
         self.layers.append(layer)

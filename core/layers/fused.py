@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.core.autotune.op import AutotunedCall, Operands
+from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import SharedEmbedding
@@ -40,50 +41,43 @@ if TYPE_CHECKING:
 
 
 class FusedRMSNorm(RMSNorm):
-    """Residual addition and norm in one kernel."""
+    """Residual addition and norm in one kernel, in which few rows of a partial sum are also reduced, where the ranks
+    reach each other's memory."""
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
+        super().__init__(name, size, eps, dtype)
+        self._size = size
+        self._row_sums = group.row_sums(size, torch_dtype(dtype))
+
+    def __call__(
+        self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See RMSNorm; `residual` is overwritten with the sum."""
+        if isinstance(x, PartialSum):
+            row_sums = self._row_sums_for(x)
+            if row_sums is not None:
+                return sum_rms_norm(x.addend, residual, self.weight, self.eps, row_sums)
+            x = x.reduce()
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def into(
-        self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, following: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[Rows, torch.Tensor]:
-        """See RMSNorm; `residual` is overwritten with the sum."""
+        """See RMSNorm; `residual` is overwritten with the sum. Rows that the norm's kernel reduces stay a tensor."""
+        if isinstance(x, PartialSum):
+            if self._row_sums_for(x) is not None:
+                return self(x, residual)
+            x = x.reduce()
         prologue = following.fused_input_quantization(x)
         if prologue is None:
             return self(x, residual)
         return prologue.normed(x, residual, self.weight, self.eps, following.weights)
 
-
-class FusedSummingNorm(FusedRMSNorm):
-    """Few rows are summed over the ranks, added and normalised in one kernel, where these reach each other's memory."""
-
-    def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
-        super().__init__(name, size, eps, dtype)
-        self._size = size
-        self._group = group
-        self._sums = group.row_sums(size, torch_dtype(dtype))
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SummingNorm; `residual` is overwritten with the sum."""
-        sums = self._sums_for(x)
-        if sums is not None:
-            return sum_rms_norm(x, residual, self.weight, self.eps, sums)
-        return super().__call__(self._group.all_reduce(x), residual)
-
-    def into(
-        self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[Rows, torch.Tensor]:
-        """See FusedRMSNorm. Rows that are summed in the norm's own kernel come as tensors."""
-        if self._sums_for(x) is not None or following.fused_input_quantization(x) is None:
-            return self(x, residual)
-        return super().into(following, self._group.all_reduce(x), residual)
-
-    def _sums_for(self, x: torch.Tensor) -> RowSums | None:
-        """Memory for the sums of these rows; None: they are too many, or there is none."""
-        sums = self._sums
-        return sums if sums is not None and x.numel() <= sums.most_rows * self._size else None
+    def _row_sums_for(self, x: PartialSum) -> RowSums | None:
+        """Memory to reduce these rows in; None: they are too many, or there is none."""
+        row_sums = self._row_sums
+        fits = row_sums is not None and x.addend.numel() <= row_sums.most_rows * self._size
+        return row_sums if fits else None
 
 
 class FusedRotary(RotaryEmbedding):
@@ -203,13 +197,9 @@ class FusedLayers(PlainLayers):
         """See FusedSharedHead."""
         return FusedSharedHead(local, table)
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+    def norm(self, name: str, size: int, eps: float, group: RankGroup) -> RMSNorm:
         """See FusedRMSNorm."""
-        return FusedRMSNorm(name, size, eps, self.dtype)
-
-    def summing_norm(self, name: str, size: int, eps: float, group: RankGroup) -> RMSNorm:
-        """See FusedSummingNorm."""
-        return FusedSummingNorm(name, size, eps, self.dtype, group)
+        return FusedRMSNorm(name, size, eps, self.dtype, group)
 
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
         """See FusedRotary."""

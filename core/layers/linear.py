@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve
 
+from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.matmul import multiply, pack
@@ -24,6 +25,7 @@ from engine.core.quant.base import (
 
 if TYPE_CHECKING:
     from engine.core.autotune.op import AutotunedCall
+    from engine.core.distributed.rank_group import RankGroup
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all ranks."""
@@ -156,6 +158,19 @@ class Linear(Layer):
         """Bytes of weights and bias."""
         kept = list(self.weights.values()) + ([] if self.bias is None else [self.bias])
         return sum(tensor.nbytes for tensor in kept)
+
+
+class PartialLinear:
+    """A row-parallel linear layer without the reduction over ranks, which the next norm does."""
+
+    def __init__(self, linear: Linear, group: RankGroup) -> None:
+        """`linear`: made without `reduce`; rank 0 alone adds its bias."""
+        self.linear = linear
+        self._group = group
+
+    def __call__(self, x: Rows) -> PartialSum:
+        """x: [..., this rank's in_features] -> [..., out_features]."""
+        return PartialSum(self.linear(x), self._group)
 
 
 def merge(tensors: list[torch.Tensor], dtype: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from engine.core.distributed.rank_group import RankGroup
+from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.base import Layer, TensorLayer, plain_tensor, torch_dtype
 from engine.core.quant.base import TensorSpec
 
@@ -23,28 +23,20 @@ class RMSNorm(TensorLayer):
         super().__init__(name, (size,), dtype)
         self.eps = eps
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and x + residual itself, the next residual; both [..., size]."""
+    def __call__(
+        self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and x + residual, the next residual; both [..., size]. Reduces a partial sum."""
+        if isinstance(x, PartialSum):
+            x = x.reduce()
         total = x if residual is None else x + residual
         return F.rms_norm(total, self.shape, self.weight, self.eps), total
 
     def into(
-        self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, following: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[Rows, torch.Tensor]:
         """As the call; the norm is for `following` alone, which may have it made in its own form."""
         return self(x, residual)
-
-
-class SummingNorm(RMSNorm):
-    """The norm of what row-parallel layers leave for it to add up."""
-
-    def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
-        super().__init__(name, size, eps, dtype)
-        self._group = group
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See RMSNorm; x: this rank's part of the sum."""
-        return super().__call__(self._group.all_reduce(x), residual)
 
 
 class HeadNorm(Layer):

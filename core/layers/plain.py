@@ -10,7 +10,7 @@ from engine.core.layers.attention import Attention
 from engine.core.layers.embedding import Embedding, SharedEmbedding
 from engine.core.layers.linear import PlainKernel
 from engine.core.layers.lm_head import Head, LMHead, SharedHead
-from engine.core.layers.norm import HeadNorm, RMSNorm, SummingNorm
+from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.rotary import Rotary, RotaryEmbedding, RotarySpec
 from engine.core.quant.base import LinearKernel, LinearSpec
 
@@ -42,13 +42,9 @@ class PlainLayers:
         """See SharedHead."""
         return SharedHead(local, table)
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+    def norm(self, name: str, size: int, eps: float, group: RankGroup) -> RMSNorm:
         """See RMSNorm."""
         return RMSNorm(name, size, eps, self.dtype)
-
-    def summing_norm(self, name: str, size: int, eps: float, group: RankGroup) -> RMSNorm:
-        """See SummingNorm."""
-        return SummingNorm(name, size, eps, self.dtype, group)
 
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
         """See Rotary."""

@@ -15,6 +15,7 @@ from engine.core.models import Model, ModelSpec
 from engine.core.weights import read_key
 
 if TYPE_CHECKING:
+    from engine.core.distributed import PartialSum
     from engine.core.models import ForwardPass
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -94,15 +95,15 @@ class Decoder(Model):
         self._embedding = layers.embedding("model.embed_tokens", shape.vocab_size, shape.hidden_size)
         self._rotary = layers.rotary(shape.rope)
         self._blocks = [DecoderBlock(index, shape, layers) for index in range(shape.num_layers)]
-        self._norm = layers.norm("model.norm", shape.hidden_size, shape.norm_eps, sums=True)
+        self._norm = layers.norm("model.norm", shape.hidden_size, shape.norm_eps)
         tied = self._embedding if shape.tied else None
         self._lm_head = layers.lm_head("lm_head", shape.vocab_size, shape.hidden_size, tied)
 
     def forward(self, run: ForwardPass) -> torch.Tensor:
         """Hidden states: [tokens, hidden_size]."""
         angles = self._rotary.angles(run.batch.positions)
-        hidden = self._embedding(run.batch.tokens)
-        residual = None
+        hidden: torch.Tensor | PartialSum = self._embedding(run.batch.tokens)
+        residual: torch.Tensor | None = None
         for block in self._blocks:
             hidden, residual = block(run, hidden, residual, angles)
         return self._norm(hidden, residual)[0]
@@ -117,58 +118,38 @@ class Decoder(Model):
 
 
 class DecoderBlock:
-    """One layer: attention, then the gated MLP, each behind a norm."""
+    """One layer: attention, then the gated MLP, each with a norm before it."""
 
     def __init__(self, index: int, shape: DecoderConfig, layers: LayerFactory) -> None:
-        name, hidden, head_dim = f"model.layers.{index}", shape.hidden_size, shape.head_dim
-        self._attention_norm = layers.norm(f"{name}.input_layernorm", hidden, shape.norm_eps, sums=index > 0)
-        attention = f"{name}.self_attn"
-        self._qkv = layers.qkv(
-            (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            hidden,
+        name = f"model.layers.{index}"
+        self.attention = layers.attention_block(
+            index,
+            f"{name}.self_attn",
+            shape.hidden_size,
+            norm=f"{name}.input_layernorm",
+            eps=shape.norm_eps,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
-            head_dim=head_dim,
-            bias=shape.qkv_bias,
+            head_dim=shape.head_dim,
+            qkv_bias=shape.qkv_bias,
+            output_bias=shape.output_bias,
+            qk_norm=shape.qk_norm,
         )
-        heads, kv_heads = layers.shard(shape.num_heads, "query heads"), layers.shard_kv_heads(shape.num_kv_heads)
-        head_norm = None
-        if shape.qk_norm:
-            parts = [(f"{attention}.q_norm", heads), (f"{attention}.k_norm", kv_heads)]
-            head_norm = layers.head_norm(parts, head_dim, shape.norm_eps)
-        self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm, f"{name}.self_attn")
-        self._output = layers.linear(
-            [(f"{attention}.o_proj", hidden)],
-            shape.num_heads * head_dim,
-            bias=shape.output_bias,
-            parallel="row",
-            summed=False,
-        )
-        self._mlp_norm = layers.norm(f"{name}.post_attention_layernorm", hidden, shape.norm_eps, sums=True)
-        self._gate_up = layers.linear(
-            [(f"{name}.mlp.gate_proj", shape.intermediate_size), (f"{name}.mlp.up_proj", shape.intermediate_size)],
-            hidden,
-            bias=shape.mlp_bias,
-            parallel="column",
-            gated=True,
-        )
-        self._down = layers.linear(
-            [(f"{name}.mlp.down_proj", hidden)],
+        self.mlp = layers.gated_mlp(
+            f"{name}.mlp",
+            shape.hidden_size,
             shape.intermediate_size,
+            norm=f"{name}.post_attention_layernorm",
+            eps=shape.norm_eps,
             bias=shape.mlp_bias,
-            parallel="row",
-            summed=False,
         )
 
     def __call__(
-        self, run: ForwardPass, hidden: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden: [tokens, hidden_size], what the block before adds to `residual`, on several ranks (but for the first
-        block) this rank's part of it; returns the same two."""
-        normed, residual = self._attention_norm.into(self._qkv, hidden, residual)
-        hidden = self._output(self._attention(run, self._qkv(normed), angles))
-        normed, residual = self._mlp_norm.into(self._gate_up, hidden, residual)
-        return self._down(self._gate_up.gated_into(self._down, normed)), residual
+        self, run: ForwardPass, hidden: torch.Tensor | PartialSum, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[PartialSum, torch.Tensor]:
+        """hidden: what the block before adds to `residual`, [tokens, hidden_size] both; returns the same two."""
+        hidden, residual = self.attention(run, hidden, residual, angles)
+        return self.mlp(hidden, residual)
 
 
 def parse_decoder(config: Mapping[str, Any]) -> DecoderConfig:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.core.distributed import PartialSum
 from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.skinny_linear import BUCKETS, SkinnyKernel
 from engine.core.quant.float8 import UNSCALED, KVScales
@@ -80,17 +81,20 @@ class Reaching(Doubling):
         return self.sums
 
 
-def test_norm_of_sums():
+def test_norm_reduces_partial_sums() -> None:
     x, theirs, residual = randn(3, 48), randn(2, 48) + 2, randn(3, 48) + 1
-    plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5, sums=True), group=Reaching(theirs, 2))
-    alone = both(lambda layers: layers.norm("norm", 48, 1e-5, sums=True))[0]
+    group = Reaching(theirs, 2)
+    plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5), group=group)
+    alone = both(lambda layers: layers.norm("norm", 48, 1e-5))[0]
+    expected = alone(x[:2] + theirs, residual[:2])
     for _ in range(3):
-        for one, other in zip(fused(x[:2], residual[:2].clone()), alone(x[:2] + theirs, residual[:2]), strict=True):
+        found = fused(PartialSum(x[:2], group), residual[:2].clone())
+        for one, other in zip(found, expected, strict=True):
             close(one, other)
-    for one, other in zip(fused(x, residual.clone()), alone(2 * x, residual), strict=True):  # too many rows for that
-        close(one, other)
-    for one, other in zip(plain(x, residual), alone(2 * x, residual), strict=True):
-        close(one, other)
+    expected = alone(2 * x, residual)
+    for norm in (fused, plain):  # three rows are more than the memory has room for
+        for one, other in zip(norm(PartialSum(x, group), residual.clone()), expected, strict=True):
+            close(one, other)
 
 
 class Following:
@@ -117,17 +121,21 @@ def test_a_norm_is_made_for_the_layer_that_follows():
 
 def test_a_norm_of_sums_is_made_for_the_layer_that_follows_unless_it_sums():
     def build(layers):
-        return layers.norm("norm", 48, 1e-5, sums=True)
+        return layers.norm("norm", 48, 1e-5)
 
     x, theirs, residual = randn(4, 48), randn(3, 48) + 2, randn(4, 48) + 1
     alone = both(build)[0]
-    norm = both(build, group=Reaching(theirs, 3))[1]
-    close(norm.into(Following(), x[:3], residual[:3].clone())[0], alone(x[:3] + theirs, residual[:3])[0])
-    made, (summed, *_) = norm.into(Following(), x, residual)
+    group = Reaching(theirs, 3)
+    norm = both(build, group=group)[1]
+    normed, _ = norm.into(Following(), PartialSum(x[:3], group), residual[:3].clone())
+    close(normed, alone(x[:3] + theirs, residual[:3])[0])
+    made, (summed, *_) = norm.into(Following(), PartialSum(x, group), residual)
     assert made == "made"
     assert torch.equal(summed, 2 * x)
-    norm = both(build, group=Doubling(0, 2))[1]
-    close(norm.into(Following(), x[:2], residual[:2].clone())[0], alone(2 * x[:2], residual[:2])[0])
+    other = Doubling(0, 2)
+    norm = both(build, group=other)[1]
+    normed, _ = norm.into(Following(), PartialSum(x[:2], other), residual[:2].clone())
+    close(normed, alone(2 * x[:2], residual[:2])[0])
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 16, 17, 40])

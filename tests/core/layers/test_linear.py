@@ -122,11 +122,11 @@ def test_only_row_layers_sum_and_the_bias_is_added_once():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_layer_whose_results_a_norm_sums(rank):
+def test_partial_linear_adds_the_bias_on_rank_0_only(rank: int) -> None:
     layers = make(group=LoneRank(rank, 2))
-    layer = layers.linear([("a", 3)], 4, bias=True, parallel="row", summed=False)
-    layer.fill({"a.weight": torch.ones(3, 2), "a.bias": torch.full((3,), 10.0)})
-    assert torch.equal(layer(torch.ones(1, 2)), torch.full((1, 3), 12.0 if rank == 0 else 2.0))
+    layer = layers.partial_linear("a", 3, 4, bias=True)
+    layer.linear.fill({"a.weight": torch.ones(3, 2), "a.bias": torch.full((3,), 10.0)})
+    assert torch.equal(layer(torch.ones(1, 2)).addend, torch.full((1, 3), 12.0 if rank == 0 else 2.0))
 
 
 @pytest.mark.parametrize(("parallel", "said"), [("column", "3 outputs of b"), ("row", "5 inputs of a")])

@@ -52,10 +52,10 @@ def make_mlp(*, group=None, fused=True, method=EightBit, hidden=HIDDEN, intermed
     torch.manual_seed(0)
     quant = method.from_checkpoint(None, None)
     layers = LayerFactory(dtype=HALF, device=str(DEVICE), quant=quant, group=group, fused=fused)
-    norm = layers.norm("norm", hidden, 1e-5, sums=True)
+    norm = layers.norm("norm", hidden, 1e-5)
     parts = [("gate", intermediate), ("up", intermediate)]
     gate_up = layers.linear(parts, hidden, bias=True, parallel="column", gated=True)
-    down = layers.linear([("down", hidden)], intermediate, parallel="row", summed=False)
+    down = layers.partial_linear("down", hidden, intermediate).linear
     for layer in layers.layers:
         loaded = {}
         for name, spec in layer.tensors().items():

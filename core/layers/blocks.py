@@ -1,0 +1,59 @@
+"""The two halves of a decoder layer, each with the norm before it.
+
+They own what makes their layers fast together: a norm and an activation quantize for the layer that follows, and
+results that need a sum over the ranks stay a `PartialSum`, which the next norm reduces.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.core.distributed.partial_sum import PartialSum
+
+if TYPE_CHECKING:
+    from engine.core.layers.attention import Attention
+    from engine.core.layers.linear import Linear, PartialLinear
+    from engine.core.layers.norm import RMSNorm
+    from engine.core.layers.rotary import Angles
+    from engine.core.models.forward_pass import ForwardPass
+
+
+class AttentionBlock:
+    """Norm, projections to queries, keys and values, attention, output projection."""
+
+    def __init__(self, norm: RMSNorm, qkv: Linear, attention: Attention, output: PartialLinear) -> None:
+        self._norm = norm
+        self._qkv = qkv
+        self._attention = attention
+        self._output = output
+
+    def __call__(
+        self, run: ForwardPass, hidden: torch.Tensor | PartialSum, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[PartialSum, torch.Tensor]:
+        """Attention of norm(hidden + residual), and hidden + residual, the next residual: both [tokens, hidden_size].
+
+        `residual` may be overwritten; None: there is nothing to add.
+        """
+        normed, residual = self._norm.into(self._qkv, hidden, residual)
+        return self._output(self._attention(run, self._qkv(normed), angles)), residual
+
+
+class GatedMLP:
+    """Norm, gate and up projections, activation, down projection."""
+
+    def __init__(self, norm: RMSNorm, gate_up: Linear, down: PartialLinear) -> None:
+        self._norm = norm
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(
+        self, hidden: torch.Tensor | PartialSum, residual: torch.Tensor | None
+    ) -> tuple[PartialSum, torch.Tensor]:
+        """The MLP of norm(hidden + residual), and hidden + residual, the next residual: both [tokens, hidden_size].
+
+        `residual` may be overwritten; None: there is nothing to add.
+        """
+        normed, residual = self._norm.into(self._gate_up, hidden, residual)
+        return self._down(self._gate_up.gated_into(self._down.linear, normed)), residual
