@@ -36,7 +36,7 @@ class AttentionBlock:
 
         `residual` may be overwritten; None: there is nothing to add.
         """
-        normed, residual = self._norm.into(self._qkv, hidden, residual)
+        normed, residual = self._norm.quantized_for(self._qkv, hidden, residual)
         return self._output(self._attention(run, self._qkv(normed), angles)), residual
 
 
@@ -55,5 +55,5 @@ class GatedMLP:
 
         `residual` may be overwritten; None: there is nothing to add.
         """
-        normed, residual = self._norm.into(self._gate_up, hidden, residual)
-        return self._down(self._gate_up.gated_into(self._down.linear, normed)), residual
+        normed, residual = self._norm.quantized_for(self._gate_up, hidden, residual)
+        return self._down(self._gate_up.gated_quantized_for(self._down.linear, normed)), residual

@@ -133,7 +133,7 @@ class LayerFactory:
 
         parts: (name, outputs) of each of the checkpoint's layers to merge: their outputs come side by side.
         parallel: column (a rank has some outputs of each part), row (some inputs; results are reduced) or none.
-        gated: the two parts are gate and up projections of one size; the layer is called by `gated` or `gated_into`.
+        gated: the parts are gate and up projections of one size; call the layer by `gated` or `gated_quantized_for`.
         Sizes are over all ranks.
         """
         if parallel == "column":

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from engine.core.distributed.rank_group import RankGroup
     from engine.core.layers.embedding import Embedding
-    from engine.core.layers.linear import Linear, Rows
+    from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.models.forward_pass import ForwardPass
     from engine.core.quant.base import LinearKernel, LinearSpec
     from engine.ops.norm.all_reduce_rms_norm import RowSums
@@ -60,18 +60,18 @@ class FusedRMSNorm(RMSNorm):
             x = x.reduce()
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def into(
-        self, following: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
-    ) -> tuple[Rows, torch.Tensor]:
+    def quantized_for(
+        self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[TensorOrQuantized, torch.Tensor]:
         """See RMSNorm; `residual` is overwritten with the sum. Rows that the norm's kernel reduces stay a tensor."""
         if isinstance(x, PartialSum):
             if self._row_sums_for(x) is not None:
                 return self(x, residual)
             x = x.reduce()
-        prologue = following.fused_input_quantization(x)
+        prologue = linear.fused_input_quantization(x)
         if prologue is None:
             return self(x, residual)
-        return prologue.normed(x, residual, self.weight, self.eps, following.weights)
+        return prologue.normed(x, residual, self.weight, self.eps, linear.weights)
 
     def _row_sums_for(self, x: PartialSum) -> RowSums | None:
         """Memory to reduce these rows in; None: they are too many, or there is none."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all ranks."""
-Rows = torch.Tensor | QuantizedActivation
-"""What a linear layer multiplies: [..., its inputs], or what was made for it alone."""
+TensorOrQuantized = torch.Tensor | QuantizedActivation
+"""Input of a linear layer: a tensor [..., in_features], or one that was quantized for this layer alone."""
 
 WEIGHT_SHARD_DIM = {"none": None, "column": 0, "row": 1}
 BIAS_SHARD_DIM = {"none": None, "column": 0, "row": None}
@@ -91,7 +91,7 @@ class Linear(Layer):
             self._prologue = kernel.fused_input_quantization()
         self._apply_made = self._refuse if self._prologue is None else self._prologue.apply
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: TensorOrQuantized) -> torch.Tensor:
         """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
         apply: Callable[..., torch.Tensor] = self._apply_made if isinstance(x, QuantizedActivation) else self._apply
         if self._reduce is None:
@@ -99,19 +99,22 @@ class Linear(Layer):
         y = self._reduce(apply(x, self.weights, None))
         return y if self.bias is None else y + self.bias
 
-    def gated(self, x: Rows) -> torch.Tensor:
+    def gated(self, x: TensorOrQuantized) -> torch.Tensor:
         """silu(gate) * up of the outputs, the first half of which is the gate: [..., half this rank's out_features]."""
         if self._apply_gated is None or isinstance(x, QuantizedActivation):
             return self._activate(self(x))
         return self._apply_gated(x, self.weights, self.bias)
 
-    def gated_into(self, following: Linear, x: Rows) -> Rows:
-        """`gated`, for `following` alone, which may have it made in its own form."""
+    def gated_quantized_for(self, linear: Linear, x: TensorOrQuantized) -> TensorOrQuantized:
+        """`gated` as an input of `linear` alone: quantized where its kernel fuses that."""
         if not isinstance(x, QuantizedActivation) and self._apply_gated and self.kernel.gates_at_once(x.shape[0]):
             return self.gated(x)
         y = self(x)
-        prologue = following.fused_input_quantization(y)
-        return self._activate(y) if prologue is None else prologue.activated(y, following.weights)
+        prologue = linear.fused_input_quantization(y)
+        return self._activate(y) if prologue is None else prologue.activated(y, linear.weights)
+
+    gated_into = gated_quantized_for
+    """`gated_quantized_for` under its first name, for plugins that use it."""
 
     def fused_input_quantization(self, x: torch.Tensor) -> FusedInputQuantization | None:
         """The kernel's, if it takes as many rows as x has: [rows, any number]."""
@@ -168,7 +171,7 @@ class PartialLinear:
         self.linear = linear
         self._group = group
 
-    def __call__(self, x: Rows) -> PartialSum:
+    def __call__(self, x: TensorOrQuantized) -> PartialSum:
         """x: [..., this rank's in_features] -> [..., out_features]."""
         return PartialSum(self.linear(x), self._group)
 

@@ -13,7 +13,7 @@ from engine.core.layers.base import Layer, TensorLayer, plain_tensor, torch_dtyp
 from engine.core.quant.base import TensorSpec
 
 if TYPE_CHECKING:
-    from engine.core.layers.linear import Linear, Rows
+    from engine.core.layers.linear import Linear, TensorOrQuantized
 
 
 class RMSNorm(TensorLayer):
@@ -32,11 +32,17 @@ class RMSNorm(TensorLayer):
         total = x if residual is None else x + residual
         return F.rms_norm(total, self.shape, self.weight, self.eps), total
 
+    def quantized_for(
+        self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[TensorOrQuantized, torch.Tensor]:
+        """The call's results, the norm as an input of `linear` alone: quantized where its kernel fuses that."""
+        return self(x, residual)
+
     def into(
         self, following: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
-    ) -> tuple[Rows, torch.Tensor]:
-        """As the call; the norm is for `following` alone, which may have it made in its own form."""
-        return self(x, residual)
+    ) -> tuple[TensorOrQuantized, torch.Tensor]:
+        """`quantized_for` under its first name, for plugins that use it."""
+        return self.quantized_for(following, x, residual)
 
 
 class HeadNorm(Layer):

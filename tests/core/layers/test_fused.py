@@ -112,9 +112,9 @@ class Following:
 def test_a_norm_is_made_for_the_layer_that_follows():
     norm = both(lambda layers: layers.norm("norm", 48, 1e-5))[1]
     x, residual = randn(3, 48), randn(3, 48) + 1
-    assert norm.into(Following(), x, residual) == ("made", (x, residual, norm.weight, 1e-5, "its weights"))
-    assert norm.into(Following(), x)[1][1] is None
-    normed, total = norm.into(Following(), x[:2], residual[:2].clone())
+    assert norm.quantized_for(Following(), x, residual) == ("made", (x, residual, norm.weight, 1e-5, "its weights"))
+    assert norm.quantized_for(Following(), x)[1][1] is None
+    normed, total = norm.quantized_for(Following(), x[:2], residual[:2].clone())
     assert torch.equal(total, x[:2] + residual[:2])
     assert torch.equal(normed, norm(total)[0])
 
@@ -127,14 +127,14 @@ def test_a_norm_of_sums_is_made_for_the_layer_that_follows_unless_it_sums():
     alone = both(build)[0]
     group = Reaching(theirs, 3)
     norm = both(build, group=group)[1]
-    normed, _ = norm.into(Following(), PartialSum(x[:3], group), residual[:3].clone())
+    normed, _ = norm.quantized_for(Following(), PartialSum(x[:3], group), residual[:3].clone())
     close(normed, alone(x[:3] + theirs, residual[:3])[0])
-    made, (summed, *_) = norm.into(Following(), PartialSum(x, group), residual)
+    made, (summed, *_) = norm.quantized_for(Following(), PartialSum(x, group), residual)
     assert made == "made"
     assert torch.equal(summed, 2 * x)
     other = Doubling(0, 2)
     norm = both(build, group=other)[1]
-    normed, _ = norm.into(Following(), PartialSum(x[:2], other), residual[:2].clone())
+    normed, _ = norm.quantized_for(Following(), PartialSum(x[:2], other), residual[:2].clone())
     close(normed, alone(2 * x[:2], residual[:2])[0])
 
 

@@ -190,12 +190,12 @@ def test_a_kernel_has_its_input_made_from_the_rows_on_that_it_takes():
     for gate_up in (linear(Doubled()), linear(PlainKernel(down.spec))):
         gate_up.weights |= {"weight": torch.eye(8) * 0.5}
         y = gate_up(x)
-        made = gate_up.gated_into(down, x)
+        made = gate_up.gated_quantized_for(down, x)
         assert torch.equal(made.rows, silu_and_mul(y) + 0.5)
         assert torch.equal(down(made), 0.5 * (made.rows + 7))
-        assert torch.equal(gate_up.gated_into(down, x[:1]), silu_and_mul(gate_up(x[:1])))
-        assert torch.equal(gate_up.gated_into(down, x[None]), silu_and_mul(y)[None])
-        assert torch.equal(gate_up.gated_into(gate_up, x), silu_and_mul(y))
+        assert torch.equal(gate_up.gated_quantized_for(down, x[:1]), silu_and_mul(gate_up(x[:1])))
+        assert torch.equal(gate_up.gated_quantized_for(down, x[None]), silu_and_mul(y)[None])
+        assert torch.equal(gate_up.gated_quantized_for(gate_up, x), silu_and_mul(y))
     summed = linear(Particular(), reduce=lambda y: 3 * y)
     assert torch.equal(summed(made), 1.5 * (made.rows + 7))
 
@@ -207,8 +207,8 @@ def test_what_was_made_for_one_layer_may_be_gated_by_it():
     )
     y = 0.5 * (made.rows + 7)
     assert torch.equal(gate_up.gated(made), silu_and_mul(y))
-    assert torch.equal(gate_up.gated_into(down, made).rows, silu_and_mul(y) + 0.5)
-    assert torch.equal(gate_up.gated_into(linear(Doubled()), made), silu_and_mul(y))
+    assert torch.equal(gate_up.gated_quantized_for(down, made).rows, silu_and_mul(y) + 0.5)
+    assert torch.equal(gate_up.gated_quantized_for(linear(Doubled()), made), silu_and_mul(y))
 
 
 def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
@@ -218,9 +218,9 @@ def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
     class Always(Gating):
         gates_at_once = LinearKernel.gates_at_once
 
-    assert torch.equal(linear(Always()).gated_into(down, x), x[:, :4] - 1)
-    assert torch.equal(linear(Gating()).gated_into(down, x[:1]), x[:1, :4] - 1)
-    assert torch.equal(linear(Gating()).gated_into(down, x).rows, silu_and_mul(0.5 * x) + 0.5)
+    assert torch.equal(linear(Always()).gated_quantized_for(down, x), x[:, :4] - 1)
+    assert torch.equal(linear(Gating()).gated_quantized_for(down, x[:1]), x[:1, :4] - 1)
+    assert torch.equal(linear(Gating()).gated_quantized_for(down, x).rows, silu_and_mul(0.5 * x) + 0.5)
     assert not Doubled().gates_at_once(1)
     assert Doubled().fused_input_quantization() is None
 
@@ -236,5 +236,15 @@ def test_plain_norms_leave_tensors():
     norm.fill({"norm.weight": torch.randn(8)})
     x, residual = torch.randn(2, 2, 8)
     for given in (residual, None):
-        for one, other in zip(norm.into(linear(Particular()), x, given), norm(x, given), strict=True):
+        for one, other in zip(norm.quantized_for(linear(Particular()), x, given), norm(x, given), strict=True):
             assert torch.equal(one, other)
+
+
+def test_first_names_of_fused_input_quantization_still_work() -> None:
+    layers, down = make(), linear(Particular())
+    norm = layers.norm("norm", 8, 1e-5)
+    norm.fill({"norm.weight": torch.randn(8)})
+    x = torch.randn(3, 8)
+    gate_up = linear(Doubled())
+    assert torch.equal(gate_up.gated_into(down, x).rows, gate_up.gated_quantized_for(down, x).rows)
+    assert torch.equal(norm.into(down, x)[0], norm.quantized_for(down, x)[0])

@@ -86,8 +86,8 @@ def test_many_rows_are_quantized_where_they_are_made(static, ranks, launched, mo
         expected = down(gate_up.gated(normed))
         assert launched == ["quantize_rows"] * (2 if rows > 2 else 0)
         launched.clear()
-        made, total = norm.into(gate_up, x, residual.clone())
-        product = gate_up.gated_into(down, made)
+        made, total = norm.quantized_for(gate_up, x, residual.clone())
+        product = gate_up.gated_quantized_for(down, made)
         got = down(product)
         assert launched == (["add_rms_norm_quantize", "silu_and_mul_quantize"] if rows > 2 else [])
         assert isinstance(made, QuantizedActivation) == isinstance(product, QuantizedActivation) == (rows > 2)
@@ -106,8 +106,8 @@ def test_captured_in_a_graph(method, hidden, intermediate):
         x, residual = randn(rows, hidden), randn(rows, hidden)
 
         def work(x=x, residual=residual):
-            made, total = norm.into(gate_up, x, residual.clone())
-            return down(gate_up.gated_into(down, made)), total
+            made, total = norm.quantized_for(gate_up, x, residual.clone())
+            return down(gate_up.gated_quantized_for(down, made)), total
 
         work()
         graph = torch.cuda.CUDAGraph()
@@ -124,7 +124,7 @@ def test_plain_layers_norm_by_themselves(launched, monkeypatch):
     monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 2)
     norm, gate_up, _ = make_mlp(fused=False)
     x = randn(3, HIDDEN)
-    assert torch.equal(norm.into(gate_up, x)[0], norm(x)[0])
+    assert torch.equal(norm.quantized_for(gate_up, x)[0], norm(x)[0])
     assert not launched
 
 
