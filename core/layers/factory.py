@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import ConfigError
@@ -17,7 +17,7 @@ from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.plain import PlainLayers
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.plugin_host.faults import blame
-from engine.core.quant.base import LinearPart, LinearSpec, QuantMethod
+from engine.core.quant.base import LinearPart, LinearSpec, Parallel, QuantMethod
 
 L = TypeVar("L", bound=Layer)
 
@@ -34,7 +34,7 @@ class LayerFactory:
         *,
         dtype: str,
         device: str,
-        quant: QuantMethod | None = None,
+        quant: QuantMethod[Any] | None = None,
         group: RankGroup | None = None,
         fused: bool = False,
         owners: Mapping[str, str] = {},
@@ -125,7 +125,7 @@ class LayerFactory:
         in_features: int,
         *,
         bias: bool = False,
-        parallel: str = "none",
+        parallel: Parallel = "none",
         gated: bool = False,
         summed: bool = True,
     ) -> Linear:
@@ -151,7 +151,7 @@ class LayerFactory:
         in_features: int,
         *,
         bias: bool,
-        parallel: str,
+        parallel: Parallel,
         gated: bool = False,
         summed: bool = True,
     ) -> Linear:

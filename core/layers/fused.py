@@ -50,10 +50,10 @@ class FusedRMSNorm(RMSNorm):
         self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[Rows, torch.Tensor]:
         """See RMSNorm; `residual` is overwritten with the sum."""
-        prologue = following.fused_input_quantization(x)
-        if prologue is None:
+        fused = following.fused_input_quantization(x)
+        if fused is None:
             return self(x, residual)
-        return prologue.normed(x, residual, self.weight, self.eps, following.weights)
+        return fused.norm_and_quantize(x, residual, self.weight, self.eps, following.weights)
 
 
 class FusedSummingNorm(FusedRMSNorm):
