@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import attrs
 
@@ -58,7 +58,7 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         attention: str | type[AttentionBackend] | None = None,
-        quant: str | type[QuantMethod] | None = None,
+        quant: str | type[QuantMethod[Any]] | None = None,
         scheduler: str | type[SchedulingPolicy] | SchedulingPolicy | None = None,
         executor: str | type[Executor] | None = None,
         plugins: Plugins | None = None,

@@ -113,7 +113,7 @@ class Plain(Format):
 class Packed(Format):
     """Weights of 4 or 8 bits, packed into words; subclasses differ in how."""
 
-    method: type[QuantMethod]
+    method: type[QuantMethod[Any]]
     """What reads it."""
     least_zero = 0
 

@@ -57,7 +57,7 @@ class SharedEmbedding(Embedding):
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The rank's rows of the one tensor."""
-        return {name: evolve(spec, shard_dim=0, share=self.share) for name, spec in super().tensors().items()}
+        return {name: evolve(spec, shard_dim=0, shard_size=self.share) for name, spec in super().tensors().items()}
 
 
 def _share(vocab_size: int, ranks: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import ConfigError
@@ -18,7 +18,7 @@ from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.plain import PlainLayers
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.plugin_host.faults import blame
-from engine.core.quant.base import LinearPart, LinearSpec, QuantMethod
+from engine.core.quant.base import LinearPart, LinearSpec, Parallel, QuantMethod
 
 L = TypeVar("L", bound=Layer)
 
@@ -35,7 +35,7 @@ class LayerFactory:
         *,
         dtype: str,
         device: str,
-        quant: QuantMethod | None = None,
+        quant: QuantMethod[Any] | None = None,
         group: RankGroup | None = None,
         fused: bool = False,
         owners: Mapping[str, str] = {},
@@ -126,7 +126,7 @@ class LayerFactory:
         in_features: int,
         *,
         bias: bool = False,
-        parallel: str = "none",
+        parallel: Parallel = "none",
         gated: bool = False,
     ) -> Linear:
         """A linear layer.
@@ -157,7 +157,7 @@ class LayerFactory:
         in_features: int,
         *,
         bias: bool,
-        parallel: str,
+        parallel: Parallel,
         gated: bool = False,
         reduces: bool = True,
     ) -> Linear:

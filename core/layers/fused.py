@@ -68,10 +68,10 @@ class FusedRMSNorm(RMSNorm):
             if self._row_sums_for(x) is not None:
                 return self(x, residual)
             x = x.reduce()
-        prologue = linear.fused_input_quantization(x)
-        if prologue is None:
+        fused = linear.fused_input_quantization(x)
+        if fused is None:
             return self(x, residual)
-        return prologue.normed(x, residual, self.weight, self.eps, linear.weights)
+        return fused.norm_and_quantize(x, residual, self.weight, self.eps, linear.weights)
 
     def _row_sums_for(self, x: PartialSum) -> RowSums | None:
         """Memory to reduce these rows in; None: they are too many, or there is none."""

@@ -12,7 +12,7 @@ import torch
 from engine.core.errors import CheckpointError
 from engine.core.layers.base import Layer
 from engine.core.quant.base import KVScaleNames, TensorSpec
-from engine.core.quant.float8 import FLOAT8, LARGEST, UNSCALED, KVScales
+from engine.core.quant.float8 import FLOAT8, FLOAT8_MAX, UNSCALED, KVScales
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionSpec
@@ -89,7 +89,7 @@ def find_kv_scales(spec: AttentionSpec, readers: Sequence[KVScaleReader]) -> tup
             spec.num_layers - len(found),
             spec.num_layers,
             FLOAT8,
-            LARGEST,
+            FLOAT8_MAX,
             spec.dtype,
         )
     return tuple(found.get(layer, UNSCALED) for layer in range(spec.num_layers))

@@ -88,8 +88,8 @@ class Linear(Layer):
         in_one_pass = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         self._apply_gated = kernel.apply_gated if in_one_pass else None
         with self._blame("fused_input_quantization()"):
-            self._prologue = kernel.fused_input_quantization()
-        self._apply_made = self._refuse if self._prologue is None else self._prologue.apply
+            self._fused_input_quantization = fused = kernel.fused_input_quantization()
+        self._apply_made = self._refuse if fused is None else fused.apply
 
     def __call__(self, x: TensorOrQuantized) -> torch.Tensor:
         """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
@@ -107,19 +107,19 @@ class Linear(Layer):
 
     def gated_quantized_for(self, linear: Linear, x: TensorOrQuantized) -> TensorOrQuantized:
         """`gated` as an input of `linear` alone: quantized where its kernel fuses that."""
-        if not isinstance(x, QuantizedActivation) and self._apply_gated and self.kernel.gates_at_once(x.shape[0]):
+        if not isinstance(x, QuantizedActivation) and self._apply_gated and self.kernel.fuses_gating(x.shape[0]):
             return self.gated(x)
         y = self(x)
-        prologue = linear.fused_input_quantization(y)
-        return self._activate(y) if prologue is None else prologue.activated(y, linear.weights)
+        fused = linear.fused_input_quantization(y)
+        return self._activate(y) if fused is None else fused.activate_and_quantize(y, linear.weights)
 
     gated_into = gated_quantized_for
     """`gated_quantized_for` under its first name, for plugins that use it."""
 
     def fused_input_quantization(self, x: torch.Tensor) -> FusedInputQuantization | None:
         """The kernel's, if it takes as many rows as x has: [rows, any number]."""
-        prologue = self._prologue
-        return prologue if prologue is not None and x.dim() == 2 and prologue.takes(x.shape[0]) else None
+        fused = self._fused_input_quantization
+        return fused if fused is not None and x.dim() == 2 and fused.supports_rows(x.shape[0]) else None
 
     def _refuse(
         self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None

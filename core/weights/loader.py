@@ -250,8 +250,8 @@ def _made_up(name: str, shape: list[int], dtype: torch.dtype, generator: torch.G
 
 def _part(name: str, spec: TensorSpec, size: int, rank: int, ranks: int) -> range:
     """Which of `size` rows of the dimension that ranks share this rank holds. Raises CheckpointError if they cannot."""
-    if spec.share is not None:
-        return range(min(rank * spec.share, size), min((rank + 1) * spec.share, size))
+    if spec.shard_size is not None:
+        return range(min(rank * spec.shard_size, size), min((rank + 1) * spec.shard_size, size))
     shares = ranks // spec.replicas
     if size % shares:
         raise CheckpointError(

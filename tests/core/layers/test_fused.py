@@ -105,7 +105,7 @@ class Following:
     def fused_input_quantization(self, x):
         return self if len(x) >= 3 else None
 
-    def normed(self, *given):
+    def norm_and_quantize(self, *given):
         return "made", given
 
 

@@ -154,14 +154,14 @@ class Particular(Doubled, FusedInputQuantization):
     def fused_input_quantization(self):
         return self
 
-    def takes(self, rows):
+    def supports_rows(self, rows):
         return rows >= 2
 
-    def normed(self, x, residual, norm_weight, eps, weights):
+    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
         total = x if residual is None else x + residual
         return Made(norm_weight * total), total
 
-    def activated(self, x, weights):
+    def activate_and_quantize(self, x, weights):
         return Made(silu_and_mul(x) + weights["factor"])
 
     def apply(self, x, weights, bias):
@@ -174,7 +174,7 @@ class Gating(Doubled):
     def apply_gated(self, x, weights, bias):
         return x[:, :4] - 1
 
-    def gates_at_once(self, rows):
+    def fuses_gating(self, rows):
         return rows == 1
 
 
@@ -184,7 +184,7 @@ def linear(kernel, **settings):
     return layer
 
 
-def test_a_kernel_has_its_input_made_from_the_rows_on_that_it_takes():
+def test_fused_input_quantization_makes_the_input_of_the_row_counts_it_supports():
     down = linear(Particular())
     x = torch.randn(3, 8)
     for gate_up in (linear(Doubled()), linear(PlainKernel(down.spec))):
@@ -202,7 +202,7 @@ def test_a_kernel_has_its_input_made_from_the_rows_on_that_it_takes():
 
 def test_what_was_made_for_one_layer_may_be_gated_by_it():
     gate_up, down = linear(Particular()), linear(Particular())
-    made, _ = gate_up.fused_input_quantization(torch.ones(2, 8)).normed(
+    made, _ = gate_up.fused_input_quantization(torch.ones(2, 8)).norm_and_quantize(
         torch.randn(2, 8), None, torch.ones(8), 1e-5, gate_up.weights
     )
     y = 0.5 * (made.rows + 7)
@@ -216,12 +216,12 @@ def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
     x = torch.randn(2, 8)
 
     class Always(Gating):
-        gates_at_once = LinearKernel.gates_at_once
+        fuses_gating = LinearKernel.fuses_gating
 
     assert torch.equal(linear(Always()).gated_quantized_for(down, x), x[:, :4] - 1)
     assert torch.equal(linear(Gating()).gated_quantized_for(down, x[:1]), x[:1, :4] - 1)
     assert torch.equal(linear(Gating()).gated_quantized_for(down, x).rows, silu_and_mul(0.5 * x) + 0.5)
-    assert not Doubled().gates_at_once(1)
+    assert not Doubled().fuses_gating(1)
     assert Doubled().fused_input_quantization() is None
 
 

@@ -9,7 +9,7 @@ from engine.core.quant.base import LinearPart, LinearSpec, QuantizedActivation
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.gemm.weight_only_launch import Multiplier
 from engine.plugins.quant import (
-    fused_quantization as eight_bit_prologue,
+    fused_quantization,
     w8_gpu as eight_bit_gpu,
     w8a8_matmul as eight_bit_codes,
 )
@@ -42,8 +42,8 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, name, lambda *given, **more: names.append(name) or kernel(*given, **more))
 
     noted(eight_bit_codes, "quantize_rows")
-    noted(eight_bit_prologue, "add_rms_norm_quantize")
-    noted(eight_bit_prologue, "silu_and_mul_quantize")
+    noted(fused_quantization, "add_rms_norm_quantize")
+    noted(fused_quantization, "silu_and_mul_quantize")
     return names
 
 
@@ -137,12 +137,12 @@ def test_which_kernels_have_their_input_made(monkeypatch):
 
     monkeypatch.setattr(eight_bit_gpu, "is_without_tma", lambda device: False)
     for one in (kernel(), kernel(codes="int8"), kernel(activations="static")):
-        assert [one.fused_input_quantization().takes(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [
+        assert [one.fused_input_quantization().supports_rows(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [
             False,
             False,
             True,
         ]
-        assert [one.gates_at_once(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [True, True, False]
+        assert [one.fuses_gating(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [True, True, False]
     tensors = [
         {"activations": "none"},
         {"granularity": "block"},
@@ -161,7 +161,7 @@ def test_rows_of_another_kernel_are_refused(monkeypatch):
     class Other(QuantizedActivation):
         pass
 
-    with pytest.raises(TypeError, match="Other was made for another kernel; this one takes rows of codes"):
+    with pytest.raises(TypeError, match="Other was made for another kernel; this one takes QuantizedRows"):
         down(Other())
 
 
@@ -175,14 +175,14 @@ def test_a_model_answers_the_same(tmp_path, launched, monkeypatch):
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     prompt = [(11 * place) % 500 for place in range(9)]
     found = []
-    for prologue, block in (
+    for fused_input_quantization, block in (
         (
-            W8GpuKernel.prologue,
+            W8GpuKernel.fused_input_quantization,
             ["add_rms_norm_quantize", "quantize_rows", "add_rms_norm_quantize", "silu_and_mul_quantize"],
         ),
         (lambda kernel: None, ["quantize_rows"] * 4),
     ):
-        monkeypatch.setattr(W8GpuKernel, "prologue", prologue)
+        monkeypatch.setattr(W8GpuKernel, "fused_input_quantization", fused_input_quantization)
         with Engine(model=str(path), quant=EightBit, executor__device=DEVICE.type, **settings) as engine:
             launched.clear()
             [done] = engine.generate([prompt], params)
