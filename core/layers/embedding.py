@@ -30,7 +30,7 @@ class Embedding(TensorLayer):
         return F.embedding(tokens, self.weight)
 
 
-class SharedEmbedding(Embedding):
+class VocabParallelEmbedding(Embedding):
     """Each rank has the vectors of some tokens, side by side in the vocabulary; the last one may have fewer."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, dtype: str, group: RankGroup) -> None:

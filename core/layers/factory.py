@@ -10,12 +10,12 @@ from engine.core.errors import ConfigError
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.blocks import AttentionBlock, GatedMLP
-from engine.core.layers.embedding import Embedding, SharedEmbedding
+from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.kv_scale_reader import KVScaleReader
+from engine.core.layers.layer_classes import PLAIN
 from engine.core.layers.linear import Linear, PartialLinear
 from engine.core.layers.lm_head import Head
 from engine.core.layers.norm import HeadNorm, RMSNorm
-from engine.core.layers.plain import PlainLayers
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.plugin_host.faults import blame
 from engine.core.quant.base import LinearPart, LinearSpec, Parallel, QuantMethod
@@ -59,12 +59,11 @@ class LayerFactory:
         self.kv_scales: list[KVScaleReader] = []
         """Of the attention layers whose KV scales the checkpoint may have."""
         self._quant = quant
-        kinds: type[PlainLayers] = PlainLayers
-        if fused:
-            from engine.core.layers.fused import FusedLayers
+        self._classes = PLAIN
+        if fused:  # imported here: Triton is not installed everywhere
+            from engine.core.layers.fused import fused_classes
 
-            kinds = FusedLayers
-        self._kinds = kinds(dtype, device)
+            self._classes = fused_classes(dtype, device)
 
     @property
     def nbytes(self) -> int:
@@ -179,9 +178,9 @@ class LayerFactory:
         return self._note(
             Linear(
                 spec,
-                kernel or self._kinds.kernel(spec),
+                kernel or self._classes.linear_kernel(spec),
                 self._group.all_reduce if is_partial and reduces else None,
-                self._kinds.activate,
+                self._classes.silu_and_mul,
                 adds_bias=reduces or not is_partial or self.rank == 0,
                 owner=self._quant_owner,
             )
@@ -196,19 +195,21 @@ class LayerFactory:
         weight = f"{name}.weight"
         if self.ranks == 1:
             return self._note(Embedding(weight, vocab_size, hidden_size, self.dtype))
-        return self._note(self._kinds.shared_embedding(weight, vocab_size, hidden_size, self._group))
+        return self._note(
+            self._classes.vocab_parallel_embedding(weight, vocab_size, hidden_size, self.dtype, self._group)
+        )
 
     def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> Head:
         """The output layer. With `tied` it multiplies by that table, and a copy in the checkpoint is not read."""
         if tied is not None:
             self.ignore(f"{name}.weight")
         table = tied or self.embedding(name, vocab_size, hidden_size)
-        head = self._note(self._kinds.lm_head(table))
-        return self._kinds.shared_head(head, table) if isinstance(table, SharedEmbedding) else head
+        head = self._note(self._classes.lm_head(table))
+        return self._classes.vocab_parallel_head(head, table) if isinstance(table, VocabParallelEmbedding) else head
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """A norm over the hidden size, with the residual addition before it; it reduces a partial sum."""
-        return self._note(self._kinds.norm(f"{name}.weight", size, eps, self._group))
+        return self._note(self._classes.norm(f"{name}.weight", size, eps, self.dtype, self._group))
 
     def head_norm(self, parts: Sequence[tuple[str, int]], head_dim: int, eps: float) -> HeadNorm:
         """A norm over each head; parts: (name, this rank's heads)."""
@@ -218,7 +219,7 @@ class LayerFactory:
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
         """A rotary embedding. Older checkpoints store its frequencies; they are not read."""
         self.ignore("*.rotary_emb.inv_freq")
-        return self._kinds.rotary(spec)
+        return self._classes.rotary(spec, self.dtype, self.device)
 
     def attention(
         self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None, name: str = ""
@@ -233,7 +234,7 @@ class LayerFactory:
                 names = self._quant.kv_scales(name)
         if names is not None:
             self.kv_scales.append(self._note(KVScaleReader(layer, names)))
-        return self._kinds.attention(layer, num_heads, num_kv_heads, head_dim, norm)
+        return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm)
 
     def attention_block(
         self,

@@ -6,6 +6,7 @@ result to the model's type: in float32 the two agree to the last digits, in shor
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +16,10 @@ from engine.core.autotune.op import AutotunedCall, Operands
 from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
-from engine.core.layers.embedding import SharedEmbedding
-from engine.core.layers.lm_head import Head, LMHead, SharedHead
-from engine.core.layers.norm import HeadNorm, RMSNorm
-from engine.core.layers.plain import PlainLayers
+from engine.core.layers.embedding import VocabParallelEmbedding
+from engine.core.layers.layer_classes import LayerClasses
+from engine.core.layers.lm_head import LMHead, VocabParallelHead
+from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import FewRowsTables, SkinnyKernel
 from engine.ops.activation.silu_and_mul import silu_and_mul
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from engine.core.layers.embedding import Embedding
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.models.forward_pass import ForwardPass
-    from engine.core.quant.base import LinearKernel, LinearSpec
     from engine.ops.norm.all_reduce_rms_norm import RowSums
 
 
@@ -83,7 +83,7 @@ class FusedRMSNorm(RMSNorm):
 class FusedRotary(RotaryEmbedding):
     """Computes a pass's angles in one kernel."""
 
-    def __init__(self, spec: RotarySpec, device: str) -> None:
+    def __init__(self, spec: RotarySpec, dtype: str, device: str) -> None:
         frequencies, self._factor = spec.frequencies()
         self._frequencies = frequencies.to(device)
 
@@ -152,15 +152,15 @@ class FusedLMHead(LMHead):
         self._weight = self._table.weight
 
 
-class FusedSharedEmbedding(SharedEmbedding):
+class FusedVocabParallelEmbedding(VocabParallelEmbedding):
     """Looks up in one kernel."""
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See SharedEmbedding."""
+        """See VocabParallelEmbedding."""
         return look_up(tokens, self.weight, self.first)
 
 
-class FusedSharedHead(SharedHead):
+class FusedVocabParallelHead(VocabParallelHead):
     """Exchanges the likeliest tokens by two kernels, and the sum between them."""
 
     def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -170,43 +170,16 @@ class FusedSharedHead(SharedHead):
         return choose_peaks(candidates)
 
 
-class FusedLayers(PlainLayers):
-    """Layers by Triton kernels."""
-
-    def __init__(self, dtype: str, device: str) -> None:
-        super().__init__(dtype, device)
-        self.tables = FewRowsTables(device)
-
-    def kernel(self, spec: LinearSpec) -> LinearKernel:
-        """See SkinnyKernel."""
-        return SkinnyKernel(spec, self.tables)
-
-    def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """See kernels.activation.silu_and_mul."""
-        return silu_and_mul(x)
-
-    def shared_embedding(self, name: str, vocab_size: int, hidden_size: int, group: RankGroup) -> SharedEmbedding:
-        """See FusedSharedEmbedding."""
-        return FusedSharedEmbedding(name, vocab_size, hidden_size, self.dtype, group)
-
-    def lm_head(self, table: Embedding) -> LMHead:
-        """See FusedLMHead."""
-        return FusedLMHead(table, self.tables, self.dtype)
-
-    def shared_head(self, local: LMHead, table: SharedEmbedding) -> Head:
-        """See FusedSharedHead."""
-        return FusedSharedHead(local, table)
-
-    def norm(self, name: str, size: int, eps: float, group: RankGroup) -> RMSNorm:
-        """See FusedRMSNorm."""
-        return FusedRMSNorm(name, size, eps, self.dtype, group)
-
-    def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
-        """See FusedRotary."""
-        return FusedRotary(spec, self.device)
-
-    def attention(
-        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None
-    ) -> Attention:
-        """See FusedAttention."""
-        return FusedAttention(layer, num_heads, num_kv_heads, head_dim, norm)
+def fused_classes(dtype: str, device: str) -> LayerClasses:
+    """The layers by Triton kernels, with one table of kernels for few rows."""
+    tables = FewRowsTables(device)
+    return LayerClasses(
+        linear_kernel=partial(SkinnyKernel, tables=tables),
+        silu_and_mul=silu_and_mul,
+        norm=FusedRMSNorm,
+        rotary=FusedRotary,
+        attention=FusedAttention,
+        vocab_parallel_embedding=FusedVocabParallelEmbedding,
+        lm_head=partial(FusedLMHead, tables=tables, dtype=dtype),
+        vocab_parallel_head=FusedVocabParallelHead,
+    )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from engine.core.errors import ConfigError
 from engine.core.layers.base import Layer
-from engine.core.layers.embedding import Embedding, SharedEmbedding
+from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.matmul import multiply, pack
 from engine.core.quant.base import TensorSpec
 
@@ -62,10 +62,10 @@ class LMHead(Layer):
         return self._table.nbytes if filled else 0
 
 
-class SharedHead:
+class VocabParallelHead:
     """The head of ranks that share a vocabulary. All of them have the logits, or the likeliest token, of all of it."""
 
-    def __init__(self, local: LMHead, table: SharedEmbedding) -> None:
+    def __init__(self, local: LMHead, table: VocabParallelEmbedding) -> None:
         """local: this rank's head, which multiplies by `table`. Raises ConfigError for too large a vocabulary."""
         self._local = local
         self._table = table
