@@ -30,7 +30,7 @@ from engine.core.config import EngineConfig, load_config
 from engine.core.plugin_host import Parts
 from engine.plugins.executors.uniproc import UniprocExecutor
 
-SUMS = ("all_reduce", "AllReduce", "_sum_norm")
+SUMS = ("all_reduce", "AllReduce")
 """In the names of kernels that sum over ranks."""
 INPUTS = 128
 """Prompt tokens of a sequence that decodes."""

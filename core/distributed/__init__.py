@@ -1,4 +1,4 @@
-"""Ranks that share one model: collectives, and how ranks find each other."""
+"""Ranks that share one model: their collectives, partial sums, and how ranks find each other."""
 
 from typing import TYPE_CHECKING
 

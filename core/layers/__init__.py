@@ -1,4 +1,4 @@
-"""The layers models are built of; a model gets them from a LayerFactory, the loader fills them."""
+"""The layers of models: a model gets them from a LayerFactory, and the loader fills them with weights."""
 
 from typing import TYPE_CHECKING
 

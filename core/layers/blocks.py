@@ -1,7 +1,7 @@
-"""The two halves of a decoder layer, each with the norm before it.
+"""Composite layers: the attention block and the gated MLP of a decoder layer, each with its input norm.
 
-They own what makes their layers fast together: a norm and an activation quantize for the layer that follows, and
-results that need a sum over the ranks stay a `PartialSum`, which the next norm reduces.
+They hide what makes their layers fast together: norm and activation quantize the input of the next linear layer, and
+the result stays a `PartialSum`, which the next norm reduces over the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AttentionBlock:
-    """Norm, projections to queries, keys and values, attention, output projection."""
+    """Input norm, projections to queries, keys and values, attention, output projection."""
 
     def __init__(self, norm: RMSNorm, qkv: Linear, attention: Attention, output: PartialLinear) -> None:
         self._norm = norm
@@ -34,14 +34,14 @@ class AttentionBlock:
     ) -> tuple[PartialSum, torch.Tensor]:
         """Attention of norm(hidden + residual), and hidden + residual, the next residual: both [tokens, hidden_size].
 
-        `residual` may be overwritten; None: there is nothing to add.
+        residual: may be overwritten; None counts as zeros.
         """
         normed, residual = self._norm.quantized_for(self._qkv, hidden, residual)
         return self._output(self._attention(run, self._qkv(normed), angles)), residual
 
 
 class GatedMLP:
-    """Norm, gate and up projections, activation, down projection."""
+    """Input norm, gate and up projections, activation, down projection."""
 
     def __init__(self, norm: RMSNorm, gate_up: Linear, down: PartialLinear) -> None:
         self._norm = norm
@@ -53,7 +53,7 @@ class GatedMLP:
     ) -> tuple[PartialSum, torch.Tensor]:
         """The MLP of norm(hidden + residual), and hidden + residual, the next residual: both [tokens, hidden_size].
 
-        `residual` may be overwritten; None: there is nothing to add.
+        residual: may be overwritten; None counts as zeros.
         """
         normed, residual = self._norm.quantized_for(self._gate_up, hidden, residual)
         return self._down(self._gate_up.gated_quantized_for(self._down.linear, normed)), residual

@@ -1,4 +1,4 @@
-"""Where a model gets its layers from."""
+"""LayerFactory: makes the layers of a model, for one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.kv_scale_reader import KVScaleReader
 from engine.core.layers.layer_classes import PLAIN
 from engine.core.layers.linear import Linear, PartialLinear
-from engine.core.layers.lm_head import Head
+from engine.core.layers.lm_head import OutputLayer
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.plugin_host.faults import blame
@@ -24,10 +24,9 @@ L = TypeVar("L", bound=Layer)
 
 
 class LayerFactory:
-    """Makes a model's layers for one rank and notes them for the loader. Names are those of the checkpoint's tensors.
+    """Makes the layers of a model for one rank and records them for the loader. Names are those in the checkpoint.
 
-    The model decides what a layer is; the factory decides in which type, on which device, by which kernel and how much
-    of it this rank holds.
+    The model decides which layers it has. The factory decides their dtype, device, kernels and shards.
     """
 
     def __init__(
@@ -40,11 +39,12 @@ class LayerFactory:
         fused: bool = False,
         owners: Mapping[str, str] = {},
     ) -> None:
-        """`group`: the ranks that share the model; None: there is one. `fused`: layers by Triton kernels (fused.py),
-        where there are such. `owners`: seam (quant, models) -> how errors name its plugin."""
+        """group: the ranks that share the model; None: a single rank. fused: use Triton kernels (fused.py) where they
+        exist. owners: extension point (quant, models) -> how errors name its plugin.
+        """
         torch_dtype(dtype)
         self.model_owner = owners.get("models", "the model")
-        """How errors name the plugin whose layers these are."""
+        """How errors name the plugin of the model."""
         self._quant_owner = owners.get("quant", "the quantization method")
         self.dtype = dtype
         self.device = device
@@ -57,25 +57,25 @@ class LayerFactory:
             with blame(self._quant_owner, "ignored()"):
                 self.ignored += quant.ignored()
         self.kv_scales: list[KVScaleReader] = []
-        """Of the attention layers whose KV scales the checkpoint may have."""
+        """Readers of the KV scales that the checkpoint may have."""
         self._quant = quant
         self._classes = PLAIN
-        if fused:  # imported here: Triton is not installed everywhere
+        if fused:  # imported here: it imports Triton
             from engine.core.layers.fused import fused_classes
 
             self._classes = fused_classes(dtype, device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights kept on this rank."""
+        """Bytes of all weights on this rank."""
         return sum(layer.nbytes for layer in self.layers)
 
     def ignore(self, pattern: str) -> None:
-        """Tensors whose name matches (as file names do: `*.name`) may be in the checkpoint and are not read."""
+        """Allow the checkpoint to have tensors whose names match (fnmatch: `*.name`) and that are not read."""
         self.ignored.append(pattern)
 
     def shard(self, total: int, what: str) -> int:
-        """This rank's part of `total`. Raises ConfigError, naming `what`, if the ranks cannot share it evenly."""
+        """This rank's shard of `total`. Raises ConfigError, naming `what`, if the ranks do not divide it evenly."""
         if total % self.ranks:
             raise ConfigError(f"{self.ranks} ranks cannot share {total} {what} evenly; use a number that divides it")
         return total // self.ranks
@@ -84,9 +84,9 @@ class LayerFactory:
     """`shard` under its first name, for plugins that use it."""
 
     def shard_kv_heads(self, total: int) -> int:
-        """This rank's part of `total` key and value heads: at least one, which several ranks then have.
+        """This rank's number of KV heads, of `total`. With more ranks than heads, adjacent ranks hold replicas of one.
 
-        Raises ConfigError if they can neither share them evenly nor have one each.
+        Raises ConfigError if neither number divides the other.
         """
         return self.shard(total * self._replicas(total), "key and value heads")
 
@@ -100,9 +100,9 @@ class LayerFactory:
         head_dim: int,
         bias: bool = False,
     ) -> Linear:
-        """The projections to queries, keys and values as one layer, whose heads the ranks share.
+        """The projections to queries, keys and values as one layer, column-parallel by heads.
 
-        names: of the three in the checkpoint. Numbers of heads are over all ranks.
+        names: of the three projections in the checkpoint. Numbers of heads are over all ranks.
         """
         self.shard(num_heads, "query heads")
         self.shard_kv_heads(num_kv_heads)
@@ -130,7 +130,7 @@ class LayerFactory:
     ) -> Linear:
         """A linear layer.
 
-        parts: (name, outputs) of each of the checkpoint's layers to merge: their outputs come side by side.
+        parts: (name, outputs) of each of the checkpoint's layers to merge; their outputs are concatenated.
         parallel: column (a rank has some outputs of each part), row (some inputs; results are reduced) or none.
         gated: the parts are gate and up projections of one size; call the layer by `gated` or `gated_quantized_for`.
         Sizes are over all ranks.
@@ -144,7 +144,7 @@ class LayerFactory:
         return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated)
 
     def partial_linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> PartialLinear:
-        """A row-parallel linear layer without the reduction, which the next norm does. Sizes are over all ranks."""
+        """A row-parallel linear layer that leaves the reduction to the next norm. Sizes are over all ranks."""
         self.shard(in_features, f"inputs of {name}")
         part = LinearPart(name=name, out_features=out_features)
         linear = self._linear((part,), in_features, bias=bias, parallel="row", reduces=False)
@@ -175,7 +175,7 @@ class LayerFactory:
             with blame(self._quant_owner, f"linear() of {parts[0].name}"):
                 kernel = self._quant.linear(spec)
         is_partial = parallel == "row" and self.ranks > 1
-        return self._note(
+        return self._record(
             Linear(
                 spec,
                 kernel or self._classes.linear_kernel(spec),
@@ -187,53 +187,54 @@ class LayerFactory:
         )
 
     def _replicas(self, num_kv_heads: int) -> int:
-        """How many ranks have the same key and value heads."""
+        """Number of ranks that hold the same KV heads."""
         return self.ranks // num_kv_heads if self.ranks > num_kv_heads and self.ranks % num_kv_heads == 0 else 1
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """A table of vectors, of which each rank has some."""
+        """The token embedding, vocab-parallel on several ranks."""
         weight = f"{name}.weight"
         if self.ranks == 1:
-            return self._note(Embedding(weight, vocab_size, hidden_size, self.dtype))
-        return self._note(
+            return self._record(Embedding(weight, vocab_size, hidden_size, self.dtype))
+        return self._record(
             self._classes.vocab_parallel_embedding(weight, vocab_size, hidden_size, self.dtype, self._group)
         )
 
-    def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> Head:
-        """The output layer. With `tied` it multiplies by that table, and a copy in the checkpoint is not read."""
+    def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> OutputLayer:
+        """The output layer. With `tied` it multiplies by that embedding, and a copy in the checkpoint is not read."""
         if tied is not None:
             self.ignore(f"{name}.weight")
         table = tied or self.embedding(name, vocab_size, hidden_size)
-        head = self._note(self._classes.lm_head(table))
+        head = self._record(self._classes.lm_head(table))
         return self._classes.vocab_parallel_head(head, table) if isinstance(table, VocabParallelEmbedding) else head
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """A norm over the hidden size, with the residual addition before it; it reduces a partial sum."""
-        return self._note(self._classes.norm(f"{name}.weight", size, eps, self.dtype, self._group))
+        """A norm over the hidden size, after the residual addition. It reduces a partial sum."""
+        return self._record(self._classes.norm(f"{name}.weight", size, eps, self.dtype, self._group))
 
     def head_norm(self, parts: Sequence[tuple[str, int]], head_dim: int, eps: float) -> HeadNorm:
-        """A norm over each head; parts: (name, this rank's heads)."""
+        """A norm over each head of queries and keys. parts: (name, this rank's heads)."""
         named = tuple((f"{name}.weight", heads) for name, heads in parts)
-        return self._note(HeadNorm(named, head_dim, eps, self.dtype))
+        return self._record(HeadNorm(named, head_dim, eps, self.dtype))
 
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
-        """A rotary embedding. Older checkpoints store its frequencies; they are not read."""
+        """A rotary embedding. Frequencies stored in older checkpoints are not read."""
         self.ignore("*.rotary_emb.inv_freq")
         return self._classes.rotary(spec, self.dtype, self.device)
 
     def attention(
         self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None, name: str = ""
     ) -> Attention:
-        """Attention of one layer, with a norm of queries and keys if given. The numbers of heads are this rank's.
+        """Attention of one decoder layer. Numbers of heads are this rank's.
 
-        name: of the module in the checkpoint, for scales of a quantized KV cache; without it they are not read.
+        norm: of the heads of queries and keys. name: of the module in the checkpoint, to read KV scales by; without a
+        name they are not read.
         """
         names = None
         if self._quant is not None and name:
             with blame(self._quant_owner, "kv_scales()"):
                 names = self._quant.kv_scales(name)
         if names is not None:
-            self.kv_scales.append(self._note(KVScaleReader(layer, names)))
+            self.kv_scales.append(self._record(KVScaleReader(layer, names)))
         return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm)
 
     def attention_block(
@@ -251,11 +252,11 @@ class LayerFactory:
         output_bias: bool = False,
         qk_norm: bool = False,
     ) -> AttentionBlock:
-        """The attention half of decoder layer `layer`, from its norm to its output projection.
+        """The attention block of decoder layer `layer`: input norm, projections, attention, output projection.
 
-        name: of the attention module in the checkpoint, which holds q_proj, k_proj, v_proj and o_proj, and with
-        `qk_norm` (a norm over each head of queries and keys) q_norm and k_norm. norm: name of the norm before it.
-        Numbers of heads are over all ranks, which share them.
+        name: of the attention module in the checkpoint, with q_proj, k_proj, v_proj and o_proj. norm: name of the input
+        norm. eps: of all norms. qk_norm: whether heads of queries and keys are normalized, by q_norm and k_norm of the
+        module. Numbers of heads are over all ranks.
         """
         input_norm = self.norm(norm, hidden_size, eps)
         qkv = self.qkv(
@@ -277,10 +278,10 @@ class LayerFactory:
     def gated_mlp(
         self, name: str, hidden_size: int, intermediate_size: int, *, norm: str, eps: float, bias: bool = False
     ) -> GatedMLP:
-        """The MLP half of a decoder layer, from its norm to its down projection: down(silu(gate(x)) * up(x)).
+        """The gated MLP of a decoder layer: input norm, then down(silu(gate(x)) * up(x)).
 
-        name: of the MLP module in the checkpoint, which holds gate_proj, up_proj and down_proj. norm: name of the norm
-        before it. Sizes are over all ranks, which share the intermediate one.
+        name: of the MLP module in the checkpoint, with gate_proj, up_proj and down_proj. norm: name of the input norm.
+        Sizes are over all ranks.
         """
         input_norm = self.norm(norm, hidden_size, eps)
         parts = [(f"{name}.gate_proj", intermediate_size), (f"{name}.up_proj", intermediate_size)]
@@ -288,6 +289,6 @@ class LayerFactory:
         down = self.partial_linear(f"{name}.down_proj", hidden_size, intermediate_size, bias=bias)
         return GatedMLP(input_norm, gate_up, down)
 
-    def _note(self, layer: L) -> L:
+    def _record(self, layer: L) -> L:
         self.layers.append(layer)
         return layer

@@ -1,7 +1,7 @@
-"""The layers by fused Triton kernels; LayerFactory imports this only when such kernels are wanted.
+"""Layers by fused Triton kernels. LayerFactory imports this module, and Triton, only if they are selected.
 
-They compute what the plain layers do, in float32 from one rounding to the next where those round each intermediate
-result to the model's type: in float32 the two agree to the last digits, in shorter types to a rounding.
+They compute what the plain layers compute, but keep intermediate results in float32, which the plain layers round to
+the model's dtype. In float32 the two agree to the last digits, in 16-bit dtypes to a rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.core.layers.skinny_linear import FewRowsTables, SkinnyKernel
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
 from engine.ops.gemm.skinny_launch import MOST_ROWS, GemmShape
-from engine.ops.norm.all_reduce_rms_norm import sum_rms_norm
+from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
 from engine.ops.sampling.vocab_parallel import choose_peaks, look_up, place_peaks
@@ -37,35 +37,34 @@ if TYPE_CHECKING:
     from engine.core.layers.embedding import Embedding
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.models.forward_pass import ForwardPass
-    from engine.ops.norm.all_reduce_rms_norm import RowSums
+    from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
 
 class FusedRMSNorm(RMSNorm):
-    """Residual addition and norm in one kernel, in which few rows of a partial sum are also reduced, where the ranks
-    reach each other's memory."""
+    """Residual addition and norm in one kernel, which also reduces small partial sums if ranks share GPU memory."""
 
     def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
         super().__init__(name, size, eps, dtype)
         self._size = size
-        self._row_sums = group.row_sums(size, torch_dtype(dtype))
+        self._buffers = group.reduce_buffers(size, torch_dtype(dtype))
 
     def __call__(
         self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See RMSNorm; `residual` is overwritten with the sum."""
+        """As RMSNorm; x + residual overwrites `residual`."""
         if isinstance(x, PartialSum):
-            row_sums = self._row_sums_for(x)
-            if row_sums is not None:
-                return sum_rms_norm(x.addend, residual, self.weight, self.eps, row_sums)
+            buffers = self._buffers_for(x)
+            if buffers is not None:
+                return all_reduce_rms_norm(x.addend, residual, self.weight, self.eps, buffers)
             x = x.reduce()
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def quantized_for(
         self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
-        """See RMSNorm; `residual` is overwritten with the sum. Rows that the norm's kernel reduces stay a tensor."""
+        """As RMSNorm; x + residual overwrites `residual`. A norm whose kernel reduces does not quantize."""
         if isinstance(x, PartialSum):
-            if self._row_sums_for(x) is not None:
+            if self._buffers_for(x) is not None:
                 return self(x, residual)
             x = x.reduce()
         fused = linear.fused_input_quantization(x)
@@ -73,27 +72,27 @@ class FusedRMSNorm(RMSNorm):
             return self(x, residual)
         return fused.norm_and_quantize(x, residual, self.weight, self.eps, linear.weights)
 
-    def _row_sums_for(self, x: PartialSum) -> RowSums | None:
-        """Memory to reduce these rows in; None: they are too many, or there is none."""
-        row_sums = self._row_sums
-        fits = row_sums is not None and x.addend.numel() <= row_sums.most_rows * self._size
-        return row_sums if fits else None
+    def _buffers_for(self, x: PartialSum) -> ReduceBuffers | None:
+        """Memory in which the norm's kernel reduces x. None: x has too many rows, or ranks share no memory."""
+        buffers = self._buffers
+        fits = buffers is not None and x.addend.numel() <= buffers.max_rows * self._size
+        return buffers if fits else None
 
 
 class FusedRotary(RotaryEmbedding):
-    """Computes a pass's angles in one kernel."""
+    """Rotary embedding that computes a pass's angles in one kernel."""
 
     def __init__(self, spec: RotarySpec, dtype: str, device: str) -> None:
         frequencies, self._factor = spec.frequencies()
         self._frequencies = frequencies.to(device)
 
     def angles(self, positions: torch.Tensor) -> Angles:
-        """positions: [tokens] int64 -> cosines and sines, [tokens, rotary_dim / 2] float32."""
+        """positions: [tokens] int64 -> cosines and sines: [tokens, rotary_dim / 2] float32."""
         return angles(positions, self._frequencies, self._factor)
 
 
 class FusedAttention(Attention):
-    """Norm of heads, rotation and the write to the cache in one kernel; queries and keys change where they lie."""
+    """Norm of heads, rotation and the write to the cache in one kernel; queries and keys change in place."""
 
     def _project(
         self, run: ForwardPass, qkv: torch.Tensor, angles: Angles
@@ -116,7 +115,7 @@ class FusedAttention(Attention):
 
 
 class FusedLMHead(LMHead):
-    """Few rows by the kernels chosen; the likeliest token without logits in memory."""
+    """LM head with skinny GEMM kernels, and a greedy token without logits in memory."""
 
     def __init__(self, table: Embedding, tables: FewRowsTables, dtype: str) -> None:
         super().__init__(table)
@@ -128,50 +127,45 @@ class FusedLMHead(LMHead):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[this rank's tokens, hidden_size]."""
         return self._weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See LMHead."""
         launch = self.few_rows.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
         return F.linear(hidden, self._weight) if launch is None else launch(hidden, self._weight)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See LMHead. Up to 16 rows are compared before logits are rounded to the model's type, so that logits equal
-        there may still differ here; then this takes the likelier, not the first."""
+        # Up to 16 rows are compared before logits are rounded to the model's dtype. Logits that are equal once rounded
+        # may differ here; then the token is that of the larger one, not the first.
         launch = self.few_rows_greedy.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
         return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
-        """With logits and without."""
         operands = Operands(weights={"weight": self._weight})
         return [AutotunedCall(tunable=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        """Take over the table as it is."""
         self._weight = self._table.weight
 
 
 class FusedVocabParallelEmbedding(VocabParallelEmbedding):
-    """Looks up in one kernel."""
+    """Vocab-parallel embedding with one kernel for the lookup."""
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See VocabParallelEmbedding."""
-        return look_up(tokens, self.weight, self.first)
+        return look_up(tokens, self.weight, self.first_token)
 
 
 class FusedVocabParallelHead(VocabParallelHead):
-    """Exchanges the likeliest tokens by two kernels, and the sum between them."""
+    """Vocab-parallel head whose greedy tokens take two kernels and the all-reduce between them."""
 
-    def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return place_peaks(peaks, tokens, self._table.first, self._group.rank, self._group.ranks)
+    def _place(self, max_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return place_peaks(max_logits, tokens, self._table.first_token, self._group.rank, self._group.ranks)
 
     def _choose(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return choose_peaks(candidates)
 
 
 def fused_classes(dtype: str, device: str) -> LayerClasses:
-    """The layers by Triton kernels, with one table of kernels for few rows."""
+    """The layers by Triton kernels. All layers of one factory share the choice of skinny GEMM kernels."""
     tables = FewRowsTables(device)
     return LayerClasses(
         linear_kernel=partial(SkinnyKernel, tables=tables),

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that Llama and its relatives share; their own files say only where they differ."""
+"""The pre-norm decoder of Llama and related models. Their own files hold only their differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @frozen(kw_only=True)
 class DecoderConfig:
-    """What a config.json says of the network, in one form for all architectures."""
+    """The network that a config.json describes, in one form for all architectures."""
 
     vocab_size: int
     hidden_size: int
@@ -35,32 +35,32 @@ class DecoderConfig:
     max_len: int
     norm_eps: float
     tied: bool
-    """Whether the LM head is the embedding."""
+    """Whether the LM head multiplies by the embedding."""
     rope: RotarySpec
     sliding_windows: tuple[int | None, ...]
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether each head of queries and keys is normalised before it is rotated."""
+    """Whether each head of queries and keys is normalized before the rotary embedding."""
 
 
 class Decoder(Model):
-    """Embedding, blocks of attention and gated MLP, norm, LM head."""
+    """Embedding, decoder blocks of attention and gated MLP, norm, LM head."""
 
     api: ClassVar[str] = "1"
     architecture: ClassVar[str]
-    """As config.json names it."""
+    """Name in config.json's `architectures`."""
     model_type: ClassVar[str]
 
     @classmethod
     @abstractmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Read a config.json. Raises CheckpointError, naming the key, for one that lacks something."""
+        """Read a config.json. Raises CheckpointError if a key is missing, naming it."""
 
     @classmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:
-        """Another architecture, activation or rotary embedding than is built here."""
+        """Refuses other architectures, activations other than silu, experts, and unknown rotary embeddings."""
         named = config.get("architectures")
         is_mine = cls.architecture in named if named else config.get("model_type") == cls.model_type
         if not is_mine:
@@ -76,7 +76,6 @@ class Decoder(Model):
 
     @classmethod
     def spec(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """The shape of the model."""
         shape = cls.parse(config)
         return ModelSpec(
             num_layers=shape.num_layers,
@@ -100,7 +99,6 @@ class Decoder(Model):
         self._lm_head = layers.lm_head("lm_head", shape.vocab_size, shape.hidden_size, tied)
 
     def forward(self, run: ForwardPass) -> torch.Tensor:
-        """Hidden states: [tokens, hidden_size]."""
         angles = self._rotary.angles(run.batch.positions)
         hidden: torch.Tensor | PartialSum = self._embedding(run.batch.tokens)
         residual: torch.Tensor | None = None
@@ -109,16 +107,14 @@ class Decoder(Model):
         return self._norm(hidden, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] -> [rows, vocab_size]."""
         return self._lm_head(hidden)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Model."""
         return self._lm_head.greedy(hidden)
 
 
 class DecoderBlock:
-    """One layer: attention, then the gated MLP, each with a norm before it."""
+    """One decoder layer: attention, then the gated MLP, each with its input norm."""
 
     def __init__(self, index: int, shape: DecoderConfig, layers: LayerFactory) -> None:
         name = f"model.layers.{index}"
@@ -147,13 +143,13 @@ class DecoderBlock:
     def __call__(
         self, run: ForwardPass, hidden: torch.Tensor | PartialSum, residual: torch.Tensor | None, angles: Angles
     ) -> tuple[PartialSum, torch.Tensor]:
-        """hidden: what the block before adds to `residual`, [tokens, hidden_size] both; returns the same two."""
+        """hidden: what the previous block adds to `residual`; both [tokens, hidden_size]. Returns the next two."""
         hidden, residual = self.attention(run, hidden, residual, angles)
         return self.mlp(hidden, residual)
 
 
 def parse_decoder(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read what all architectures name alike: no biases, no norm on heads, full attention."""
+    """Read the keys that all architectures share. Defaults: no biases, no head norm, full attention."""
     num_layers = read_key(config, "num_hidden_layers", int, least=1)
     num_heads = read_key(config, "num_attention_heads", int, least=1)
     num_kv_heads = read_key(config, "num_key_value_heads", int, num_heads, least=1)

@@ -10,7 +10,7 @@ from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.skinny_linear import BUCKETS, SkinnyKernel
 from engine.core.quant.float8 import UNSCALED, KVScales
 from engine.ops.gemm.skinny_launch import MOST_ROWS
-from engine.ops.norm.all_reduce_rms_norm import RowSums
+from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 from engine.testing.ranks import LoneRank
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,25 +60,25 @@ def test_norm():
 class Reaching(Doubling):
     """A rank that reaches the memory of another, which has been there before it, and left its rows in both places."""
 
-    def __init__(self, theirs, most_rows):
+    def __init__(self, theirs, max_rows):
         super().__init__(0, 2)
         size = theirs.shape[1]
-        self.memory = [torch.zeros(2, most_rows, size, device=DEVICE), torch.zeros(2, most_rows, size, device=DEVICE)]
+        self.memory = [torch.zeros(2, max_rows, size, device=DEVICE), torch.zeros(2, max_rows, size, device=DEVICE)]
         self.memory[1][:, : len(theirs)] = theirs
-        self.told = [torch.full((most_rows, 2), 100, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-        self.sums = RowSums(
+        self.flags = [torch.full((max_rows, 2), 100, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        self.buffers = ReduceBuffers(
             rank=0,
             ranks=2,
             size=size,
-            most_rows=most_rows,
-            places=torch.tensor([each.data_ptr() for each in self.memory], device=DEVICE),
-            flags=torch.tensor([each.data_ptr() for each in self.told], device=DEVICE),
-            epochs=torch.zeros(most_rows, dtype=torch.int32, device=DEVICE),
+            max_rows=max_rows,
+            rows=torch.tensor([each.data_ptr() for each in self.memory], device=DEVICE),
+            flags=torch.tensor([each.data_ptr() for each in self.flags], device=DEVICE),
+            epochs=torch.zeros(max_rows, dtype=torch.int32, device=DEVICE),
         )
 
-    def row_sums(self, size, dtype):
-        assert (size, dtype) == (self.sums.size, torch.float32)
-        return self.sums
+    def reduce_buffers(self, size, dtype):
+        assert (size, dtype) == (self.buffers.size, torch.float32)
+        return self.buffers
 
 
 def test_norm_reduces_partial_sums() -> None:

@@ -226,7 +226,7 @@ def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
 
 
 def test_a_layer_refuses_what_was_made_for_another():
-    with pytest.raises(TypeError, match="a takes tensors alone; this was made for another layer"):
+    with pytest.raises(TypeError, match="a takes tensors only; this activation was quantized for another layer"):
         linear(Doubled())(Made(torch.ones(2, 8)))
 
 
