@@ -151,7 +151,7 @@ class FusedLMHead(LMHead):
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
         """With logits and without."""
         operands = Operands(weights={"weight": self._weight})
-        return [AutotunedCall(tunable=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
+        return [AutotunedCall(op=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         """Take over the table as it is."""

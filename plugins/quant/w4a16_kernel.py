@@ -181,9 +181,9 @@ class W4A16Kernel(LinearKernel):
                 dtype=torch_dtype(self.spec.dtype),
                 zeros=matrix.zeros,
             )
-            tunable = WeightOnly(self._multipliers.on(matrix.words.device), problem)
+            op = WeightOnly(self._multipliers.on(matrix.words.device), problem)
             operands = Operands(weights=matrix.tensors, bias=one.part_of(bias))
-            found.append(AutotunedCall(tunable=tunable, operands=operands))
+            found.append(AutotunedCall(op=op, operands=operands))
         return found
 
     def _sections_of(self, weights: Mapping[str, torch.Tensor]) -> Sequence[Section]:
