@@ -279,7 +279,7 @@ def grouped(kind: str, rows: int, inputs: int) -> Copy:
     values = torch.randint(0, 2**bits, (rows, inputs), dtype=torch.uint8, device=DEVICE)
     scales = (torch.rand(-(-inputs // group_size), rows, device=DEVICE) / 100).half()
     zeros = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8, device=DEVICE) if has_zeros else None
-    words, entries = layout.pack(values, scales, zeros, group_size, "bfloat16")
+    words, entries = layout.pack(values, scales, zeros, group_size, torch.bfloat16)
     return Copy(matrix=PackedMatrix(words=words, scales=entries, layout=layout), codes=None)
 
 

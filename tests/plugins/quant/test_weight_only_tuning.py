@@ -121,7 +121,7 @@ def grouped(rows, weight_rows, inputs, device, dtype):
     values = torch.randint(0, 16, (weight_rows, inputs), dtype=torch.uint8, device=device)
     scales = ((torch.rand(inputs // 64, weight_rows, device=device) + 0.5) / 16).half()
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=device)
-    words, entries = layout.pack(values, scales, zeros, 64, str(dtype).removeprefix("torch."))
+    words, entries = layout.pack(values, scales, zeros, 64, dtype)
     x = (torch.randn(rows, inputs, device=device) / inputs**0.5).to(dtype)
     centred = values.double() - zeros.double().repeat_interleave(64, 0).T
     exact = F.linear(x.double(), centred * scales.double().repeat_interleave(64, 0).T)
