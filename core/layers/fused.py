@@ -141,7 +141,7 @@ class FusedLMHead(LMHead):
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
         operands = Operands(weights={"weight": self._weight})
-        return [AutotunedCall(tunable=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
+        return [AutotunedCall(op=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         self._weight = self._table.weight

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from engine.ops.activation.quantize_rows import (
     HALF,
-    LIMITS,
     empty_codes,
     inverse_of,
     magnitudes,
@@ -17,6 +16,7 @@ from engine.ops.activation.quantize_rows import (
     to_codes,
 )
 from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.common.limits import max_quantized
 from engine.ops.norm.rms_norm import add_norm, norm_tile
 
 
@@ -102,7 +102,7 @@ def add_rms_norm_quantize(
             BLOCK=block,
             ROWS=per_program,
             HAS_RESIDUAL=residual is not None,
-            LIMIT=LIMITS[dtype],
+            LIMIT=max_quantized(dtype),
             INT8=dtype == torch.int8,
             GIVEN=scale is not None,
             num_warps=warps,

@@ -117,10 +117,10 @@ class W8GpuKernel(W8Kernel):
         )
         most_rows = FEW_ROWS if self._quantizes else MOST_ROWS
         few = WeightOnly(self._multiplier, problem, most_rows)
-        found = [AutotunedCall(tunable=few, operands=Operands(weights=matrix.tensors, bias=bias))]
+        found = [AutotunedCall(op=few, operands=Operands(weights=matrix.tensors, bias=bias))]
         if self._quantizes:
             many = ByCodes(self._codes, static="input_scale" in weights)
-            found.append(AutotunedCall(tunable=many, operands=Operands(weights=weights, bias=bias)))
+            found.append(AutotunedCall(op=many, operands=Operands(weights=weights, bias=bias)))
         return found
 
     def widen(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, inputs: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ class ByCodes(AutotunedOp[MatmulTile | None]):
         return self._multiplier.dtype
 
     @property
-    def classes(self) -> Sequence[int]:
+    def row_classes(self) -> Sequence[int]:
         """See AutotunedOp."""
         return ROW_CLASSES
 
