@@ -18,7 +18,7 @@ import torch
 import triton
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.autotune import AutotunedCall, GraphTimer, Operands, TuningTask, group, measure
+from engine.core.autotune import AutotunedCall, GraphTimer, Operands, TuningTask, group_calls, measure
 from engine.core.layers import FewRowsTables
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.activation.silu_and_mul import silu_and_mul
@@ -221,15 +221,15 @@ def time_host() -> list[Timed]:
 
 def time_linear(timer: GraphTimer, problem: GemmShape, show: int) -> list[Row]:
     """Torch beside the best tile, at each number of rows; `show` tiles are printed."""
-    works = make_works(problem)
-    floor = works[0].operands[0].nbytes / BANDWIDTH
+    tasks = make_tasks(problem)
+    floor = tasks[0].operands[0].nbytes / BANDWIDTH
     found = []
-    for work, pairs in zip(works, measure(works, timer), strict=True):
-        rows = work.rows
+    for task, pairs in zip(tasks, measure(tasks, timer), strict=True):
+        rows = task.rows
         ranked = sorted((tile for tile in pairs if tile is not None), key=lambda tile: pairs[tile])
         line = [f"{problem!s:<32}{rows:>3} rows  floor {floor * 1e6:6.1f}"]
         for name, tile in (("torch", None), ("best", ranked[0])):
-            pair, alone = pairs[tile], time_alone(timer, work, tile)
+            pair, alone = pairs[tile], time_alone(timer, task, tile)
             rate = floor * BANDWIDTH / alone / 1e12
             line.append(f"{name} pair {pair * 1e6:6.1f} alone {alone * 1e6:6.1f} ({rate:4.2f} TB/s)")
             found.append(Row(metric=f"{problem} {rows} rows, {name}, pair", value=pair * 1e6, unit="us"))
@@ -240,23 +240,23 @@ def time_linear(timer: GraphTimer, problem: GemmShape, show: int) -> list[Row]:
     return found
 
 
-def time_alone(timer: GraphTimer, work: TuningTask, tile: Tile | None) -> float:
+def time_alone(timer: GraphTimer, task: TuningTask, tile: Tile | None) -> float:
     """Seconds of one multiplication between others of its kind."""
-    x = randn(work.rows, work.tunable.inputs)
+    x = randn(task.rows, task.op.inputs)
 
     def calls() -> None:
-        for operands in work.operands:
-            work.tunable.run(tile, x, operands)
+        for operands in task.operands:
+            task.op.run(tile, x, operands)
 
-    return timer.replayed(calls) / len(work.operands)
+    return timer.replayed(calls) / len(task.operands)
 
 
-def make_works(problem: GemmShape) -> list[TuningTask]:
+def make_tasks(problem: GemmShape) -> list[TuningTask]:
     """Layers enough to be cold."""
     nbytes = problem.weight_rows * problem.inputs * DTYPE.itemsize
     table = FewRowsTables(str(DEVICE)).table(problem)
-    return group(
-        AutotunedCall(tunable=table, operands=Operands(weights={"weight": randn(problem.weight_rows, problem.inputs)}))
+    return group_calls(
+        AutotunedCall(op=table, operands=Operands(weights={"weight": randn(problem.weight_rows, problem.inputs)}))
         for _ in range(min(max(int(COLD_BYTES / nbytes) + 1, 2), 16))
     )
 

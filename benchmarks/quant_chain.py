@@ -70,7 +70,7 @@ class Chain:
             return PackedMatrix(words=words, scales=scales, layout=self.layout)
         values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=self.device)
         scales = (torch.rand(inputs // 128, outputs, device=self.device) / inputs).to(DTYPE)
-        words, entries = self.layout.pack(values, scales, None, 128, str(DTYPE).removeprefix("torch."))
+        words, entries = self.layout.pack(values, scales, None, 128, DTYPE)
         return PackedMatrix(words=words, scales=entries, layout=self.layout)
 
     def problem(self, name: str) -> GemmShape:

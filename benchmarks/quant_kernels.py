@@ -33,9 +33,9 @@ from engine.core.autotune import (
     AutotunedCall,
     GraphTimer,
     Operands,
-    decide,
-    group,
+    group_calls,
     measure as measure_tasks,
+    pick_fastest,
 )
 from engine.core.quant import LinearPart, LinearSpec
 from engine.ops.activation.quantize_rows import quantize_rows
@@ -46,7 +46,7 @@ from engine.ops.gemm.scaled_matmul import MatmulTile, matmul
 from engine.ops.gemm.weight_only_launch import Multiplier
 from engine.ops.gemm.weight_only_tiles import COLUMNS, MOST_ROWS, GemmShape, Tile, fits, split
 from engine.ops.norm.rms_norm import add_rms_norm
-from engine.plugins.quant.w8_gpu import GpuKernel
+from engine.plugins.quant.w8_gpu import W8GpuKernel
 from engine.plugins.quant.w8_kernel import W8Format
 from engine.plugins.quant.weight_only_tuning import WeightOnly
 
@@ -142,19 +142,19 @@ class Layers:
                 yield from self.kernel.autotuned_calls({"weight": one.codes, "scale": one.matrix.scales}, None)
             else:
                 operands = Operands(weights=one.matrix.tensors)
-                yield AutotunedCall(tunable=WeightOnly(self.multiplier, self.problem), operands=operands)
+                yield AutotunedCall(op=WeightOnly(self.multiplier, self.problem), operands=operands)
 
     def choose(self, rows: Sequence[int], timer: GraphTimer, *, show: bool) -> None:
         """As at the start of an engine that multiplies so many rows, but for the cache."""
-        works = group(self.autotuned_calls())
-        wanted = {next((work.rows for work in works if work.rows >= count), None) for count in rows}
-        works = [work for work in works if work.rows in wanted]
+        tasks = group_calls(self.autotuned_calls())
+        wanted = {next((task.rows for task in tasks if task.rows >= count), None) for count in rows}
+        tasks = [task for task in tasks if task.rows in wanted]
         begin = time.perf_counter()
-        for work, timings in zip(works, measure_tasks(works, timer), strict=True):
-            candidate, choice = decide(work, timings)
-            work.choose(candidate)
+        for task, timings in zip(tasks, measure_tasks(tasks, timer), strict=True):
+            candidate, result = pick_fastest(task, timings)
+            task.choose(candidate)
             if show:
-                print(f"    {choice}, of {len(timings)}", *(f"left out: {name}" for name in work.failures))
+                print(f"    {result}, of {len(timings)}", *(f"left out: {name}" for name in task.failures))
         print(f"{self.shape} {self.kind}: tuned in {time.perf_counter() - begin:.1f} s", flush=True)
 
     def own(self) -> list[Call]:
@@ -261,7 +261,7 @@ def coded(kind: str, rows: int, inputs: int, multiplier: Multiplier) -> Copy:
     return Copy(matrix=PackedMatrix(words=layout.words(codes), scales=scales, layout=layout), codes=codes)
 
 
-def eight_bit(kind: str, problem: GemmShape, multiplier: Multiplier) -> GpuKernel:
+def eight_bit(kind: str, problem: GemmShape, multiplier: Multiplier) -> W8GpuKernel:
     """The layer of the quantization plugin."""
     dtype, granularity = CODES[kind]
     form = W8Format(dtype=dtype, granularity=granularity, activations="token")
@@ -269,7 +269,7 @@ def eight_bit(kind: str, problem: GemmShape, multiplier: Multiplier) -> GpuKerne
     spec = LinearSpec(
         parts=(part,), in_features=problem.inputs, bias=False, dtype="bfloat16", device=str(DEVICE), gated=problem.gated
     )
-    return GpuKernel(spec, form, multiplier)
+    return W8GpuKernel(spec, form, multiplier)
 
 
 def grouped(kind: str, rows: int, inputs: int) -> Copy:
@@ -279,7 +279,7 @@ def grouped(kind: str, rows: int, inputs: int) -> Copy:
     values = torch.randint(0, 2**bits, (rows, inputs), dtype=torch.uint8, device=DEVICE)
     scales = (torch.rand(-(-inputs // group_size), rows, device=DEVICE) / 100).half()
     zeros = torch.randint(0, 2**bits, scales.shape, dtype=torch.uint8, device=DEVICE) if has_zeros else None
-    words, entries = layout.pack(values, scales, zeros, group_size, "bfloat16")
+    words, entries = layout.pack(values, scales, zeros, group_size, torch.bfloat16)
     return Copy(matrix=PackedMatrix(words=words, scales=entries, layout=layout), codes=None)
 
 

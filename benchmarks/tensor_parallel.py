@@ -30,7 +30,7 @@ from engine.core.config import load_config
 from engine.core.executors import Deployment
 from engine.plugins.executors.uniproc import UniprocExecutor
 
-SUMS = ("all_reduce", "AllReduce", "_sum_norm")
+SUMS = ("all_reduce", "AllReduce")
 """In the names of kernels that sum over ranks."""
 INPUTS = 128
 """Prompt tokens of a sequence that decodes."""

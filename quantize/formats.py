@@ -18,7 +18,7 @@ from engine.plugins.quant.awq import Awq
 from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.pack_quantized import PackQuantized
 from engine.plugins.quant.packing import AWQ_ORDER, WORD
-from engine.plugins.quant.rounding import BLOCK, FP8, LIMITS, dequantize, quantize
+from engine.plugins.quant.rounding import BLOCK, FP8, dequantize, quantize, static_scale
 from engine.plugins.quant.w4a16 import Quantized
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.quantize.grid import Grid
@@ -73,7 +73,7 @@ class EightBit(Format):
         codes, scale = quantize(weight, self.codes, self.settings.granularity)
         tensors = {"weight": codes, "weight_scale": scale}
         if peak is not None:
-            tensors["input_scale"] = torch.tensor([max(peak, 1e-12) / LIMITS[self.codes]])
+            tensors["input_scale"] = torch.tensor([static_scale(peak, self.codes)])
         return tensors
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -113,7 +113,7 @@ class Plain(Format):
 class Packed(Format):
     """Weights of 4 or 8 bits, packed into words; subclasses differ in how."""
 
-    method: type[QuantMethod]
+    method: type[QuantMethod[Any]]
     """What reads it."""
     least_zero = 0
 

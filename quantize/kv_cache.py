@@ -7,7 +7,7 @@ import math
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.core.quant import LARGEST, KVScales
+from engine.core.quant import FLOAT8_MAX, KVScales
 
 
 class KVPeaks:
@@ -49,4 +49,4 @@ def _scale(peak: torch.Tensor, what: str) -> float:
     largest = float(peak)
     if not math.isfinite(largest):
         raise CheckpointError(f"{what} become {largest} over the calibration text, which no scale can store")
-    return largest / LARGEST or 1.0
+    return largest / FLOAT8_MAX or 1.0

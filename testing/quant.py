@@ -30,7 +30,7 @@ class QuantConformance:
     Layers are made and loaded as a model has it done, so that core's part, as sharing tensors out over ranks, is in it.
     """
 
-    method: ClassVar[type[QuantMethod]]
+    method: ClassVar[type[QuantMethod[Any]]]
     checkpoint: ClassVar[Mapping[str, Any] | None] = None
     """quantization_config of the checkpoints that `store` makes; None: they are not quantized."""
     options: ClassVar[Any] = None
@@ -86,7 +86,7 @@ class QuantConformance:
         """silu(gate) * up, in one pass or in two."""
         stored = self.stored(tmp_path, dict.fromkeys(("gate", "up"), self.outputs[0]), (1.0, 1.0))
         layer = stored.load(self.gated)
-        assert isinstance(layer.kernel.gates_at_once(rows), bool), "gates_at_once() answers no truth value"
+        assert isinstance(layer.kernel.fuses_gating(rows), bool), "fuses_gating() answers no truth value"
         x = self.x(rows)
         expected = silu_and_mul(stored.product(x, ["gate", "up"]))
         with torch.inference_mode():
@@ -188,28 +188,28 @@ class QuantConformance:
                 self._close(y, stored.product(x, "a", bias=True), f"a replay of {rows} rows")
 
     @pytest.mark.parametrize("rows", ROWS)
-    def test_prologue(self, tmp_path: Path, rows: int) -> None:
-        """An input made in the kernel's own form means what the steps one after the other give."""
+    def test_fused_input_quantization(self, tmp_path: Path, rows: int) -> None:
+        """Fused input quantization computes what the separate steps compute."""
         layer = self.stored(tmp_path).load(self.one("a"))
-        prologue = layer.kernel.fused_input_quantization()
-        if prologue is None or not prologue.takes(rows):
-            pytest.skip(f"takes tensors alone, of {rows} rows")
+        fused = layer.kernel.fused_input_quantization()
+        if fused is None or not fused.supports_rows(rows):
+            pytest.skip(f"no fused input quantization of {rows} rows")
         with torch.inference_mode():
-            self._check_prologue(layer, prologue, rows)
+            self._check_fused_input_quantization(layer, fused, rows)
 
-    def _check_prologue(self, layer: Linear, prologue: FusedInputQuantization, rows: int) -> None:
+    def _check_fused_input_quantization(self, layer: Linear, fused: FusedInputQuantization, rows: int) -> None:
         x, up = self.x(rows), self.x(rows, seed=2)
         norm_weight = torch.linspace(0.5, 1.5, self.inputs, device=self.device).to(x.dtype)
         for residual in (None, self.x(rows, seed=1)):
             total = x if residual is None else x + residual
             normed = F.rms_norm(total, (self.inputs,), norm_weight, EPS)
-            made, found = prologue.normed(x.clone(), residual, norm_weight, EPS, layer.weights)
+            made, found = fused.norm_and_quantize(x.clone(), residual, norm_weight, EPS, layer.weights)
             what = f"{rows} rows {'without' if residual is None else 'with'} a residual"
             self._close(found, total.double().cpu(), f"the sum of {what}", 0.0)
-            y = prologue.apply(made, layer.weights, None)
+            y = fused.apply(made, layer.weights, None)
             self._close(y, layer(normed).double().cpu(), f"the norm of {what}")
         gated = torch.cat((x, up), -1)
-        y = prologue.apply(prologue.activated(gated, layer.weights), layer.weights, None)
+        y = fused.apply(fused.activate_and_quantize(gated, layer.weights), layer.weights, None)
         self._close(y, layer(silu_and_mul(gated)).double().cpu(), f"the activation of {rows} rows")
 
     def test_wrong_shapes_are_refused(self, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ class QuantConformance:
             assert names.keys, "kv_scales() knows no name of a scale of keys"
             assert names.values, "kv_scales() knows no name of a scale of values"
 
-    def make(self) -> QuantMethod:
+    def make(self) -> QuantMethod[Any]:
         """A fresh method."""
         options = self.options
         if options is None and self.method.options_class is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class StoredLayers:
     """[out, in] float64 of each layer: the weight that its tensors stand for."""
     biases: Mapping[str, torch.Tensor]
     """[out] float32 of each layer. They are in the file as long as a layer that is loaded wants them."""
-    make_method: Callable[[], QuantMethod]
+    make_method: Callable[[], QuantMethod[Any]]
     device: str
     dtype: str
 
@@ -93,7 +94,7 @@ def store_layers(
     sizes: Mapping[str, int],
     inputs: int,
     store: Store,
-    make_method: Callable[[], QuantMethod],
+    make_method: Callable[[], QuantMethod[Any]],
     *,
     scales: Sequence[float],
     device: str,

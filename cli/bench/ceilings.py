@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from attrs import frozen
 
+from engine.core.quant import has_float8
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,7 +47,7 @@ def find_ceilings(
     Layers of 8-bit weights are compared with an 8-bit matmul, where the device has one.
     """
     _release(device.torch_name)
-    fp8 = 6 < weight_bits < 12 and device.capability is not None and device.capability >= (8, 9)
+    fp8 = 6 < weight_bits < 12 and has_float8(device)
     sources = []
     if bandwidth is None:
         bandwidth = copy_rate(device.torch_name) / 1e12

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.core.attention.base import AttentionSpec
-from engine.core.quant.float8 import FLOAT8, UNSCALED, KVScales, encode
+from engine.core.quant.float8 import FLOAT8, UNSCALED, KVScales, quantize_float8
 from engine.core.weights.host_memory import host_tensor
 
 
@@ -60,7 +60,7 @@ class KVPool:
         keys, values = self._flat_keys[layer], self._flat_values[layer]
         if self.is_float8:
             scales = self.scales[layer]
-            k, v = encode(k, scales.key).view(keys.dtype), encode(v, scales.value).view(keys.dtype)
+            k, v = quantize_float8(k, scales.key).view(keys.dtype), quantize_float8(v, scales.value).view(keys.dtype)
         keys.index_copy_(0, slots, k.to(keys.dtype))
         values.index_copy_(0, slots, v.to(keys.dtype))
 

@@ -1,4 +1,4 @@
-"""Autotuning: which kernel multiplies how many rows, chosen by measurement."""
+"""Autotuning: for each matrix product and number of rows, the implementation that measures fastest on this GPU."""
 
 from typing import TYPE_CHECKING
 
@@ -11,27 +11,27 @@ if TYPE_CHECKING:
         Operands as Operands,
         version_of as version_of,
     )
+    from engine.core.autotune.task import TuningTask as TuningTask
     from engine.core.autotune.timer import GraphTimer as GraphTimer
     from engine.core.autotune.tuner import (
-        TuningTask as TuningTask,
-        decide as decide,
-        group as group,
+        group_calls as group_calls,
         measure as measure,
+        pick_fastest as pick_fastest,
     )
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
     op=(
         "AutotunedCall",
-        "Operands",
         "AutotunedOp",
+        "Operands",
         "version_of",
     ),
+    task=("TuningTask",),
     timer=("GraphTimer",),
     tuner=(
-        "TuningTask",
-        "decide",
-        "group",
+        "group_calls",
         "measure",
+        "pick_fastest",
     ),
 )

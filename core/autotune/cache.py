@@ -1,4 +1,4 @@
-"""Measured choices on disk: one JSON file for each kind of device and version of PyTorch and Triton."""
+"""Tuning results on disk: one JSON file per device type, PyTorch version and Triton version."""
 
 from __future__ import annotations
 
@@ -19,59 +19,63 @@ from attrs import asdict, frozen
 
 log = logging.getLogger(__name__)
 
-Choices = Mapping[tuple[str, int], "TuningResult"]
-"""By problem and class of rows."""
+FORMAT = 2
+"""Version of the file's format, a part of the file's name."""
+
+TuningResults = Mapping[tuple[str, int], "TuningResult"]
+"""By key of the op and row class."""
 
 
 @frozen(kw_only=True)
 class TuningResult:
-    """What was found best for one multiplication in one class of rows."""
+    """The fastest candidate of one op at one row class."""
 
-    problem: str
+    op: str
     """AutotunedOp.key."""
     rows: int
+    """The row class."""
     version: str
     """AutotunedOp.version."""
-    kernel: str
-    """AutotunedOp.name."""
+    candidate: str
+    """AutotunedOp.name of the fastest."""
     seconds: float
-    usual: str
-    """The candidate that this one had to gain on."""
-    usual_seconds: float
-    """inf: it could not run."""
+    default: str
+    """AutotunedOp.name of the default, which the fastest had to beat."""
+    default_seconds: float
+    """inf: the default cannot run."""
 
     def __str__(self) -> str:
-        usual = "" if self.kernel == self.usual else f" ({self.usual}: {self.usual_seconds * 1e6:.1f})"
-        return f"{self.problem}, {self.rows} rows: {self.kernel}, {self.seconds * 1e6:.1f} us{usual}"
+        beaten = "" if self.candidate == self.default else f" ({self.default}: {self.default_seconds * 1e6:.1f})"
+        return f"{self.op}, {self.rows} rows: {self.candidate}, {self.seconds * 1e6:.1f} us{beaten}"
 
 
 class TuningCache:
-    """The choices of one machine."""
+    """The tuning results of one machine."""
 
     def __init__(self, directory: Path, machine: Mapping[str, str]) -> None:
         """machine: from `describe_machine`."""
         self._machine = dict(machine)
         digest = blake2b(json.dumps(self._machine, sort_keys=True).encode(), digest_size=8).hexdigest()
         name = re.sub(r"[^A-Za-z0-9]+", "-", self._machine["device"]).strip("-")
-        self.path = directory / f"{name}-{digest}.json"
+        self.path = directory / f"{name}-{digest}-v{FORMAT}.json"
 
-    def load(self) -> Choices:
-        """What is there; a file that cannot be used is ignored, with a warning."""
+    def load(self) -> TuningResults:
+        """Read the file. One that cannot be used is ignored, with a warning."""
         if not self.path.exists():
             return {}
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if content["machine"] != self._machine:
                 raise ValueError(f"it is of {content['machine']}")
-            choices = [cattrs.structure(entry, TuningResult) for entry in content["choices"]]
+            results = [cattrs.structure(entry, TuningResult) for entry in content["results"]]
         except (OSError, ValueError, TypeError, KeyError, cattrs.BaseValidationError) as error:
-            log.warning("the measured kernels in %s cannot be used and are measured anew: %s", self.path, error)
+            log.warning("the tuning results in %s cannot be used, and are measured again: %s", self.path, error)
             return {}
-        return {(choice.problem, choice.rows): choice for choice in choices}
+        return {(result.op, result.rows): result for result in results}
 
-    def store(self, choices: Choices) -> None:
-        """Write all choices, in one piece: who reads meanwhile sees the old file or the new one."""
-        content: Any = {"machine": self._machine, "choices": [asdict(choice) for choice in choices.values()]}
+    def store(self, results: TuningResults) -> None:
+        """Replace the file atomically: a concurrent reader sees the old content or the new one."""
+        content: Any = {"machine": self._machine, "results": [asdict(result) for result in results.values()]}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
@@ -79,7 +83,7 @@ class TuningCache:
                 json.dump(content, file, indent=1)
             os.replace(temporary, self.path)
         except OSError as error:
-            log.warning("measured kernels cannot be kept in %s, so the next start measures again: %s", self.path, error)
+            log.warning("tuning results cannot be stored in %s, so the next start measures again: %s", self.path, error)
 
 
 def default_directory() -> Path:
@@ -89,7 +93,7 @@ def default_directory() -> Path:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """All that a measurement depends on but the kernels, whose version each choice has."""
+    """What measurements depend on apart from the kernels, whose version each result records."""
     return {
         "device": torch.cuda.get_device_name(device),
         "pytorch": torch.__version__,

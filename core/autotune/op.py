@@ -1,4 +1,7 @@
-"""Contract of a multiplication whose kernel is chosen by measurement: tuning.py knows it, and no format of weights."""
+"""Contract of an autotuned op: a matrix product with several implementations, one of which is chosen by measurement.
+
+The tuner knows this contract only, and nothing of how weights are stored.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +17,41 @@ import torch
 from attrs import frozen
 
 C = TypeVar("C")
-"""A candidate: one way to multiply. It is hashable, and says by `AutotunedOp.name` which one it is."""
+"""A candidate: one implementation, such as a tile size. Hashable; `AutotunedOp.name` names it."""
 
 
 @frozen(kw_only=True, eq=False)
 class Operands:
-    """What one layer multiplies by. Activations are made by who measures."""
+    """Weights and bias of one layer. The tuner makes the activations."""
 
     weights: Mapping[str, torch.Tensor]
-    """By names of the tunable's own."""
+    """By names that the op defines."""
     bias: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
+        """Bytes of the weights."""
         return sum(tensor.nbytes for tensor in self.weights.values())
 
 
 class AutotunedOp(ABC, Generic[C]):
-    """One multiplication, the same for all layers of one size and format.
+    """A matrix product of one shape and weight format, shared by all layers that have both.
 
-    Before anything is chosen it is multiplied in some fair way. Chosen is by classes of rows: the choice for a class
-    holds for all numbers of rows above the class before it. All candidates of a class compute the same up to rounding,
-    so that what a model answers does not depend on which is fastest.
+    Candidates are chosen per row class. Row classes are ascending numbers of rows of x; the choice for a class holds
+    for every number of rows above the next smaller class, up to the class itself. Until `choose` is called the op uses
+    a default of its own. All candidates of a class compute the same up to rounding, so that a model's outputs do not
+    depend on which is the fastest.
     """
 
     @property
     @abstractmethod
     def key(self) -> str:
-        """Its name in the cache and in the log: sizes, types, format. Who has the same key shares a measurement."""
+        """Identifies the op in the cache and in the log: sizes, dtypes, format. Ops with equal keys share results."""
 
     @property
     @abstractmethod
     def version(self) -> str:
-        """Changes when measurements do not hold any more: `version_of` the modules of the kernels and candidates."""
+        """Changes when old measurements no longer hold: `version_of` the modules of the kernels and candidates."""
 
     @property
     @abstractmethod
@@ -57,46 +61,50 @@ class AutotunedOp(ABC, Generic[C]):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of x."""
+        """The dtype of x."""
 
     @property
     @abstractmethod
-    def classes(self) -> Sequence[int]:
+    def row_classes(self) -> Sequence[int]:
         """Numbers of rows that are measured, ascending."""
 
     @abstractmethod
     def candidates(self, rows: int) -> Sequence[C]:
-        """What is worth a measurement for a class. The first is what the others must be faster than."""
+        """Candidates to measure for a row class. The first is the default, which the others must beat."""
 
     def refine(self, rows: int, ranked: Sequence[C]) -> Sequence[C]:
-        """More candidates for a class, once the first are measured: ranked, the fastest first, are those that run.
+        """More candidates for a row class, once the first are measured.
 
-        It may look only at what each of them is: what was chosen is found again by refining each candidate alone.
+        ranked: the candidates that run, fastest first. A refinement may depend on the candidates alone, not on their
+        number or times: a cached result is found again by refining each candidate separately.
         """
         return ()
 
     def name(self, candidate: C) -> str:
-        """A candidate in the cache and in the log, where no other of its class has the same."""
+        """Names a candidate in the cache and in the log; unique within its row class."""
         return str(candidate)
 
     @abstractmethod
     def compile(self, rows: int, candidate: C, operands: Operands) -> None:
-        """Compile without a launch, in the threads of a triton.AsyncCompileMode if one is active."""
+        """Compile a candidate without launching it, in the threads of an active triton.AsyncCompileMode."""
 
     @abstractmethod
     def run(self, candidate: C, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-        """Multiply, chosen or not. x: [rows, inputs], dense. What all candidates do alike after it may be left out."""
+        """Multiply by a candidate, chosen or not. x: [rows, inputs], contiguous.
+
+        What follows the product and is the same for all candidates, such as an activation, may be left out.
+        """
 
     @abstractmethod
     def choose(self, rows: int, candidate: C) -> None:
-        """From now on multiply by this one in a class."""
+        """Use a candidate for a row class from now on."""
 
 
 @frozen(kw_only=True, eq=False)
 class AutotunedCall:
-    """One that a layer does."""
+    """One layer's use of an op."""
 
-    tunable: AutotunedOp[Any]
+    op: AutotunedOp[Any]
     operands: Operands
 
 

@@ -1,4 +1,4 @@
-"""Times multiplications as a decode step runs them: replayed from a CUDA graph, weights cold, behind a small kernel."""
+"""Times products as a decode step runs them: replayed from a CUDA graph, weights not in cache, each after a norm."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import triton
 from triton.errors import TritonError
 
 from engine.core.autotune.op import Operands
-from engine.core.autotune.tuner import CandidateError, TuningTask
+from engine.core.autotune.task import CandidateError, TuningTask
 from engine.ops.norm.rms_norm import add_rms_norm
 
 REPLAYS = 5
-MOST_CALLS = 32
-"""Multiplications in one graph."""
-MOST_THREADS = 16
-COLD = 3
-"""Weights of one replay, in sizes of the L2 cache, where there are enough layers."""
+MAX_CALLS = 32
+"""Products in one graph."""
+MAX_THREADS = 16
+COLD_CACHE_SIZES = 3
+"""Weights read by one replay, as a multiple of the L2 cache, where there are enough layers."""
 
 
 class GraphTimer:
-    """A Timer for one GPU."""
+    """The Timer of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Keeps the memory that all graphs allocate from.
+        # Keeps alive the memory pool that all graphs allocate from.
         self._first = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             self._first.capture_begin()
@@ -39,42 +39,45 @@ class GraphTimer:
             self._first.capture_end()
 
     def prepare(self, wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
-        """Compile in threads: the compiler proper is not Python. What fails, fails again where it is launched."""
+        """Compile in threads, as most of the compiler runs outside Python.
+
+        A candidate that fails here is compiled again, and fails again, in `seconds`.
+        """
         with (
-            ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as threads,
+            ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as threads,
             triton.AsyncCompileMode(threads, ignore_errors=True),
         ):
-            for work, candidates in wanted:
+            for task, candidates in wanted:
                 for candidate in candidates:
-                    work.tunable.compile(work.rows, candidate, work.operands[0])
+                    task.op.compile(task.rows, candidate, task.operands[0])
 
-    def seconds(self, work: TuningTask, candidate: Any) -> float:
-        """See Timer. The median of several replays, with the kernel before it, which takes a microsecond or two."""
-        tunable, layers = work.tunable, self._rotation(work.operands)
-        source = torch.randn(work.rows, tunable.inputs, device=self._device).to(tunable.dtype)
+    def seconds(self, task: TuningTask, candidate: Any) -> float:
+        """Seconds of a product and the norm before it (1 to 2 us): the median of several replays."""
+        op, layers = task.op, self._rotation(task.operands)
+        source = torch.randn(task.rows, op.inputs, device=self._device).to(op.dtype)
         scale = torch.ones_like(source[0])
 
         def calls() -> None:
             for layer in layers:
-                tunable.run(candidate, add_rms_norm(source, None, scale, 1e-5)[0], layer)
+                op.run(candidate, add_rms_norm(source, None, scale, 1e-5)[0], layer)
 
         try:
-            tunable.run(candidate, source, layers[0])
+            op.run(candidate, source, layers[0])
         except (TritonError, RuntimeError) as error:  # the compiler's passes raise the latter
             raise CandidateError(f"{type(error).__name__}: {error}") from error
         return self.replayed(calls) / len(layers)
 
     def _rotation(self, layers: Sequence[Operands]) -> Sequence[Operands]:
-        """Those whose weights together are more than the L2 cache keeps, or all."""
-        count = -(-COLD * self._cache_bytes // layers[0].nbytes)
-        return layers[: min(max(count, 2), MOST_CALLS)]
+        """Enough layers that their weights exceed the L2 cache, or all."""
+        count = -(-COLD_CACHE_SIZES * self._cache_bytes // layers[0].nbytes)
+        return layers[: min(max(count, 2), MAX_CALLS)]
 
     def replayed(self, calls: Callable[[], None]) -> float:
         """Median seconds of a replay of what `calls` launches."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         times: list[float] = []
         with torch.cuda.stream(self._stream):
-            calls()  # what is loaded or allocated at the first call must not be captured
+            calls()  # the first call may load modules and allocate, which must not be captured
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._first.pool())
             calls()

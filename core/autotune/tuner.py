@@ -1,4 +1,8 @@
-"""Chooses by measurement, once a machine, how each linear layer is multiplied by few rows."""
+"""Chooses an implementation for each autotuned op by measurement. Results are kept on disk, so a machine measures once.
+
+`tune` collects the calls of all layers, groups them into tasks (op and row class), looks each task up in the cache,
+measures those that are missing, stores their results, and sets each op's choice.
+"""
 
 from __future__ import annotations
 
@@ -6,188 +10,134 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 
 from engine.core.autotune.cache import TuningCache, TuningResult, default_directory, describe_machine
-from engine.core.autotune.op import AutotunedCall, AutotunedOp, Operands
+from engine.core.autotune.op import AutotunedCall
+from engine.core.autotune.task import CandidateError, Timer, TuningTask
+from engine.core.autotune.timer import GraphTimer
 from engine.core.errors import ExecutorError
-from engine.core.layers.factory import LayerFactory
+
+if TYPE_CHECKING:
+    from engine.core.layers.factory import LayerFactory
 
 log = logging.getLogger(__name__)
 
-NEEDED_GAIN = 0.99
-"""A kernel replaces the usual one if it takes at most this share of its time: less may be noise."""
-
-
-class CandidateError(Exception):
-    """A candidate does not compile, or wants more than the GPU has: why."""
-
-
-@frozen(kw_only=True, eq=False)
-class TuningTask:
-    """One class of rows of all multiplications with one key."""
-
-    rows: int
-    tunables: list[AutotunedOp[Any]] = field(factory=list)
-    """Equals, each with a choice of its own."""
-    operands: list[Operands] = field(factory=list)
-    """Of all layers."""
-    failures: dict[str, str] = field(factory=dict)
-    """Candidates that cannot run, and why."""
-
-    @property
-    def tunable(self) -> AutotunedOp[Any]:
-        """That is measured for all."""
-        return self.tunables[0]
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """In the cache."""
-        return self.tunable.key, self.rows
-
-    def add(self, tunable: AutotunedOp[Any], operands: Operands) -> None:
-        """One more layer."""
-        if not any(tunable is one for one in self.tunables):
-            self.tunables.append(tunable)
-        self.operands.append(operands)
-
-    def find(self, choice: TuningResult | None) -> list[Any]:
-        """The candidate of a choice, alone; empty: there is no such choice, or it does not hold any more."""
-        tunable = self.tunable
-        if choice is None or choice.version != tunable.version:
-            return []
-        first = tunable.candidates(self.rows)
-        every = [*first, *(more for one in first for more in tunable.refine(self.rows, [one]))]
-        return [one for one in every if tunable.name(one) == choice.kernel][:1]
-
-    def choose(self, candidate: Any) -> None:
-        """For all layers."""
-        for tunable in self.tunables:
-            tunable.choose(self.rows, candidate)
-
-
-class Timer(Protocol):
-    """Measures candidates."""
-
-    def prepare(self, wanted: Sequence[tuple[TuningTask, Sequence[Any]]]) -> None:
-        """Told in advance of the candidates that `seconds` will be asked for, so that they compile together."""
-
-    def seconds(self, work: TuningTask, candidate: Any) -> float:
-        """Of one multiplication, with weights that are in no cache. Raises CandidateError."""
+MAX_RELATIVE_TIME = 0.99
+"""A candidate replaces the default if its time is at most this fraction of the default's: a smaller gain may be noise.
+"""
 
 
 @frozen(kw_only=True)
 class TuningReport:
     """What `tune` did."""
 
-    choices: tuple[TuningResult, ...]
+    results: tuple[TuningResult, ...]
     measured: int
-    """How many were not on disk."""
+    """Number of results that were not on disk."""
     seconds: float
 
 
 def tune(layers: LayerFactory, directory: str = "", timer: Timer | None = None) -> TuningReport:
-    """Set the kernels of all layers that have a choice, by what is on disk or else by measurement.
+    """Choose the kernels of all layers, by cached results or else by measurement.
 
-    layers: fused ones on a GPU, filled. directory: of the cache; empty: `default_directory`. Raises ExecutorError where
-    no candidate runs.
+    layers: with Triton kernels, on a GPU, filled. directory: of the cache; empty: `default_directory`. Raises
+    ExecutorError where no candidate of a task runs.
     """
-    from engine.core.autotune.timer import GraphTimer
-
     device = torch.device(layers.device)
     cache = TuningCache(Path(directory) if directory else default_directory(), describe_machine(device))
-    report = apply(collect(layers), cache, timer or GraphTimer(device))
-    for choice in report.choices:
-        log.info("%s", choice)
-    log.info("kernels for few rows: %d of %d measured, %.1f s", report.measured, len(report.choices), report.seconds)
+    report = tune_tasks(collect_tasks(layers), cache, timer or GraphTimer(device))
+    for result in report.results:
+        log.info("%s", result)
+    log.info("kernels for few rows: %d of %d measured, %.1f s", report.measured, len(report.results), report.seconds)
     return report
 
 
-def collect(layers: LayerFactory) -> list[TuningTask]:
-    """The multiplications of all layers that have a choice, by key and class of rows."""
-    return group(one for layer in layers.layers for one in layer.autotuned_calls())
+def collect_tasks(layers: LayerFactory) -> list[TuningTask]:
+    """The tuning tasks of all layers."""
+    return group_calls(call for layer in layers.layers for call in layer.autotuned_calls())
 
 
-def group(multiplications: Iterable[AutotunedCall]) -> list[TuningTask]:
-    """By key and class of rows."""
-    works: dict[tuple[str, int], TuningTask] = {}
-    for one in multiplications:
-        for rows in one.tunable.classes:
-            works.setdefault((one.tunable.key, rows), TuningTask(rows=rows)).add(one.tunable, one.operands)
-    return list(works.values())
+def group_calls(calls: Iterable[AutotunedCall]) -> list[TuningTask]:
+    """Group calls into tasks, by key of the op and row class."""
+    tasks: dict[tuple[str, int], TuningTask] = {}
+    for call in calls:
+        for rows in call.op.row_classes:
+            tasks.setdefault((call.op.key, rows), TuningTask(rows=rows)).add(call.op, call.operands)
+    return list(tasks.values())
 
 
-def apply(works: Sequence[TuningTask], cache: TuningCache, timer: Timer) -> TuningReport:
-    """Set the kernels of `works`: what the cache lacks is measured and added to it."""
+def tune_tasks(tasks: Sequence[TuningTask], cache: TuningCache, timer: Timer) -> TuningReport:
+    """Choose a candidate for each task. Tasks that the cache lacks are measured and their results stored."""
     begin = time.perf_counter()
     known = dict(cache.load())
     missing = []
-    for work in works:
-        found = work.find(known.get(work.place))
+    for task in tasks:
+        found = task.find(known.get(task.key))
         for candidate in found:
-            work.choose(candidate)
+            task.choose(candidate)
         if not found:
-            missing.append(work)
+            missing.append(task)
     if missing:
-        for work, timings in zip(missing, measure(missing, timer), strict=True):
-            candidate, known[work.place] = decide(work, timings)
-            work.choose(candidate)
+        for task, timings in zip(missing, measure(missing, timer), strict=True):
+            candidate, known[task.key] = pick_fastest(task, timings)
+            task.choose(candidate)
         cache.store(known)
     return TuningReport(
-        choices=tuple(known[work.place] for work in works),
+        results=tuple(known[task.key] for task in tasks),
         measured=len(missing),
         seconds=time.perf_counter() - begin,
     )
 
 
-def measure(works: Sequence[TuningTask], timer: Timer) -> list[dict[Any, float]]:
-    """Seconds of each work's candidates that can run, then of those that refine them."""
-    found = _measure([(work, work.tunable.candidates(work.rows)) for work in works], timer)
+def measure(tasks: Sequence[TuningTask], timer: Timer) -> list[dict[Any, float]]:
+    """Seconds of each task's candidates that run: first those of `candidates`, then those of `refine`."""
+    found = _measure([(task, task.op.candidates(task.rows)) for task in tasks], timer)
     finer = []
-    for work, timings in zip(works, found, strict=True):
-        more = work.tunable.refine(work.rows, sorted(timings, key=lambda one: timings[one])) if timings else ()
-        finer.append((work, [one for one in more if one not in timings]))
+    for task, timings in zip(tasks, found, strict=True):
+        more = task.op.refine(task.rows, sorted(timings, key=lambda one: timings[one])) if timings else ()
+        finer.append((task, [one for one in more if one not in timings]))
     return [first | second for first, second in zip(found, _measure(finer, timer), strict=True)]
 
 
 def _measure(wanted: Sequence[tuple[TuningTask, Sequence[Any]]], timer: Timer) -> list[dict[Any, float]]:
     timer.prepare(wanted)
     found: list[dict[Any, float]] = []
-    for work, candidates in wanted:
+    for task, candidates in wanted:
         found.append({})
         for candidate in candidates:
             try:
-                found[-1][candidate] = timer.seconds(work, candidate)
+                found[-1][candidate] = timer.seconds(task, candidate)
             except CandidateError as error:
-                name = work.tunable.name(candidate)
-                work.failures[name] = str(error)
-                log.debug("%s, %d rows: %s is left out: %s", work.tunable.key, work.rows, name, error)
+                name = task.op.name(candidate)
+                task.failures[name] = str(error)
+                log.debug("%s, %d rows: %s is left out: %s", task.op.key, task.rows, name, error)
     return found
 
 
-def decide(work: TuningTask, timings: Mapping[Any, float]) -> tuple[Any, TuningResult]:
-    """The fastest candidate; the usual one unless that gains. Raises ExecutorError where none can run."""
-    tunable = work.tunable
+def pick_fastest(task: TuningTask, timings: Mapping[Any, float]) -> tuple[Any, TuningResult]:
+    """The fastest candidate, or the default if no other gains enough. Raises ExecutorError where none runs."""
+    op = task.op
     if not timings:
-        name, why = next(iter(work.failures.items()))
+        name, why = next(iter(task.failures.items()))
         raise ExecutorError(
-            f"none of {len(work.failures)} kernels for {tunable.key} at {work.rows} rows can run on this GPU; {name}:"
-            f" {why}. --kernels plain leaves out the measurement"
+            f"none of {len(task.failures)} kernels for {op.key} at {task.rows} rows can run on this GPU; {name}: {why}."
+            " --kernels plain leaves out the measurement"
         )
-    usual = tunable.candidates(work.rows)[0]
+    default = op.candidates(task.rows)[0]
     best = min(timings, key=lambda one: timings[one])
-    usual_seconds = timings.get(usual, float("inf"))
-    if timings[best] > usual_seconds * NEEDED_GAIN:
-        best = usual
+    default_seconds = timings.get(default, float("inf"))
+    if timings[best] > default_seconds * MAX_RELATIVE_TIME:
+        best = default
     return best, TuningResult(
-        problem=tunable.key,
-        rows=work.rows,
-        version=tunable.version,
-        kernel=tunable.name(best),
+        op=op.key,
+        rows=task.rows,
+        version=op.version,
+        candidate=op.name(best),
         seconds=timings[best],
-        usual=tunable.name(usual),
-        usual_seconds=usual_seconds,
+        default=op.name(default),
+        default_seconds=default_seconds,
     )

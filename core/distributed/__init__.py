@@ -1,10 +1,11 @@
-"""Ranks that share one model: collectives, and how ranks find each other."""
+"""Ranks that share one model: their collectives, partial sums, and how ranks find each other."""
 
 from typing import TYPE_CHECKING
 
 from engine.core.lazy import exports
 
 if TYPE_CHECKING:
+    from engine.core.distributed.partial_sum import PartialSum as PartialSum
     from engine.core.distributed.rank_group import (
         OneRank as OneRank,
         RankGroup as RankGroup,
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
+    partial_sum=("PartialSum",),
     rank_group=(
         "OneRank",
         "RankGroup",

@@ -1,9 +1,9 @@
-"""Sums over GPUs by kernels that read and write the other GPUs' memory, over NVLink.
+"""All-reduces over GPUs by kernels that read and write the other GPUs' memory, over NVLink.
 
-NCCL takes some 10 to 20 microseconds for even the smallest sum; a decode step has two for every layer. Where all GPUs
-can map each other's memory, small sums are done by torch's kernels on symmetric memory. One shot: each rank reads all
-the others' numbers and adds them up. Two shots: each rank adds up its share and reads the other shares' sums, which
-moves less when there is much to move or there are many ranks.
+NCCL takes 10 to 20 microseconds for even the smallest all-reduce, and a decode step has two per layer. Where all GPUs
+can map each other's memory, torch's kernels on symmetric memory do small all-reduces. One shot: each rank reads and
+sums the tensors of all ranks. Two shots: each rank sums one shard, then reads the sums of the other shards, which moves
+less data if tensors are large or ranks many.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ import torch
 
 if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
-    from engine.ops.norm.all_reduce_rms_norm import RowSums
+    from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 4 << 20
-"""Of a sum by these kernels, and of the memory kept for it; NCCL does larger ones."""
+MAX_BYTES = 4 << 20
+"""Largest tensor that these kernels reduce, and size of the memory kept for them; NCCL reduces larger ones."""
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 256 << 10, 8: 128 << 10}
-"""Ranks that torch has kernels for -> sums up to this size go in one shot."""
-ROW_SUMS_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 512 << 10}
-"""The same of sums by `row_sums`, which save a kernel."""
-MOST_ROWS = 128
-"""Of such a sum: a GPU has room for as many programs at once."""
+"""Number of ranks -> largest tensor reduced in one shot. torch has kernels for these numbers of ranks only."""
+NORM_BYTES = {2: 1 << 20, 4: 1 << 20, 8: 512 << 10}
+"""Number of ranks -> largest tensor reduced within a norm's kernel (`reduce_buffers`), which saves a kernel."""
+MAX_ROWS = 128
+"""Rows of such a tensor: a GPU runs this many programs at the same time."""
 DTYPES = (torch.float32, torch.bfloat16)
 ALIGNMENT = 16
-"""Bytes; the kernels read whole vectors."""
+"""Bytes: the kernels read whole vectors."""
 
 
 class PeerMemory:
     """One rank's buffer, which the other ranks have mapped.
 
-    It is free again when a sum is done: the kernels end on all ranks together.
+    An all-reduce leaves the buffer free for the next one: its kernels end on all ranks together.
     """
 
     def __init__(self, name: str, group: RankGroup, store: Any, device: torch.device) -> None:
-        """name: no other group's; store: see `open`."""
+        """name: unique to this group; store: see `open`."""
         self._name = name
         c10d: Any = torch._C._distributed_c10d
-        # Symmetric memory looks a group up by its name, for its ranks and its store; torch does not keep it alive.
+        # Symmetric memory looks up the group's ranks and store by its name; torch does not keep the group alive.
         self._registered = c10d.ProcessGroup(store, group.rank, group.ranks)
         c10d._register_process_group(name, self._registered)
         self._group = group
         self._device = device
         self._mappings: list[Any] = []
-        """Of the memory that the other ranks have."""
-        self._buffer, _ = self._allocate(MOST_BYTES)
+        """Mappings of the other ranks' memory, kept alive here."""
+        self._buffer, _ = self._allocate(MAX_BYTES)
         self._views = {dtype: self._buffer.view(dtype) for dtype in DTYPES}
         self._one_shot_bytes = ONE_SHOT_BYTES[group.ranks]
-        self._row_sums: dict[tuple[int, torch.dtype], tuple[RowSums, torch.Tensor]] = {}
+        self._reduce_buffers: dict[tuple[int, torch.dtype], tuple[ReduceBuffers, torch.Tensor]] = {}
 
     @classmethod
     def open(cls, group: RankGroup, store: Any) -> PeerMemory | None:
-        """Called by all ranks. None, and a line in the log, where one of them cannot: sums are then NCCL's.
+        """Map the ranks' memory. Called by all ranks. None if a rank cannot, which is logged; NCCL then reduces.
 
-        store: of torch's, for these ranks alone.
+        store: a torch store for these ranks alone.
         """
         if group.ranks not in ONE_SHOT_BYTES:
             return None
@@ -69,59 +69,60 @@ class PeerMemory:
                 store.set("name", uuid4().hex)
             name = store.get("name").decode()
             opened = cls(name, group, store, torch.device("cuda", torch.cuda.current_device()))
-        except RuntimeError as error:  # what torch raises where memory cannot be mapped
+        except RuntimeError as error:  # torch raises this where memory cannot be mapped
             why = str(error).partition("\n")[0]
         if group.minimum(int(opened is not None)):
             return opened
-        log.warning("rank %d: the GPUs' memory cannot be shared, so that small sums take longer: %s", group.rank, why)
+        log.warning(
+            "rank %d: the GPUs' memory cannot be shared, so that small all-reduces take longer: %s", group.rank, why
+        )
         return None
 
-    def row_sums(self, size: int, dtype: torch.dtype) -> RowSums:
-        """See RankGroup; the same memory for the same rows, since no two sums are under way at once."""
-        from engine.ops.norm.all_reduce_rms_norm import RowSums
+    def reduce_buffers(self, size: int, dtype: torch.dtype) -> ReduceBuffers:
+        """As RankGroup.reduce_buffers. Calls with the same arguments share memory: all-reduces follow each other."""
+        from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
-        if (size, dtype) not in self._row_sums:
+        if (size, dtype) not in self._reduce_buffers:
             rank, ranks = self._group.rank, self._group.ranks
-            most = max(1, min(MOST_ROWS, ROW_SUMS_BYTES[ranks] // (size * dtype.itemsize)))
-            flags = -(-2 * most * size * dtype.itemsize // ALIGNMENT) * ALIGNMENT  # where they begin, behind the rows
-            buffer, addresses = self._allocate(flags + most * ranks * 4)
-            buffer.zero_()
+            max_rows = max(1, min(MAX_ROWS, NORM_BYTES[ranks] // (size * dtype.itemsize)))
+            flags = -(-2 * max_rows * size * dtype.itemsize // ALIGNMENT) * ALIGNMENT  # their offset, behind the rows
+            memory, addresses = self._allocate(flags + max_rows * ranks * 4)
+            memory.zero_()
             torch.cuda.synchronize(self._device)
-            self._group.minimum(0)  # no rank writes a flag before all are zero
-            made = RowSums(
+            self._group.minimum(0)  # a barrier: no rank sets a flag before all flags are zero
+            buffers = ReduceBuffers(
                 rank=rank,
                 ranks=ranks,
                 size=size,
-                most_rows=most,
-                places=torch.tensor(addresses, device=self._device),
+                max_rows=max_rows,
+                rows=torch.tensor(addresses, device=self._device),
                 flags=torch.tensor([address + flags for address in addresses], device=self._device),
-                epochs=torch.zeros(most, dtype=torch.int32, device=self._device),
+                epochs=torch.zeros(max_rows, dtype=torch.int32, device=self._device),
             )
-            self._row_sums[size, dtype] = made, buffer
-        return self._row_sums[size, dtype][0]
+            self._reduce_buffers[size, dtype] = buffers, memory
+        return self._reduce_buffers[size, dtype][0]
 
     def close(self) -> None:
-        """Forget the group's name."""
+        """Unregister the group's name."""
         c10d: Any = torch._C._distributed_c10d
         c10d._unregister_process_group(self._name)
 
     def _allocate(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
-        """Memory that all ranks can reach, and where each rank's is. Called by all ranks."""
+        """Memory that all ranks can reach, and the address of each rank's. Called by all ranks."""
         memory: Any = torch._C._distributed_c10d._SymmetricMemory
         buffer: torch.Tensor = memory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self._device, self._name)
         mapping = memory.rendezvous(buffer, self._name)
         self._mappings.append(mapping)
         return buffer, list(mapping.buffer_ptrs)
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether the sum of such a tensor is for these kernels: the same on all ranks, as it asks for nothing but
-        type and size."""
-        return 0 < x.nbytes <= MOST_BYTES and x.nbytes % ALIGNMENT == 0 and x.dtype in DTYPES
+    def supports(self, x: torch.Tensor) -> bool:
+        """Whether these kernels reduce a tensor of this dtype and size. All ranks come to the same answer."""
+        return 0 < x.nbytes <= MAX_BYTES and x.nbytes % ALIGNMENT == 0 and x.dtype in DTYPES
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, which `takes` takes, in new memory."""
+        """The sum of all ranks' x, which `supports` accepts, in new memory."""
         ours = self._views[x.dtype][: x.numel()].view(x.shape)
-        # torch's kernel that copies by itself lets other ranks read before all of its threads have written.
+        # Copied here: torch's kernel that also copies lets other ranks read before all of its threads have written.
         ours.copy_(x)
         if x.nbytes <= self._one_shot_bytes:
             reduced: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(ours, "sum", self._name)

@@ -1,7 +1,7 @@
-"""Ranks that share one model: sums, gathers and broadcasts among them. One rank alone has nothing to exchange.
+"""The collectives of the ranks that share one model: all-reduce, all-gather, broadcast.
 
-Every rank calls the same operations in the same order, with tensors of the same shapes: all follow from the steps, and
-those are the same for all ranks.
+Every rank must call the same operations in the same order, with tensors of the same shapes. They do, since all of these
+follow from the steps, which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from engine.core.errors import ExecutorError
 if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
     from engine.core.distributed.peer_memory import PeerMemory
-    from engine.ops.norm.all_reduce_rms_norm import RowSums
+    from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
-_c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks the options, and types
+_c10d: Any = torch._C._distributed_c10d  # torch.distributed has neither the options nor types
 
 
 class RankGroup(ABC):
-    """One rank's end of what joins the ranks. Layers are given it; nothing looks it up.
+    """One rank's member of the group of ranks that share a model. Passed to layers; never looked up.
 
-    Operations on a GPU's tensors are launched in the present stream and may be captured in a CUDA graph, once each has
+    Operations on a GPU's tensors are launched in the current stream. Each may be captured in a CUDA graph after it has
     run outside of one.
     """
 
@@ -37,11 +37,13 @@ class RankGroup(ABC):
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, the same on all to the last bit; `x` may be overwritten, and may be the result."""
+        """The sum of all ranks' x, the same on all ranks to the last bit. May overwrite x and return it."""
 
-    def row_sums(self, size: int, dtype: torch.dtype) -> RowSums | None:
-        """Memory for sums of few rows of so many numbers by a kernel of the caller's; None: there is none, use
-        `all_reduce`. Called by all ranks alike."""
+    def reduce_buffers(self, size: int, dtype: torch.dtype) -> ReduceBuffers | None:
+        """Memory in which a kernel of the caller reduces a few rows of `size` numbers. None: use `all_reduce`.
+
+        Called by all ranks, with the same arguments.
+        """
         return None
 
     @abstractmethod
@@ -50,11 +52,11 @@ class RankGroup(ABC):
 
     @abstractmethod
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """x as rank 0 has it; `x` itself, overwritten on the other ranks."""
+        """Overwrite x with rank 0's x and return it."""
 
     @abstractmethod
     def minimum(self, number: int) -> int:
-        """The smallest of all ranks' numbers; waits for them."""
+        """The smallest of all ranks' numbers. Waits for all ranks."""
 
     @abstractmethod
     def close(self) -> None:
@@ -68,29 +70,26 @@ class OneRank(RankGroup):
     ranks = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """x."""
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, *x.shape]."""
         return x[None]
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """x."""
         return x
 
     def minimum(self, number: int) -> int:
-        """The number."""
         return number
 
     def close(self) -> None:
-        """Nothing to leave."""
+        pass
 
 
 def join(rendezvous: Rendezvous, device: DeviceInfo) -> RankGroup:
-    """Join the other ranks: by gloo with a CPU, by NCCL with a GPU; waits for all of them.
+    """Join the other ranks, by gloo on CPUs and by NCCL on GPUs. Waits for all of them.
 
-    The group is no part of torch's global ones. Raises ExecutorError, naming the rank, if the others do not come.
+    The group is independent of torch's global process groups. Raises ExecutorError, naming the rank, if the others do
+    not join in time.
     """
     rank, ranks = rendezvous.rank, rendezvous.ranks
     if ranks == 1:
@@ -111,18 +110,18 @@ def join(rendezvous: Rendezvous, device: DeviceInfo) -> RankGroup:
 
 
 class TorchGroup(RankGroup):
-    """Ranks joined by one of torch's backends."""
+    """Ranks joined by a process group of torch (gloo or NCCL)."""
 
     def __init__(self, rank: int, ranks: int, backend: _Backend, device: torch.device) -> None:
-        """Does each operation once: connections are made, and memory is taken, when one is first used."""
+        """Runs each operation once: the first call makes connections and allocates memory."""
         self.rank = rank
         self.ranks = ranks
         self.peers: PeerMemory | None = None
-        """Takes over the sums that it is made for."""
+        """Does the all-reduces that it supports, in place of the backend."""
         self._backend: _Backend | None = backend
         self._device = device
-        self._sum, self._least = _options(_c10d.AllreduceOptions), _options(_c10d.AllreduceOptions)
-        self._least.reduceOp = _c10d.ReduceOp.MIN
+        self._sum, self._min = _options(_c10d.AllreduceOptions), _options(_c10d.AllreduceOptions)
+        self._min.reduceOp = _c10d.ReduceOp.MIN
         self._gather = _options(_c10d.AllgatherOptions)
         self._from_first = _options(_c10d.BroadcastOptions)
         self._from_first.rootRank = 0
@@ -133,37 +132,33 @@ class TorchGroup(RankGroup):
         self.minimum(0)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See RankGroup."""
         x = x.contiguous()
-        if self.peers is not None and self.peers.takes(x):
+        if self.peers is not None and self.peers.supports(x):
             return self.peers.all_reduce(x)
         self._do("all_reduce", lambda backend: backend.allreduce([x], self._sum))
         return x
 
-    def row_sums(self, size: int, dtype: torch.dtype) -> RowSums | None:
-        """See RankGroup."""
-        return None if self.peers is None else self.peers.row_sums(size, dtype)
+    def reduce_buffers(self, size: int, dtype: torch.dtype) -> ReduceBuffers | None:
+        return None if self.peers is None else self.peers.reduce_buffers(size, dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See RankGroup."""
         gathered = x.new_empty(self.ranks * x.numel())
         flat = x.reshape(-1)
         self._do("all_gather", lambda backend: backend._allgather_base(gathered, flat, self._gather))
         return gathered.view(self.ranks, *x.shape)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """See RankGroup; x is dense."""
+        """As RankGroup.broadcast; x must be dense."""
         self._do("broadcast", lambda backend: backend.broadcast([x], self._from_first))
         return x
 
     def minimum(self, number: int) -> int:
-        """See RankGroup."""
         held = torch.tensor([number], dtype=torch.int64, device=self._device)
-        self._do("minimum", lambda backend: backend.allreduce([held], self._least))
+        self._do("minimum", lambda backend: backend.allreduce([held], self._min))
         return int(held.item())
 
     def close(self) -> None:
-        """See RankGroup. Not called while the device still works."""
+        """As RankGroup.close. Must not be called while work is in progress on the device."""
         if self.peers is not None:
             self.peers.close()
             self.peers = None
@@ -181,7 +176,7 @@ class TorchGroup(RankGroup):
 
 
 class _Backend(Protocol):
-    """What is used of torch's process groups."""
+    """The methods used of torch's process groups."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any: ...
 
@@ -193,7 +188,7 @@ class _Backend(Protocol):
 
 
 class _Attributed:
-    """Turns torch's errors into one that names rank and operation."""
+    """Context manager that turns torch's errors into an ExecutorError naming rank and operation."""
 
     def __init__(self, rank: int, ranks: int, operation: str) -> None:
         self._rank = rank
@@ -211,14 +206,14 @@ class _Attributed:
 
 
 def _options(kind: Callable[[], Any]) -> Any:
-    """Of one operation that is in order with the rest of the present stream, and not on a stream of its own."""
+    """Options of one operation, which runs in the current stream in order, not in a stream of its own."""
     options = kind()
     options.asyncOp = False
     return options
 
 
 def _store(rendezvous: Rendezvous) -> Any:
-    """What the ranks know of each other."""
+    """The key-value store through which the ranks find each other."""
     url = urlsplit(rendezvous.place)
     if url.scheme == "tcp" and url.hostname is not None and url.port is not None:
         timeout = timedelta(seconds=rendezvous.timeout)
@@ -227,7 +222,7 @@ def _store(rendezvous: Rendezvous) -> Any:
 
 
 def _gloo(store: Any, rendezvous: Rendezvous, timeout: timedelta) -> Any:
-    """Over the interface at which the other ranks reach this host."""
+    """A gloo backend on the network interface at which other ranks reach this host."""
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=rendezvous.host)]

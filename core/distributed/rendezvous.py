@@ -1,4 +1,4 @@
-"""Where ranks that share a model find each other."""
+"""How the ranks that share a model find each other."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from attrs import frozen
 from engine.core.errors import ExecutorError
 
 TIMEOUT = 600.0
-"""Seconds that an operation waits for the other ranks."""
+"""Default timeout of an operation that waits for other ranks, seconds."""
 
 
 @frozen(kw_only=True)
 class Rendezvous:
-    """Where one rank finds the others, and how long it waits for them: plain data, for distributed.join."""
+    """Where one rank finds the others and how long it waits for them. Plain data for `join`."""
 
     rank: int
     ranks: int
     place: str
-    """Ranks on one host: the path of a file that all of them see, empty or not there yet; it is theirs to write, and
-    may be deleted once the group is closed. On several: the place of a MeetingPoint, tcp://HOST:PORT."""
+    """On one host: path of a file that all ranks see, empty or not existing yet. The ranks write it; it may be deleted
+    once the group is closed. On several hosts: the `place` of a MeetingPoint, tcp://HOST:PORT."""
     host: str = "127.0.0.1"
-    """An address of this rank's own host, where ranks on CPUs reach it."""
+    """An address of this rank's host at which other ranks on CPUs reach it."""
     timeout: float = TIMEOUT
-    """Seconds an operation waits for the other ranks. On a GPU a rank that waits longer ends its process (NCCL's
-    watchdog); operations replayed in CUDA graphs are not watched, so whoever starts the ranks must watch them too."""
+    """Timeout of an operation that waits for other ranks, seconds. On a GPU, NCCL's watchdog ends the process of a rank
+    that waits longer. It does not watch operations replayed in CUDA graphs, so the executor must watch the ranks too.
+    """
     peer_memory: bool = True
-    """On GPUs: whether small sums go by kernels that read the other GPUs' memory, where that is possible; not for ranks
+    """On GPUs: whether small all-reduces use kernels that read the other GPUs' memory, where possible. False for ranks
     on several hosts."""
 
 
 class MeetingPoint:
-    """Where ranks on several hosts find each other: on the host of one of them, for as long as it lives."""
+    """A TCP store, in one rank's process, through which ranks on several hosts find each other."""
 
     def __init__(self, host: str) -> None:
-        """host: the address of this host at which the others reach it; it listens there alone, at a free port.
+        """Listen at a free port of address `host`, at which the other hosts reach this one, and at no other address.
 
-        Raises ExecutorError if it cannot.
+        Raises ExecutorError if that is not possible.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -51,10 +52,10 @@ class MeetingPoint:
         self._host, self._port = self._listening.getsockname()[:2]
         self._store: Any = None
         self.place = f"tcp://[{host}]:{self._port}" if family == socket.AF_INET6 else f"tcp://{host}:{self._port}"
-        """For Rendezvous.place, of every rank; those that come before `serve` wait."""
+        """Rendezvous.place of every rank. Ranks that connect before `serve` wait."""
 
     def serve(self) -> None:
-        """Tell those who come of each other, in a thread; called once, before this rank joins. Imports torch."""
+        """Serve the store in a thread. Called once, before this rank joins. Imports torch."""
         import torch
 
         c10d: Any = torch._C._distributed_c10d

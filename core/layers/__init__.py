@@ -1,4 +1,4 @@
-"""The layers models are built of; a model gets them from a LayerFactory, the loader fills them."""
+"""The layers of models: a model gets them from a LayerFactory, and the loader fills them with weights."""
 
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,14 @@ if TYPE_CHECKING:
         plain_tensor as plain_tensor,
         torch_dtype as torch_dtype,
     )
+    from engine.core.layers.blocks import AttentionBlock as AttentionBlock, GatedMLP as GatedMLP
     from engine.core.layers.embedding import Embedding as Embedding
     from engine.core.layers.factory import LayerFactory as LayerFactory
     from engine.core.layers.linear import (
         BIAS_SHARD_DIM as BIAS_SHARD_DIM,
         WEIGHT_SHARD_DIM as WEIGHT_SHARD_DIM,
         Linear as Linear,
+        PartialLinear as PartialLinear,
         PlainKernel as PlainKernel,
     )
     from engine.core.layers.lm_head import LMHead as LMHead
@@ -43,11 +45,16 @@ __getattr__, __dir__, __all__ = exports(
         "plain_tensor",
         "torch_dtype",
     ),
+    blocks=(
+        "AttentionBlock",
+        "GatedMLP",
+    ),
     embedding=("Embedding",),
     factory=("LayerFactory",),
     linear=(
         "BIAS_SHARD_DIM",
         "Linear",
+        "PartialLinear",
         "PlainKernel",
         "WEIGHT_SHARD_DIM",
     ),

@@ -5,6 +5,6 @@ import torch.nn.functional as F
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: [..., 2 * size], gate and up side by side -> silu(gate) * up: [..., size]."""
+    """silu(gate) * up. x: [..., 2 * size], gate before up -> [..., size]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

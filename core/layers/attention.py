@@ -1,4 +1,4 @@
-"""The attention layer: normalise heads, rotate, write to the cache, attend."""
+"""The attention layer: norm of heads, rotary embedding, write to the KV cache, attention."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Attention:
-    """Attention of one layer; the backend that the pass brings does the work."""
+    """Attention of one decoder layer, computed by the backend of the forward pass."""
 
     def __init__(
         self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None
     ) -> None:
-        """The numbers of heads are this rank's. norm: of queries and keys, before they are rotated."""
+        """Numbers of heads are this rank's. norm: of the heads of queries and keys, before the rotary embedding."""
         self.layer = layer
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -27,9 +27,10 @@ class Attention:
         self.norm = norm
 
     def __call__(self, run: ForwardPass, qkv: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys and values of this rank side by side.
+        """Write keys and values to the KV cache and attend. Returns [tokens, heads * head_dim].
 
-        Returns [tokens, heads * head_dim]. `qkv` may be overwritten.
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim], this rank's queries, keys and values concatenated; may be
+        overwritten.
         """
         q, k, v = self._project(run, qkv, angles)
         return run.attention.forward(self.layer, q, k, v, run.plan).flatten(1)
@@ -37,14 +38,14 @@ class Attention:
     def _project(
         self, run: ForwardPass, qkv: torch.Tensor, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Normalise and rotate, and write to the cache; returns what the backend's `forward` takes."""
+        """Norm and rotation of heads, and the write to the cache. Returns q, k, v: [tokens, heads, head_dim]."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        both = self.num_heads + self.num_kv_heads
-        qk = heads.narrow(1, 0, both)  # side by side, so that one set of operations serves both
+        num_qk = self.num_heads + self.num_kv_heads
+        qk = heads.narrow(1, 0, num_qk)  # one tensor, so that one set of operations serves queries and keys
         if self.norm is not None:
             qk = self.norm(qk)
         qk = rotate(qk, angles)
         q, k = qk.narrow(1, 0, self.num_heads), qk.narrow(1, self.num_heads, self.num_kv_heads)
-        v = heads.narrow(1, both, self.num_kv_heads)
+        v = heads.narrow(1, num_qk, self.num_kv_heads)
         run.pool.write(self.layer, k, v, run.batch.slots)
         return q, k, v

@@ -1,4 +1,4 @@
-"""Token embedding, whole or shared by ranks."""
+"""Token embedding, whole or vocab-parallel."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ from engine.core.errors import ConfigError
 from engine.core.layers.base import TensorLayer
 from engine.core.quant.base import TensorSpec
 
-SHARE_MULTIPLE = 8
-"""Rows of a rank's share are a multiple of it where they can be, so that its rows of logits begin at 16 bytes."""
+SHARD_MULTIPLE = 8
+"""Tokens of a rank are a multiple of this where possible, so that each row of its logits is aligned to 16 bytes."""
 
 
 class Embedding(TensorLayer):
-    """One vector a token; weight: [rows, hidden_size]."""
+    """One vector per token; weight: [rows, hidden_size]."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, dtype: str) -> None:
         super().__init__(name, (vocab_size, hidden_size), dtype)
         self.rows = vocab_size
-        """Tokens that this rank has the vectors of."""
+        """Tokens whose vectors this rank holds."""
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: [tokens] int64 -> [tokens, hidden_size]."""
         return F.embedding(tokens, self.weight)
 
 
-class SharedEmbedding(Embedding):
-    """Each rank has the vectors of some tokens, side by side in the vocabulary; the last one may have fewer."""
+class VocabParallelEmbedding(Embedding):
+    """Each rank holds the vectors of a contiguous range of tokens; the last range may be shorter."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, dtype: str, group: RankGroup) -> None:
-        """Raises ConfigError for a vocabulary so small that a rank would have no token."""
+        """Raises ConfigError if the vocabulary is too small to give every rank a token."""
         super().__init__(name, vocab_size, hidden_size, dtype)
         self.group = group
-        self.share = _share(vocab_size, group.ranks)
-        """Tokens of each rank but the last."""
-        self.first = group.rank * self.share
-        """This rank's first token."""
-        self.rows = min(self.share, vocab_size - self.first)
-        if self.share * (group.ranks - 1) >= vocab_size:
+        self.shard_size = _shard_size(vocab_size, group.ranks)
+        """Tokens per rank; the last rank may have fewer."""
+        self.first_token = group.rank * self.shard_size
+        self.rows = min(self.shard_size, vocab_size - self.first_token)
+        if self.shard_size * (group.ranks - 1) >= vocab_size:
             raise ConfigError(f"{group.ranks} ranks cannot share a vocabulary of {vocab_size}; use fewer ranks")
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -50,18 +49,17 @@ class SharedEmbedding(Embedding):
         return self.group.all_reduce(self.look_up(tokens))
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The vectors that this rank has, and zeros."""
-        places = tokens - self.first
-        elsewhere = (places < 0) | (places >= self.rows)
-        return F.embedding(places.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0.0)
+        """This rank's vectors, and zeros for tokens of other ranks."""
+        rows = tokens - self.first_token
+        elsewhere = (rows < 0) | (rows >= self.rows)
+        return F.embedding(rows.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0.0)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """The rank's rows of the one tensor."""
-        return {name: evolve(spec, shard_dim=0, share=self.share) for name, spec in super().tensors().items()}
+        return {name: evolve(spec, shard_dim=0, shard_size=self.shard_size) for name, spec in super().tensors().items()}
 
 
-def _share(vocab_size: int, ranks: int) -> int:
-    """Tokens of each rank but the last, for which something should be left."""
+def _shard_size(vocab_size: int, ranks: int) -> int:
+    """Tokens of every rank but the last: rounded up to SHARD_MULTIPLE if that leaves the last rank at least one."""
     even = -(-vocab_size // ranks)
-    rounded = -(-even // SHARE_MULTIPLE) * SHARE_MULTIPLE
+    rounded = -(-even // SHARD_MULTIPLE) * SHARD_MULTIPLE
     return rounded if rounded * (ranks - 1) < vocab_size else even

@@ -1,32 +1,32 @@
-"""Where a model gets its layers from."""
+"""LayerFactory: makes the layers of a model, for one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import ConfigError
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
-from engine.core.layers.embedding import Embedding, SharedEmbedding
+from engine.core.layers.blocks import AttentionBlock, GatedMLP
+from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.kv_scale_reader import KVScaleReader
-from engine.core.layers.linear import Linear
-from engine.core.layers.lm_head import Head
+from engine.core.layers.layer_classes import PLAIN
+from engine.core.layers.linear import Linear, PartialLinear
+from engine.core.layers.lm_head import OutputLayer
 from engine.core.layers.norm import HeadNorm, RMSNorm
-from engine.core.layers.plain import PlainLayers
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.plugin_host.faults import blame
-from engine.core.quant.base import LinearPart, LinearSpec, QuantMethod
+from engine.core.quant.base import LinearPart, LinearSpec, Parallel, QuantMethod
 
 L = TypeVar("L", bound=Layer)
 
 
 class LayerFactory:
-    """Makes a model's layers for one rank and notes them for the loader. Names are those of the checkpoint's tensors.
+    """Makes the layers of a model for one rank and records them for the loader. Names are those in the checkpoint.
 
-    The model decides what a layer is; the factory decides in which type, on which device, by which kernel and how much
-    of it this rank holds.
+    The model decides which layers it has. The factory decides their dtype, device, kernels and shards.
     """
 
     def __init__(
@@ -34,16 +34,17 @@ class LayerFactory:
         *,
         dtype: str,
         device: str,
-        quant: QuantMethod | None = None,
+        quant: QuantMethod[Any] | None = None,
         group: RankGroup | None = None,
         fused: bool = False,
         owners: Mapping[str, str] = {},
     ) -> None:
-        """`group`: the ranks that share the model; None: there is one. `fused`: layers by Triton kernels (fused.py),
-        where there are such. `owners`: seam (quant, models) -> how errors name its plugin."""
+        """group: the ranks that share the model; None: a single rank. fused: use Triton kernels (fused.py) where they
+        exist. owners: extension point (quant, models) -> how errors name its plugin.
+        """
         torch_dtype(dtype)
         self.model_owner = owners.get("models", "the model")
-        """How errors name the plugin whose layers these are."""
+        """How errors name the plugin of the model."""
         self._quant_owner = owners.get("quant", "the quantization method")
         self.dtype = dtype
         self.device = device
@@ -56,26 +57,25 @@ class LayerFactory:
             with blame(self._quant_owner, "ignored()"):
                 self.ignored += quant.ignored()
         self.kv_scales: list[KVScaleReader] = []
-        """Of the attention layers whose KV scales the checkpoint may have."""
+        """Readers of the KV scales that the checkpoint may have."""
         self._quant = quant
-        kinds: type[PlainLayers] = PlainLayers
-        if fused:
-            from engine.core.layers.fused import FusedLayers
+        self._classes = PLAIN
+        if fused:  # imported here: it imports Triton
+            from engine.core.layers.fused import fused_classes
 
-            kinds = FusedLayers
-        self._kinds = kinds(dtype, device)
+            self._classes = fused_classes(dtype, device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights kept on this rank."""
+        """Bytes of all weights on this rank."""
         return sum(layer.nbytes for layer in self.layers)
 
     def ignore(self, pattern: str) -> None:
-        """Tensors whose name matches (as file names do: `*.name`) may be in the checkpoint and are not read."""
+        """Allow the checkpoint to have tensors whose names match (fnmatch: `*.name`) and that are not read."""
         self.ignored.append(pattern)
 
     def shard(self, total: int, what: str) -> int:
-        """This rank's part of `total`. Raises ConfigError, naming `what`, if the ranks cannot share it evenly."""
+        """This rank's shard of `total`. Raises ConfigError, naming `what`, if the ranks do not divide it evenly."""
         if total % self.ranks:
             raise ConfigError(f"{self.ranks} ranks cannot share {total} {what} evenly; use a number that divides it")
         return total // self.ranks
@@ -84,9 +84,9 @@ class LayerFactory:
     """`shard` under its first name, for plugins that use it."""
 
     def shard_kv_heads(self, total: int) -> int:
-        """This rank's part of `total` key and value heads: at least one, which several ranks then have.
+        """This rank's number of KV heads, of `total`. With more ranks than heads, adjacent ranks hold replicas of one.
 
-        Raises ConfigError if they can neither share them evenly nor have one each.
+        Raises ConfigError if neither number divides the other.
         """
         return self.shard(total * self._replicas(total), "key and value heads")
 
@@ -100,9 +100,9 @@ class LayerFactory:
         head_dim: int,
         bias: bool = False,
     ) -> Linear:
-        """The projections to queries, keys and values as one layer, whose heads the ranks share.
+        """The projections to queries, keys and values as one layer, column-parallel by heads.
 
-        names: of the three in the checkpoint. Numbers of heads are over all ranks.
+        names: of the three projections in the checkpoint. Numbers of heads are over all ranks.
         """
         self.shard(num_heads, "query heads")
         self.shard_kv_heads(num_kv_heads)
@@ -125,16 +125,14 @@ class LayerFactory:
         in_features: int,
         *,
         bias: bool = False,
-        parallel: str = "none",
+        parallel: Parallel = "none",
         gated: bool = False,
-        summed: bool = True,
     ) -> Linear:
         """A linear layer.
 
-        parts: (name, outputs) of each of the checkpoint's layers to merge: their outputs come side by side.
-        parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed) or none.
-        summed: False leaves it to the norm that comes next to sum the results of a row-parallel layer (`norm`).
-        gated: the two parts are gate and up projections of one size; the layer is called by `gated` or `gated_into`.
+        parts: (name, outputs) of each of the checkpoint's layers to merge; their outputs are concatenated.
+        parallel: column (a rank has some outputs of each part), row (some inputs; results are reduced) or none.
+        gated: the parts are gate and up projections of one size; call the layer by `gated` or `gated_quantized_for`.
         Sizes are over all ranks.
         """
         if parallel == "column":
@@ -143,7 +141,14 @@ class LayerFactory:
         if parallel == "row":
             self.shard(in_features, f"inputs of {parts[0][0]}")
         made = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
-        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated, summed=summed)
+        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated)
+
+    def partial_linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> PartialLinear:
+        """A row-parallel linear layer that leaves the reduction to the next norm. Sizes are over all ranks."""
+        self.shard(in_features, f"inputs of {name}")
+        part = LinearPart(name=name, out_features=out_features)
+        linear = self._linear((part,), in_features, bias=bias, parallel="row", reduces=False)
+        return PartialLinear(linear, self._group)
 
     def _linear(
         self,
@@ -151,9 +156,9 @@ class LayerFactory:
         in_features: int,
         *,
         bias: bool,
-        parallel: str,
+        parallel: Parallel,
         gated: bool = False,
-        summed: bool = True,
+        reduces: bool = True,
     ) -> Linear:
         spec = LinearSpec(
             parts=parts,
@@ -169,68 +174,121 @@ class LayerFactory:
         if self._quant is not None:
             with blame(self._quant_owner, f"linear() of {parts[0].name}"):
                 kernel = self._quant.linear(spec)
-        is_sum = parallel == "row" and self.ranks > 1
-        return self._note(
+        is_partial = parallel == "row" and self.ranks > 1
+        return self._record(
             Linear(
                 spec,
-                kernel or self._kinds.kernel(spec),
-                self._group.all_reduce if is_sum and summed else None,
-                self._kinds.activate,
-                adds_bias=summed or not is_sum or self.rank == 0,
+                kernel or self._classes.linear_kernel(spec),
+                self._group.all_reduce if is_partial and reduces else None,
+                self._classes.silu_and_mul,
+                adds_bias=reduces or not is_partial or self.rank == 0,
                 owner=self._quant_owner,
             )
         )
 
     def _replicas(self, num_kv_heads: int) -> int:
-        """How many ranks have the same key and value heads."""
+        """Number of ranks that hold the same KV heads."""
         return self.ranks // num_kv_heads if self.ranks > num_kv_heads and self.ranks % num_kv_heads == 0 else 1
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """A table of vectors, of which each rank has some."""
+        """The token embedding, vocab-parallel on several ranks."""
         weight = f"{name}.weight"
         if self.ranks == 1:
-            return self._note(Embedding(weight, vocab_size, hidden_size, self.dtype))
-        return self._note(self._kinds.shared_embedding(weight, vocab_size, hidden_size, self._group))
+            return self._record(Embedding(weight, vocab_size, hidden_size, self.dtype))
+        return self._record(
+            self._classes.vocab_parallel_embedding(weight, vocab_size, hidden_size, self.dtype, self._group)
+        )
 
-    def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> Head:
-        """The output layer. With `tied` it multiplies by that table, and a copy in the checkpoint is not read."""
+    def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> OutputLayer:
+        """The output layer. With `tied` it multiplies by that embedding, and a copy in the checkpoint is not read."""
         if tied is not None:
             self.ignore(f"{name}.weight")
         table = tied or self.embedding(name, vocab_size, hidden_size)
-        head = self._note(self._kinds.lm_head(table))
-        return self._kinds.shared_head(head, table) if isinstance(table, SharedEmbedding) else head
+        head = self._record(self._classes.lm_head(table))
+        return self._classes.vocab_parallel_head(head, table) if isinstance(table, VocabParallelEmbedding) else head
 
-    def norm(self, name: str, size: int, eps: float, *, sums: bool = False) -> RMSNorm:
-        """A norm over the hidden size. sums: its input is what a layer made with summed=False returns."""
-        if sums and self.ranks > 1:
-            return self._note(self._kinds.summing_norm(f"{name}.weight", size, eps, self._group))
-        return self._note(self._kinds.norm(f"{name}.weight", size, eps))
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        """A norm over the hidden size, after the residual addition. It reduces a partial sum."""
+        return self._record(self._classes.norm(f"{name}.weight", size, eps, self.dtype, self._group))
 
     def head_norm(self, parts: Sequence[tuple[str, int]], head_dim: int, eps: float) -> HeadNorm:
-        """A norm over each head; parts: (name, this rank's heads)."""
+        """A norm over each head of queries and keys. parts: (name, this rank's heads)."""
         named = tuple((f"{name}.weight", heads) for name, heads in parts)
-        return self._note(HeadNorm(named, head_dim, eps, self.dtype))
+        return self._record(HeadNorm(named, head_dim, eps, self.dtype))
 
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
-        """A rotary embedding. Older checkpoints store its frequencies; they are not read."""
+        """A rotary embedding. Frequencies stored in older checkpoints are not read."""
         self.ignore("*.rotary_emb.inv_freq")
-        return self._kinds.rotary(spec)
+        return self._classes.rotary(spec, self.dtype, self.device)
 
     def attention(
         self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None, name: str = ""
     ) -> Attention:
-        """Attention of one layer, with a norm of queries and keys if given. The numbers of heads are this rank's.
+        """Attention of one decoder layer. Numbers of heads are this rank's.
 
-        name: of the module in the checkpoint, for scales of a quantized KV cache; without it they are not read.
+        norm: of the heads of queries and keys. name: of the module in the checkpoint, to read KV scales by; without a
+        name they are not read.
         """
         names = None
         if self._quant is not None and name:
             with blame(self._quant_owner, "kv_scales()"):
                 names = self._quant.kv_scales(name)
         if names is not None:
-            self.kv_scales.append(self._note(KVScaleReader(layer, names)))
-        return self._kinds.attention(layer, num_heads, num_kv_heads, head_dim, norm)
+            self.kv_scales.append(self._record(KVScaleReader(layer, names)))
+        return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm)
 
-    def _note(self, layer: L) -> L:
+    def attention_block(
+        self,
+        layer: int,
+        name: str,
+        hidden_size: int,
+        *,
+        norm: str,
+        eps: float,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> AttentionBlock:
+        """The attention block of decoder layer `layer`: input norm, projections, attention, output projection.
+
+        name: of the attention module in the checkpoint, with q_proj, k_proj, v_proj and o_proj. norm: name of the input
+        norm. eps: of all norms. qk_norm: whether heads of queries and keys are normalized, by q_norm and k_norm of the
+        module. Numbers of heads are over all ranks.
+        """
+        input_norm = self.norm(norm, hidden_size, eps)
+        qkv = self.qkv(
+            (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+            hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            bias=qkv_bias,
+        )
+        heads, kv_heads = self.shard(num_heads, "query heads"), self.shard_kv_heads(num_kv_heads)
+        head_norm = None
+        if qk_norm:
+            head_norm = self.head_norm([(f"{name}.q_norm", heads), (f"{name}.k_norm", kv_heads)], head_dim, eps)
+        attention = self.attention(layer, heads, kv_heads, head_dim, head_norm, name)
+        output = self.partial_linear(f"{name}.o_proj", hidden_size, num_heads * head_dim, bias=output_bias)
+        return AttentionBlock(input_norm, qkv, attention, output)
+
+    def gated_mlp(
+        self, name: str, hidden_size: int, intermediate_size: int, *, norm: str, eps: float, bias: bool = False
+    ) -> GatedMLP:
+        """The gated MLP of a decoder layer: input norm, then down(silu(gate(x)) * up(x)).
+
+        name: of the MLP module in the checkpoint, with gate_proj, up_proj and down_proj. norm: name of the input norm.
+        Sizes are over all ranks.
+        """
+        input_norm = self.norm(norm, hidden_size, eps)
+        parts = [(f"{name}.gate_proj", intermediate_size), (f"{name}.up_proj", intermediate_size)]
+        gate_up = self.linear(parts, hidden_size, bias=bias, parallel="column", gated=True)
+        down = self.partial_linear(f"{name}.down_proj", hidden_size, intermediate_size, bias=bias)
+        return GatedMLP(input_norm, gate_up, down)
+
+    def _record(self, layer: L) -> L:
         self.layers.append(layer)
         return layer

@@ -1,29 +1,31 @@
-"""The layers by fused Triton kernels; LayerFactory imports this only when such kernels are wanted.
+"""Layers by fused Triton kernels. LayerFactory imports this module, and Triton, only if they are selected.
 
-They compute what the plain layers do, in float32 from one rounding to the next where those round each intermediate
-result to the model's type: in float32 the two agree to the last digits, in shorter types to a rounding.
+They compute what the plain layers compute, but keep intermediate results in float32, which the plain layers round to
+the model's dtype. In float32 the two agree to the last digits, in 16-bit dtypes to a rounding.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from engine.core.autotune.op import AutotunedCall, Operands
+from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
-from engine.core.layers.embedding import SharedEmbedding
-from engine.core.layers.lm_head import Head, LMHead, SharedHead
-from engine.core.layers.norm import HeadNorm, RMSNorm
-from engine.core.layers.plain import PlainLayers
+from engine.core.layers.embedding import VocabParallelEmbedding
+from engine.core.layers.layer_classes import LayerClasses
+from engine.core.layers.lm_head import LMHead, VocabParallelHead
+from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import FewRowsTables, SkinnyKernel
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
 from engine.ops.gemm.skinny_launch import MOST_ROWS, GemmShape
-from engine.ops.norm.all_reduce_rms_norm import sum_rms_norm
+from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
 from engine.ops.sampling.vocab_parallel import choose_peaks, look_up, place_peaks
@@ -33,73 +35,64 @@ if TYPE_CHECKING:
 
     from engine.core.distributed.rank_group import RankGroup
     from engine.core.layers.embedding import Embedding
-    from engine.core.layers.linear import Linear, Rows
+    from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.models.forward_pass import ForwardPass
-    from engine.core.quant.base import LinearKernel, LinearSpec
-    from engine.ops.norm.all_reduce_rms_norm import RowSums
+    from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 
 
 class FusedRMSNorm(RMSNorm):
-    """Residual addition and norm in one kernel."""
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See RMSNorm; `residual` is overwritten with the sum."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
-
-    def into(
-        self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[Rows, torch.Tensor]:
-        """See RMSNorm; `residual` is overwritten with the sum."""
-        prologue = following.fused_input_quantization(x)
-        if prologue is None:
-            return self(x, residual)
-        return prologue.normed(x, residual, self.weight, self.eps, following.weights)
-
-
-class FusedSummingNorm(FusedRMSNorm):
-    """Few rows are summed over the ranks, added and normalised in one kernel, where these reach each other's memory."""
+    """Residual addition and norm in one kernel, which also reduces small partial sums if ranks share GPU memory."""
 
     def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
         super().__init__(name, size, eps, dtype)
         self._size = size
-        self._group = group
-        self._sums = group.row_sums(size, torch_dtype(dtype))
+        self._buffers = group.reduce_buffers(size, torch_dtype(dtype))
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SummingNorm; `residual` is overwritten with the sum."""
-        sums = self._sums_for(x)
-        if sums is not None:
-            return sum_rms_norm(x, residual, self.weight, self.eps, sums)
-        return super().__call__(self._group.all_reduce(x), residual)
+    def __call__(
+        self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As RMSNorm; x + residual overwrites `residual`."""
+        if isinstance(x, PartialSum):
+            buffers = self._buffers_for(x)
+            if buffers is not None:
+                return all_reduce_rms_norm(x.addend, residual, self.weight, self.eps, buffers)
+            x = x.reduce()
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def into(
-        self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[Rows, torch.Tensor]:
-        """See FusedRMSNorm. Rows that are summed in the norm's own kernel come as tensors."""
-        if self._sums_for(x) is not None or following.fused_input_quantization(x) is None:
+    def quantized_for(
+        self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[TensorOrQuantized, torch.Tensor]:
+        """As RMSNorm; x + residual overwrites `residual`. A norm whose kernel reduces does not quantize."""
+        if isinstance(x, PartialSum):
+            if self._buffers_for(x) is not None:
+                return self(x, residual)
+            x = x.reduce()
+        fused = linear.fused_input_quantization(x)
+        if fused is None:
             return self(x, residual)
-        return super().into(following, self._group.all_reduce(x), residual)
+        return fused.norm_and_quantize(x, residual, self.weight, self.eps, linear.weights)
 
-    def _sums_for(self, x: torch.Tensor) -> RowSums | None:
-        """Memory for the sums of these rows; None: they are too many, or there is none."""
-        sums = self._sums
-        return sums if sums is not None and x.numel() <= sums.most_rows * self._size else None
+    def _buffers_for(self, x: PartialSum) -> ReduceBuffers | None:
+        """Memory in which the norm's kernel reduces x. None: x has too many rows, or ranks share no memory."""
+        buffers = self._buffers
+        fits = buffers is not None and x.addend.numel() <= buffers.max_rows * self._size
+        return buffers if fits else None
 
 
 class FusedRotary(RotaryEmbedding):
-    """Computes a pass's angles in one kernel."""
+    """Rotary embedding that computes a pass's angles in one kernel."""
 
-    def __init__(self, spec: RotarySpec, device: str) -> None:
+    def __init__(self, spec: RotarySpec, dtype: str, device: str) -> None:
         frequencies, self._factor = spec.frequencies()
         self._frequencies = frequencies.to(device)
 
     def angles(self, positions: torch.Tensor) -> Angles:
-        """positions: [tokens] int64 -> cosines and sines, [tokens, rotary_dim / 2] float32."""
+        """positions: [tokens] int64 -> cosines and sines: [tokens, rotary_dim / 2] float32."""
         return angles(positions, self._frequencies, self._factor)
 
 
 class FusedAttention(Attention):
-    """Norm of heads, rotation and the write to the cache in one kernel; queries and keys change where they lie."""
+    """Norm of heads, rotation and the write to the cache in one kernel; queries and keys change in place."""
 
     def _project(
         self, run: ForwardPass, qkv: torch.Tensor, angles: Angles
@@ -122,7 +115,7 @@ class FusedAttention(Attention):
 
 
 class FusedLMHead(LMHead):
-    """Few rows by the kernels chosen; the likeliest token without logits in memory."""
+    """LM head with skinny GEMM kernels, and a greedy token without logits in memory."""
 
     def __init__(self, table: Embedding, tables: FewRowsTables, dtype: str) -> None:
         super().__init__(table)
@@ -134,89 +127,53 @@ class FusedLMHead(LMHead):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[this rank's tokens, hidden_size]."""
         return self._weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See LMHead."""
         launch = self.few_rows.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
         return F.linear(hidden, self._weight) if launch is None else launch(hidden, self._weight)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See LMHead. Up to 16 rows are compared before logits are rounded to the model's type, so that logits equal
-        there may still differ here; then this takes the likelier, not the first."""
+        # Up to 16 rows are compared before logits are rounded to the model's dtype. Logits that are equal once rounded
+        # may differ here; then the token is that of the larger one, not the first.
         launch = self.few_rows_greedy.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
         return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
-        """With logits and without."""
         operands = Operands(weights={"weight": self._weight})
-        return [AutotunedCall(tunable=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
+        return [AutotunedCall(op=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        """Take over the table as it is."""
         self._weight = self._table.weight
 
 
-class FusedSharedEmbedding(SharedEmbedding):
-    """Looks up in one kernel."""
+class FusedVocabParallelEmbedding(VocabParallelEmbedding):
+    """Vocab-parallel embedding with one kernel for the lookup."""
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See SharedEmbedding."""
-        return look_up(tokens, self.weight, self.first)
+        return look_up(tokens, self.weight, self.first_token)
 
 
-class FusedSharedHead(SharedHead):
-    """Exchanges the likeliest tokens by two kernels, and the sum between them."""
+class FusedVocabParallelHead(VocabParallelHead):
+    """Vocab-parallel head whose greedy tokens take two kernels and the all-reduce between them."""
 
-    def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return place_peaks(peaks, tokens, self._table.first, self._group.rank, self._group.ranks)
+    def _place(self, max_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return place_peaks(max_logits, tokens, self._table.first_token, self._group.rank, self._group.ranks)
 
     def _choose(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return choose_peaks(candidates)
 
 
-class FusedLayers(PlainLayers):
-    """Layers by Triton kernels."""
-
-    def __init__(self, dtype: str, device: str) -> None:
-        super().__init__(dtype, device)
-        self.tables = FewRowsTables(device)
-
-    def kernel(self, spec: LinearSpec) -> LinearKernel:
-        """See SkinnyKernel."""
-        return SkinnyKernel(spec, self.tables)
-
-    def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """See kernels.activation.silu_and_mul."""
-        return silu_and_mul(x)
-
-    def shared_embedding(self, name: str, vocab_size: int, hidden_size: int, group: RankGroup) -> SharedEmbedding:
-        """See FusedSharedEmbedding."""
-        return FusedSharedEmbedding(name, vocab_size, hidden_size, self.dtype, group)
-
-    def lm_head(self, table: Embedding) -> LMHead:
-        """See FusedLMHead."""
-        return FusedLMHead(table, self.tables, self.dtype)
-
-    def shared_head(self, local: LMHead, table: SharedEmbedding) -> Head:
-        """See FusedSharedHead."""
-        return FusedSharedHead(local, table)
-
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """See FusedRMSNorm."""
-        return FusedRMSNorm(name, size, eps, self.dtype)
-
-    def summing_norm(self, name: str, size: int, eps: float, group: RankGroup) -> RMSNorm:
-        """See FusedSummingNorm."""
-        return FusedSummingNorm(name, size, eps, self.dtype, group)
-
-    def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
-        """See FusedRotary."""
-        return FusedRotary(spec, self.device)
-
-    def attention(
-        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None
-    ) -> Attention:
-        """See FusedAttention."""
-        return FusedAttention(layer, num_heads, num_kv_heads, head_dim, norm)
+def fused_classes(dtype: str, device: str) -> LayerClasses:
+    """The layers by Triton kernels. All layers of one factory share the choice of skinny GEMM kernels."""
+    tables = FewRowsTables(device)
+    return LayerClasses(
+        linear_kernel=partial(SkinnyKernel, tables=tables),
+        silu_and_mul=silu_and_mul,
+        norm=FusedRMSNorm,
+        rotary=FusedRotary,
+        attention=FusedAttention,
+        vocab_parallel_embedding=FusedVocabParallelEmbedding,
+        lm_head=partial(FusedLMHead, tables=tables, dtype=dtype),
+        vocab_parallel_head=FusedVocabParallelHead,
+    )

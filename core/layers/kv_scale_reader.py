@@ -1,4 +1,4 @@
-"""Reads the scales of a quantized KV cache."""
+"""The layer that reads the scales of a quantized KV cache from the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from engine.core.errors import CheckpointError
 from engine.core.layers.base import Layer
 from engine.core.quant.base import KVScaleNames, TensorSpec
-from engine.core.quant.float8 import FLOAT8, LARGEST, UNSCALED, KVScales
+from engine.core.quant.float8 import FLOAT8, FLOAT8_MAX, UNSCALED, KVScales
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionSpec
@@ -23,31 +23,30 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class KVScaleReader(Layer):
-    """The scales of one attention layer's keys and values, where the checkpoint has them; every rank reads both."""
+    """The KV scales of one attention layer, if the checkpoint has them. Every rank reads both."""
 
     def __init__(self, layer: int, names: KVScaleNames) -> None:
         self.layer = layer
         self.scales: KVScales | None = None
-        """None before `fill`, and if the checkpoint has none."""
+        """None before `fill`, and if the checkpoint has no scales."""
         self.names = names
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Every name that they may have."""
         names = (*self.names.keys, *self.names.values)
         return {name: TensorSpec(shape=(1,), dtypes=DTYPES, optional=True) for name in names}
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        """Keep them as numbers, which kernels take as arguments.
+        """Keep the scales as numbers, which kernels take as launch arguments.
 
-        Raises CheckpointError for one without the other, and for one that is not positive and finite.
+        Raises CheckpointError if only one of the two is there, or one is not positive and finite.
         """
         key, value = (self._read(names, loaded) for names in (self.names.keys, self.names.values))
         if key is not None and value is not None:
             self.scales = KVScales(key=key, value=value)
         elif key is not None or value is not None:
-            lacking = self.names.keys if key is None else self.names.values
+            missing = self.names.keys if key is None else self.names.values
             raise CheckpointError(
-                f"the checkpoint scales only one of keys and values: it lacks {' or '.join(lacking)}; fetch it again"
+                f"the checkpoint scales only one of keys and values: it lacks {' or '.join(missing)}; fetch it again"
             )
 
     def _read(self, names: tuple[str, ...], loaded: Mapping[str, torch.Tensor]) -> float | None:
@@ -61,14 +60,13 @@ class KVScaleReader(Layer):
 
     @property
     def nbytes(self) -> int:
-        """None: they are launch arguments."""
         return 0
 
 
 def find_kv_scales(spec: AttentionSpec, readers: Sequence[KVScaleReader]) -> tuple[KVScales, ...]:
-    """The scales of every layer of a float8 cache, 1 where the checkpoint has none; empty for a cache of another type.
+    """The KV scales of every layer: 1 where the checkpoint has none; empty if the cache is not in float8.
 
-    Says so where scales are missing, or there and not used.
+    Logs a warning if scales are missing, or present and not used.
     """
     found = {reader.layer: reader.scales for reader in readers if reader.scales is not None}
     if spec.kv_dtype != FLOAT8:
@@ -89,7 +87,7 @@ def find_kv_scales(spec: AttentionSpec, readers: Sequence[KVScaleReader]) -> tup
             spec.num_layers - len(found),
             spec.num_layers,
             FLOAT8,
-            LARGEST,
+            FLOAT8_MAX,
             spec.dtype,
         )
     return tuple(found.get(layer, UNSCALED) for layer in range(spec.num_layers))

@@ -1,4 +1,4 @@
-"""Linear layers: what every kernel needs around it, and the kernel without quantization."""
+"""Linear layers around any kernel, and the kernel without quantization."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve
 
+from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.matmul import multiply, pack
@@ -18,24 +19,26 @@ from engine.core.quant.base import (
     LinearKernel,
     LinearPart,
     LinearSpec,
+    Parallel,
     QuantizedActivation,
     TensorSpec,
 )
 
 if TYPE_CHECKING:
     from engine.core.autotune.op import AutotunedCall
+    from engine.core.distributed.rank_group import RankGroup
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums a tensor over all ranks."""
-Rows = torch.Tensor | QuantizedActivation
-"""What a linear layer multiplies: [..., its inputs], or what was made for it alone."""
+"""Reduces a partial sum over all ranks."""
+TensorOrQuantized = torch.Tensor | QuantizedActivation
+"""Input of a linear layer: [..., in_features], or an activation that was quantized for this layer."""
 
-WEIGHT_SHARD_DIM = {"none": None, "column": 0, "row": 1}
-BIAS_SHARD_DIM = {"none": None, "column": 0, "row": None}
+WEIGHT_SHARD_DIM: Mapping[Parallel, int | None] = {"none": None, "column": 0, "row": 1}
+BIAS_SHARD_DIM: Mapping[Parallel, int | None] = {"none": None, "column": 0, "row": None}
 
 
 class PlainKernel(LinearKernel):
-    """Weights in the model's own type."""
+    """Unquantized weights, in the model's dtype."""
 
     def __init__(self, spec: LinearSpec) -> None:
         self._spec = spec
@@ -50,16 +53,15 @@ class PlainKernel(LinearKernel):
         }
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """One matrix, the parts' outputs one below the other, as `matmul.pack` lays it out."""
+        """One matrix of all parts' outputs in order, packed by `matmul.pack`."""
         return {"weight": pack(merge([loaded[_weight(part)] for part in self._spec.parts], self._spec.dtype))}
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """x: [..., in_features] -> [..., out_features]."""
         return multiply(x, weights["weight"], bias)
 
 
 class Linear(Layer):
-    """y = x W^T + b under any kernel; merged parts give their outputs side by side."""
+    """y = x W^T + b by any kernel. The outputs of merged parts are concatenated."""
 
     def __init__(
         self,
@@ -71,9 +73,9 @@ class Linear(Layer):
         adds_bias: bool = True,
         owner: str = "the quantization method",
     ) -> None:
-        """`reduce`: given when each rank has only some of the inputs, so that y is a sum over ranks. `activate`: for
-        `gated`, where the kernel does not activate by itself. `adds_bias`: False where another rank does. `owner`: how
-        errors name the plugin that made the kernel."""
+        """reduce: given if y is a partial sum that this layer reduces. activate: for `gated`, where the kernel does not
+        activate. adds_bias: False if another rank adds it. owner: how errors name the plugin that made the kernel.
+        """
         self.spec = spec
         self._owner = owner
         self.kernel = kernel
@@ -83,43 +85,49 @@ class Linear(Layer):
         self._reduce = reduce
         self._activate = activate
         self._adds_bias = adds_bias
-        in_one_pass = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
-        self._apply_gated = kernel.apply_gated if in_one_pass else None
+        has_gated_kernel = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
+        self._apply_gated = kernel.apply_gated if has_gated_kernel else None
         with self._blame("fused_input_quantization()"):
-            self._prologue = kernel.fused_input_quantization()
-        self._apply_made = self._refuse if self._prologue is None else self._prologue.apply
+            self._fused_input_quantization = fused = kernel.fused_input_quantization()
+        self._apply_quantized = self._refuse if fused is None else fused.apply
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: TensorOrQuantized) -> torch.Tensor:
         """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
-        apply: Callable[..., torch.Tensor] = self._apply_made if isinstance(x, QuantizedActivation) else self._apply
+        is_quantized = isinstance(x, QuantizedActivation)
+        apply: Callable[..., torch.Tensor] = self._apply_quantized if is_quantized else self._apply
         if self._reduce is None:
             return apply(x, self.weights, self.bias)
         y = self._reduce(apply(x, self.weights, None))
         return y if self.bias is None else y + self.bias
 
-    def gated(self, x: Rows) -> torch.Tensor:
-        """silu(gate) * up of the outputs, the first half of which is the gate: [..., half this rank's out_features]."""
+    def gated(self, x: TensorOrQuantized) -> torch.Tensor:
+        """silu(gate) * up, of the first and second half of the outputs: [..., this rank's out_features / 2]."""
         if self._apply_gated is None or isinstance(x, QuantizedActivation):
             return self._activate(self(x))
         return self._apply_gated(x, self.weights, self.bias)
 
-    def gated_into(self, following: Linear, x: Rows) -> Rows:
-        """`gated`, for `following` alone, which may have it made in its own form."""
-        if not isinstance(x, QuantizedActivation) and self._apply_gated and self.kernel.gates_at_once(x.shape[0]):
+    def gated_quantized_for(self, linear: Linear, x: TensorOrQuantized) -> TensorOrQuantized:
+        """`gated` for `linear` alone: quantized where both kernels allow to fuse that."""
+        if not isinstance(x, QuantizedActivation) and self._apply_gated and self.kernel.fuses_gating(x.shape[0]):
             return self.gated(x)
         y = self(x)
-        prologue = following.fused_input_quantization(y)
-        return self._activate(y) if prologue is None else prologue.activated(y, following.weights)
+        fused = linear.fused_input_quantization(y)
+        return self._activate(y) if fused is None else fused.activate_and_quantize(y, linear.weights)
+
+    gated_into = gated_quantized_for
+    """`gated_quantized_for` under its first name, for plugins that use it."""
 
     def fused_input_quantization(self, x: torch.Tensor) -> FusedInputQuantization | None:
-        """The kernel's, if it takes as many rows as x has: [rows, any number]."""
-        prologue = self._prologue
-        return prologue if prologue is not None and x.dim() == 2 and prologue.takes(x.shape[0]) else None
+        """The kernel's, if it supports the rows of x: [rows, any number]."""
+        fused = self._fused_input_quantization
+        return fused if fused is not None and x.dim() == 2 and fused.supports_rows(x.shape[0]) else None
 
     def _refuse(
-        self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+        self, x: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        raise TypeError(f"{self.spec.parts[0].name} takes tensors alone; this was made for another layer")
+        raise TypeError(
+            f"{self.spec.parts[0].name} takes tensors only; this activation was quantized for another layer"
+        )
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """The kernel's tensors, and NAME.bias of each part."""
@@ -136,7 +144,7 @@ class Linear(Layer):
         return found
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        """Let the kernel prepare its tensors; merge the biases."""
+        """Have the kernel prepare its tensors, and merge the biases."""
         biases = {_bias(part): loaded[_bias(part)] for part in self.spec.parts} if self.spec.bias else {}
         if biases and self._adds_bias:
             self.bias = merge(list(biases.values()), self.spec.dtype)
@@ -144,7 +152,6 @@ class Linear(Layer):
             self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
-        """The kernel's, with the bias that it is given."""
         with self._blame("autotuned_calls()"):
             return self.kernel.autotuned_calls(self.weights, self.bias if self._reduce is None else None)
 
@@ -153,13 +160,25 @@ class Linear(Layer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights and bias."""
         kept = list(self.weights.values()) + ([] if self.bias is None else [self.bias])
         return sum(tensor.nbytes for tensor in kept)
 
 
+class PartialLinear:
+    """A row-parallel linear layer without the reduction over ranks, which the next norm does."""
+
+    def __init__(self, linear: Linear, group: RankGroup) -> None:
+        """linear: made without `reduce`; on one rank alone it adds its bias."""
+        self.linear = linear
+        self._group = group
+
+    def __call__(self, x: TensorOrQuantized) -> PartialSum:
+        """x: [..., this rank's in_features] -> [..., out_features]."""
+        return PartialSum(self.linear(x), self._group)
+
+
 def merge(tensors: list[torch.Tensor], dtype: str) -> torch.Tensor:
-    """Join along the first dimension, in `dtype`; a single tensor of that type is kept as it is."""
+    """Concatenate along the first dimension, in `dtype`; a single tensor of that dtype is not copied."""
     return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(torch_dtype(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Root mean square normalisation (arXiv:1910.07467); the mean is taken in float32 or better."""
+"""Root mean square norms (arXiv:1910.07467); the mean is taken in float32 or better."""
 
 from __future__ import annotations
 
@@ -8,72 +8,70 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from engine.core.distributed.rank_group import RankGroup
+from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.base import Layer, TensorLayer, plain_tensor, torch_dtype
 from engine.core.quant.base import TensorSpec
 
 if TYPE_CHECKING:
-    from engine.core.layers.linear import Linear, Rows
+    from engine.core.layers.linear import Linear, TensorOrQuantized
 
 
 class RMSNorm(TensorLayer):
-    """Norm over the hidden size, with the residual addition before it."""
+    """Norm over the hidden size, after the residual addition."""
 
     def __init__(self, name: str, size: int, eps: float, dtype: str) -> None:
         super().__init__(name, (size,), dtype)
         self.eps = eps
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and x + residual itself, the next residual; both [..., size]."""
+    def __call__(
+        self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and x + residual itself, the next residual; both [..., size].
+
+        x, residual: [..., size]. A partial sum x is reduced first. residual: None counts as zeros.
+        """
+        if isinstance(x, PartialSum):
+            x = x.reduce()
         total = x if residual is None else x + residual
         return F.rms_norm(total, self.shape, self.weight, self.eps), total
 
-    def into(
-        self, following: Linear, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[Rows, torch.Tensor]:
-        """As the call; the norm is for `following` alone, which may have it made in its own form."""
+    def quantized_for(
+        self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[TensorOrQuantized, torch.Tensor]:
+        """The same two results, the norm for `linear` alone: quantized where both kernels allow to fuse that."""
         return self(x, residual)
 
-
-class SummingNorm(RMSNorm):
-    """The norm of what row-parallel layers leave for it to add up."""
-
-    def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
-        super().__init__(name, size, eps, dtype)
-        self._group = group
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See RMSNorm; x: this rank's part of the sum."""
-        return super().__call__(self._group.all_reduce(x), residual)
+    def into(
+        self, following: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[TensorOrQuantized, torch.Tensor]:
+        """`quantized_for` under its first name, for plugins that use it."""
+        return self.quantized_for(following, x, residual)
 
 
 class HeadNorm(Layer):
-    """Norm over each head of queries and keys at once; all query heads share one weight, all key heads another."""
+    """Norm over each head of queries and keys in one call; query heads share one weight, key heads another."""
 
     weight: torch.Tensor
-    """[heads, head_dim], laid out like the heads."""
+    """[heads, head_dim], in the order of the heads."""
 
     def __init__(self, parts: tuple[tuple[str, int], ...], head_dim: int, eps: float, dtype: str) -> None:
-        """`parts`: (tensor's name, heads it is for), in the order of the heads."""
+        """parts: (tensor's name, number of heads that it is for), in the order of the heads."""
         self._parts = parts
         self._shape = (head_dim,)
         self.eps = eps
         self._dtype = dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, heads, head_dim], the heads of all parts side by side."""
+        """x: [tokens, heads, head_dim], the heads of all parts concatenated -> the same shape."""
         return F.rms_norm(x, self._shape, None, self.eps) * self.weight
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """One weight a part."""
         return {name: plain_tensor(self._shape, self._dtype) for name, _ in self._parts}
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        """Lay the weights out by heads."""
         rows = [loaded[name].expand(heads, -1) for name, heads in self._parts]
         self.weight = torch.cat(rows).to(torch_dtype(self._dtype))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights as laid out."""
         return self.weight.nbytes if hasattr(self, "weight") else 0

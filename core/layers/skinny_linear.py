@@ -61,7 +61,7 @@ class FewRows(AutotunedOp[Tile | None]):
         return torch_dtype(self.problem.dtype)
 
     @property
-    def classes(self) -> Sequence[int]:
+    def row_classes(self) -> Sequence[int]:
         """See AutotunedOp."""
         return BUCKETS
 
@@ -144,7 +144,7 @@ class SkinnyKernel(PlainKernel):
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> Sequence[AutotunedCall]:
         """See LinearKernel."""
-        return [AutotunedCall(tunable=self.few_rows, operands=Operands(weights=weights, bias=bias))]
+        return [AutotunedCall(op=self.few_rows, operands=Operands(weights=weights, bias=bias))]
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """x: [..., in_features] -> [..., out_features]."""

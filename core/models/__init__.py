@@ -1,4 +1,4 @@
-"""Models: the contract of an architecture, and what one forward pass is given."""
+"""Models: the contract of an architecture, and the arguments of a forward pass."""
 
 from typing import TYPE_CHECKING
 

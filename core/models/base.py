@@ -1,4 +1,4 @@
-"""Contract of plugins/models: an architecture, built from a Hugging Face config.json."""
+"""Contract of plugins/models: a model architecture, built from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ API = "1"
 
 @frozen(kw_only=True)
 class ModelSpec:
-    """What core must know of a model before it is built."""
+    """The properties of a model that core needs before the model is built."""
 
     num_layers: int
     num_heads: int
@@ -28,46 +28,55 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int
     max_len: int
-    """Longest context the model was made for, tokens."""
+    """Longest context that the model was trained for, tokens."""
     sliding_windows: tuple[int | None, ...]
-    """For each layer; None: full attention."""
+    """Per layer, tokens; None: full attention."""
     scale: float
-    """Factor on q.k."""
+    """Factor on q.k before the softmax."""
     softcap: float | None = None
+    """Attention scores become softcap * tanh(score / softcap). None: unchanged."""
 
 
 class Model(ABC):
-    """A network whose linear layers, norms and attention come from the LayerFactory it is given.
+    """A network built of layers from a LayerFactory, under the names of the checkpoint's tensors.
 
-    It holds no batch and no state between passes. Its parameters are named as in the checkpoint.
+    It holds no batch and no state between forward passes.
     """
 
     api: ClassVar[str]
+    """Version of this contract that the model implements (`API`)."""
     options_class: ClassVar[type | None] = None
+    """Frozen attrs class of the model's settings. None: it has none."""
 
     @classmethod
     @abstractmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:
-        """Why this class cannot build the model of this config.json, and what would work; None if it can."""
+        """Return a refusal: why this class cannot build this model, and what would work. None: it can.
+
+        config: of config.json, here and below.
+        """
 
     @classmethod
     @abstractmethod
     def spec(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """The shape of the model of this config.json.
+        """The properties of the model of this config.json.
 
-        Raises CheckpointError for a config that lacks something, as `checkpoint.read_key` does.
+        Raises CheckpointError if a key is missing, as `engine.core.weights.read_key` does.
         """
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], layers: LayerFactory, options: Any = None) -> None:
-        """Build the layers; `layers` notes each one, and the loader fills them afterwards."""
+        """Make the layers. The loader fills them afterwards.
+
+        options: an instance of options_class; None where that is None.
+        """
 
     @abstractmethod
     def forward(self, run: ForwardPass) -> torch.Tensor:
         """Hidden states of the batch's tokens before the LM head: [tokens, hidden_size].
 
-        May be recorded in CUDA graphs, cut at each call of `run.attention.forward`: of the batch it may use tokens,
-        positions and slots (and their number), and hand the rest to attention.
+        May be captured in CUDA graphs, with a graph break at each call of `run.attention.forward`. So a model must not
+        synchronize with the device, and may use only tokens, positions and slots of the batch; attention uses the rest.
         """
 
     @abstractmethod
@@ -75,11 +84,11 @@ class Model(ABC):
         """[rows, hidden_size] -> [rows, vocab_size]."""
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest logit of each row ([rows] float32) and its token ([rows] int64), the first of equals.
+        """The max logit of each row ([rows] float32) and its token ([rows] int64); the first token of equal logits.
 
-        hidden: [rows, hidden_size]. With a NaN among a row's logits the peak is NaN and the token some token. Override
-        it where the layers find the peak without keeping logits (LMHead.greedy), which may compare them before they
-        are rounded to the model's type and so break ties in another way.
+        hidden: [rows, hidden_size]. A row with a NaN logit has the max logit NaN and an arbitrary token. Override it
+        where the output layer finds the token without keeping logits (OutputLayer.greedy). That may compare logits
+        before they are rounded to the model's dtype, and so break ties in another way.
         """
-        peaks, tokens = self.logits(hidden).max(dim=-1)
-        return peaks.float(), tokens
+        max_logits, tokens = self.logits(hidden).max(dim=-1)
+        return max_logits.float(), tokens

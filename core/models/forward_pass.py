@@ -1,4 +1,4 @@
-"""What a model is given for one forward pass."""
+"""The arguments of one forward pass of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @define(kw_only=True)
 class ForwardPass:
-    """All that a model's layers need for one pass, handed down as an argument."""
+    """The batch of one forward pass, and the attention backend and KV pool that serve it. Models pass it to layers."""
 
     batch: ForwardBatch
     attention: AttentionBackend[Any, Any]

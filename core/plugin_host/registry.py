@@ -186,7 +186,7 @@ class Plugins:
         return self.seams["attention"]
 
     @property
-    def quant(self) -> Registry[QuantMethod]:
+    def quant(self) -> Registry[QuantMethod[Any]]:
         """Quantization methods."""
         return self.seams["quant"]
 

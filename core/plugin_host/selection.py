@@ -17,7 +17,7 @@ from engine.core.errors import ConfigError, EngineError, PluginError, near_misse
 from engine.core.models.base import ModelSpec
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import CONSTRUCTOR, blame
-from engine.core.quant.float8 import FLOAT8
+from engine.core.quant.float8 import FLOAT8, has_float8
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from engine.core.schedulers.policy import SchedulingPolicy
 
 DTYPES = ("float32", "bfloat16", "float16")
-FLOAT8_CAPABILITY = (8, 9)
-"""From this CUDA compute capability on, GPUs convert float8."""
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens that keep matrix products efficient; more make sequences that decode wait longer."""
 
@@ -60,7 +58,7 @@ class Parts:
     """The plugins of one engine, resolved: classes and their validated options."""
 
     attention: type[AttentionBackend[Any, Any]] | AttentionPair
-    quant: type[QuantMethod]
+    quant: type[QuantMethod[Any]]
     policy: SchedulingPolicy
     executor: type[Executor]
     model: type[Model]
@@ -158,7 +156,7 @@ def attention_question(
     device: DeviceInfo,
     checkpoint: Mapping[str, Any],
     model: type[Model],
-    quant: type[QuantMethod],
+    quant: type[QuantMethod[Any]],
     owners: Mapping[str, str] = {},
 ) -> Question:
     """Whether an attention backend refuses this model, quantized so.
@@ -178,11 +176,11 @@ def attention_question(
 
 def find_quant(
     config: EngineConfig, plugins: Plugins, device: DeviceInfo, checkpoint: Mapping[str, Any]
-) -> type[QuantMethod]:
+) -> type[QuantMethod[Any]]:
     """The quantization method of this configuration, where nothing else need be resolved. Raises as `resolve`."""
     [seam] = [seam for seam in EXTENSION_POINTS if seam.section == "quant"]
     question = quant_question(checkpoint, device)
-    found: type[QuantMethod] = _choose(seam, plugins.seams[seam.name], config.quant.name, None, question)[0]
+    found: type[QuantMethod[Any]] = _choose(seam, plugins.seams[seam.name], config.quant.name, None, question)[0]
     return found
 
 
@@ -240,7 +238,7 @@ def resolve_kv_dtype(
     config: EngineConfig,
     dtype: str,
     checkpoint: Mapping[str, Any],
-    quant: type[QuantMethod],
+    quant: type[QuantMethod[Any]],
     device: DeviceInfo,
     owner: str = "",
 ) -> str:
@@ -251,7 +249,7 @@ def resolve_kv_dtype(
     wanted = config.cache.dtype
     if wanted != AUTO:
         return KV_DTYPES.get(wanted, wanted)
-    if device.capability is not None and device.capability < FLOAT8_CAPABILITY:
+    if device.capability is not None and not has_float8(device):
         return dtype
     with blame(owner or f"quantization method {quant.__qualname__}", "kv_dtype()"):
         return quant.kv_dtype(checkpoint.get("quantization_config")) or dtype

@@ -1,4 +1,4 @@
-"""Quantization: the contract of a method and of its linear kernels, and the float8 KV cache."""
+"""Quantization: the contract of methods and their linear kernels, and float8 with the scales of a float8 KV cache."""
 
 from typing import TYPE_CHECKING
 
@@ -11,27 +11,37 @@ if TYPE_CHECKING:
         LinearKernel as LinearKernel,
         LinearPart as LinearPart,
         LinearSpec as LinearSpec,
+        Parallel as Parallel,
         QuantizedActivation as QuantizedActivation,
         QuantMethod as QuantMethod,
         TensorSpec as TensorSpec,
     )
-    from engine.core.quant.float8 import FLOAT8 as FLOAT8, LARGEST as LARGEST, KVScales as KVScales
+    from engine.core.quant.float8 import (
+        FLOAT8 as FLOAT8,
+        FLOAT8_CAPABILITY as FLOAT8_CAPABILITY,
+        FLOAT8_MAX as FLOAT8_MAX,
+        KVScales as KVScales,
+        has_float8 as has_float8,
+    )
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
     base=(
+        "FusedInputQuantization",
         "KVScaleNames",
-        "QuantizedActivation",
         "LinearKernel",
         "LinearPart",
         "LinearSpec",
-        "FusedInputQuantization",
+        "Parallel",
         "QuantMethod",
+        "QuantizedActivation",
         "TensorSpec",
     ),
     float8=(
         "FLOAT8",
+        "FLOAT8_CAPABILITY",
+        "FLOAT8_MAX",
         "KVScales",
-        "LARGEST",
+        "has_float8",
     ),
 )

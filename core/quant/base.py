@@ -1,10 +1,14 @@
-"""Contract of plugins/quant: which tensors a linear layer reads from a checkpoint and how it multiplies by them."""
+"""Contract of plugins/quant: a quantization method and the linear kernels that it makes.
+
+A `QuantMethod` is asked for a `LinearKernel` per linear layer (`LinearSpec`). The kernel names the tensors to read
+(`TensorSpec`), prepares its weights once, at load, and multiplies by them in each forward pass.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from attrs import frozen
 
@@ -16,23 +20,29 @@ if TYPE_CHECKING:
 
 API = "1"
 
+Parallel = Literal["none", "column", "row"]
+"""How tensor-parallel ranks share a linear layer. column: each rank has some of the outputs. row: each rank has some of
+the inputs, and computes a partial sum of all outputs. none: each rank has the whole layer."""
+OptionsT = TypeVar("OptionsT")
+"""A method's options_class, or None for a method without options."""
+
 
 @frozen(kw_only=True)
 class LinearPart:
-    """One linear layer of the checkpoint; several parts of one input are merged into one `LinearSpec`."""
+    """One linear layer of the checkpoint. Parts with the same input are merged into one `LinearSpec`."""
 
     name: str
     """Qualified name in the checkpoint, as model.layers.0.self_attn.q_proj."""
     out_features: int
     """Over all ranks."""
     replicas: int = 1
-    """Of a column-parallel layer: how many ranks side by side hold the same share, as where key and value heads are
-    fewer than ranks."""
+    """Of a column-parallel layer: number of adjacent ranks that hold the same shard. More than 1 where there are fewer
+    KV heads than ranks."""
 
 
 @frozen(kw_only=True)
 class LinearSpec:
-    """A linear layer as the model asks for it: y = x W^T + b, with the outputs of its parts side by side."""
+    """A linear layer that the model asks for: y = x W^T + b. The outputs of its parts are concatenated."""
 
     parts: tuple[LinearPart, ...]
     in_features: int
@@ -41,14 +51,14 @@ class LinearSpec:
     dtype: str
     """Of activations: float32, bfloat16 or float16."""
     device: str = "cpu"
-    """Where it is multiplied, as torch.device takes it."""
-    parallel: str = "none"
-    """How ranks share it: column (each has some outputs), row (each has some inputs) or none (each has all)."""
+    """Where the layer computes, as torch.device takes it."""
+    parallel: Parallel = "none"
+    """How ranks share the layer."""
     gated: bool = False
-    """Whether its two parts are the gate and up projections of a gated MLP, so that `apply_gated` alone is called, but
-    for rows of which `gates_at_once` says otherwise."""
+    """Whether the two parts are the gate and up projections of a gated MLP. The layer then calls `apply_gated`, or
+    `apply` and an activation where `LinearKernel.fuses_gating` is False."""
     ranks: int = 1
-    """How many share it; outputs or inputs divide evenly, as `parallel` says."""
+    """Number of ranks. They divide the outputs (column) or inputs (row) evenly."""
 
     @property
     def out_features(self) -> int:
@@ -70,48 +80,53 @@ class TensorSpec:
     """A tensor expected in the checkpoint."""
 
     shape: tuple[int, ...]
-    """Over all ranks; -1: any size. (1,): a scalar too, which is read as this."""
+    """Over all ranks. -1: any size. (1,): also accepts a scalar, which is read as one element."""
     dtypes: tuple[str, ...]
-    """Types accepted, as safetensors files name them in torch ("bfloat16", "float8_e4m3fn", "int32")."""
+    """Accepted types, by their names in torch ("bfloat16", "float8_e4m3fn", "int32")."""
     shard_dim: int | None = None
-    """The dimension that tensor-parallel ranks share out evenly; None: every rank reads all of it."""
+    """The dimension that tensor-parallel ranks divide evenly. None: every rank reads the whole tensor."""
     optional: bool = False
+    """Whether the checkpoint may lack the tensor."""
     replicas: int = 1
-    """How many ranks side by side hold the same share. The layer sets it, from its parts."""
-    share: int | None = None
-    """How much of that dimension a rank holds, so that what is left for the last ones may be less; None: all the same.
-    """
+    """Number of adjacent ranks that hold the same shard. Set by the layer, from its parts."""
+    shard_size: int | None = None
+    """Size of a rank's shard along shard_dim; the last ranks' shards may be smaller. None: an even division."""
 
 
 @frozen(kw_only=True)
 class KVScaleNames:
-    """Tensors of the checkpoint, one number each, that may hold an attention layer's KV scales (kv_scales.KVScales)."""
+    """Names of the checkpoint's tensors that may hold an attention layer's `KVScales`, one number each."""
 
     keys: tuple[str, ...]
-    """Of these the first that is there is the scale of the keys."""
+    """Candidates for the scale of the keys. The first that the checkpoint has is read."""
     values: tuple[str, ...]
+    """The same for the scale of the values."""
 
 
 class QuantizedActivation:
-    """A quantized input of one linear layer, made by its `FusedInputQuantization`: quantized values and scales, say."""
+    """A quantized input of one linear layer, made by its `FusedInputQuantization`.
+
+    A subclass holds what its kernel multiplies, such as quantized values and scales. Core passes it on unread.
+    """
 
     __slots__ = ()
 
 
 class FusedInputQuantization(ABC):
-    """How a kernel has its input made, in its own form, by the very kernel that computes it.
+    """Quantizes a linear kernel's input inside the preceding norm or activation kernel.
 
-    Whoever computes an input of a linear layer asks for it there (`RMSNorm.into`, `Linear.gated_into`), with as many
-    rows as it `takes`. Results are to be those of the steps one after the other. On a GPU all of it is captured in
-    CUDA graphs: it may choose by the shape of its arguments, but must not wait for the device.
+    The preceding norm (`RMSNorm.quantized_for`) or gated layer (`Linear.gated_quantized_for`) calls it in place of its
+    own kernel where `supports_rows` is True. Results must equal those of the separate steps: norm or activation, then
+    `LinearKernel.apply`. On a GPU the calls are captured in CUDA graphs: they may choose by the shapes of their
+    arguments, but must not synchronize with the device.
     """
 
     @abstractmethod
-    def takes(self, rows: int) -> bool:
-        """Whether so many rows come this way; others go to `LinearKernel.apply`, as they are."""
+    def supports_rows(self, rows: int) -> bool:
+        """Whether inputs of this many rows are quantized here. Others go to `LinearKernel.apply` as tensors."""
 
     @abstractmethod
-    def normed(
+    def norm_and_quantize(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
@@ -119,110 +134,126 @@ class FusedInputQuantization(ABC):
         eps: float,
         weights: Mapping[str, torch.Tensor],
     ) -> tuple[QuantizedActivation, torch.Tensor]:
-        """The norm (root mean square) of x + residual, and the sum, which may overwrite `residual`.
+        """RMSNorm of x + residual, quantized; and the sum x + residual, which may overwrite `residual`.
 
-        x, residual: [rows, in_features]; norm_weight: [in_features]; all of one type. weights: as for `apply`.
+        x, residual: [rows, in_features]; norm_weight: [in_features]; all of one dtype. residual: None counts as zeros.
+        weights: as in `LinearKernel.apply`.
         """
 
     @abstractmethod
-    def activated(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedActivation:
-        """silu(gate) * up. x: [rows, 2 * in_features], gate and up side by side."""
+    def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedActivation:
+        """silu(gate) * up, quantized.
+
+        x: [rows, 2 * in_features], gate before up in each row. weights: as in `LinearKernel.apply`.
+        """
 
     @abstractmethod
     def apply(
         self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `LinearKernel.apply`, of what one of the others made: [rows, out_features]."""
+        """`LinearKernel.apply` of an activation that this object quantized: [rows, out_features]."""
 
 
 class LinearKernel(ABC):
-    """One linear layer under one quantization method."""
+    """One linear layer under one quantization method: reads its tensors, prepares its weights, multiplies."""
 
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """What to read, by qualified name, over all parts."""
+        """Tensors to read, by qualified name, of all parts."""
 
     @abstractmethod
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Merge, quantize or repack what was read (this rank's shards, by the names of `tensors`); pure.
+        """Merge, quantize or repack the loaded tensors. Called once, at load; must not write to `loaded`.
 
-        The result is what `apply` is given; the loader drops `loaded` at once.
+        loaded: this rank's shards, by the names of `tensors`; dropped after the call. Returns the `weights` of `apply`.
         """
 
     @abstractmethod
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """x: [..., in_features] -> [..., out_features], in x's dtype."""
+        """x W^T + bias. x: [..., in_features] -> [..., out_features], in x's dtype.
+
+        weights: what `prepare` returned. bias: [out_features] or None. Sizes are this rank's.
+        """
 
     def apply_gated(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """silu(gate) * up of the two halves of `apply`'s outputs: [..., out_features / 2].
+        """silu(gate) * up, of the first and second half of `apply`'s outputs: [..., out_features / 2].
 
-        Override it where both go in one pass; a kernel that does not is called by `apply`, and the layer activates.
+        Override it in a kernel that computes both in one pass. If it is not overridden, layers call `apply` and
+        activate the result.
         """
         from engine.core.layers.activation import silu_and_mul
 
         return silu_and_mul(self.apply(x, weights, bias))
 
-    def gates_at_once(self, rows: int) -> bool:
-        """Whether `apply_gated` activates so many rows where it multiplies them.
+    def fuses_gating(self, rows: int) -> bool:
+        """Whether `apply_gated` is the faster way for this many rows.
 
-        If not, `apply` may be called in its place, and what comes next activates.
+        If False, the layer may call `apply` and let the next layer's `FusedInputQuantization` activate.
         """
         return type(self).apply_gated is not LinearKernel.apply_gated
 
     def fused_input_quantization(self) -> FusedInputQuantization | None:
-        """How its input is made for it; None: it takes tensors alone."""
+        """Quantizes this kernel's input in the preceding kernel. None: the kernel takes tensors only."""
         return None
 
     def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> Sequence[AutotunedCall]:
-        """Those of its multiplications whose kernel is to be chosen by measurement, on a GPU.
+        """The matrix products whose implementation is to be chosen by measurement on the GPU.
 
-        weights, bias: as for `apply`.
+        weights, bias: as in `apply`.
         """
         return ()
 
 
-class QuantMethod(ABC):
-    """A way to store and multiply weights."""
+class QuantMethod(ABC, Generic[OptionsT]):
+    """A quantization method: how weights are stored in the checkpoint and multiplied.
+
+    The type parameter is the type of `from_checkpoint`'s options; a subclass need not give it.
+    """
 
     api: ClassVar[str]
+    """Version of this contract that the method implements (`API`)."""
     options_class: ClassVar[type | None] = None
+    """Frozen attrs class of the method's settings (quant.options). None: it has none."""
 
     @classmethod
     @abstractmethod
     def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
-        """Why not, and what would work; None if it can.
+        """Return a refusal: why the method cannot serve this, and what would work. None: it can.
 
-        checkpoint: quantization_config of the model's config.json; None for an unquantized one.
+        checkpoint: quantization_config of the model's config.json; None for an unquantized checkpoint.
         """
 
     @classmethod
     @abstractmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> QuantMethod:
-        """An instance for this checkpoint; for None, one that quantizes while loading."""
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: OptionsT) -> QuantMethod[OptionsT]:
+        """Make an instance for a checkpoint. For None, one that quantizes while loading.
+
+        checkpoint: as in `refuses`. options: an instance of options_class; None where that is None.
+        """
 
     @classmethod
     def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
-        """The type of keys and values that the checkpoint asks for; None: it does not.
+        """The dtype of keys and values that the checkpoint asks for. None: the checkpoint leaves it open.
 
-        checkpoint: as for `refuses`, which has not refused it.
+        checkpoint: as in `refuses`, which has not refused it.
         """
         return None
 
     def kv_scales(self, attention: str) -> KVScaleNames | None:
-        """Where the scales of a quantized KV cache may be; None: the checkpoint has none.
+        """Names of the tensors that may hold the KV cache's scales. None: the checkpoint has none.
 
-        attention: qualified name of the layer in the checkpoint, as model.layers.0.self_attn.
+        attention: qualified name of the attention layer in the checkpoint, as model.layers.0.self_attn.
         """
         return None
 
     def ignored(self) -> Sequence[str]:
-        """Names (as file names match: `*.name`) of tensors of this method that may be in the checkpoint, unread."""
+        """Patterns (fnmatch: `*.name`) of tensors that the checkpoint may have and that are not read."""
         return ()
 
     @abstractmethod
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
-        """The kernel of one linear layer; None: leave this layer in the model's own type."""
+        """Make the kernel of one linear layer. None: the layer is not quantized, and core's own kernel computes it."""

@@ -1,7 +1,7 @@
-"""Keys and values in float8 (e4m3): what a code stands for.
+"""float8 (e4m3): its largest value, which GPUs have it, and the scales of a float8 KV cache.
 
-A code is value / scale, rounded to the nearest and saturated at +-448; the value read is code * scale. Keys and values
-of a layer have one scale each. In a cache of any other type all scales are 1.
+A quantized value is x / scale, rounded to the nearest float8 and saturated at +-FLOAT8_MAX. Dequantizing multiplies by
+the scale. A layer has one scale for its keys and one for its values; a cache of another dtype has scales of 1.
 """
 
 from __future__ import annotations
@@ -13,9 +13,18 @@ from attrs import frozen
 if TYPE_CHECKING:
     import torch
 
+    from engine.core.device import DeviceInfo
+
 FLOAT8 = "float8_e4m3fn"
-LARGEST = 448.0
-"""Of the codes that are numbers."""
+FLOAT8_MAX = 448.0
+"""The largest finite float8."""
+FLOAT8_CAPABILITY = (8, 9)
+"""From this CUDA compute capability on, GPUs convert and multiply float8."""
+
+
+def has_float8(device: DeviceInfo) -> bool:
+    """Whether a device is a GPU that computes with float8."""
+    return device.capability is not None and device.capability >= FLOAT8_CAPABILITY
 
 
 @frozen(kw_only=True)
@@ -29,8 +38,11 @@ class KVScales:
 UNSCALED = KVScales()
 
 
-def encode(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Codes of numbers of any shape, as float8_e4m3fn. NaN stays NaN; a cast alone makes NaN of what is too large."""
+def quantize_float8(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Quantize a tensor of any shape to float8_e4m3fn. NaN stays NaN.
+
+    The cast alone would turn values beyond FLOAT8_MAX into NaN.
+    """
     import torch
 
-    return (values.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return (values.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: their configuration, and loading their tensors."""
+"""Checkpoints on disk: reading their configuration, and loading their weights into layers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""A model directory in the Hugging Face layout: what its JSON files say. The weights are core/weights/loader.py's."""
+"""The JSON files of a model directory in the Hugging Face layout. loader.py reads the weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SAMPLING_KEYS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Keys of generation_config.json -> SamplingParams."""
+"""Keys of generation_config.json -> fields of SamplingParams."""
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 @frozen(kw_only=True)
 class Checkpoint:
-    """A model directory."""
+    """A model directory and its JSON files."""
 
     path: Path
     config: Mapping[str, Any]
@@ -39,9 +39,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path, *, generation_config: str = "auto") -> Checkpoint:
-        """Read the directory's JSON files; with generation_config "none", that file is taken as absent.
+        """Read the directory's JSON files. generation_config: "none" ignores generation_config.json.
 
-        Raises CheckpointError if it is no directory or has no config.json.
+        Raises CheckpointError if `path` is not a directory or has no config.json.
         """
         directory = model_directory(path)
         if not (directory / "config.json").is_file():
@@ -63,10 +63,7 @@ class Checkpoint:
         return stored or None
 
     def default_params(self) -> SamplingParams:
-        """What generation_config.json recommends, for requests that say nothing else.
-
-        Raises CheckpointError for a value out of range.
-        """
+        """Defaults of requests, from generation_config.json. Raises CheckpointError if a value is out of range."""
         stored = self.generation_config
         values = {ours: stored[theirs] for theirs, ours in SAMPLING_KEYS.items() if stored.get(theirs) is not None}
         if stored.get("do_sample") is False:
@@ -77,7 +74,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}/generation_config.json: {error}") from error
 
     def eos_tokens(self) -> frozenset[int]:
-        """Tokens that end a text: of generation_config.json, else of config.json; none if neither names any."""
+        """Tokens that end a text, from generation_config.json, else config.json; empty if neither names one."""
         for name, stored in (("generation_config.json", self.generation_config), ("config.json", self.config)):
             value = stored.get("eos_token_id")
             if value is None:
@@ -92,7 +89,7 @@ class Checkpoint:
 
 
 def model_directory(path: str | Path) -> Path:
-    """The directory that `path` names. Raises CheckpointError if there is none."""
+    """`path` with ~ expanded. Raises CheckpointError if it is not a directory."""
     directory = Path(path).expanduser()
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
@@ -104,7 +101,7 @@ def model_directory(path: str | Path) -> Path:
 
 
 def read_json(file: Path) -> Mapping[str, Any]:
-    """A JSON file that holds one object. Raises CheckpointError if it is something else or cannot be read."""
+    """Read a JSON file that holds one object. Raises CheckpointError if it cannot be read or holds anything else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -123,9 +120,10 @@ def read_key(
     least: float = 0,
     where: str = "config.json",
 ) -> T:
-    """A number or flag of a config.json; absent and null mean `default`.
+    """Read a number or flag of a config.json. `default`: its value if absent or null.
 
-    Raises CheckpointError, naming the key, if it is missing without a default, of another type or below `least`.
+    Raises CheckpointError, naming the key, if the key is missing without a default, of another type or below `least`.
+    where: how errors name the file or table.
     """
     value = config.get(key)
     if value is None:

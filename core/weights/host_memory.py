@@ -1,7 +1,7 @@
-"""Large tensors in a CPU's memory, which the kernel gives out when they are first written.
+"""Large tensors in CPU memory, which the operating system allocates when they are first written.
 
-numpy asks for huge pages, with which filling fresh memory takes the kernel less than half the time, and gets zeroed
-memory from the kernel, which zeroes it on first use. torch does neither: it writes its zeros, so that they take space.
+numpy asks for huge pages, with which the first write takes the operating system less than half the time. It also leaves
+zeroing to the operating system, on first use. torch does neither: it writes zeros, which allocates all of the memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 ALIGNMENT = 64
-"""Of a tensor, bytes: a cache line, as torch aligns."""
+"""Alignment of a tensor, bytes: a cache line, as in torch."""
 
 
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, zeroed: bool = False) -> torch.Tensor:
-    """A contiguous tensor in memory of its own: zero, or whatever was there."""
+    """A contiguous tensor in new memory, zeroed or uninitialized."""
     size = math.prod(shape) * dtype.itemsize
     memory = (np.zeros if zeroed else np.empty)(size + ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % ALIGNMENT

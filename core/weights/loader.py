@@ -1,4 +1,4 @@
-"""Weights from safetensors files (or made up) into layers, one layer at a time, so that peak memory stays low."""
+"""Loads weights from safetensors files, or random ones, into layers: layer by layer, so that peak memory stays low."""
 
 from __future__ import annotations
 
@@ -18,104 +18,107 @@ from engine.core.plugin_host.faults import blame
 from engine.core.quant.base import TensorSpec
 from engine.core.weights.checkpoint import Checkpoint, read_json
 from engine.core.weights.host_memory import host_tensor
-from engine.core.weights.readers import Piece, Readers, Reading, auto_threads
+from engine.core.weights.readers import PendingReads, ReaderPool, ReadTask, auto_threads
 from engine.core.weights.tensor_file import TensorFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
-WINDOW = 512 << 20
-"""Bytes of tensors (512 MiB) that are read ahead of the layer being filled; a larger layer is read by itself."""
+READ_AHEAD_BYTES = 512 << 20
+"""Bytes of tensors (512 MiB) that are read ahead of the layer being filled. A larger layer is read alone."""
 Progress = Callable[[int, int], None]
-"""Called with bytes read so far and in all, on this rank."""
+"""Called with the bytes read so far and in total, on this rank."""
 
 
 class WeightSource(ABC):
-    """Where a model's tensors come from."""
+    """Source of a model's tensors."""
 
     @abstractmethod
-    def expect(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
-        """Check, before anything is read, that all of `specs` is there and nothing else but what `ignored` matches.
+    def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
+        """Check, before any tensor is read, that the source has all of `specs` and else only names matching `ignored`.
 
-        Returns the bytes of each tensor; optional ones that are absent are left out. Raises CheckpointError.
+        Returns the bytes of each tensor, without absent optional ones. Raises CheckpointError if the check fails.
         """
 
     @abstractmethod
-    def begin(
+    def allocate(
         self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
-    ) -> tuple[torch.Tensor, Iterable[Piece]]:
-        """A tensor that `expect` has checked: memory for this rank's shard of it on the device, and what fills it."""
+    ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
+        """Memory on the device for this rank's shard of a tensor, and the tasks that fill it. Called after `check`."""
 
 
 def load_weights(
     layers: LayerFactory, source: WeightSource, on_progress: Progress | None = None, *, threads: int = 0
 ) -> None:
-    """Fill all layers that `layers` has made, each as soon as its tensors are there, while the next ones are read.
+    """Fill all layers that `layers` has made, in order, while the tensors of the next ones are read.
 
-    threads: how many read; 0: by the number of processors.
-    Raises CheckpointError, before anything is read if it can be known.
+    threads: number of reading threads; 0: by the number of processors.
+    Raises CheckpointError, before any tensor is read if possible.
     """
     with blame(layers.model_owner, "tensors() of a layer"):
         wanted = {name: spec for layer in layers.layers for name, spec in layer.tensors().items()}
     sizes = {
         name: _rank_bytes(name, wanted[name], size, layers.rank, layers.ranks)
-        for name, size in source.expect(wanted, layers.ignored).items()
+        for name, size in source.check(wanted, layers.ignored).items()
     }
     done, total = 0, sum(sizes.values())
-    with Readers(layers.device, threads or max(1, auto_threads() // layers.ranks)) as readers:
-        ahead = _ReadAhead(layers, source, sizes, readers)
+    with ReaderPool(layers.device, threads or max(1, auto_threads() // layers.ranks)) as readers:
+        read_ahead = _ReadAhead(layers, source, sizes, readers)
         for layer in layers.layers:
-            tensors = ahead.take()
+            tensors = read_ahead.next_layer()
             with blame(layers.model_owner, "fill() of a layer"):
                 layer.fill(tensors)
-            del tensors  # or they would stay beside those of the next layer
+            del tensors  # frees them before the next layer is filled
             done += sum(sizes.get(name, 0) for name in layer.tensors())
             if on_progress is not None:
                 on_progress(done, total)
 
 
 class _ReadAhead:
-    """The tensors of one layer after the other; those of the next ones, up to WINDOW, are being read."""
+    """Reads the tensors of one layer after the other, up to READ_AHEAD_BYTES ahead."""
 
-    def __init__(self, layers: LayerFactory, source: WeightSource, sizes: Mapping[str, int], readers: Readers) -> None:
+    def __init__(
+        self, layers: LayerFactory, source: WeightSource, sizes: Mapping[str, int], readers: ReaderPool
+    ) -> None:
         self._layers = layers
         self._source = source
         self._sizes = sizes
         self._readers = readers
-        self._next = iter(layers.layers)
-        self._begun: deque[tuple[dict[str, torch.Tensor], Reading, int]] = deque()
+        self._not_started = iter(layers.layers)
+        self._started: deque[tuple[dict[str, torch.Tensor], PendingReads, int]] = deque()
+        """Per layer: its tensors, their reads and their bytes."""
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """The tensors of the next layer, once they are read; nothing else holds them."""
-        self._begin()
-        tensors, reading, _ = self._begun.popleft()
-        reading.wait()
-        self._begin()
+    def next_layer(self) -> dict[str, torch.Tensor]:
+        """Wait for the tensors of the next layer. The caller holds the only reference to them."""
+        self._start()
+        tensors, reads, _ = self._started.popleft()
+        reads.wait()
+        self._start()
         return tensors
 
-    def _begin(self) -> None:
-        """Begin with as many layers as the window holds, one at least."""
-        while not self._begun or sum(size for _, _, size in self._begun) < WINDOW:
-            layer = next(self._next, None)
+    def _start(self) -> None:
+        """Start reading layers until READ_AHEAD_BYTES are in progress, at least one layer."""
+        while not self._started or sum(size for _, _, size in self._started) < READ_AHEAD_BYTES:
+            layer = next(self._not_started, None)
             if layer is None:
                 return
             specs = {name: spec for name, spec in layer.tensors().items() if name in self._sizes}
             tensors: dict[str, torch.Tensor] = {}
-            pieces: list[Piece] = []
+            tasks: list[ReadTask] = []
             for name, spec in specs.items():
-                tensors[name], some = self._source.begin(
+                tensors[name], reads = self._source.allocate(
                     name, spec, rank=self._layers.rank, ranks=self._layers.ranks, device=self._layers.device
                 )
-                pieces += some
-            self._begun.append((tensors, self._readers.start(pieces), sum(self._sizes[name] for name in specs)))
+                tasks += reads
+            self._started.append((tensors, self._readers.submit(tasks), sum(self._sizes[name] for name in specs)))
 
 
 class SafetensorsSource(WeightSource):
-    """The safetensors files of a checkpoint: one, or several with an index."""
+    """The safetensors files of a checkpoint: one file, or several with an index."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Opens the files; only their headers are read. Raises CheckpointError for a file missing or damaged."""
+        """Open the files and read their headers. Raises CheckpointError if a file is missing or damaged."""
         self._directory = checkpoint.path
         self._file_of = self._locate()
         self._files = {name: TensorFile(checkpoint.path / name) for name in sorted(set(self._file_of.values()))}
@@ -123,13 +126,13 @@ class SafetensorsSource(WeightSource):
             if tensor not in self._files[name].tensors:
                 raise CheckpointError(f"{INDEX} says that {name} holds {tensor}, but it does not; fetch both again")
 
-    def expect(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
-        """Check names, shapes and types by the files' headers."""
+    def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
+        """Check names, shapes and dtypes against the files' headers."""
         missing = [name for name, spec in specs.items() if not spec.optional and name not in self._file_of]
         if missing:
             raise CheckpointError(
-                f"{self._directory} lacks {len(missing)} tensor(s) that the model needs: {_some(missing)};"
-                f" it has {len(self._file_of)} in {_some(sorted(self._files))}"
+                f"{self._directory} lacks {len(missing)} tensor(s) that the model needs: {_listed(missing)};"
+                f" it has {len(self._file_of)} in {_listed(sorted(self._files))}"
             )
         left_over = [
             name
@@ -138,27 +141,27 @@ class SafetensorsSource(WeightSource):
         ]
         if left_over:
             raise CheckpointError(
-                f"{self._directory} has {len(left_over)} tensor(s) that the model does not know: {_some(left_over)};"
+                f"{self._directory} has {len(left_over)} tensor(s) that the model does not know: {_listed(left_over)};"
                 " config.json or the architecture may not be those of these weights"
             )
         return {name: self._check(name, spec) for name, spec in specs.items() if name in self._file_of}
 
-    def begin(
+    def allocate(
         self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
-    ) -> tuple[torch.Tensor, Iterable[Piece]]:
-        """Reads this rank's part of the file only; into memory of its own also on a CPU, since the file's pages are
-        not aligned, and change when somebody writes to the file."""
+    ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
+        # On a CPU, too, tensors are copied into new memory: those in a mapped file are not aligned, and would change
+        # when the file is written to.
         file = self._files[self._file_of[name]]
         stored = file.tensors[name]
         shape, dim, index = list(stored.shape or spec.shape), 0, 0
         if spec.shard_dim is not None:
             dim = spec.shard_dim
-            part = _part(name, spec, shape[dim], rank, ranks)
+            part = _shard_range(name, spec, shape[dim], rank, ranks)
             shape[dim], index = len(part), part.start
         dtype = _torch_type(stored.dtype)
         on_cpu = torch.device(device).type == "cpu"
         tensor = host_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
-        return tensor, file.pieces(name, dim, index, tensor)
+        return tensor, file.read_tasks(name, dim, index, tensor)
 
     def _locate(self) -> dict[str, str]:
         """Tensor -> file."""
@@ -170,11 +173,11 @@ class SafetensorsSource(WeightSource):
         pickled = [name for name in names if name.endswith(PICKLES)]
         if pickled:
             raise CheckpointError(
-                f"{self._directory} has weights only as pickles ({_some(pickled)}), which can run code when read and"
+                f"{self._directory} has weights only as pickles ({_listed(pickled)}), which can run code when read and"
                 " are not loaded; convert them to safetensors (load with transformers, then save_pretrained)"
             )
         raise CheckpointError(
-            f"{self._directory} has neither {SINGLE} nor {INDEX}; it has {_some(names)}"
+            f"{self._directory} has neither {SINGLE} nor {INDEX}; it has {_listed(names)}"
             " (for random weights use --load-format dummy)"
         )
 
@@ -185,11 +188,11 @@ class SafetensorsSource(WeightSource):
         files = sorted(set(file_of.values()))
         outside = [name for name in files if Path(name).name != name]
         if outside:
-            raise CheckpointError(f"{self._directory / INDEX} names files elsewhere: {_some(outside)}")
+            raise CheckpointError(f"{self._directory / INDEX} names files elsewhere: {_listed(outside)}")
         absent = [name for name in files if not (self._directory / name).is_file()]
         if absent:
             raise CheckpointError(
-                f"{self._directory} lacks {len(absent)} of the {len(files)} files in {INDEX}: {_some(absent)}"
+                f"{self._directory} lacks {len(absent)} of the {len(files)} files in {INDEX}: {_listed(absent)}"
             )
         return file_of
 
@@ -209,38 +212,42 @@ class SafetensorsSource(WeightSource):
 
 
 class DummySource(WeightSource):
-    """Made-up weights, the same for the same seed and name; scaled so that activations stay finite."""
+    """Random weights by seed and tensor name, scaled so that activations stay finite."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
-    def expect(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
-        """Everything that is not optional is there, in the first type that its spec accepts."""
+    def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
+        """All tensors but optional ones exist, in the first dtype that their specs accept."""
         unknown = [name for name, spec in specs.items() if not spec.optional and -1 in spec.shape]
         if unknown:
-            raise CheckpointError(f"tensors whose size only a checkpoint tells cannot be made up: {_some(unknown)}")
+            raise CheckpointError(
+                f"no random weights for tensors whose size only a checkpoint knows: {_listed(unknown)}"
+            )
         return {name: _nbytes(spec.shape, spec.dtypes[0]) for name, spec in specs.items() if not spec.optional}
 
-    def begin(
+    def allocate(
         self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
-    ) -> tuple[torch.Tensor, Iterable[Piece]]:
-        """Made on the device, at once; the ranks' shards are not those of one whole tensor."""
+    ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
+        """Computed on the device, with no tasks left. The ranks' shards are not those of one whole tensor."""
         shape = list(spec.shape)
         shard = 0
         if spec.shard_dim is not None:
-            shape[spec.shard_dim] = len(_part(name, spec, shape[spec.shard_dim], rank, ranks))
-            shard = rank // spec.replicas  # what several ranks hold must be equal on all of them
+            shape[spec.shard_dim] = len(_shard_range(name, spec, shape[spec.shard_dim], rank, ranks))
+            shard = rank // spec.replicas  # replicas must be equal on all of their ranks
         dtype = _torch_type(spec.dtypes[0])
-        generator = torch.Generator(device).manual_seed(_number_of(f"{self._seed} {shard} {name}"))
-        return _made_up(name, shape, dtype, generator, device), ()
+        generator = torch.Generator(device).manual_seed(_seed_of(f"{self._seed} {shard} {name}"))
+        return _random_tensor(name, shape, dtype, generator, device), ()
 
 
-def _made_up(name: str, shape: list[int], dtype: torch.dtype, generator: torch.Generator, device: str) -> torch.Tensor:
-    """Numbers of the scale that weights have: a matrix keeps the size of what it multiplies, a norm's are about 1."""
+def _random_tensor(
+    name: str, shape: list[int], dtype: torch.dtype, generator: torch.Generator, device: str
+) -> torch.Tensor:
+    """Numbers at the scale of trained weights: a matrix preserves the scale of its inputs, a norm's are about 1."""
     if not dtype.is_floating_point:
-        most = 2 if dtype == torch.bool else 128
-        return torch.randint(most, shape, generator=generator, dtype=dtype, device=device)
-    wide = dtype.itemsize > 1  # normal_ knows no 8-bit type
+        limit = 2 if dtype == torch.bool else 128
+        return torch.randint(limit, shape, generator=generator, dtype=dtype, device=device)
+    wide = dtype.itemsize > 1  # normal_ does not support 8-bit dtypes
     values = torch.empty(shape, dtype=dtype if wide else torch.float32, device=device)
     if len(shape) == 1:
         return values.normal_(1.0 if name.endswith("weight") else 0.0, 0.02, generator=generator).to(dtype)
@@ -248,25 +255,25 @@ def _made_up(name: str, shape: list[int], dtype: torch.dtype, generator: torch.G
     return values.normal_(0.0, fan_in**-0.5, generator=generator).to(dtype)
 
 
-def _part(name: str, spec: TensorSpec, size: int, rank: int, ranks: int) -> range:
-    """Which of `size` rows of the dimension that ranks share this rank holds. Raises CheckpointError if they cannot."""
-    if spec.share is not None:
-        return range(min(rank * spec.share, size), min((rank + 1) * spec.share, size))
-    shares = ranks // spec.replicas
-    if size % shares:
+def _shard_range(name: str, spec: TensorSpec, size: int, rank: int, ranks: int) -> range:
+    """This rank's range of a sharded dimension of that size. Raises CheckpointError if ranks do not divide it."""
+    if spec.shard_size is not None:
+        return range(min(rank * spec.shard_size, size), min((rank + 1) * spec.shard_size, size))
+    shards = ranks // spec.replicas
+    if size % shards:
         raise CheckpointError(
             f"{ranks} ranks cannot share tensor {name} evenly: it has {size} in the dimension to split"
         )
-    count = size // shares
+    count = size // shards
     return range(rank // spec.replicas * count, (rank // spec.replicas + 1) * count)
 
 
 def _rank_bytes(name: str, spec: TensorSpec, nbytes: int, rank: int, ranks: int) -> int:
-    """Of a tensor of so many bytes, on one rank. Raises CheckpointError if the ranks cannot share it."""
+    """Bytes of one rank's shard of a tensor of `nbytes`. Raises CheckpointError if ranks do not divide it."""
     if spec.shard_dim is None:
         return nbytes
     size = spec.shape[spec.shard_dim]
-    return nbytes // ranks if size < 1 else nbytes // size * len(_part(name, spec, size, rank, ranks))
+    return nbytes // ranks if size < 1 else nbytes // size * len(_shard_range(name, spec, size, rank, ranks))
 
 
 def _torch_type(name: str) -> torch.dtype:
@@ -278,10 +285,10 @@ def _nbytes(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * _torch_type(dtype).itemsize
 
 
-def _number_of(text: str) -> int:
+def _seed_of(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more if names else "nothing"
+def _listed(names: Sequence[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more if names else "nothing"

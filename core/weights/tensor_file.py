@@ -1,4 +1,4 @@
-"""A safetensors file: what its header says, and reading parts of its tensors from several threads at once.
+"""A safetensors file: its header, and reads of parts of its tensors by several threads.
 
 Format: 8 bytes, the length of the header (little-endian); the header, JSON of name -> dtype, shape, data_offsets; the
 tensors, row-major, at those offsets from the header's end (https://github.com/huggingface/safetensors).
@@ -21,7 +21,7 @@ from attrs import frozen
 from safetensors import SafetensorError, safe_open
 
 from engine.core.errors import CheckpointError
-from engine.core.weights.readers import CHUNK, Piece
+from engine.core.weights.readers import MAX_TASK_BYTES, ReadTask
 
 STORED_DTYPES = {
     "F64": "float64",
@@ -38,32 +38,32 @@ STORED_DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Types in a safetensors header -> torch."""
+"""dtypes of a safetensors header -> of torch."""
 
-SHORT_RUN = 1 << 20
-"""Runs of bytes shorter than this (1 MiB) are gathered from the mapped file: a system call each would take longer."""
+MIN_READ_BYTES = 1 << 20
+"""Runs of bytes shorter than this (1 MiB) are copied from the mapped file: a system call per run would take longer."""
 
 
 @frozen
 class StoredTensor:
-    """One tensor of a file."""
+    """The header's entry of one tensor."""
 
     dtype: str
-    """As torch names it, or as the header does where torch has no such type."""
+    """Name in torch, or in the header if torch has no such dtype."""
     shape: tuple[int, ...]
     offset: int
-    """Where its bytes begin in the file."""
+    """Offset of the tensor's first byte in the file."""
 
 
 class TensorFile:
-    """An open safetensors file. It may be read from any thread, and is closed when nobody holds it."""
+    """An open safetensors file. Any thread may read it. It is closed once no reference to it is left."""
 
     def __init__(self, path: Path) -> None:
-        """Reads the header only. Raises CheckpointError for a file damaged or cut short."""
+        """Read the header. Raises CheckpointError if the file is damaged or cut short."""
         self.path = path
         try:
             with safe_open(path, framework="pt", device="cpu"):
-                pass  # has checked the header: sizes, offsets, no gaps, nothing behind the end
+                pass  # safe_open checks the header: sizes, offsets, no gaps, nothing after the end
             self._descriptor = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._descriptor)
             size = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
@@ -80,35 +80,37 @@ class TensorFile:
             for name, one in header.items()
         }
 
-    def pieces(self, name: str, dim: int, index: int, target: torch.Tensor) -> Iterator[Piece]:
-        """What reads a part of a tensor into `target`, a contiguous tensor: along `dim`, from row `index` on, as much
-        as `target` is long there; all of the other dimensions. No more of the file is read than that."""
+    def read_tasks(self, name: str, dim: int, index: int, target: torch.Tensor) -> Iterator[ReadTask]:
+        """Tasks that fill `target`, a contiguous tensor, with a slice of tensor `name` and read nothing else.
+
+        The slice starts at `index` of dimension `dim`, is as long there as `target`, and spans the other dimensions.
+        """
         stored = self.tensors[name]
         memory = target.view(-1).view(torch.uint8)
         if not memory.numel():
             return
         inner = math.prod(stored.shape[dim + 1 :]) * target.dtype.itemsize
-        runs = math.prod(stored.shape[:dim])  # the file holds the part as so many runs of bytes,
+        runs = math.prod(stored.shape[:dim])  # the slice lies in the file as this number of runs of bytes,
         length = memory.numel() // runs  # each of this length,
-        stride = inner * (stored.shape[dim] if stored.shape else 1)  # and so far apart
+        stride = inner * (stored.shape[dim] if stored.shape else 1)  # at this distance
         first = stored.offset + index * inner
         if length == stride or runs == 1:
             yield from self._run(name, first, memory)
-        elif length >= SHORT_RUN:
+        elif length >= MIN_READ_BYTES:
             for number, run in enumerate(memory.view(runs, length)):
                 yield from self._run(name, first + number * stride, run)
         else:
-            most = CHUNK // length
-            for begin in range(0, runs, most):
-                rows = memory.view(runs, length)[begin : begin + most]
+            max_runs = MAX_TASK_BYTES // length
+            for begin in range(0, runs, max_runs):
+                rows = memory.view(runs, length)[begin : begin + max_runs]
                 offset = first + begin * stride
                 read = partial(self._gather, offset, length, stride)
-                yield Piece((str(self.path), offset), rows.view(-1), read)
+                yield ReadTask((str(self.path), offset), rows.view(-1), read)
 
-    def _run(self, name: str, offset: int, memory: torch.Tensor) -> Iterator[Piece]:
-        for begin in range(0, memory.numel(), CHUNK):
+    def _run(self, name: str, offset: int, memory: torch.Tensor) -> Iterator[ReadTask]:
+        for begin in range(0, memory.numel(), MAX_TASK_BYTES):
             read = partial(self._read, name, offset + begin)
-            yield Piece((str(self.path), offset + begin), memory[begin : begin + CHUNK], read)
+            yield ReadTask((str(self.path), offset + begin), memory[begin : begin + MAX_TASK_BYTES], read)
 
     def _read(self, name: str, offset: int, memory: memoryview) -> None:
         """Fill `memory` with the file's bytes from `offset` on."""
@@ -125,7 +127,7 @@ class TensorFile:
             done += count
 
     def _gather(self, offset: int, length: int, stride: int, memory: memoryview) -> None:
-        """Fill `memory` with runs of `length` bytes whose beginnings are `stride` apart. Frees the GIL, as `_read`."""
+        """Fill `memory` with runs of `length` bytes that start `stride` bytes apart. Releases the GIL, as `_read`."""
         target = np.frombuffer(memory, np.uint8).reshape(-1, length)
         np.copyto(target, np.ndarray(target.shape, np.uint8, self._mapped, offset, (stride, 1)))
 

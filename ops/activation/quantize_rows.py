@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.common.limits import max_quantized
 
 if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
 
 BLOCK = 128
 """Of a CodeLayout."""
-LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: a small float32 added to it is rounded to an integer, ties to even, which stands in the lowest bits."""
 FEW = 512
@@ -154,7 +154,7 @@ def launch_by_rows(
             x,
             scales if scale is None else scale,
             inputs,
-            LIMIT=LIMITS[dtype],
+            LIMIT=max_quantized(dtype),
             INT8=dtype == torch.int8,
             BLOCKS=triton.next_power_of_2(codes.shape[1] // BLOCK),
             GIVEN=scale is not None,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.core.quant.float8 import LARGEST, UNSCALED, KVScales
+from engine.core.quant.float8 import FLOAT8_MAX, UNSCALED, KVScales
 from engine.ops.common.launch import dependent_launch, release, wait
 
 HEADS_AT_ONCE = 8
@@ -96,7 +96,7 @@ def _rotate_and_write_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    LARGEST: tl.constexpr,
+    FLOAT8_MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     release(PDL)
@@ -146,8 +146,8 @@ def _rotate_and_write_kernel(
     tl.store(row + pair, new_first.to(qkv.dtype.element_ty), mask=in_pair & turned)
     tl.store(row + HALF + pair, new_second.to(qkv.dtype.element_ty), mask=in_pair & turned)
     scale_of = tl.where(is_value, value_scale, key_scale)
-    new_first = _code(new_first, scale_of, LARGEST).to(keys.dtype.element_ty)
-    new_second = _code(new_second, scale_of, LARGEST).to(keys.dtype.element_ty)
+    new_first = _code(new_first, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
+    new_second = _code(new_second, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
     key_row = keys + slot * (KV_HEADS * DIM) + (start - HEADS * DIM)
     value_row = values + slot * (KV_HEADS * DIM) + (start - (HEADS + KV_HEADS) * DIM)
     tl.store(key_row + pair, new_first, mask=in_pair & is_key)
@@ -158,17 +158,17 @@ def _rotate_and_write_kernel(
         third = tl.where(turned, third, rest_as_is.to(tl.float32))
         if HAS_NORM:
             tl.store(row + 2 * HALF + rest, third.to(qkv.dtype.element_ty), mask=in_rest & turned)
-        third = _code(third, scale_of, LARGEST).to(keys.dtype.element_ty)
+        third = _code(third, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
         tl.store(key_row + 2 * HALF + rest, third, mask=in_rest & is_key)
         tl.store(value_row + 2 * HALF + rest, third, mask=in_rest & is_value)
 
 
 @triton.jit
-def _code(x, scale, LARGEST: tl.constexpr):
-    """x / scale, at most LARGEST in size, NaN if x is; x itself where LARGEST is 0. Scale: [heads, 1]."""
-    if LARGEST > 0.0:
+def _code(x, scale, FLOAT8_MAX: tl.constexpr):
+    """x / scale, at most FLOAT8_MAX in size, NaN if x is; x itself where FLOAT8_MAX is 0. Scale: [heads, 1]."""
+    if FLOAT8_MAX > 0.0:
         x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-        x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(x, -FLOAT8_MAX, FLOAT8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return x
 
 
@@ -216,7 +216,7 @@ def rotate_and_write(
         BLOCK_HALF=block_half,
         BLOCK_REST=block_rest,
         HAS_NORM=weight is not None,
-        LARGEST=LARGEST if keys.dtype == torch.float8_e4m3fn else 0.0,
+        FLOAT8_MAX=FLOAT8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
         num_warps=2,
         **dependent_launch(qkv.device),
     )

@@ -22,9 +22,6 @@ import torch
 import torch.nn.functional as F
 from attrs import frozen
 
-from engine.core.errors import CheckpointError
-from engine.core.layers.base import torch_dtype
-
 SPANS = (64, 32)
 """Inputs side by side of one field; the larger, the less is spent on counting."""
 
@@ -46,13 +43,13 @@ class Layout:
 
     @classmethod
     def choose(cls, bits: int, group_size: int) -> Layout:
-        """For groups of so many inputs, -1: all. Raises CheckpointError for one that fits no span."""
+        """The layout for groups of this many inputs, -1: one group. Raises ValueError for a size that no layout holds."""
         for span in SPANS:
             block = 16 // bits * span
             for group in (block // 2, block // 4):  # two or four groups a block: 32 or 64 bits of scales
                 if group >= span and (group_size == -1 or group_size % group == 0):
                     return cls(bits=bits, span=span, group=group)
-        raise CheckpointError(
+        raise ValueError(
             f"the checkpoint's weights have groups of {group_size} inputs; use one with groups of a multiple of"
             f" {SPANS[-1]}, or a scale a channel (-1)"
         )
@@ -83,7 +80,12 @@ class Layout:
         return scales.shape[1] == self.groups
 
     def pack(
-        self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, dtype: str
+        self,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        group_size: int,
+        dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """words and scales of a matrix.
 
@@ -109,8 +111,7 @@ class Layout:
         if zeros is None:
             entries = spread(scales).view(blocks, self.groups // 2, 2, outputs).transpose(2, 3)
         else:
-            kind = torch_dtype(dtype)
-            offsets = (-(zeros.to(torch.float32) + self.power(kind))).to(kind).view(scales.dtype)
+            offsets = (-(zeros.to(torch.float32) + self.power(dtype))).to(dtype).view(scales.dtype)
             entries = torch.stack([spread(scales), spread(offsets)], -1).view(blocks, self.groups, outputs, 2)
         return words.transpose(0, 1).contiguous(), entries.contiguous()
 

@@ -1,1 +1,1 @@
-"""Norms, with the residual addition, the all-reduce or the quantization fused."""
+"""Norms with fused residual addition, all-reduce or quantization."""

@@ -1,13 +1,13 @@
-"""Sums of rows over GPUs, residual addition and norm in one kernel, which reads the other GPUs' memory itself.
+"""All-reduce over GPUs, residual addition and norm in one kernel, which reads the other GPUs' memory directly.
 
-Each rank writes a row where the others can read it, tells them, waits until they have told it, and adds up all of them
-in float32, in the order of ranks: the results are the same on all to the last bit. There is one program a row. Programs
-of one row meet in every call that has this row, and count these calls in `epochs`. A row has two places, used in turn:
-a rank may still be reading one of them while another writes to the other, but not longer, since it must have ended that
-call before it takes part in the next.
+One program per row. Each rank writes its row where the others can read it, sets a flag in their memory, waits for their
+flags, and sums all ranks' rows in float32 in the order of ranks: the results are the same on all ranks to the last bit.
+A flag is the number of a call: `epochs` counts, for each row, the calls that had this row. A row has two buffers, used
+in turn: a rank may still read one while another rank writes the other. By the time that one is written again, all ranks
+have finished reading: the writer has seen their flags of the call in between, which they set after reading.
 
-What one rank's program waits for is the other ranks' programs of the same row. They come to run: no more rows are taken
-than a GPU has room for at once.
+A program waits for the other ranks' programs of the same row. They are sure to run: there are never more rows than
+programs that a GPU runs at the same time (`max_rows`).
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ from engine.ops.common.launch import dependent_launch, release, wait
 
 
 @frozen(kw_only=True, eq=False)
-class RowSums:
-    """Memory for sums of rows of one size and type, of all ranks."""
+class ReduceBuffers:
+    """Memory of all ranks in which rows of one size and dtype are reduced."""
 
     rank: int
     ranks: int
     size: int
-    """Numbers in a row."""
-    most_rows: int
-    places: torch.Tensor
-    """[ranks] int64: addresses of each rank's rows, [2, most_rows, size] of the rows' type."""
+    """Numbers per row."""
+    max_rows: int
+    rows: torch.Tensor
+    """[ranks] int64: address of each rank's rows, [2, max_rows, size] of the rows' dtype."""
     flags: torch.Tensor
-    """[ranks] int64: addresses of each rank's flags, [most_rows, ranks] int32, zeros at first: the calls told of."""
+    """[ranks] int64: address of each rank's flags, [max_rows, ranks] int32, initially zero: the last call in which each
+    rank has written its row."""
     epochs: torch.Tensor
-    """[most_rows] int32, zeros at first: calls that this rank has taken part in."""
+    """[max_rows] int32, initially zero: calls of this rank that had the row."""
 
 
 @triton.jit
-def _sum_norm_kernel(
+def _all_reduce_norm_kernel(
     out,
     residual,
     x,
     weight,
-    places,
+    rows,
     flags,
     epochs,
     eps,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
-    MOST_ROWS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -62,20 +63,20 @@ def _sum_norm_kernel(
     wait(PDL)
     release(PDL)
     epoch = tl.load(epochs + row) + 1
-    at = row.to(tl.int64) * SIZE + column
-    shared = ((epoch & 1).to(tl.int64) * MOST_ROWS + row) * SIZE + column
-    ours = tl.load(x + at, mask=mask, other=0.0)
-    tl.store(tl.multiple_of(tl.load(places + RANK).to(x.dtype), 16) + shared, ours, mask=mask)
-    tl.debug_barrier()  # all threads have written before one of them tells
+    offset = row.to(tl.int64) * SIZE + column
+    shared = ((epoch & 1).to(tl.int64) * MAX_ROWS + row) * SIZE + column
+    ours = tl.load(x + offset, mask=mask, other=0.0)
+    tl.store(tl.multiple_of(tl.load(rows + RANK).to(x.dtype), 16) + shared, ours, mask=mask)
+    tl.debug_barrier()  # all threads have written before one of them sets the flags
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            theirs = tl.load(flags + peer).to(epochs.dtype) + row * RANKS + RANK
-            tl.atomic_xchg(theirs, epoch, sem="release", scope="sys")
-    told = tl.load(flags + RANK).to(epochs.dtype) + row * RANKS
+            their_flag = tl.load(flags + peer).to(epochs.dtype) + row * RANKS + RANK
+            tl.atomic_xchg(their_flag, epoch, sem="release", scope="sys")
+    our_flags = tl.load(flags + RANK).to(epochs.dtype) + row * RANKS
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            # A rank may be one call ahead; by differences, so that the count may overflow.
-            while (tl.atomic_add(told + peer, 0, sem="acquire", scope="sys") - epoch) < 0:
+            # A rank may be one call ahead. The difference is compared, so that the count may overflow.
+            while (tl.atomic_add(our_flags + peer, 0, sem="acquire", scope="sys") - epoch) < 0:
                 pass
     tl.debug_barrier()
     total = tl.zeros([BLOCK], tl.float32)
@@ -83,48 +84,49 @@ def _sum_norm_kernel(
         if peer == RANK:
             total += ours.to(tl.float32)
         else:
-            rows = tl.multiple_of(tl.load(places + peer).to(x.dtype), 16)
-            total += tl.load(rows + shared, mask=mask, other=0.0, volatile=True).to(tl.float32)
+            their_rows = tl.multiple_of(tl.load(rows + peer).to(x.dtype), 16)
+            total += tl.load(their_rows + shared, mask=mask, other=0.0, volatile=True).to(tl.float32)
     if HAS_RESIDUAL:
-        total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    # What is normalised is what is kept, so that a row means the same to this layer and to the next.
+        total += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+    # The norm is of the rounded sum that is stored, so that this layer and the next see the same residual.
     kept = total.to(residual.dtype.element_ty)
-    tl.store(residual + at, kept, mask=mask)
+    tl.store(residual + offset, kept, mask=mask)
     total = kept.to(tl.float32)
     mean = tl.sum(total * total, axis=0) / SIZE
     normed = total * tl.rsqrt(mean + eps) * scale
-    tl.store(out + at, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offset, normed.to(out.dtype.element_ty), mask=mask)
     tl.store(epochs + row, epoch)
 
 
-def sum_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, sums: RowSums
+def all_reduce_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, buffers: ReduceBuffers
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of all ranks' x summed + residual, and that sum, which overwrites `residual` (without one: new memory).
+    """Reduce x over the ranks and add `residual`; returns the norm of that sum and the sum itself.
 
-    x, residual: [..., size], of at most `sums.most_rows` rows, as many on all ranks, of the type that `sums` is for;
-    weight: [size]. The sum is rounded to that type before it is normalised; all arithmetic is float32.
+    x, residual: [..., size] of the buffers' dtype, at most `buffers.max_rows` rows, the same number on all ranks;
+    weight: [size]. The sum overwrites `residual`; without one it is in new memory. It is rounded to x's dtype before it
+    is normalized; all arithmetic is float32.
     """
     if not x.is_contiguous():
         x = x.contiguous()
-    size = sums.size
+    size = buffers.size
     rows = x.numel() // size
     out = torch.empty_like(x)
     total = torch.empty_like(x) if residual is None else residual.contiguous()
     if rows:
         block = triton.next_power_of_2(size)
-        _sum_norm_kernel[(rows,)](
+        _all_reduce_norm_kernel[(rows,)](
             out,
             total,
             x,
             weight,
-            sums.places,
-            sums.flags,
-            sums.epochs,
+            buffers.rows,
+            buffers.flags,
+            buffers.epochs,
             eps,
-            RANK=sums.rank,
-            RANKS=sums.ranks,
-            MOST_ROWS=sums.most_rows,
+            RANK=buffers.rank,
+            RANKS=buffers.ranks,
+            MAX_ROWS=buffers.max_rows,
             SIZE=size,
             BLOCK=block,
             HAS_RESIDUAL=residual is not None,

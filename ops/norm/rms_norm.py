@@ -10,25 +10,25 @@ import triton.language as tl
 
 from engine.ops.common.launch import dependent_launch, release, wait
 
-FEW = 512
-"""Up to so many rows a program takes one, so that all of a GPU works."""
-LEAST = 2048
-"""Elements a program takes at least when rows are many."""
-LEAST_COLUMNS = 128
-"""Of a program, which are no work for one warp."""
+MAX_SINGLE_ROWS = 512
+"""Up to this many rows, each program computes one row, so that all of a GPU has work."""
+MIN_ELEMENTS = 2048
+"""Elements per program, at least, with more rows."""
+MIN_COLUMNS = 128
+"""Columns per program, at least: fewer would leave threads of a warp idle."""
 
 
 @triton.jit
 def add_norm(x, residual, place, mask, scale, eps, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
-    """The norm of rows of x + residual at `place`, [rows, columns] float32; the sum overwrites `residual`.
+    """The norm of rows of x + residual at offsets `place`: [rows, columns] float32. The sum overwrites `residual`.
 
-    scale: the norm's weight, [columns] float32. How rows are added up follows from the shape and the number of warps
-    (`norm_tile`): with the same ones every kernel comes to the same digits.
+    scale: the norm's weight, [columns] float32. The order of summation follows from the shape and the number of warps
+    (`norm_tile`): kernels in which these are equal compute equal digits.
     """
     total = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         total += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-        # What is normalised is what is kept, so that a row means the same to this layer and to the next.
+        # The norm is of the rounded sum that is stored, so that this layer and the next see the same residual.
         kept = total.to(residual.dtype.element_ty)
         tl.store(residual + place, kept, mask=mask)
         total = kept.to(tl.float32)
@@ -64,10 +64,10 @@ def _add_norm_kernel(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, in memory of its own, and the sum, which overwrites `residual` (without one: x itself).
+    """The norm of x + residual, in new memory, and the sum x + residual.
 
-    x, residual: [..., size], dense, of one type; weight: [size]. The sum is rounded to that type before it is
-    normalised; all arithmetic is float32.
+    x, residual: [..., size], dense, of one dtype; weight: [size]. The sum overwrites `residual`; without one the sum is
+    x itself. It is rounded to x's dtype before it is normalized; all arithmetic is float32.
     """
     if not x.is_contiguous():
         x = x.contiguous()
@@ -96,12 +96,12 @@ def add_rms_norm(
 
 
 def norm_tile(size: int, rows: int) -> tuple[int, int, int]:
-    """Columns (a power of two, LEAST_COLUMNS or more), rows and warps of a program."""
-    return _tile(size, rows > FEW)
+    """Columns (a power of two, at least MIN_COLUMNS), rows and warps per program."""
+    return _tile(size, rows > MAX_SINGLE_ROWS)
 
 
 @cache
 def _tile(size: int, many: bool) -> tuple[int, int, int]:
-    block = max(triton.next_power_of_2(size), LEAST_COLUMNS)
-    rows = max(1, LEAST // block) if many else 1
+    block = max(triton.next_power_of_2(size), MIN_COLUMNS)
+    rows = max(1, MIN_ELEMENTS // block) if many else 1
     return block, rows, min(max(block * rows // 512, 1), 16)

@@ -1,4 +1,4 @@
-"""Residual addition, norm and quantization in one pass over the rows: what a multiplication by codes takes."""
+"""Residual addition, norm and quantization in one pass over the rows, for a GEMM of quantized values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import triton.language as tl
 
 from engine.ops.activation.quantize_rows import (
     HALF,
-    LIMITS,
     empty_codes,
     inverse_of,
     magnitudes,
@@ -17,6 +16,7 @@ from engine.ops.activation.quantize_rows import (
     to_codes,
 )
 from engine.ops.common.launch import dependent_launch, release, wait
+from engine.ops.common.limits import max_quantized
 from engine.ops.norm.rms_norm import add_norm, norm_tile
 
 
@@ -50,14 +50,14 @@ def _norm_quantize_kernel(
         scale *= tl.load(given)
     wait(PDL)
     normed = add_norm(x, residual, place, mask, factor, eps, SIZE, HAS_RESIDUAL)
-    # Rounded as if it had been written, so that codes are those of the two kernels one after the other.
+    # Rounded as if the norm had been stored, so that quantized values equal those of two separate kernels.
     values = normed.to(x.dtype.element_ty).to(tl.float32)
     peak = tl.max(magnitudes(values), axis=1)
     if not GIVEN:
         scale = scale_of(peak, LIMIT)
     found = to_codes(values, inverse_of(scale)[:, None], LIMIT, INT8, GIVEN).to(codes.dtype.element_ty)
-    # Stored in another shape than loaded, so that the compiler does not lay out the row for the codes: the order in
-    # which it is added up is to be that of add_rms_norm.
+    # Stored in another shape than loaded, so that the compiler does not lay out the row for this store: the order of
+    # summation must stay that of add_rms_norm.
     halves = tl.reshape(found, [ROWS, BLOCK // (2 * HALF), 2, HALF])
     pairs = tl.reshape(tl.permute(halves, [0, 1, 3, 2]), [ROWS, BLOCK // (2 * HALF), 2 * HALF])
     count: tl.constexpr = (SIZE + 2 * HALF - 1) // (2 * HALF)
@@ -77,9 +77,10 @@ def add_rms_norm_quantize(
     *,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and scales as quantize_rows makes them of add_rms_norm's result, and the sum, which overwrites `residual`.
+    """Quantized values and scales of add_rms_norm's result, as quantize_rows computes them, and the sum x + residual.
 
-    x, residual: [rows, size] of one 16-bit type; weight: [size]. dtype, scale: as of quantize_rows.
+    x, residual: [rows, size] of one 16-bit dtype; weight: [size]. The sum overwrites `residual`; without one it is x
+    itself. dtype, scale: as in quantize_rows.
     """
     if not x.is_contiguous():
         x = x.contiguous()
@@ -101,7 +102,7 @@ def add_rms_norm_quantize(
             BLOCK=block,
             ROWS=per_program,
             HAS_RESIDUAL=residual is not None,
-            LIMIT=LIMITS[dtype],
+            LIMIT=max_quantized(dtype),
             INT8=dtype == torch.int8,
             GIVEN=scale is not None,
             num_warps=warps,

@@ -30,7 +30,7 @@ from engine.core.attention import (
 )
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError, PluginError
-from engine.core.quant import FLOAT8
+from engine.core.quant import FLOAT8, has_float8
 from engine.plugins.attention.flashinfer_block_lists import PageLists, page_lists
 from engine.plugins.attention.flashinfer_rules import (
     HEAD_DIMS,
@@ -128,7 +128,7 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
                 f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
                 f"not {spec.kv_dtype}; use --kv-dtype auto or {FLOAT8}"
             )
-        if spec.kv_dtype == FLOAT8 and device.capability is not None and device.capability < (8, 9):
+        if spec.kv_dtype == FLOAT8 and device.capability is not None and not has_float8(device):
             version = ".".join(map(str, device.capability))
             return f"{FLOAT8} needs compute capability 8.9, and this GPU has {version}; use --kv-dtype auto"
         if spec.head_dim not in HEAD_DIMS:

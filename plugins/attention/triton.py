@@ -11,7 +11,7 @@ from attrs import frozen
 
 from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
-from engine.core.quant import FLOAT8
+from engine.core.quant import FLOAT8, has_float8
 
 
 @frozen
@@ -58,7 +58,7 @@ class TritonAttention(AttentionBackend[None, Plan]):
                 f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
                 f"not {spec.kv_dtype}; use --kv-dtype auto"
             )
-        if spec.kv_dtype == FLOAT8 and device.capability is not None and device.capability < (8, 9):
+        if spec.kv_dtype == FLOAT8 and device.capability is not None and not has_float8(device):
             return (
                 f"{FLOAT8} needs compute capability 8.9, and {device.torch_name} has {_dotted(device)}; "
                 "use --kv-dtype auto"

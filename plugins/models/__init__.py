@@ -5,7 +5,7 @@ from engine.core.hooks import Register, hookimpl, lazy
 
 @hookimpl
 def register_models(register: Register) -> None:
-    """Offer them."""
+    """Register the built-in models."""
     for name, module, cls in (
         ("llama", "llama", "Llama"),
         ("mistral", "mistral", "Mistral"),

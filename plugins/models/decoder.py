@@ -1,4 +1,4 @@
-"""The pre-norm decoder that Llama and its relatives share; their own files say only where they differ."""
+"""The pre-norm decoder of Llama and related models. Their own files hold only their differences."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from engine.core.models import Model, ModelSpec
 from engine.core.weights import read_key
 
 if TYPE_CHECKING:
+    from engine.core.distributed import PartialSum
     from engine.core.models import ForwardPass
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -22,7 +23,7 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @frozen(kw_only=True)
 class DecoderConfig:
-    """What a config.json says of the network, in one form for all architectures."""
+    """The network that a config.json describes, in one form for all architectures."""
 
     vocab_size: int
     hidden_size: int
@@ -34,32 +35,32 @@ class DecoderConfig:
     max_len: int
     norm_eps: float
     tied: bool
-    """Whether the LM head is the embedding."""
+    """Whether the LM head multiplies by the embedding."""
     rope: RotarySpec
     sliding_windows: tuple[int | None, ...]
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether each head of queries and keys is normalised before it is rotated."""
+    """Whether each head of queries and keys is normalized before the rotary embedding."""
 
 
 class Decoder(Model):
-    """Embedding, blocks of attention and gated MLP, norm, LM head."""
+    """Embedding, decoder blocks of attention and gated MLP, norm, LM head."""
 
     api: ClassVar[str] = "1"
     architecture: ClassVar[str]
-    """As config.json names it."""
+    """Name in config.json's `architectures`."""
     model_type: ClassVar[str]
 
     @classmethod
     @abstractmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Read a config.json. Raises CheckpointError, naming the key, for one that lacks something."""
+        """Read a config.json. Raises CheckpointError if a key is missing, naming it."""
 
     @classmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:
-        """Another architecture, activation or rotary embedding than is built here."""
+        """Refuses other architectures, activations other than silu, experts, and unknown rotary embeddings."""
         named = config.get("architectures")
         is_mine = cls.architecture in named if named else config.get("model_type") == cls.model_type
         if not is_mine:
@@ -75,7 +76,6 @@ class Decoder(Model):
 
     @classmethod
     def spec(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """The shape of the model."""
         shape = cls.parse(config)
         return ModelSpec(
             num_layers=shape.num_layers,
@@ -94,85 +94,62 @@ class Decoder(Model):
         self._embedding = layers.embedding("model.embed_tokens", shape.vocab_size, shape.hidden_size)
         self._rotary = layers.rotary(shape.rope)
         self._blocks = [DecoderBlock(index, shape, layers) for index in range(shape.num_layers)]
-        self._norm = layers.norm("model.norm", shape.hidden_size, shape.norm_eps, sums=True)
+        self._norm = layers.norm("model.norm", shape.hidden_size, shape.norm_eps)
         tied = self._embedding if shape.tied else None
         self._lm_head = layers.lm_head("lm_head", shape.vocab_size, shape.hidden_size, tied)
 
     def forward(self, run: ForwardPass) -> torch.Tensor:
-        """Hidden states: [tokens, hidden_size]."""
         angles = self._rotary.angles(run.batch.positions)
-        hidden = self._embedding(run.batch.tokens)
-        residual = None
+        hidden: torch.Tensor | PartialSum = self._embedding(run.batch.tokens)
+        residual: torch.Tensor | None = None
         for block in self._blocks:
             hidden, residual = block(run, hidden, residual, angles)
         return self._norm(hidden, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] -> [rows, vocab_size]."""
         return self._lm_head(hidden)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Model."""
         return self._lm_head.greedy(hidden)
 
 
 class DecoderBlock:
-    """One layer: attention, then the gated MLP, each behind a norm."""
+    """One decoder layer: attention, then the gated MLP, each with its input norm."""
 
     def __init__(self, index: int, shape: DecoderConfig, layers: LayerFactory) -> None:
-        name, hidden, head_dim = f"model.layers.{index}", shape.hidden_size, shape.head_dim
-        self._attention_norm = layers.norm(f"{name}.input_layernorm", hidden, shape.norm_eps, sums=index > 0)
-        attention = f"{name}.self_attn"
-        self._qkv = layers.qkv(
-            (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-            hidden,
+        name = f"model.layers.{index}"
+        self.attention = layers.attention_block(
+            index,
+            f"{name}.self_attn",
+            shape.hidden_size,
+            norm=f"{name}.input_layernorm",
+            eps=shape.norm_eps,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
-            head_dim=head_dim,
-            bias=shape.qkv_bias,
+            head_dim=shape.head_dim,
+            qkv_bias=shape.qkv_bias,
+            output_bias=shape.output_bias,
+            qk_norm=shape.qk_norm,
         )
-        heads, kv_heads = layers.shard(shape.num_heads, "query heads"), layers.shard_kv_heads(shape.num_kv_heads)
-        head_norm = None
-        if shape.qk_norm:
-            parts = [(f"{attention}.q_norm", heads), (f"{attention}.k_norm", kv_heads)]
-            head_norm = layers.head_norm(parts, head_dim, shape.norm_eps)
-        self._attention = layers.attention(index, heads, kv_heads, head_dim, head_norm, f"{name}.self_attn")
-        self._output = layers.linear(
-            [(f"{attention}.o_proj", hidden)],
-            shape.num_heads * head_dim,
-            bias=shape.output_bias,
-            parallel="row",
-            summed=False,
-        )
-        self._mlp_norm = layers.norm(f"{name}.post_attention_layernorm", hidden, shape.norm_eps, sums=True)
-        self._gate_up = layers.linear(
-            [(f"{name}.mlp.gate_proj", shape.intermediate_size), (f"{name}.mlp.up_proj", shape.intermediate_size)],
-            hidden,
-            bias=shape.mlp_bias,
-            parallel="column",
-            gated=True,
-        )
-        self._down = layers.linear(
-            [(f"{name}.mlp.down_proj", hidden)],
+        self.mlp = layers.gated_mlp(
+            f"{name}.mlp",
+            shape.hidden_size,
             shape.intermediate_size,
+            norm=f"{name}.post_attention_layernorm",
+            eps=shape.norm_eps,
             bias=shape.mlp_bias,
-            parallel="row",
-            summed=False,
         )
 
     def __call__(
-        self, run: ForwardPass, hidden: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden: [tokens, hidden_size], what the block before adds to `residual`, on several ranks (but for the first
-        block) this rank's part of it; returns the same two."""
-        normed, residual = self._attention_norm.into(self._qkv, hidden, residual)
-        hidden = self._output(self._attention(run, self._qkv(normed), angles))
-        normed, residual = self._mlp_norm.into(self._gate_up, hidden, residual)
-        return self._down(self._gate_up.gated_into(self._down, normed)), residual
+        self, run: ForwardPass, hidden: torch.Tensor | PartialSum, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[PartialSum, torch.Tensor]:
+        """hidden: what the previous block adds to `residual`; both [tokens, hidden_size]. Returns the next two."""
+        hidden, residual = self.attention(run, hidden, residual, angles)
+        return self.mlp(hidden, residual)
 
 
 def parse_decoder(config: Mapping[str, Any]) -> DecoderConfig:
-    """Read what all architectures name alike: no biases, no norm on heads, full attention."""
+    """Read the keys that all architectures share. Defaults: no biases, no head norm, full attention."""
     num_layers = read_key(config, "num_hidden_layers", int, least=1)
     num_heads = read_key(config, "num_attention_heads", int, least=1)
     num_kv_heads = read_key(config, "num_key_value_heads", int, num_heads, least=1)

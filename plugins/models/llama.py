@@ -10,14 +10,14 @@ from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
 
 
 class Llama(Decoder):
-    """The decoder as it is, with biases where config.json asks for them."""
+    """The plain decoder, with biases where config.json asks for them."""
 
     architecture: ClassVar[str] = "LlamaForCausalLM"
     model_type: ClassVar[str] = "llama"
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """attention_bias is for all four projections of attention, mlp_bias for all three of the MLP."""
+        """attention_bias applies to all four projections of attention, mlp_bias to all three of the MLP."""
         attention_bias = read_key(config, "attention_bias", bool, False)
         return evolve(
             parse_decoder(config),

@@ -20,7 +20,7 @@ class Qwen2(Decoder):
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """The biases are always there."""
+        """Queries, keys and values always have biases."""
         shape = parse_decoder(config)
         return evolve(shape, qkv_bias=True, sliding_windows=layer_windows(config, shape.num_layers))
 
@@ -28,7 +28,7 @@ class Qwen2(Decoder):
 def layer_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Sliding window of each layer: by layer_types, or from layer max_window_layers on.
 
-    Raises CheckpointError for a file that names a window without its size.
+    Raises CheckpointError if a layer has a window without a size.
     """
     if not read_key(config, "use_sliding_window", bool, False) or config.get("sliding_window") is None:
         if "sliding_attention" in (config.get("layer_types") or ()):
@@ -37,13 +37,13 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
             )
         return (None,) * num_layers
     window = read_key(config, "sliding_window", int, least=1)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        full = read_key(config, "max_window_layers", int)
-        return tuple(None if layer < full else window for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(LAYER_TYPES):
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        first = read_key(config, "max_window_layers", int)
+        return tuple(None if layer < first else window for layer in range(num_layers))
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(LAYER_TYPES):
         raise CheckpointError(
             f"config.json: layer_types must name {' or '.join(LAYER_TYPES)} for each of {num_layers} layers,"
-            f" not {kinds!r}"
+            f" not {layer_types!r}"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)

@@ -11,14 +11,14 @@ from engine.plugins.models.qwen2 import layer_windows
 
 
 class Qwen3(Decoder):
-    """The decoder with a norm on each head of queries and keys; windows as in Qwen2."""
+    """The decoder with a norm over each head of queries and keys; sliding windows as in Qwen2."""
 
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     model_type: ClassVar[str] = "qwen3"
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """head_dim is never derived: it is not hidden_size / num_attention_heads in most of these models."""
+        """Requires head_dim: in most of these models it is not hidden_size / num_attention_heads."""
         read_key(config, "head_dim", int, least=1)
         attention_bias = read_key(config, "attention_bias", bool, False)
         shape = parse_decoder(config)

@@ -30,7 +30,7 @@ class Fp8Options(ActivationOptions):
     """What shares a scale when an unquantized checkpoint is quantized; not given: channel."""
 
 
-class Fp8(W8Method):
+class Fp8(W8Method[Fp8Options]):
     """Weights of one byte, half the time of 16-bit ones to read and, from capability 8.9 on, to multiply."""
 
     name: ClassVar[str] = "fp8"

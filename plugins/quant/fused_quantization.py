@@ -1,4 +1,4 @@
-"""Activations quantized by the kernels that make them, for a multiplication by eight-bit codes."""
+"""Fused input quantization of the W8A8 kernels: norm or activation and quantization in one Triton kernel."""
 
 from __future__ import annotations
 
@@ -12,51 +12,49 @@ from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
 from engine.plugins.quant.w8a8_matmul import W8A8Matmul
 
 
-class CodedRows(QuantizedActivation):
-    """Rows as quantize_rows leaves them."""
+class QuantizedRows(QuantizedActivation):
+    """Rows quantized by quantize_rows or a kernel with the same result."""
 
-    __slots__ = ("codes", "scales")
+    __slots__ = ("scales", "values")
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """codes: [rows, inputs padded to a multiple of 128]; scales: [rows] float32."""
-        self.codes = codes
+    def __init__(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        """values: [rows, inputs padded to a multiple of 128], float8 or int8; scales: [rows] float32."""
+        self.values = values
         self.scales = scales
 
 
 class NormAndActivationQuantization(FusedInputQuantization):
-    """Norm or activation and quantization in one kernel. Codes are those of two kernels one after the other."""
+    """Quantizes in the norm or activation kernel. Results equal those of two kernels, bit for bit."""
 
-    def __init__(self, multiplier: W8A8Matmul, takes: Callable[[int], bool]) -> None:
-        """multiplier: the layer's; takes: whether it is what multiplies so many rows."""
-        self._multiplier = multiplier
-        self._takes = takes
+    def __init__(self, matmul: W8A8Matmul, supports_rows: Callable[[int], bool]) -> None:
+        """matmul: the layer's; supports_rows: whether the layer multiplies this many rows by it."""
+        self._matmul = matmul
+        self._supports_rows = supports_rows
 
-    def takes(self, rows: int) -> bool:
-        """See FusedInputQuantization."""
-        return self._takes(rows)
+    def supports_rows(self, rows: int) -> bool:
+        return self._supports_rows(rows)
 
-    def normed(
+    def norm_and_quantize(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         norm_weight: torch.Tensor,
         eps: float,
         weights: Mapping[str, torch.Tensor],
-    ) -> tuple[CodedRows, torch.Tensor]:
-        """See FusedInputQuantization; `residual` is overwritten."""
-        dtype, scale = self._multiplier.codes, weights.get("input_scale")
-        codes, scales, total = add_rms_norm_quantize(x, residual, norm_weight, eps, dtype, scale=scale)
-        return CodedRows(codes, scales), total
+    ) -> tuple[QuantizedRows, torch.Tensor]:
+        dtype, scale = self._matmul.weight_dtype, weights.get("input_scale")
+        values, scales, total = add_rms_norm_quantize(x, residual, norm_weight, eps, dtype, scale=scale)
+        return QuantizedRows(values, scales), total
 
-    def activated(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> CodedRows:
-        """See FusedInputQuantization."""
-        return CodedRows(*silu_and_mul_quantize(x, self._multiplier.codes, scale=weights.get("input_scale")))
+    def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedRows:
+        values, scales = silu_and_mul_quantize(x, self._matmul.weight_dtype, scale=weights.get("input_scale"))
+        return QuantizedRows(values, scales)
 
     def apply(
         self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See FusedInputQuantization. Raises TypeError for what another kernel made."""
-        if not isinstance(made, CodedRows):
-            raise TypeError(f"{type(made).__name__} was made for another kernel; this one takes rows of codes")
-        tile = self._multiplier.tile(len(made.codes))
-        return self._multiplier.multiply_codes(made.codes, made.scales, weights, bias, tile)
+        """Multiply. Raises TypeError for an activation that another kernel's object quantized."""
+        if not isinstance(made, QuantizedRows):
+            raise TypeError(f"{type(made).__name__} was made for another kernel; this one takes QuantizedRows")
+        tile = self._matmul.tile(len(made.values))
+        return self._matmul.multiply_quantized(made.values, made.scales, weights, bias, tile)

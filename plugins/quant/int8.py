@@ -12,7 +12,7 @@ from engine.plugins.quant.w8_method import ActivationOptions, CompressedFormats,
 CODES = "int8"
 
 
-class Int8(W8Method):
+class Int8(W8Method[ActivationOptions]):
     """Weights of one byte, multiplied as integers, on any GPU from capability 8.0 on and on a CPU."""
 
     name: ClassVar[str] = "int8"

@@ -11,7 +11,7 @@ from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec, QuantMetho
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 
 
-class Unquantized(QuantMethod):
+class Unquantized(QuantMethod[None]):
     """Reads checkpoints whose weights are plain float32, bfloat16 or float16; scales of the KV cache they may have."""
 
     api: ClassVar[str] = "1"
@@ -32,7 +32,7 @@ class Unquantized(QuantMethod):
         )
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Unquantized:
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> Unquantized:
         """Only what it says of the KV cache. Raises CheckpointError for what `refuses` refuses."""
         if checkpoint is not None and not is_kv_cache_alone(checkpoint):
             raise CheckpointError("a checkpoint with a quantization_config cannot be read as an unquantized one")

@@ -47,7 +47,7 @@ class PackQuantized(W4A16Method):
         self._kv_cache = KVCacheScheme.parse(config)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Self:
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> Self:
         """See W4A16Method; a KV cache that the checkpoint asks for is logged."""
         found = super().from_checkpoint(checkpoint, options)
         found._kv_cache.say()

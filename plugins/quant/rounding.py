@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
+from engine.ops.common.limits import max_quantized
+
 BLOCK = 128
 """Outputs, and inputs, that share a scale of a block."""
 FP8 = torch.float8_e4m3fn
-LIMITS = {FP8: 448.0, torch.int8: 127.0}
-"""Largest code used."""
 TINY = 1e-30
 """Smallest scale, of zeros only."""
 AT_ONCE = 2**24
@@ -45,8 +45,8 @@ def quantize(weight: torch.Tensor, dtype: torch.dtype, granularity: str) -> tupl
 
 
 def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The codes nearest to float32 numbers, which are clamped to LIMITS; ties go to the even code."""
-    limit = LIMITS[dtype]
+    """The codes nearest to float32 numbers, which are clamped to max_quantized; ties go to the even code."""
+    limit = max_quantized(dtype)
     values = values.clamp(-limit, limit)
     return (values.round_() if dtype == torch.int8 else values).to(dtype)
 
@@ -80,12 +80,17 @@ def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[t
     wide = x.float()
     if scale is not None:
         return encode(wide / scale, torch.int8), scale
-    scale = (wide.abs().amax(1, keepdim=True) / LIMITS[torch.int8]).clamp_min_(TINY)
+    scale = (wide.abs().amax(1, keepdim=True) / max_quantized(torch.int8)).clamp_min_(TINY)
     return (wide / scale).round_().to(torch.int8), scale
 
 
+def static_scale(max_abs: float, dtype: torch.dtype) -> float:
+    """The scale of values up to max_abs in size, known beforehand."""
+    return max(max_abs, 1e-12) / max_quantized(dtype)
+
+
 def _scale(peaks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (peaks / LIMITS[dtype]).clamp_min(TINY)
+    return (peaks / max_quantized(dtype)).clamp_min(TINY)
 
 
 def _peak(weight: torch.Tensor) -> torch.Tensor:

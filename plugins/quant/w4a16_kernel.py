@@ -14,6 +14,7 @@ import torch
 from attrs import frozen
 
 from engine.core.autotune import AutotunedCall, Operands
+from engine.core.errors import CheckpointError
 from engine.core.layers import multiply, pack, silu_and_mul, torch_dtype
 from engine.core.quant import LinearKernel, LinearSpec, TensorSpec
 from engine.ops.gemm.packed_layout import Layout, PackedMatrix
@@ -69,7 +70,10 @@ class W4A16Kernel(LinearKernel):
             check_shares(spec, part, reader.scheme, whole_groups=not reader.ordered)
         self.spec = spec
         self.reader = reader
-        self.layout = Layout.choose(reader.scheme.bits, reader.scheme.group_size)
+        try:
+            self.layout = Layout.choose(reader.scheme.bits, reader.scheme.group_size)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
         self._multipliers = multipliers
         self._last: tuple[Mapping[str, torch.Tensor], Sequence[Section]] = {}, ()
         """The weights given last, and their sections."""
@@ -124,7 +128,11 @@ class W4A16Kernel(LinearKernel):
         if has_zeros and zeros is None:
             zeros = torch.full_like(weight.scales, 2 ** (self.reader.scheme.bits - 1), dtype=torch.uint8)
         return self.layout.pack(
-            weight.values, weight.scales.to(kind), zeros if has_zeros else None, part.group_size, self.spec.dtype
+            weight.values,
+            weight.scales.to(kind),
+            zeros if has_zeros else None,
+            part.group_size,
+            torch_dtype(self.spec.dtype),
         )
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
@@ -181,9 +189,9 @@ class W4A16Kernel(LinearKernel):
                 dtype=torch_dtype(self.spec.dtype),
                 zeros=matrix.zeros,
             )
-            tunable = WeightOnly(self._multipliers.on(matrix.words.device), problem)
+            op = WeightOnly(self._multipliers.on(matrix.words.device), problem)
             operands = Operands(weights=matrix.tensors, bias=one.part_of(bias))
-            found.append(AutotunedCall(tunable=tunable, operands=operands))
+            found.append(AutotunedCall(op=op, operands=operands))
         return found
 
     def _sections_of(self, weights: Mapping[str, torch.Tensor]) -> Sequence[Section]:

@@ -12,7 +12,7 @@ from engine.core.quant import QuantMethod
 from engine.plugins.quant.w4a16_kernel import Multipliers
 
 
-class W4A16Method(QuantMethod):
+class W4A16Method(QuantMethod[None]):
     """Made of a quantization_config, which it refuses by a CheckpointError; has no options."""
 
     api: ClassVar[str] = "1"
@@ -37,6 +37,6 @@ class W4A16Method(QuantMethod):
         return None
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> Self:
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> Self:
         """Raises CheckpointError for a checkpoint that `refuses` refuses."""
         return cls(checkpoint or {})

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from engine.core.autotune import AutotunedCall, Operands
 from engine.core.errors import CheckpointError
-from engine.core.quant import FusedInputQuantization, LinearSpec
+from engine.core.quant import FLOAT8_CAPABILITY, FusedInputQuantization, LinearSpec
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.gemm.packed_layout import CodeLayout, PackedMatrix
 from engine.ops.gemm.weight_only_launch import Multiplier
@@ -29,7 +29,6 @@ from engine.plugins.quant.weight_only_tuning import WeightOnly
 
 FEW_ROWS = 32
 """Up to so many rows activations are not quantized."""
-FP8_CAPABILITY = (8, 9)
 NOT_A_NUMBER = 0x7F
 """The code of a NaN in e4m3, the sign aside."""
 
@@ -88,7 +87,7 @@ class W8GpuKernel(W8Kernel):
             self._last = weights, PackedMatrix(words=words, scales=weights["scale"], layout=self._layout)
         return self._last[1]
 
-    def gates_at_once(self, rows: int) -> bool:
+    def fuses_gating(self, rows: int) -> bool:
         """See LinearKernel."""
         return not self._by_codes(rows)
 
@@ -118,10 +117,10 @@ class W8GpuKernel(W8Kernel):
         )
         most_rows = FEW_ROWS if self._quantizes else MOST_ROWS
         few = WeightOnly(self._multiplier, problem, most_rows)
-        found = [AutotunedCall(tunable=few, operands=Operands(weights=matrix.tensors, bias=bias))]
+        found = [AutotunedCall(op=few, operands=Operands(weights=matrix.tensors, bias=bias))]
         if self._quantizes:
             many = ByCodes(self._codes, static="input_scale" in weights)
-            found.append(AutotunedCall(tunable=many, operands=Operands(weights=weights, bias=bias)))
+            found.append(AutotunedCall(op=many, operands=Operands(weights=weights, bias=bias)))
         return found
 
     def widen(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, inputs: int) -> torch.Tensor:
@@ -170,7 +169,7 @@ class DequantizeEachCallKernel(W8GpuKernel):
     def slow(self) -> str | None:
         """See W8GpuKernel."""
         return (
-            f"this GPU has no float8 (compute capability below {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}): weights take"
+            f"this GPU has no float8 (compute capability below {FLOAT8_CAPABILITY[0]}.{FLOAT8_CAPABILITY[1]}): weights take"
             " less memory but multiplying takes longer; an int8 checkpoint would be faster"
         )
 

@@ -6,14 +6,14 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from attrs import evolve, field, frozen, validators
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError
-from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec, QuantMethod
+from engine.core.quant import FLOAT8_CAPABILITY, KVScaleNames, LinearKernel, LinearSpec, QuantMethod
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.quantization_config import (
     CompressedConfig,
@@ -51,7 +51,10 @@ class ActivationOptions:
     """dynamic-token or none; not given: as the checkpoint says, and dynamic-token for an unquantized one."""
 
 
-class W8Method(QuantMethod):
+W8OptionsT = TypeVar("W8OptionsT", bound=ActivationOptions)
+
+
+class W8Method(QuantMethod[W8OptionsT | None], Generic[W8OptionsT]):
     """Reads codes and scales, or quantizes while loading."""
 
     api: ClassVar[str] = "1"
@@ -70,7 +73,7 @@ class W8Method(QuantMethod):
 
     @classmethod
     @abstractmethod
-    def online(cls, options: Any) -> W8Format:
+    def online(cls, options: W8OptionsT | None) -> W8Format:
         """How an unquantized checkpoint is quantized."""
 
     @classmethod
@@ -87,7 +90,7 @@ class W8Method(QuantMethod):
         return None
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: Any) -> W8Method:
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: W8OptionsT | None) -> W8Method[W8OptionsT]:
         """Raises CheckpointError for what `refuses` refuses, ConfigError for options that do not fit the checkpoint."""
         wanted = None if options is None else options.activations
         if checkpoint is None:
@@ -134,13 +137,13 @@ class W8Method(QuantMethod):
             integers = form.dtype == "int8" and form.activations != NONE
             return IntegerKernel(spec, form) if integers else DequantizeAtLoadKernel(spec, form)
         from engine.ops.gemm.weight_only_launch import Multiplier
-        from engine.plugins.quant.w8_gpu import FP8_CAPABILITY, DequantizeEachCallKernel, W8GpuKernel
+        from engine.plugins.quant.w8_gpu import DequantizeEachCallKernel, W8GpuKernel
         from engine.plugins.quant.w8a8_matmul import has_capability
 
         device = torch.device(spec.device)
         if spec.device not in self._multipliers:
             self._multipliers[spec.device] = Multiplier(device)
-        can = form.dtype == "int8" or has_capability(device, FP8_CAPABILITY)
+        can = form.dtype == "int8" or has_capability(device, FLOAT8_CAPABILITY)
         return (W8GpuKernel if can else DequantizeEachCallKernel)(spec, form, self._multipliers[spec.device])
 
     def _say(self, kernel: W8Kernel, form: W8Format) -> None:

@@ -69,15 +69,20 @@ HOPPER = (9, 0)
 class W8A8Matmul:
     """Multiplies by the codes of one layer, as it is chosen for each number of rows."""
 
-    def __init__(self, workspace: Workspace, codes: torch.dtype, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-        """codes: type of the weights; outputs, inputs: rows and columns of W; dtype: of x."""
+    def __init__(
+        self, workspace: Workspace, weight_dtype: torch.dtype, outputs: int, inputs: int, dtype: torch.dtype
+    ) -> None:
+        """weight_dtype: float8_e4m3fn or int8; outputs, inputs: rows and columns of W; dtype: of x."""
         self.device = device = workspace.device
-        self.codes = codes
+        self.weight_dtype = weight_dtype
         self.outputs = outputs
         self.inputs = inputs
         self.dtype = dtype
         self.by_torch = (
-            codes != torch.int8 and dtype == torch.bfloat16 and outputs % 16 == 0 and has_capability(device, HOPPER)
+            weight_dtype != torch.int8
+            and dtype == torch.bfloat16
+            and outputs % 16 == 0
+            and has_capability(device, HOPPER)
         )
         """Whether torch has a kernel for it."""
         self.persistent = outputs % ALIGNMENT == 0 and has_wgmma(device)
@@ -132,9 +137,9 @@ class W8A8Matmul:
     ) -> torch.Tensor:
         """As the call, with a tile of one's own."""
         codes, x_scale = quantize_rows(x, weights["weight"].dtype, scale=weights.get("input_scale"))
-        return self.multiply_codes(codes, x_scale, weights, bias, tile)
+        return self.multiply_quantized(codes, x_scale, weights, bias, tile)
 
-    def multiply_codes(
+    def multiply_quantized(
         self,
         codes: torch.Tensor,
         x_scale: torch.Tensor,

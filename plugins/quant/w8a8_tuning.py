@@ -29,7 +29,7 @@ class ByCodes(AutotunedOp[MatmulTile | None]):
     @property
     def key(self) -> str:
         """See AutotunedOp."""
-        names = [str(dtype).removeprefix("torch.") for dtype in (self._multiplier.codes, self.dtype)]
+        names = [str(dtype).removeprefix("torch.") for dtype in (self._multiplier.weight_dtype, self.dtype)]
         scale = "a stored scale" if self._static else "a scale a row"
         return f"codes {self._multiplier.outputs}x{self.inputs} {names[0]}, {names[1]} with {scale}"
 
@@ -51,7 +51,7 @@ class ByCodes(AutotunedOp[MatmulTile | None]):
         return self._multiplier.dtype
 
     @property
-    def classes(self) -> Sequence[int]:
+    def row_classes(self) -> Sequence[int]:
         """See AutotunedOp."""
         return ROW_CLASSES
 

@@ -52,7 +52,7 @@ class WeightOnly(AutotunedOp[Tile | None]):
         return self.problem.dtype
 
     @property
-    def classes(self) -> Sequence[int]:
+    def row_classes(self) -> Sequence[int]:
         """See AutotunedOp."""
         return self._classes
 

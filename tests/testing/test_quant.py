@@ -98,14 +98,14 @@ class Fused(FusedInputQuantization):
     def __init__(self, kernel):
         self.kernel = kernel
 
-    def takes(self, rows):
+    def supports_rows(self, rows):
         return rows > 1
 
-    def normed(self, x, residual, norm_weight, eps, weights):
+    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
         total = x if residual is None else x + residual
         return Made(F.rms_norm(total, norm_weight.shape, norm_weight, eps)), total
 
-    def activated(self, x, weights):
+    def activate_and_quantize(self, x, weights):
         gate, up = x.chunk(2, -1)
         return Made(F.silu(gate) * up)
 
@@ -125,11 +125,11 @@ class Gating(Kernel):
         gate, up = self.apply(x, weights, bias).chunk(2, -1)
         return F.silu(gate) * up
 
-    def gates_at_once(self, rows):
+    def fuses_gating(self, rows):
         return rows < 20
 
 
-def method_of(kernel: type[LinearKernel], **members: Any) -> type[QuantMethod]:
+def method_of(kernel: type[LinearKernel], **members: Any) -> type[QuantMethod[Any]]:
     return type("Faulty", (Method,), {"kernel": kernel, **members})
 
 
@@ -208,7 +208,7 @@ class UpAlone(Kernel):
 
 
 class Undecided(Gating):
-    def gates_at_once(self, rows):
+    def fuses_gating(self, rows):
         return None
 
 
@@ -359,38 +359,38 @@ class Silent(Unscaled):
 
 
 class Residual(Fused):
-    def normed(self, x, residual, norm_weight, eps, weights):
-        return super().normed(x, None, norm_weight, eps, weights)
+    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
+        return super().norm_and_quantize(x, None, norm_weight, eps, weights)
 
 
 class SumAlone(Fused):
-    def normed(self, x, residual, norm_weight, eps, weights):
-        return super().normed(x, residual, norm_weight, eps, weights)[0], x
+    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
+        return super().norm_and_quantize(x, residual, norm_weight, eps, weights)[0], x
 
 
 class Unweighted(Fused):
-    def normed(self, x, residual, norm_weight, eps, weights):
-        return super().normed(x, residual, torch.ones_like(norm_weight), eps, weights)
+    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
+        return super().norm_and_quantize(x, residual, torch.ones_like(norm_weight), eps, weights)
 
 
 class Swapped(Fused):
-    def activated(self, x, weights):
-        return super().activated(torch.cat(x.chunk(2, -1)[::-1], -1), weights)
+    def activate_and_quantize(self, x, weights):
+        return super().activate_and_quantize(torch.cat(x.chunk(2, -1)[::-1], -1), weights)
 
 
-def preparing(prologue: type[FusedInputQuantization]) -> type[LinearKernel]:
-    return type("Prepared", (Preparing,), {"kind": prologue})
+def preparing(fused: type[FusedInputQuantization]) -> type[LinearKernel]:
+    return type("Prepared", (Preparing,), {"kind": fused})
 
 
-def refusing(answer: Any) -> type[QuantMethod]:
+def refusing(answer: Any) -> type[QuantMethod[Any]]:
     return named(refuses=classmethod(lambda cls, checkpoint, device: answer(checkpoint)))
 
 
-def scaled(names: Any) -> type[QuantMethod]:
+def scaled(names: Any) -> type[QuantMethod[Any]]:
     return named(kv_scales=lambda self, attention: names)
 
 
-def named(**members: Any) -> type[QuantMethod]:
+def named(**members: Any) -> type[QuantMethod[Any]]:
     return method_of(Kernel, **members)
 
 
@@ -421,10 +421,10 @@ FAULTS = [
     (method_of(Remembering), "test_a_call_depends_on_its_arguments_alone", (), "17 rows after others: relative"),
     (method_of(FirstWeights), "test_a_call_depends_on_its_arguments_alone", (), "17 rows after others: relative"),
     (method_of(Accumulating), "test_a_call_depends_on_its_arguments_alone", (), "17 rows after others: relative"),
-    (method_of(preparing(Residual)), "test_prologue", (17,), "the sum of 17 rows with a residual"),
-    (method_of(preparing(SumAlone)), "test_prologue", (17,), "the sum of 17 rows with a residual"),
-    (method_of(preparing(Unweighted)), "test_prologue", (2,), "the norm of 2 rows without a residual"),
-    (method_of(preparing(Swapped)), "test_prologue", (2,), "the activation of 2 rows"),
+    (method_of(preparing(Residual)), "test_fused_input_quantization", (17,), "the sum of 17 rows with a residual"),
+    (method_of(preparing(SumAlone)), "test_fused_input_quantization", (17,), "the sum of 17 rows with a residual"),
+    (method_of(preparing(Unweighted)), "test_fused_input_quantization", (2,), "the norm of 2 rows without a residual"),
+    (method_of(preparing(Swapped)), "test_fused_input_quantization", (2,), "the activation of 2 rows"),
     (method_of(AnyShape), "test_wrong_shapes_are_refused", (), "is not refused"),
     (method_of(Nameless), "test_wrong_shapes_are_refused", (), "is refused without its name"),
     (method_of(Unscaled), "test_lacking_tensors_are_refused", (), "without a.scale: relative error"),
@@ -444,7 +444,7 @@ FAULTS = [
     ("method", "test", "arguments", "told"), FAULTS, ids=[f"{fault[0].kernel.__name__}-{fault[1]}" for fault in FAULTS]
 )
 def test_a_fault_is_found(
-    method: type[QuantMethod], test: str, arguments: tuple[Any, ...], told: str, tmp_path: Path
+    method: type[QuantMethod[Any]], test: str, arguments: tuple[Any, ...], told: str, tmp_path: Path
 ) -> None:
     suite = type("Suite", (Halved,), {"method": method})()
     needs = () if test in ("test_refusals", "test_scales_of_the_cache") else (tmp_path,)

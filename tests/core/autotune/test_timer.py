@@ -1,18 +1,18 @@
-"""What is timed, and what becomes of candidates that fail. On a CPU nothing is: replays are replaced by calls."""
+"""What GraphTimer runs, and which errors are CandidateErrors. No GPU: replays are replaced by calls."""
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
 from engine.core.autotune.op import AutotunedOp, Operands
-from engine.core.autotune.timer import MOST_CALLS, GraphTimer
-from engine.core.autotune.tuner import CandidateError, TuningTask
+from engine.core.autotune.task import CandidateError, TuningTask
+from engine.core.autotune.timer import MAX_CALLS, GraphTimer
 
 
 class Sum(AutotunedOp[str]):
-    """Notes what it is run with."""
+    """Records the arguments of `run`."""
 
-    key, version, inputs, dtype, classes = "sum", "1", 16, torch.float32, (4,)
+    key, version, inputs, dtype, row_classes = "sum", "1", 16, torch.float32, (4,)
 
     def __init__(self):
         self.ran = []
@@ -46,30 +46,30 @@ def timer(monkeypatch):
     return made
 
 
-def work(layers, numbers):
-    tunable = Sum()
+def task(layers, numbers):
+    op = Sum()
     made = TuningTask(rows=4)
     for _ in range(layers):
-        made.add(tunable, Operands(weights={"weight": torch.zeros(numbers)}))
+        made.add(op, Operands(weights={"weight": torch.zeros(numbers)}))
     return made
 
 
 @pytest.mark.parametrize(
     ("layers", "numbers", "timed"),
-    [(1, 4096, 1), (8, 4096, 2), (8, 512, 6), (3, 512, 3), (100, 4, MOST_CALLS)],
+    [(1, 4096, 1), (8, 4096, 2), (8, 512, 6), (3, 512, 3), (100, 4, MAX_CALLS)],
 )
-def test_as_many_layers_as_the_cache_cannot_keep_take_turns(timer, layers, numbers, timed):
-    one = work(layers, numbers)
+def test_seconds_rotates_over_more_weights_than_the_cache_holds(timer, layers, numbers, timed):
+    one = task(layers, numbers)
     assert timer.seconds(one, "right") == 6.0 / timed
-    _, *ran = one.tunable.ran
+    _, *ran = one.op.ran
     assert [operands for _, operands in ran] == one.operands[:timed]
     assert {shape for shape, _ in ran} == {(4, 16)}
 
 
-def test_what_the_gpu_lacks_or_the_compiler_cannot_is_told_and_a_mistake_is_none(timer):
+def test_seconds_raises_candidate_error_for_resources_and_compiler_errors_only(timer):
     with pytest.raises(CandidateError, match=r"OutOfResources: .*shared memory, Required: 300"):
-        timer.seconds(work(1, 1), "too large")
+        timer.seconds(task(1, 1), "too large")
     with pytest.raises(CandidateError, match="RuntimeError: PassManager"):
-        timer.seconds(work(1, 1), "not lowered")
+        timer.seconds(task(1, 1), "not lowered")
     with pytest.raises(TypeError):
-        timer.seconds(work(1, 1), "a mistake")
+        timer.seconds(task(1, 1), "a mistake")

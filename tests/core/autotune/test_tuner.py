@@ -1,4 +1,4 @@
-"""Choosing kernels: what is measured decides, what is on disk is not measured again."""
+"""The tuner: measurement decides, and results on disk are not measured again."""
 
 import json
 import logging
@@ -9,7 +9,8 @@ import torch
 from attrs import evolve
 
 from engine.core.autotune.cache import TuningCache, default_directory
-from engine.core.autotune.tuner import CandidateError, apply, collect
+from engine.core.autotune.task import CandidateError
+from engine.core.autotune.tuner import collect_tasks, tune_tasks
 from engine.core.errors import ExecutorError
 from engine.core.layers import LayerFactory
 from engine.core.layers.linear import Linear
@@ -28,11 +29,11 @@ class FakeTimer:
         self.asked = []
 
     def prepare(self, wanted):
-        self.prepared += [(work.place, one) for work, candidates in wanted for one in candidates]
+        self.prepared += [(task.key, one) for task, candidates in wanted for one in candidates]
 
-    def seconds(self, work, candidate):
-        self.asked.append((work.place, candidate))
-        return 10.0 if candidate is None else self.rule(work.tunable.problem, work.rows, candidate)
+    def seconds(self, task, candidate):
+        self.asked.append((task.key, candidate))
+        return 10.0 if candidate is None else self.rule(task.op.problem, task.rows, candidate)
 
 
 def model():
@@ -48,18 +49,18 @@ def model():
 
 def run(layers, tmp_path, rule, machine=MACHINE):
     timer = FakeTimer(rule)
-    return apply(collect(layers), TuningCache(tmp_path, machine), timer), timer
+    return tune_tasks(collect_tasks(layers), TuningCache(tmp_path, machine), timer), timer
 
 
 def tables(layers, start):
-    """What multiplies, of the shape whose name begins so."""
-    [found] = {id(work.tunable): work.tunable for work in collect(layers) if work.place[0].startswith(start)}.values()
+    """The launches of the op whose key starts with `start`."""
+    [found] = {id(task.op): task.op for task in collect_tasks(layers) if task.key[0].startswith(start)}.values()
     return found.launches
 
 
-def test_all_layers_of_a_shape_are_one_work():
-    works = collect(model())
-    assert {work.place: len(work.operands) for work in works} == {
+def test_collect_tasks_groups_layers_of_one_shape():
+    tasks = collect_tasks(model())
+    assert {task.key: len(task.operands) for task in tasks} == {
         (key, rows): count
         for rows in BUCKETS
         for key, count in {
@@ -69,12 +70,12 @@ def test_all_layers_of_a_shape_are_one_work():
             "argmax 200x64 bfloat16": 1,
         }.items()
     }
-    assert all(len(work.tunables) == 1 for work in works)
-    biased = {work.place[0] for work in works if work.operands[0].bias is not None}
+    assert all(len(task.ops) == 1 for task in tasks)
+    biased = {task.key[0] for task in tasks if task.operands[0].bias is not None}
     assert biased == {"plain 96x64 bfloat16"}
 
 
-def test_a_bias_that_is_added_after_the_sum_over_ranks_is_no_operand():
+def test_operands_lack_a_bias_that_is_added_after_the_all_reduce():
     spec = LinearSpec(
         parts=(LinearPart(name="o", out_features=8),), in_features=16, bias=True, dtype="bfloat16", parallel="row"
     )
@@ -85,7 +86,7 @@ def test_a_bias_that_is_added_after_the_sum_over_ranks_is_no_operand():
         assert (one.operands.bias is not None) == biased
 
 
-def test_the_fastest_wins_and_torch_where_nothing_gains(tmp_path):
+def test_tune_tasks_chooses_the_fastest_and_torch_where_nothing_gains(tmp_path):
     def rule(problem, rows, tile):
         if problem.epilogue == "argmax":
             return 9.95  # less than a hundredth
@@ -95,29 +96,29 @@ def test_the_fastest_wins_and_torch_where_nothing_gains(tmp_path):
 
     layers = model()
     report, timer = run(layers, tmp_path, rule)
-    assert report.measured == len(report.choices) == 4 * len(BUCKETS)
+    assert report.measured == len(report.results) == 4 * len(BUCKETS)
     assert timer.prepared == timer.asked
     assert tables(layers, "gated") == tables(layers, "argmax") == [None] * 17
     plain = tables(layers, "plain 96")
     for rows in (3, 4, 8, 16):  # for fewer that tile is no candidate
         assert (plain[rows].tile.rows, plain[rows].tile.block_k) == (32, 256)
     assert plain[1] is not None
-    assert {choice.usual for choice in report.choices} == {"library"}
-    assert {choice.usual_seconds for choice in report.choices} == {10.0}
-    assert {choice.seconds for choice in report.choices if choice.problem.startswith("gated")} == {10.0}
+    assert {result.default for result in report.results} == {"library"}
+    assert {result.default_seconds for result in report.results} == {10.0}
+    assert {result.seconds for result in report.results if result.op.startswith("gated")} == {10.0}
 
 
-def test_fetching_ahead_is_tried_with_the_fastest_tile_only(tmp_path):
+def test_prefetching_is_tried_with_the_fastest_tile_only(tmp_path):
     report, timer = run(model(), tmp_path, lambda problem, rows, tile: 5.0 - tile.rows / 1000 - tile.ahead / 1e6)
-    for choice in report.choices:
-        tried = [tile for place, tile in timer.asked if place == (choice.problem, choice.rows)][1:]
+    for result in report.results:
+        tried = [tile for place, tile in timer.asked if place == (result.op, result.rows)][1:]
         ahead = [tile for tile in tried if tile.ahead]
         assert ahead
         assert {tile.rows for tile in ahead} == {max(tile.rows for tile in tried)}
-        assert choice.kernel == str(max(ahead, key=lambda tile: tile.ahead))
+        assert result.candidate == str(max(ahead, key=lambda tile: tile.ahead))
 
 
-def test_a_candidate_that_cannot_run_is_left_out_and_the_log_says_why(tmp_path, caplog):
+def test_a_candidate_that_cannot_run_is_logged_and_left_out(tmp_path, caplog):
     def rule(problem, rows, tile):
         if tile.rows == 64:
             raise CandidateError("out of shared memory")
@@ -129,60 +130,60 @@ def test_a_candidate_that_cannot_run_is_left_out_and_the_log_says_why(tmp_path, 
     assert any(
         "gated 80x64 bfloat16, 8 rows: matrix 64x128" in text and "out of shared memory" in text for text in said
     )
-    kernels = {choice.rows: choice.kernel for choice in report.choices if choice.problem.startswith("gated")}
+    kernels = {result.rows: result.candidate for result in report.results if result.op.startswith("gated")}
     assert kernels[1] == "library"  # of few rows no other is a candidate
     assert kernels[8].startswith("matrix")
 
 
-def test_where_torch_cannot_run_the_fastest_tile_is_taken(tmp_path):
+def test_tune_tasks_chooses_the_fastest_tile_where_torch_cannot_run(tmp_path):
     class WithoutTorch(FakeTimer):
-        def seconds(self, work, candidate):
+        def seconds(self, task, candidate):
             if candidate is None:
                 raise CandidateError("no such type")
-            return super().seconds(work, candidate)
+            return super().seconds(task, candidate)
 
     layers = model()
     cache = TuningCache(tmp_path, MACHINE)
-    report = apply(collect(layers), cache, WithoutTorch(lambda problem, rows, tile: 20.0 + tile.rows))
-    assert {choice.usual_seconds for choice in report.choices} == {float("inf")}
+    report = tune_tasks(collect_tasks(layers), cache, WithoutTorch(lambda problem, rows, tile: 20.0 + tile.rows))
+    assert {result.default_seconds for result in report.results} == {float("inf")}
     assert [tables(layers, "gated")[rows].tile.rows for rows in (1, 8)] == [64, 16]
-    assert dict(cache.load()) == {(choice.problem, choice.rows): choice for choice in report.choices}
+    assert dict(cache.load()) == {(result.op, result.rows): result for result in report.results}
 
 
-def test_where_nothing_runs_an_error_says_why(tmp_path):
+def test_tune_tasks_raises_where_no_candidate_runs(tmp_path):
     class Broken(FakeTimer):
-        def seconds(self, work, candidate):
+        def seconds(self, task, candidate):
             raise CandidateError(f"no {candidate}")
 
     with pytest.raises(
         ExecutorError, match=r"none of \d+ kernels for plain 96x64 bfloat16 at 1 rows.*library: no None"
     ):
-        apply(collect(model()), TuningCache(tmp_path, MACHINE), Broken(None))
+        tune_tasks(collect_tasks(model()), TuningCache(tmp_path, MACHINE), Broken(None))
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_on_disk_is_not_measured_again(tmp_path):
+def test_cached_results_are_not_measured_again(tmp_path):
     first, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000 - tile.ahead / 1e6)
     layers = model()
     layers.linear([("new", 48)], 64).fill({"new.weight": torch.zeros(48, 64, dtype=torch.bfloat16)})
     second, timer = run(layers, tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000)
     assert second.measured == len(BUCKETS)
     assert {key for (key, _), _ in timer.asked} == {"plain 48x64 bfloat16"}
-    assert set(first.choices) < set(second.choices)
+    assert set(first.results) < set(second.results)
     layers = model()
     third, timer = run(layers, tmp_path, None)
     assert third.measured == 0
     assert not timer.asked
     assert not timer.prepared
-    assert third.choices == first.choices
-    for choice in third.choices:
-        assert str(tables(layers, choice.problem)[choice.rows].tile) == choice.kernel
-        assert choice.kernel.endswith("bytes ahead")
-        assert not choice.kernel.endswith(", 0 bytes ahead")
+    assert third.results == first.results
+    for result in third.results:
+        assert str(tables(layers, result.op)[result.rows].tile) == result.candidate
+        assert result.candidate.endswith("bytes ahead")
+        assert not result.candidate.endswith(", 0 bytes ahead")
 
 
-@pytest.mark.parametrize("change", [{"version": "old"}, {"kernel": "a tile that is no candidate any more"}])
-def test_what_does_not_hold_any_more_is_measured_again(tmp_path, change):
+@pytest.mark.parametrize("change", [{"version": "old"}, {"candidate": "a tile that is no candidate any more"}])
+def test_an_outdated_result_is_measured_again(tmp_path, change):
     def rule(problem, rows, tile):
         return 1.0 + tile.rows / 1000
 
@@ -195,11 +196,11 @@ def test_what_does_not_hold_any_more_is_measured_again(tmp_path, change):
     second, timer = run(model(), tmp_path, rule)
     assert second.measured == 1
     assert {asked for asked, _ in timer.asked} == {place}
-    assert second.choices == first.choices
+    assert second.results == first.results
     assert run(model(), tmp_path, None)[0].measured == 0
 
 
-def test_another_machine_has_a_file_of_its_own(tmp_path):
+def test_each_machine_has_its_own_file(tmp_path):
     run(model(), tmp_path, lambda problem, rows, tile: 1.0)
     for key in MACHINE:
         report, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0, {**MACHINE, key: "other"})
@@ -214,13 +215,13 @@ def test_another_machine_has_a_file_of_its_own(tmp_path):
         "{",
         "[]",
         "{}",
-        json.dumps({"machine": {**MACHINE, "pytorch": "9"}, "choices": []}),
-        json.dumps({"machine": MACHINE, "choices": [{"rows": 1}]}),
-        json.dumps({"machine": MACHINE, "choices": 3}),
+        json.dumps({"machine": {**MACHINE, "pytorch": "9"}, "results": []}),
+        json.dumps({"machine": MACHINE, "results": [{"rows": 1}]}),
+        json.dumps({"machine": MACHINE, "results": 3}),
         "\xff",
     ],
 )
-def test_a_file_that_cannot_be_used_is_replaced_with_a_warning(content, tmp_path, caplog):
+def test_an_unreadable_file_is_replaced_with_a_warning(content, tmp_path, caplog):
     cache = TuningCache(tmp_path, MACHINE)
     cache.path.write_text(content, encoding="latin-1")
     with caplog.at_level(logging.WARNING):
@@ -232,7 +233,7 @@ def test_a_file_that_cannot_be_used_is_replaced_with_a_warning(content, tmp_path
     assert not caplog.text
 
 
-def test_a_directory_that_cannot_be_written_costs_only_a_warning(tmp_path, caplog):
+def test_an_unwritable_directory_is_a_warning(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
     layers = model()
@@ -250,7 +251,7 @@ def test_the_default_directory(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path):
+def test_tune_on_a_gpu(tmp_path):
     from engine.core.autotune.tuner import tune
 
     layers = LayerFactory(dtype="bfloat16", device="cuda", fused=True)
@@ -262,7 +263,7 @@ def test_on_a_gpu(tmp_path):
     with torch.inference_mode():
         report = tune(layers, str(tmp_path))
         assert report.measured == 3 * len(BUCKETS)
-        assert all(0 < choice.seconds < 1e-3 for choice in report.choices)
+        assert all(0 < result.seconds < 1e-3 for result in report.results)
         assert tune(layers, str(tmp_path)).measured == 0
         for rows in (1, 3, 16, 17):
             x = torch.randn(rows, 1024, device="cuda").bfloat16()

@@ -1,4 +1,4 @@
-"""What is for peer memory, and what there is of it; how it sums is tested on GPUs (test_distributed)."""
+"""PeerMemory's limits, allocation and refusals on the CPU. Its all-reduces are tested on GPUs (test_rank_group.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.testing.ranks import LoneRank
 
 
 class Shared:
-    """In place of torch's symmetric memory: this process's own, of two ranks."""
+    """Stands in for torch's symmetric memory: memory of this process, for two ranks."""
 
     refused = ""
 
@@ -28,7 +28,7 @@ class Shared:
 
     @staticmethod
     def rendezvous(buffer: torch.Tensor, name: str) -> Any:
-        """As torch's does, it finds the group by its name."""
+        """Finds the group by its name, as torch does."""
         assert torch._C._distributed_c10d._resolve_process_group(name).size() == 2
         return SimpleNamespace(buffer_ptrs=[buffer.data_ptr(), 4096])
 
@@ -48,30 +48,30 @@ def make(rank: int) -> PeerMemory:
     return PeerMemory(uuid4().hex, LoneRank(rank, 2), store, torch.device("cpu"))
 
 
-def test_small_sums_are_taken(shared: type[Shared]) -> None:
+def test_peer_memory_supports_small_aligned_tensors(shared: type[Shared]) -> None:
     memory = make(0)
-    assert memory.takes(torch.zeros(1, 8, dtype=torch.bfloat16))
-    assert memory.takes(torch.zeros(peer_memory.MOST_BYTES // 4))
-    assert not memory.takes(torch.zeros(peer_memory.MOST_BYTES // 4 + 4))
-    assert not memory.takes(torch.zeros(0))
-    assert not memory.takes(torch.zeros(3))
-    assert not memory.takes(torch.zeros(8, dtype=torch.float16))
-    assert memory.takes(torch.zeros(9)[1:]), "where a tensor lies may differ from rank to rank"
+    assert memory.supports(torch.zeros(1, 8, dtype=torch.bfloat16))
+    assert memory.supports(torch.zeros(peer_memory.MAX_BYTES // 4))
+    assert not memory.supports(torch.zeros(peer_memory.MAX_BYTES // 4 + 4))
+    assert not memory.supports(torch.zeros(0))
+    assert not memory.supports(torch.zeros(3))
+    assert not memory.supports(torch.zeros(8, dtype=torch.float16))
+    assert memory.supports(torch.zeros(9)[1:]), "a tensor's address may differ from rank to rank"
 
 
-def test_memory_for_rows(shared: type[Shared]) -> None:
+def test_reduce_buffers_have_rows_then_flags(shared: type[Shared]) -> None:
     memory = make(1)
-    sums = memory.row_sums(4096, torch.bfloat16)
-    assert (sums.rank, sums.ranks, sums.most_rows) == (1, 2, 128)
-    assert memory.row_sums(4096, torch.bfloat16) is sums
-    places, flags = sums.places.tolist(), sums.flags.tolist()
-    assert [flag - place for flag, place in zip(flags, places, strict=True)] == [2 * 128 * 4096 * 2] * 2
-    assert places[1] == 4096
-    assert not sums.epochs.any()
-    assert memory.row_sums(2**20, torch.float32).most_rows == 1
+    buffers = memory.reduce_buffers(4096, torch.bfloat16)
+    assert (buffers.rank, buffers.ranks, buffers.max_rows) == (1, 2, 128)
+    assert memory.reduce_buffers(4096, torch.bfloat16) is buffers
+    rows, flags = buffers.rows.tolist(), buffers.flags.tolist()
+    assert [flag - row for flag, row in zip(flags, rows, strict=True)] == [2 * 128 * 4096 * 2] * 2
+    assert rows[1] == 4096
+    assert not buffers.epochs.any()
+    assert memory.reduce_buffers(2**20, torch.float32).max_rows == 1
 
 
-def test_none_where_there_are_no_kernels_or_a_rank_cannot(
+def test_open_returns_none_if_there_are_no_kernels_or_a_rank_cannot_map(
     shared: type[Shared], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert PeerMemory.open(LoneRank(0, 3), torch._C._distributed_c10d.HashStore()) is None
@@ -83,10 +83,10 @@ def test_none_where_there_are_no_kernels_or_a_rank_cannot(
     monkeypatch.setattr(shared, "refused", "no access to peers\nat some line")
     with caplog.at_level(logging.WARNING):
         assert PeerMemory.open(LoneRank(0, 2), torch._C._distributed_c10d.HashStore()) is None
-    assert caplog.messages[-1].endswith("small sums take longer: no access to peers")
+    assert caplog.messages[-1].endswith("small all-reduces take longer: no access to peers")
 
 
-def test_a_closed_group_is_forgotten(shared: type[Shared]) -> None:
+def test_close_unregisters_the_group(shared: type[Shared]) -> None:
     memory = make(0)
     memory.close()
     with pytest.raises(RuntimeError, match="Could not resolve the process group"):

@@ -1,4 +1,4 @@
-"""Ranks that share a model compute what one rank does: real models, runners and gloo, the ranks as threads."""
+"""Several ranks compute what one rank computes: real models, runners and gloo, with ranks as threads."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_greedy_tokens_are_those_of_one_rank(checkpoints: Any, case: str) -> None:
+def test_greedy_tokens_equal_those_of_one_rank(checkpoints: Any, case: str) -> None:
     architecture, config, ranks = MODELS[case]
     assert_same(checkpoints(case, architecture, **config), ranks)
 
 
 @pytest.mark.parametrize("case", ["qwen3", "odd vocabulary", "fewer heads of keys than ranks"])
-def test_logits_are_those_of_one_rank(checkpoints: Any, case: str) -> None:
-    """Log probabilities of prompts and tokens, which take logits of all of the vocabulary."""
+def test_logits_equal_those_of_one_rank(checkpoints: Any, case: str) -> None:
+    """Log probabilities of prompts and tokens, which need the logits of the whole vocabulary."""
     architecture, config, ranks = MODELS[case]
     path = checkpoints(case, architecture, **config)
     asked = attrs.evolve(GREEDY, logprobs=5, prompt_logprobs=5)
@@ -106,17 +106,17 @@ def test_logits_are_those_of_one_rank(checkpoints: Any, case: str) -> None:
     assert found_tokens == expected_tokens
 
 
-def test_drawn_tokens_are_those_of_one_rank(checkpoints: Any) -> None:
+def test_drawn_tokens_equal_those_of_one_rank(checkpoints: Any) -> None:
     assert_same(checkpoints("qwen3", "qwen3"), 2, DRAWN)
 
 
-def test_a_batch_of_all_kinds(checkpoints: Any) -> None:
+def test_tokens_of_a_batch_with_all_sampling_paths_equal_those_of_one_rank(checkpoints: Any) -> None:
     penalized = attrs.evolve(DRAWN[2], repetition_penalty=1.3, presence_penalty=0.5)
     mixed = [GREEDY, DRAWN[1], penalized, attrs.evolve(GREEDY, logit_bias=((5, 3.0),), frequency_penalty=0.4)]
     assert_same(checkpoints("qwen3", "qwen3"), 2, mixed)
 
 
-def test_chunks_and_preemption(checkpoints: Any) -> None:
+def test_tokens_equal_those_of_one_rank_with_prefill_chunks_and_preemption(checkpoints: Any) -> None:
     path = checkpoints("qwen3", "qwen3")
     assert_same(path, 2, scheduler__max_batch_tokens=7)
     longer = attrs.evolve(GREEDY, max_tokens=30)
@@ -125,8 +125,8 @@ def test_chunks_and_preemption(checkpoints: Any) -> None:
         assert shared.stats().preemptions > 0
 
 
-def test_ranks_that_rank_0_overrules_go_on_with_its_tokens(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if kernels gave sums in another order elsewhere: what was drawn on the other ranks does not count."""
+def test_all_ranks_take_the_tokens_of_rank_0(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens drawn on other ranks, which may differ by the order of summation, do not count."""
     path = checkpoints("qwen3", "qwen3")
     with build(path) as one:
         expected = tokens_of(one, DRAWN)
@@ -143,8 +143,8 @@ def test_ranks_that_rank_0_overrules_go_on_with_its_tokens(checkpoints: Any, mon
         assert tokens_of(shared, DRAWN) == expected
 
 
-def test_replayed_steps(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA graphs record, done again at each replay: greedy, drawn, and with logits."""
+def test_replayed_steps_equal_one_rank(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that CUDA graphs record, repeated at each replay: greedy, drawn, and with logits."""
     path = checkpoints("odd vocabulary", "llama", vocab_size=517)
     mixed = [GREEDY, DRAWN[1], GREEDY, DRAWN[3]]
     with build(path) as one:
@@ -178,15 +178,15 @@ with Engine(model=model, executor=OneOfThem, **settings) as engine:
         print(json.dumps([list(done.token_ids) for done in engine.generate(prompts, params)]))
 group.close()
 """
-"""One rank's process: an engine of its own, which plans the same steps as the others'."""
+"""One rank's process: its own engine, which plans the same steps as the engines of the other ranks."""
 
 
 def in_processes(
     ranks: int, directory: Path, model: Path, prompts: list[list[int]], count: int, settings: dict[str, Any]
 ) -> None:
-    """Assert that ranks in processes of their own give the tokens of one, in this process, some greedy and some drawn.
+    """Assert that ranks in separate processes produce the tokens of one rank in this process, greedy and drawn.
 
-    In settings, a device "cuda" is each rank's own.
+    settings: the device "cuda" stands for a GPU per rank.
     """
     drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=count, ignore_eos=True)
     greedy = attrs.evolve(GREEDY, max_tokens=count)
@@ -215,8 +215,8 @@ def in_processes(
 
 
 @pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="Triton compiles here, and these ranks are CPUs")
-def test_processes_with_fused_kernels(checkpoints: Any, tmp_path: Path) -> None:
-    """In processes, since Triton's interpreter does not run kernels in several threads."""
+def test_fused_kernels_in_processes_equal_one_rank(checkpoints: Any, tmp_path: Path) -> None:
+    """In processes: Triton's interpreter cannot run kernels in several threads."""
     model = checkpoints("one layer", "qwen3", vocab_size=517, num_hidden_layers=1)
     settings = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "1MiB", "model__max_len": 32}
     in_processes(2, tmp_path, model, [[3, 1, 4], [1, 5]], 2, settings | {"executor__kernels": "fused"})
@@ -226,8 +226,10 @@ def test_processes_with_fused_kernels(checkpoints: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("graphs", ["on", "off"])
 @pytest.mark.parametrize("kernels", ["fused", "plain"])
-def test_processes_on_gpus(checkpoints: Any, tmp_path: Path, ranks: int, graphs: str, kernels: str) -> None:
-    """By NCCL, and by kernels that read the other GPUs' memory; keys' heads are fewer than four ranks."""
+def test_processes_on_gpus_equal_one_rank(
+    checkpoints: Any, tmp_path: Path, ranks: int, graphs: str, kernels: str
+) -> None:
+    """By NCCL and by kernels that read the other GPUs' memory; four ranks are more than there are KV heads."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
     model = checkpoints("odd vocabulary, qwen3", "qwen3", vocab_size=517)
@@ -237,7 +239,7 @@ def test_processes_on_gpus(checkpoints: Any, tmp_path: Path, ranks: int, graphs:
     )
 
 
-def test_a_group_sums_gathers_and_agrees() -> None:
+def test_group_reduces_gathers_and_broadcasts() -> None:
     def work(group: RankGroup) -> list[Any]:
         x = torch.arange(6.0).view(2, 3) + group.rank
         return [
@@ -257,8 +259,8 @@ def test_a_group_sums_gathers_and_agrees() -> None:
         assert least == 5
 
 
-def test_a_shared_head_has_all_logits_and_the_first_of_equals() -> None:
-    """Also where a rank has fewer tokens than others, and of a row with a NaN."""
+def test_vocab_parallel_head_has_all_logits_and_the_first_of_equal_ones() -> None:
+    """Also if a rank has fewer tokens than the others, and with a NaN in a row."""
     generator = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(21, 8, generator=generator), torch.randn(5, 8, generator=generator)
     weight[[3, 9, 20]] = 4 * hidden[1]
@@ -273,17 +275,17 @@ def test_a_shared_head_has_all_logits_and_the_first_of_equals() -> None:
         layers.layers[-1].fill({})
         return head(hidden), head.greedy(hidden)
 
-    for logits, (peaks, tokens) in run_ranks(3, work):
+    for logits, (max_logits, tokens) in run_ranks(3, work):
         torch.testing.assert_close(logits, expected, equal_nan=True)
-        assert peaks[2].isnan()
+        assert max_logits[2].isnan()
         assert 0 <= tokens[2] < 21
         others = [0, 1, 3, 4]
-        torch.testing.assert_close(peaks[others], expected[others].amax(1))
+        torch.testing.assert_close(max_logits[others], expected[others].amax(1))
         assert tokens[others].tolist() == expected[others].argmax(1).tolist()
         assert tokens[1] == 3
 
 
-def test_one_rank_exchanges_nothing() -> None:
+def test_a_single_rank_exchanges_nothing() -> None:
     group = join(Rendezvous(rank=0, ranks=1, place="/nowhere"), CPU)
     x = torch.ones(2)
     assert isinstance(group, OneRank)
@@ -294,7 +296,7 @@ def test_one_rank_exchanges_nothing() -> None:
     group.close()
 
 
-def test_ranks_on_several_hosts_meet_at_an_address() -> None:
+def test_ranks_meet_at_the_address_of_a_meeting_point() -> None:
     point = MeetingPoint("127.0.0.1")
     assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", point.place)
 
@@ -305,7 +307,7 @@ def test_ranks_on_several_hosts_meet_at_an_address() -> None:
     assert run_ranks(3, add, place=point.place) == [[6.0, 6.0]] * 3
 
 
-def test_a_meeting_point_that_cannot_be_or_is_not_there() -> None:
+def test_meeting_point_errors_if_the_address_is_foreign_or_unreachable() -> None:
     with pytest.raises(ExecutorError, match=r"cannot meet at 203\.0\.113\.1, which is no address of this host: "):
         MeetingPoint("203.0.113.1")
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -350,13 +352,15 @@ def runner_of(path: Path, group: RankGroup) -> Runner:
         (4, {"num_attention_heads": 12, "num_key_value_heads": 3}, "12 query heads and 3 .* can: 1, 3, 6, 12"),
     ],
 )
-def test_heads_that_do_not_divide(checkpoints: Any, ranks: int, config: dict[str, int], message: str) -> None:
+def test_number_of_ranks_must_divide_the_heads(
+    checkpoints: Any, ranks: int, config: dict[str, int], message: str
+) -> None:
     path = checkpoints(f"{config}", "qwen3", **config)
     with pytest.raises(ConfigError, match=message):
         runner_of(path, LoneRank(0, ranks))
 
 
-def test_other_sizes_that_do_not_divide(checkpoints: Any) -> None:
+def test_number_of_ranks_must_divide_the_other_sizes(checkpoints: Any) -> None:
     path = checkpoints("narrow", "qwen3", intermediate_size=98, num_attention_heads=4, num_key_value_heads=4)
     with pytest.raises(ConfigError, match=r"4 ranks cannot share 98 outputs of model\.layers\.0\.mlp\.gate_proj"):
         runner_of(path, LoneRank(0, 4)).start()
@@ -367,8 +371,8 @@ def test_other_sizes_that_do_not_divide(checkpoints: Any) -> None:
         layers.lm_head("head", 2**24 + 8, 8)
 
 
-def test_what_each_rank_holds(checkpoints: Any) -> None:
-    """Shares of the vocabulary and of heads, and no more bytes than that."""
+def test_each_rank_holds_its_shards_only(checkpoints: Any) -> None:
+    """Shards of the vocabulary and of heads."""
     path = checkpoints("odd vocabulary", "llama", vocab_size=517)
     whole, shares = [], []
     for ranks in (1, 2):
@@ -390,7 +394,7 @@ def test_what_each_rank_holds(checkpoints: Any) -> None:
         assert torch.equal(found, wanted)
 
 
-def test_the_smallest_cache_is_everybodys(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_have_the_smallest_number_of_blocks(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoints("qwen3", "qwen3")
     plan = runner.plan_memory
     planned: list[int] = []

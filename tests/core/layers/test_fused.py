@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.core.distributed import PartialSum
 from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.skinny_linear import BUCKETS, SkinnyKernel
 from engine.core.quant.float8 import UNSCALED, KVScales
 from engine.ops.gemm.skinny_launch import MOST_ROWS
-from engine.ops.norm.all_reduce_rms_norm import RowSums
+from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 from engine.testing.ranks import LoneRank
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,38 +60,41 @@ def test_norm():
 class Reaching(Doubling):
     """A rank that reaches the memory of another, which has been there before it, and left its rows in both places."""
 
-    def __init__(self, theirs, most_rows):
+    def __init__(self, theirs, max_rows):
         super().__init__(0, 2)
         size = theirs.shape[1]
-        self.memory = [torch.zeros(2, most_rows, size, device=DEVICE), torch.zeros(2, most_rows, size, device=DEVICE)]
+        self.memory = [torch.zeros(2, max_rows, size, device=DEVICE), torch.zeros(2, max_rows, size, device=DEVICE)]
         self.memory[1][:, : len(theirs)] = theirs
-        self.told = [torch.full((most_rows, 2), 100, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-        self.sums = RowSums(
+        self.flags = [torch.full((max_rows, 2), 100, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        self.buffers = ReduceBuffers(
             rank=0,
             ranks=2,
             size=size,
-            most_rows=most_rows,
-            places=torch.tensor([each.data_ptr() for each in self.memory], device=DEVICE),
-            flags=torch.tensor([each.data_ptr() for each in self.told], device=DEVICE),
-            epochs=torch.zeros(most_rows, dtype=torch.int32, device=DEVICE),
+            max_rows=max_rows,
+            rows=torch.tensor([each.data_ptr() for each in self.memory], device=DEVICE),
+            flags=torch.tensor([each.data_ptr() for each in self.flags], device=DEVICE),
+            epochs=torch.zeros(max_rows, dtype=torch.int32, device=DEVICE),
         )
 
-    def row_sums(self, size, dtype):
-        assert (size, dtype) == (self.sums.size, torch.float32)
-        return self.sums
+    def reduce_buffers(self, size, dtype):
+        assert (size, dtype) == (self.buffers.size, torch.float32)
+        return self.buffers
 
 
-def test_norm_of_sums():
+def test_norm_reduces_partial_sums() -> None:
     x, theirs, residual = randn(3, 48), randn(2, 48) + 2, randn(3, 48) + 1
-    plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5, sums=True), group=Reaching(theirs, 2))
-    alone = both(lambda layers: layers.norm("norm", 48, 1e-5, sums=True))[0]
+    group = Reaching(theirs, 2)
+    plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5), group=group)
+    alone = both(lambda layers: layers.norm("norm", 48, 1e-5))[0]
+    expected = alone(x[:2] + theirs, residual[:2])
     for _ in range(3):
-        for one, other in zip(fused(x[:2], residual[:2].clone()), alone(x[:2] + theirs, residual[:2]), strict=True):
+        found = fused(PartialSum(x[:2], group), residual[:2].clone())
+        for one, other in zip(found, expected, strict=True):
             close(one, other)
-    for one, other in zip(fused(x, residual.clone()), alone(2 * x, residual), strict=True):  # too many rows for that
-        close(one, other)
-    for one, other in zip(plain(x, residual), alone(2 * x, residual), strict=True):
-        close(one, other)
+    expected = alone(2 * x, residual)
+    for norm in (fused, plain):  # three rows are more than the memory has room for
+        for one, other in zip(norm(PartialSum(x, group), residual.clone()), expected, strict=True):
+            close(one, other)
 
 
 class Following:
@@ -101,33 +105,37 @@ class Following:
     def fused_input_quantization(self, x):
         return self if len(x) >= 3 else None
 
-    def normed(self, *given):
+    def norm_and_quantize(self, *given):
         return "made", given
 
 
 def test_a_norm_is_made_for_the_layer_that_follows():
     norm = both(lambda layers: layers.norm("norm", 48, 1e-5))[1]
     x, residual = randn(3, 48), randn(3, 48) + 1
-    assert norm.into(Following(), x, residual) == ("made", (x, residual, norm.weight, 1e-5, "its weights"))
-    assert norm.into(Following(), x)[1][1] is None
-    normed, total = norm.into(Following(), x[:2], residual[:2].clone())
+    assert norm.quantized_for(Following(), x, residual) == ("made", (x, residual, norm.weight, 1e-5, "its weights"))
+    assert norm.quantized_for(Following(), x)[1][1] is None
+    normed, total = norm.quantized_for(Following(), x[:2], residual[:2].clone())
     assert torch.equal(total, x[:2] + residual[:2])
     assert torch.equal(normed, norm(total)[0])
 
 
 def test_a_norm_of_sums_is_made_for_the_layer_that_follows_unless_it_sums():
     def build(layers):
-        return layers.norm("norm", 48, 1e-5, sums=True)
+        return layers.norm("norm", 48, 1e-5)
 
     x, theirs, residual = randn(4, 48), randn(3, 48) + 2, randn(4, 48) + 1
     alone = both(build)[0]
-    norm = both(build, group=Reaching(theirs, 3))[1]
-    close(norm.into(Following(), x[:3], residual[:3].clone())[0], alone(x[:3] + theirs, residual[:3])[0])
-    made, (summed, *_) = norm.into(Following(), x, residual)
+    group = Reaching(theirs, 3)
+    norm = both(build, group=group)[1]
+    normed, _ = norm.quantized_for(Following(), PartialSum(x[:3], group), residual[:3].clone())
+    close(normed, alone(x[:3] + theirs, residual[:3])[0])
+    made, (summed, *_) = norm.quantized_for(Following(), PartialSum(x, group), residual)
     assert made == "made"
     assert torch.equal(summed, 2 * x)
-    norm = both(build, group=Doubling(0, 2))[1]
-    close(norm.into(Following(), x[:2], residual[:2].clone())[0], alone(2 * x[:2], residual[:2])[0])
+    other = Doubling(0, 2)
+    norm = both(build, group=other)[1]
+    normed, _ = norm.quantized_for(Following(), PartialSum(x[:2], other), residual[:2].clone())
+    close(normed, alone(2 * x[:2], residual[:2])[0])
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 16, 17, 40])

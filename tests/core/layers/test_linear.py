@@ -122,11 +122,11 @@ def test_only_row_layers_sum_and_the_bias_is_added_once():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_layer_whose_results_a_norm_sums(rank):
+def test_partial_linear_adds_the_bias_on_rank_0_only(rank: int) -> None:
     layers = make(group=LoneRank(rank, 2))
-    layer = layers.linear([("a", 3)], 4, bias=True, parallel="row", summed=False)
-    layer.fill({"a.weight": torch.ones(3, 2), "a.bias": torch.full((3,), 10.0)})
-    assert torch.equal(layer(torch.ones(1, 2)), torch.full((1, 3), 12.0 if rank == 0 else 2.0))
+    layer = layers.partial_linear("a", 3, 4, bias=True)
+    layer.linear.fill({"a.weight": torch.ones(3, 2), "a.bias": torch.full((3,), 10.0)})
+    assert torch.equal(layer(torch.ones(1, 2)).addend, torch.full((1, 3), 12.0 if rank == 0 else 2.0))
 
 
 @pytest.mark.parametrize(("parallel", "said"), [("column", "3 outputs of b"), ("row", "5 inputs of a")])
@@ -154,14 +154,14 @@ class Particular(Doubled, FusedInputQuantization):
     def fused_input_quantization(self):
         return self
 
-    def takes(self, rows):
+    def supports_rows(self, rows):
         return rows >= 2
 
-    def normed(self, x, residual, norm_weight, eps, weights):
+    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
         total = x if residual is None else x + residual
         return Made(norm_weight * total), total
 
-    def activated(self, x, weights):
+    def activate_and_quantize(self, x, weights):
         return Made(silu_and_mul(x) + weights["factor"])
 
     def apply(self, x, weights, bias):
@@ -174,7 +174,7 @@ class Gating(Doubled):
     def apply_gated(self, x, weights, bias):
         return x[:, :4] - 1
 
-    def gates_at_once(self, rows):
+    def fuses_gating(self, rows):
         return rows == 1
 
 
@@ -184,31 +184,31 @@ def linear(kernel, **settings):
     return layer
 
 
-def test_a_kernel_has_its_input_made_from_the_rows_on_that_it_takes():
+def test_fused_input_quantization_makes_the_input_of_the_row_counts_it_supports():
     down = linear(Particular())
     x = torch.randn(3, 8)
     for gate_up in (linear(Doubled()), linear(PlainKernel(down.spec))):
         gate_up.weights |= {"weight": torch.eye(8) * 0.5}
         y = gate_up(x)
-        made = gate_up.gated_into(down, x)
+        made = gate_up.gated_quantized_for(down, x)
         assert torch.equal(made.rows, silu_and_mul(y) + 0.5)
         assert torch.equal(down(made), 0.5 * (made.rows + 7))
-        assert torch.equal(gate_up.gated_into(down, x[:1]), silu_and_mul(gate_up(x[:1])))
-        assert torch.equal(gate_up.gated_into(down, x[None]), silu_and_mul(y)[None])
-        assert torch.equal(gate_up.gated_into(gate_up, x), silu_and_mul(y))
+        assert torch.equal(gate_up.gated_quantized_for(down, x[:1]), silu_and_mul(gate_up(x[:1])))
+        assert torch.equal(gate_up.gated_quantized_for(down, x[None]), silu_and_mul(y)[None])
+        assert torch.equal(gate_up.gated_quantized_for(gate_up, x), silu_and_mul(y))
     summed = linear(Particular(), reduce=lambda y: 3 * y)
     assert torch.equal(summed(made), 1.5 * (made.rows + 7))
 
 
 def test_what_was_made_for_one_layer_may_be_gated_by_it():
     gate_up, down = linear(Particular()), linear(Particular())
-    made, _ = gate_up.fused_input_quantization(torch.ones(2, 8)).normed(
+    made, _ = gate_up.fused_input_quantization(torch.ones(2, 8)).norm_and_quantize(
         torch.randn(2, 8), None, torch.ones(8), 1e-5, gate_up.weights
     )
     y = 0.5 * (made.rows + 7)
     assert torch.equal(gate_up.gated(made), silu_and_mul(y))
-    assert torch.equal(gate_up.gated_into(down, made).rows, silu_and_mul(y) + 0.5)
-    assert torch.equal(gate_up.gated_into(linear(Doubled()), made), silu_and_mul(y))
+    assert torch.equal(gate_up.gated_quantized_for(down, made).rows, silu_and_mul(y) + 0.5)
+    assert torch.equal(gate_up.gated_quantized_for(linear(Doubled()), made), silu_and_mul(y))
 
 
 def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
@@ -216,17 +216,17 @@ def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
     x = torch.randn(2, 8)
 
     class Always(Gating):
-        gates_at_once = LinearKernel.gates_at_once
+        fuses_gating = LinearKernel.fuses_gating
 
-    assert torch.equal(linear(Always()).gated_into(down, x), x[:, :4] - 1)
-    assert torch.equal(linear(Gating()).gated_into(down, x[:1]), x[:1, :4] - 1)
-    assert torch.equal(linear(Gating()).gated_into(down, x).rows, silu_and_mul(0.5 * x) + 0.5)
-    assert not Doubled().gates_at_once(1)
+    assert torch.equal(linear(Always()).gated_quantized_for(down, x), x[:, :4] - 1)
+    assert torch.equal(linear(Gating()).gated_quantized_for(down, x[:1]), x[:1, :4] - 1)
+    assert torch.equal(linear(Gating()).gated_quantized_for(down, x).rows, silu_and_mul(0.5 * x) + 0.5)
+    assert not Doubled().fuses_gating(1)
     assert Doubled().fused_input_quantization() is None
 
 
 def test_a_layer_refuses_what_was_made_for_another():
-    with pytest.raises(TypeError, match="a takes tensors alone; this was made for another layer"):
+    with pytest.raises(TypeError, match="a takes tensors only; this activation was quantized for another layer"):
         linear(Doubled())(Made(torch.ones(2, 8)))
 
 
@@ -236,5 +236,15 @@ def test_plain_norms_leave_tensors():
     norm.fill({"norm.weight": torch.randn(8)})
     x, residual = torch.randn(2, 2, 8)
     for given in (residual, None):
-        for one, other in zip(norm.into(linear(Particular()), x, given), norm(x, given), strict=True):
+        for one, other in zip(norm.quantized_for(linear(Particular()), x, given), norm(x, given), strict=True):
             assert torch.equal(one, other)
+
+
+def test_first_names_of_fused_input_quantization_still_work() -> None:
+    layers, down = make(), linear(Particular())
+    norm = layers.norm("norm", 8, 1e-5)
+    norm.fill({"norm.weight": torch.randn(8)})
+    x = torch.randn(3, 8)
+    gate_up = linear(Doubled())
+    assert torch.equal(gate_up.gated_into(down, x).rows, gate_up.gated_quantized_for(down, x).rows)
+    assert torch.equal(norm.into(down, x)[0], norm.quantized_for(down, x)[0])

@@ -151,7 +151,7 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("quant", {"kv_scales": raising()}, "kv_scales()"),
     ("quant", {"linear": raising()}, "linear() of model.layers.0."),
     ("quant", {"linear": making(__init__=raising())}, "linear() of model.layers.0."),
-    ("quant", {"linear": making(prologue=raising())}, "fused_input_quantization() of model.layers.0."),
+    ("quant", {"linear": making(fused_input_quantization=raising())}, "fused_input_quantization() of model.layers.0."),
     ("quant", {"linear": making(tensors=raising())}, "tensors() of model.layers.0."),
     ("quant", {"linear": making(prepare=raising())}, "prepare() of model.layers.0."),
     ("executor", {"watch": raising()}, "watch()"),

@@ -1,5 +1,7 @@
 import json
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from engine.core.quant.base import TensorSpec
 from engine.core.weights import loader
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import DummySource, SafetensorsSource, WeightSource, load_weights
-from engine.core.weights.readers import Piece, Readers
+from engine.core.weights.readers import ReaderPool, ReadTask
 from engine.testing.ranks import LoneRank
 
 HIDDEN, INNER = 4, 6
@@ -58,7 +60,7 @@ class Network:
         return self
 
 
-def test_single_file(tmp_path):
+def test_single_file(tmp_path: Path) -> None:
     tensors = random_tensors()
     network = Network().load(write(tmp_path, tensors))
     torch.testing.assert_close(network.embedding.weight, tensors["embed.weight"], rtol=0, atol=0)
@@ -67,7 +69,7 @@ def test_single_file(tmp_path):
     torch.testing.assert_close(network.gate_up(x), torch.cat(expected, -1))
 
 
-def test_several_files(tmp_path):
+def test_several_files(tmp_path: Path) -> None:
     tensors = random_tensors()
     files = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
     write_sharded(tmp_path, tensors, files)
@@ -76,7 +78,7 @@ def test_several_files(tmp_path):
     torch.testing.assert_close(network.norm.weight, tensors["norm.weight"], rtol=0, atol=0)
 
 
-def test_progress_counts_all_bytes(tmp_path):
+def test_progress_counts_all_bytes(tmp_path: Path) -> None:
     seen = []
     network = Network().load(write(tmp_path, random_tensors()), lambda done, total: seen.append((done, total)))
     total = network.layers.nbytes
@@ -88,7 +90,7 @@ def test_progress_counts_all_bytes(tmp_path):
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_cast_to_the_models_type(tmp_path, stored, dtype):
+def test_weights_are_cast_to_the_models_dtype(tmp_path: Path, stored: torch.dtype, dtype: str) -> None:
     tensors = random_tensors(stored)
     network = Network(dtype=dtype).load(write(tmp_path, tensors))
     wanted = getattr(torch, dtype)
@@ -96,7 +98,7 @@ def test_weights_are_cast_to_the_models_type(tmp_path, stored, dtype):
     assert network.gate_up(torch.ones(1, HIDDEN, dtype=wanted)).dtype == wanted
 
 
-def test_weights_are_no_view_of_the_file(tmp_path):
+def test_weights_are_copies_of_the_file(tmp_path: Path) -> None:
     network = Network().load(write(tmp_path, random_tensors()))
     before = network.embedding.weight.clone()
     file = tmp_path / "model.safetensors"
@@ -107,66 +109,66 @@ def test_weights_are_no_view_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_together_compute_what_one_does(tmp_path, ranks):
+def test_ranks_together_compute_what_one_rank_computes(tmp_path: Path, ranks: int) -> None:
     write(tmp_path, random_tensors())
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
     whole = Network().load(tmp_path)
-    shares = [Network(rank=rank, ranks=ranks).load(tmp_path) for rank in range(ranks)]
-    gates, ups = zip(*(share.gate_up(x).chunk(2, -1) for share in shares), strict=True)
+    shards = [Network(rank=rank, ranks=ranks).load(tmp_path) for rank in range(ranks)]
+    gates, ups = zip(*(shard.gate_up(x).chunk(2, -1) for shard in shards), strict=True)
     torch.testing.assert_close(torch.cat([*gates, *ups], -1), whole.gate_up(x))
     inner = torch.randn(5, INNER, generator=torch.Generator().manual_seed(3))
-    partial = [share.down(part) for share, part in zip(shares, inner.chunk(ranks, -1), strict=True)]
+    partial = [shard.down(part) for shard, part in zip(shards, inner.chunk(ranks, -1), strict=True)]
     torch.testing.assert_close(sum(partial), whole.down(inner))
-    assert shares[0].layers.nbytes < whole.layers.nbytes
+    assert shards[0].layers.nbytes < whole.layers.nbytes
 
 
-def test_missing_tensors(tmp_path):
+def test_missing_tensors_are_an_error(tmp_path: Path) -> None:
     tensors = random_tensors()
     del tensors["up.bias"], tensors["norm.weight"]
     with pytest.raises(CheckpointError, match=r"lacks 2 tensor\(s\) .*norm\.weight, up\.bias.*model\.safetensors"):
         Network().load(write(tmp_path, tensors))
 
 
-def test_wrong_shape(tmp_path):
+def test_wrong_shape_is_an_error(tmp_path: Path) -> None:
     tensors = random_tensors() | {"down.weight": torch.zeros(HIDDEN, INNER + 1)}
     with pytest.raises(CheckpointError, match=r"down\.weight in .*model\.safetensors has shape \[4, 7\].*\[4, 6\]"):
         Network().load(write(tmp_path, tensors))
 
 
-def test_wrong_type(tmp_path):
+def test_wrong_dtype_is_an_error(tmp_path: Path) -> None:
     tensors = random_tensors() | {"down.weight": torch.zeros(HIDDEN, INNER, dtype=torch.int8)}
     with pytest.raises(CheckpointError, match=r"down\.weight in .* is of type int8; the model expects float32 or"):
         Network().load(write(tmp_path, tensors))
 
 
-def test_unexpected_tensors(tmp_path):
+def test_unexpected_tensors_are_an_error(tmp_path: Path) -> None:
     extra = {f"extra.{number}.weight": torch.zeros(1) for number in range(7)}
     with pytest.raises(CheckpointError, match=r"7 tensor\(s\) that the model does not know: .*extra\.4.* and 2 more"):
         Network().load(write(tmp_path, random_tensors() | extra))
 
 
-def test_ignored_tensors(tmp_path):
+def test_ignored_tensors_are_not_read(tmp_path: Path) -> None:
     network = Network()
     network.layers.ignore("*.rotary_emb.inv_freq")
     network.load(write(tmp_path, random_tensors() | {"layers.0.rotary_emb.inv_freq": torch.zeros(2)}))
 
 
 @pytest.mark.parametrize("left", [3, 40, 300, -1])
-def test_a_file_cut_short(tmp_path, left):
+def test_file_cut_short_is_an_error(tmp_path: Path, left: int) -> None:
     file = write(tmp_path, random_tensors()) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:left])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged or cut short"):
         Network().load(tmp_path)
 
 
-def test_pickles_are_not_read(tmp_path):
+def test_pickles_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     with pytest.raises(CheckpointError, match=r"pickles \(pytorch_model\.bin\).*convert them to safetensors"):
         SafetensorsSource(Checkpoint.open(tmp_path))
 
 
-def test_no_weights(tmp_path):
+def test_directory_without_weights_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="--load-format dummy"):
         SafetensorsSource(Checkpoint.open(tmp_path))
@@ -183,14 +185,14 @@ def test_no_weights(tmp_path):
         ([], "not a JSON object"),
     ],
 )
-def test_broken_index(tmp_path, index, said):
+def test_broken_index_is_an_error(tmp_path: Path, index: Any, said: str) -> None:
     write(tmp_path, {"b": torch.zeros(1)}, "here.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=said):
         SafetensorsSource(Checkpoint.open(tmp_path))
 
 
-def test_nothing_is_read_before_all_is_checked(tmp_path):
+def test_nothing_is_read_before_all_is_checked(tmp_path: Path) -> None:
     tensors = random_tensors() | {"down.weight": torch.zeros(1)}
     network = Network()
     with pytest.raises(CheckpointError):
@@ -199,9 +201,9 @@ def test_nothing_is_read_before_all_is_checked(tmp_path):
 
 
 def read(source, name, spec, *, rank=0, ranks=1):
-    tensor, pieces = source.begin(name, spec, rank=rank, ranks=ranks, device="cpu")
-    with Readers("cpu", 2) as readers:
-        readers.start(pieces).wait()
+    tensor, tasks = source.allocate(name, spec, rank=rank, ranks=ranks, device="cpu")
+    with ReaderPool("cpu", 2) as readers:
+        readers.submit(tasks).wait()
     return tensor
 
 
@@ -209,7 +211,7 @@ def read_dummy(name, *, seed=0, rank=0, ranks=1, **spec):
     return read(DummySource(seed), name, TensorSpec(**spec), rank=rank, ranks=ranks)
 
 
-def test_dummy_weights_depend_on_name_and_seed():
+def test_dummy_weights_depend_on_name_and_seed() -> None:
     def make(name, seed):
         return read_dummy(name, seed=seed, shape=(8, 8), dtypes=("float32",))
 
@@ -218,7 +220,7 @@ def test_dummy_weights_depend_on_name_and_seed():
     assert not torch.equal(make("a.weight", 1), make("a.weight", 2))
 
 
-def test_ranks_agree_on_dummy_weights_that_all_hold():
+def test_dummy_weights_are_equal_on_ranks_that_hold_replicas() -> None:
     def make(rank, shard_dim):
         return read_dummy("a.weight", rank=rank, ranks=2, shape=(8, 8), dtypes=("float32",), shard_dim=shard_dim)
 
@@ -226,17 +228,17 @@ def test_ranks_agree_on_dummy_weights_that_all_hold():
     assert not torch.equal(make(0, 0), make(1, 0))
 
 
-def test_a_tensor_of_any_size_is_split_by_the_size_it_has(tmp_path):
+def test_tensor_of_unknown_size_is_sharded_by_its_stored_size(tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.arange(6.0)})
     source = SafetensorsSource(Checkpoint.open(tmp_path))
     spec = TensorSpec(shape=(-1,), dtypes=("float32",), shard_dim=0)
-    assert source.expect({"a": spec}, []) == {"a": 24}
+    assert source.check({"a": spec}, []) == {"a": 24}
     assert read(source, "a", spec, rank=1, ranks=3).tolist() == [2.0, 3.0]
     with pytest.raises(CheckpointError, match="4 ranks cannot share tensor a"):
         read(source, "a", spec, rank=0, ranks=4)
 
 
-def test_dummy_weights_have_the_type_shape_and_scale_asked_for():
+def test_dummy_weights_have_the_dtype_shape_and_scale_of_the_spec() -> None:
     matrix = read_dummy("a.weight", shape=(256, 400), dtypes=("bfloat16", "float32"), shard_dim=0, ranks=2)
     assert matrix.dtype == torch.bfloat16
     assert matrix.shape == (128, 400)
@@ -251,49 +253,49 @@ def test_dummy_weights_have_the_type_shape_and_scale_asked_for():
     assert whole.unique().numel() > 10
 
 
-def test_dummy_weights_fill_a_network():
+def test_dummy_weights_fill_a_network() -> None:
     network, seen = Network(), []
     load_weights(network.layers, DummySource(), lambda done, total: seen.append((done, total)))
     assert seen[-1] == (network.layers.nbytes, network.layers.nbytes)
     assert torch.isfinite(network.gate_up(torch.ones(1, HIDDEN))).all()
 
 
-def test_dummy_weights_of_unknown_size():
+def test_dummy_weights_of_unknown_size_are_an_error() -> None:
     specs = {"a": TensorSpec(shape=(-1,), dtypes=("int32",)), "b": TensorSpec(shape=(2,), dtypes=("int32",))}
-    with pytest.raises(CheckpointError, match="made up: a"):
-        DummySource().expect(specs, [])
+    with pytest.raises(CheckpointError, match="only a checkpoint knows: a"):
+        DummySource().check(specs, [])
     optional = {"a": TensorSpec(shape=(-1,), dtypes=("int32",), optional=True), "b": specs["b"]}
-    assert DummySource().expect(optional, []) == {"b": 8}
+    assert DummySource().check(optional, []) == {"b": 8}
 
 
-def test_optional_tensors_may_be_absent(tmp_path):
+def test_optional_tensors_may_be_absent(tmp_path: Path) -> None:
     write(tmp_path, {"b": torch.zeros(2, 3)})
     source = SafetensorsSource(Checkpoint.open(tmp_path))
     specs = {
         "a": TensorSpec(shape=(1,), dtypes=("float32",), optional=True),
         "b": TensorSpec(shape=(2, -1), dtypes=("float32",)),
     }
-    assert source.expect(specs, []) == {"b": 24}
+    assert source.check(specs, []) == {"b": 24}
 
 
-def test_a_dummy_tensor_that_ranks_cannot_share():
+def test_dummy_tensor_that_ranks_do_not_divide_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="4 ranks cannot share tensor a evenly: it has 6 in"):
         read_dummy("a", ranks=4, shape=(6,), dtypes=("float32",), shard_dim=0)
 
 
 class SlowSource(WeightSource):
-    """Tensors of ones; a piece of them is read when its gate opens. Notes what was begun and what is read."""
+    """Tensors of ones, each read when its gate opens. Records the names of tensors whose reads were started."""
 
     def __init__(self):
-        self.begun = []
+        self.started = []
         self.gates = {}
         self.failing = None
 
-    def expect(self, specs, ignored):
+    def check(self, specs, ignored):
         return {name: 4 * torch.Size(spec.shape).numel() for name, spec in specs.items()}
 
-    def begin(self, name, spec, *, rank, ranks, device):
-        self.begun.append(name)
+    def allocate(self, name, spec, *, rank, ranks, device):
+        self.started.append(name)
         tensor = torch.zeros(spec.shape)
 
         def read(memory):
@@ -304,7 +306,7 @@ class SlowSource(WeightSource):
                 raise CheckpointError(f"tensor {name} cannot be read")
             memory[:] = torch.ones(spec.shape).numpy().tobytes()
 
-        return tensor, [Piece((name, 0), tensor.view(-1).view(torch.uint8), read)]
+        return tensor, [ReadTask((name, 0), tensor.view(-1).view(torch.uint8), read)]
 
 
 def norms(count, size=4):
@@ -316,14 +318,14 @@ def weight_readers():
     return [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
 
 
-def test_a_layer_is_filled_while_the_next_ones_are_read():
+def test_layer_is_filled_while_the_next_ones_are_read() -> None:
     layers, (first, second) = norms(2)
     source = SlowSource()
     source.gates["norm1.weight"] = threading.Event()
 
     def on_progress(done, total):
         if done < total:
-            assert "norm1.weight" in source.begun
+            assert "norm1.weight" in source.started
             assert not hasattr(second, "weight")
             source.gates["norm1.weight"].set()
 
@@ -332,22 +334,22 @@ def test_a_layer_is_filled_while_the_next_ones_are_read():
     assert torch.equal(second.weight, torch.ones(4))
 
 
-def test_no_more_is_read_ahead_than_the_window_holds(monkeypatch):
-    monkeypatch.setattr(loader, "WINDOW", 3 * 16)
+def test_read_ahead_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 3 * 16)
     layers, _ = norms(8)
     source, ahead = SlowSource(), []
-    load_weights(layers, source, lambda done, total: ahead.append(len(source.begun) - done // 16), threads=2)
+    load_weights(layers, source, lambda done, total: ahead.append(len(source.started) - done // 16), threads=2)
     assert ahead == [3, 3, 3, 3, 3, 2, 1, 0]
 
 
-def test_a_layer_larger_than_the_window_is_read(monkeypatch):
-    monkeypatch.setattr(loader, "WINDOW", 1)
+def test_layer_larger_than_the_read_ahead_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
     layers, (first, second) = norms(2)
     load_weights(layers, SlowSource(), threads=1)
     assert torch.equal(torch.cat([first.weight, second.weight]), torch.ones(8))
 
 
-def test_an_error_in_a_thread_is_raised_and_ends_the_others():
+def test_error_in_a_thread_is_raised_and_ends_the_others() -> None:
     layers, _ = norms(5)
     source = SlowSource()
     source.failing = "norm2.weight"
@@ -357,7 +359,7 @@ def test_an_error_in_a_thread_is_raised_and_ends_the_others():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
-def test_an_error_or_an_interrupt_in_between_ends_the_threads(error):
+def test_error_or_interrupt_ends_the_threads(error: type[BaseException]) -> None:
     layers, _ = norms(5)
 
     def on_progress(done, total):
@@ -368,7 +370,7 @@ def test_an_error_or_an_interrupt_in_between_ends_the_threads(error):
     assert not weight_readers()
 
 
-def test_a_file_cut_short_while_it_is_read(tmp_path):
+def test_file_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     file = write(tmp_path, random_tensors()) / "model.safetensors"
     source = SafetensorsSource(Checkpoint.open(tmp_path))
     file.write_bytes(file.read_bytes()[:-8])
@@ -377,7 +379,7 @@ def test_a_file_cut_short_while_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_weights_loaded_for_inference_can_be_used_there(tmp_path, threads):
+def test_weights_loaded_in_inference_mode_can_be_used_in_it(tmp_path: Path, threads: int) -> None:
     write(tmp_path, random_tensors())
     network = Network()
     with torch.inference_mode():
@@ -388,41 +390,43 @@ def test_weights_loaded_for_inference_can_be_used_there(tmp_path, threads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_gpu_gets_what_the_file_holds(tmp_path, ranks, inference):
+def test_tensors_on_a_gpu_equal_the_file(tmp_path: Path, ranks: int, inference: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     tensors = {
-        "wide": torch.randn(1024, 6144, generator=generator),  # more than one piece
+        "wide": torch.randn(1024, 6144, generator=generator),  # more than one task
         "tall": torch.randn(6144, 1024, generator=generator).to(torch.bfloat16),
         "small": torch.randn((), generator=generator),
         "bytes": torch.randint(256, (4, 2**20), generator=generator, dtype=torch.uint8),
     }
     source = SafetensorsSource(Checkpoint.open(write(tmp_path, tensors)))
-    with torch.inference_mode(inference), Readers("cuda:0", 4) as readers:
+    with torch.inference_mode(inference), ReaderPool("cuda:0", 4) as readers:
         for name, whole in tensors.items():
             for shard_dim in range(whole.dim()) or (None,):
                 for rank in range(ranks):
                     dtype = str(whole.dtype).removeprefix("torch.")
                     spec = TensorSpec(shape=tuple(whole.shape), dtypes=(dtype,), shard_dim=shard_dim)
                     read_ranks = ranks if shard_dim is not None else 1
-                    tensor, pieces = source.begin(name, spec, rank=rank % read_ranks, ranks=read_ranks, device="cuda:0")
-                    readers.start(pieces).wait()
+                    tensor, tasks = source.allocate(
+                        name, spec, rank=rank % read_ranks, ranks=read_ranks, device="cuda:0"
+                    )
+                    readers.submit(tasks).wait()
                     part = whole.chunk(ranks, shard_dim)[rank] if shard_dim is not None else whole
                     assert torch.equal(tensor.cpu(), part)
 
 
 @pytest.mark.gpu
-def test_memory_that_a_gpu_still_uses_is_not_overwritten(tmp_path):
-    """Tensors are read into memory that work launched earlier, and not finished, has just given back."""
+def test_memory_in_use_by_the_gpu_is_not_overwritten(tmp_path: Path) -> None:
+    """Tensors are read into memory that was just freed while earlier work that uses it is still in progress."""
     size = 2**22
     tensors = {f"t{number}": torch.full((size,), float(number)) for number in range(8)}
     source = SafetensorsSource(Checkpoint.open(write(tmp_path, tensors)))
     spec = TensorSpec(shape=(size,), dtypes=("float32",))
     sums = []
-    with Readers("cuda:0", 4) as readers:
+    with ReaderPool("cuda:0", 4) as readers:
         for name in tensors:
             torch.cuda._sleep(20_000_000)
-            tensor, pieces = source.begin(name, spec, rank=0, ranks=1, device="cuda:0")
-            readers.start(pieces).wait()
+            tensor, tasks = source.allocate(name, spec, rank=0, ranks=1, device="cuda:0")
+            readers.submit(tasks).wait()
             torch.cuda._sleep(20_000_000)
             sums.append(tensor.double().mean())
             del tensor
@@ -430,11 +434,11 @@ def test_memory_that_a_gpu_still_uses_is_not_overwritten(tmp_path):
 
 
 @pytest.mark.gpu
-def test_dummy_weights_on_a_gpu_depend_on_name_and_seed():
+def test_dummy_weights_on_a_gpu_depend_on_name_and_seed() -> None:
     spec = TensorSpec(shape=(256, 256), dtypes=("bfloat16",))
 
     def make(name, seed):
-        return DummySource(seed).begin(name, spec, rank=0, ranks=1, device="cuda:0")[0]
+        return DummySource(seed).allocate(name, spec, rank=0, ranks=1, device="cuda:0")[0]
 
     assert torch.equal(make("a.weight", 1), make("a.weight", 1))
     assert not torch.equal(make("a.weight", 1), make("b.weight", 1))
@@ -442,15 +446,15 @@ def test_dummy_weights_on_a_gpu_depend_on_name_and_seed():
     assert float(make("a.weight", 1).float().std()) == pytest.approx(1 / 16, rel=0.05)
 
 
-def test_a_scalar_is_read_as_one_number(tmp_path):
+def test_scalar_is_read_as_one_element(tmp_path: Path) -> None:
     source = SafetensorsSource(Checkpoint.open(write(tmp_path, {"scale": torch.tensor(0.5), "many": torch.ones(2)})))
     spec = TensorSpec(shape=(1,), dtypes=("float32",))
-    assert source.expect({"scale": spec}, ["many"]) == {"scale": 4}
-    with Readers("cpu", 1) as readers:
-        scale, pieces = source.begin("scale", spec, rank=1, ranks=2, device="cpu")
-        readers.start(pieces).wait()
+    assert source.check({"scale": spec}, ["many"]) == {"scale": 4}
+    with ReaderPool("cpu", 1) as readers:
+        scale, tasks = source.allocate("scale", spec, rank=1, ranks=2, device="cpu")
+        readers.submit(tasks).wait()
     assert scale.tolist() == [0.5]
     with pytest.raises(CheckpointError, match=r"many .* has shape \[2\]; the model expects \[1\]"):
-        source.expect({"many": spec}, ["scale"])
+        source.check({"many": spec}, ["scale"])
     with pytest.raises(CheckpointError, match=r"scale .* has shape \[\]; the model expects \[2\]"):
-        source.expect({"scale": TensorSpec(shape=(2,), dtypes=("float32",))}, ["many"])
+        source.check({"scale": TensorSpec(shape=(2,), dtypes=("float32",))}, ["many"])

@@ -31,7 +31,6 @@ STEPS = evolve(EARLY, stages=3, step=64, splits=2)
 """Takes blocks in parts."""
 VECTOR = VectorTile(rows=4, blocks=2, warps=2)
 """For one row of x; the interpreter takes long for more."""
-NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
 HOPPER = 227 * 2**10
 """Bytes of shared memory."""
@@ -58,7 +57,7 @@ class Operands:
         centre = 2 ** (bits - 1) if offsets is None else offsets.double()[group_of].T
         self.weight = (values.double() - centre) * scales.double()[group_of].T
         layout = Layout.choose(bits, group_size)
-        words, entries = layout.pack(values, scales, offsets, group_size, NAMES[dtype])
+        words, entries = layout.pack(values, scales, offsets, group_size, dtype)
         self.matrix = PackedMatrix(words=words, scales=entries, layout=layout)
         x = torch.full((rows + 2, inputs), float("nan"), device=device).to(dtype)  # NaN before and behind
         x[1:-1] = torch.randn(rows, inputs, device=device) / inputs**0.5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.ops.norm.rms_norm import FEW, add_rms_norm
+from engine.ops.norm.rms_norm import MAX_SINGLE_ROWS, add_rms_norm
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the interpreter cuts bfloat16 off
 
@@ -32,7 +32,7 @@ def check(rows, size, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 96), (5, 1000), (2, 4096), (FEW + 3, 24)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 96), (5, 1000), (2, 4096), (MAX_SINGLE_ROWS + 3, 24)])
 def test_equals_float64(rows, size, dtype, device):
     check(rows, size, dtype, device)
 

@@ -5,7 +5,7 @@ import torch
 
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.norm import rms_norm as norm
-from engine.ops.norm.rms_norm import FEW, add_rms_norm
+from engine.ops.norm.rms_norm import MAX_SINGLE_ROWS, add_rms_norm
 from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
 
 CODES = [torch.float8_e4m3fn, torch.int8]
@@ -45,7 +45,7 @@ def test_the_codes_of_two_kernels(rows, size, half, dtype, device):
 
 @pytest.mark.parametrize("size", [24, 600])
 def test_several_rows_a_program(size, device, half, monkeypatch):
-    monkeypatch.setattr(norm, "FEW", 2)
+    monkeypatch.setattr(norm, "MAX_SINGLE_ROWS", 2)
     assert norm.norm_tile(size, 5)[1] > 1
     check(*operands(5, size, half, device), torch.int8)
 
@@ -93,7 +93,7 @@ def test_no_rows_and_strided_ones(device, half):
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [896, 1024, 4096, 5120, 8192])
 def test_real_sizes(size, half, dtype, device):
-    for rows in (1, 33, 64, 256, FEW, FEW + 1, 4096):
+    for rows in (1, 33, 64, 256, MAX_SINGLE_ROWS, MAX_SINGLE_ROWS + 1, 4096):
         x, residual, weight = operands(rows, size, half, device)
         check(x, residual, weight, dtype)
         check(x, None, weight, dtype, torch.tensor([0.02], device=device))

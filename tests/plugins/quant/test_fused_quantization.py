@@ -9,7 +9,7 @@ from engine.core.quant.base import LinearPart, LinearSpec, QuantizedActivation
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.gemm.weight_only_launch import Multiplier
 from engine.plugins.quant import (
-    fused_quantization as eight_bit_prologue,
+    fused_quantization,
     w8_gpu as eight_bit_gpu,
     w8a8_matmul as eight_bit_codes,
 )
@@ -42,8 +42,8 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, name, lambda *given, **more: names.append(name) or kernel(*given, **more))
 
     noted(eight_bit_codes, "quantize_rows")
-    noted(eight_bit_prologue, "add_rms_norm_quantize")
-    noted(eight_bit_prologue, "silu_and_mul_quantize")
+    noted(fused_quantization, "add_rms_norm_quantize")
+    noted(fused_quantization, "silu_and_mul_quantize")
     return names
 
 
@@ -52,10 +52,10 @@ def make_mlp(*, group=None, fused=True, method=EightBit, hidden=HIDDEN, intermed
     torch.manual_seed(0)
     quant = method.from_checkpoint(None, None)
     layers = LayerFactory(dtype=HALF, device=str(DEVICE), quant=quant, group=group, fused=fused)
-    norm = layers.norm("norm", hidden, 1e-5, sums=True)
+    norm = layers.norm("norm", hidden, 1e-5)
     parts = [("gate", intermediate), ("up", intermediate)]
     gate_up = layers.linear(parts, hidden, bias=True, parallel="column", gated=True)
-    down = layers.linear([("down", hidden)], intermediate, parallel="row", summed=False)
+    down = layers.partial_linear("down", hidden, intermediate).linear
     for layer in layers.layers:
         loaded = {}
         for name, spec in layer.tensors().items():
@@ -86,8 +86,8 @@ def test_many_rows_are_quantized_where_they_are_made(static, ranks, launched, mo
         expected = down(gate_up.gated(normed))
         assert launched == ["quantize_rows"] * (2 if rows > 2 else 0)
         launched.clear()
-        made, total = norm.into(gate_up, x, residual.clone())
-        product = gate_up.gated_into(down, made)
+        made, total = norm.quantized_for(gate_up, x, residual.clone())
+        product = gate_up.gated_quantized_for(down, made)
         got = down(product)
         assert launched == (["add_rms_norm_quantize", "silu_and_mul_quantize"] if rows > 2 else [])
         assert isinstance(made, QuantizedActivation) == isinstance(product, QuantizedActivation) == (rows > 2)
@@ -106,8 +106,8 @@ def test_captured_in_a_graph(method, hidden, intermediate):
         x, residual = randn(rows, hidden), randn(rows, hidden)
 
         def work(x=x, residual=residual):
-            made, total = norm.into(gate_up, x, residual.clone())
-            return down(gate_up.gated_into(down, made)), total
+            made, total = norm.quantized_for(gate_up, x, residual.clone())
+            return down(gate_up.gated_quantized_for(down, made)), total
 
         work()
         graph = torch.cuda.CUDAGraph()
@@ -124,7 +124,7 @@ def test_plain_layers_norm_by_themselves(launched, monkeypatch):
     monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 2)
     norm, gate_up, _ = make_mlp(fused=False)
     x = randn(3, HIDDEN)
-    assert torch.equal(norm.into(gate_up, x)[0], norm(x)[0])
+    assert torch.equal(norm.quantized_for(gate_up, x)[0], norm(x)[0])
     assert not launched
 
 
@@ -137,12 +137,12 @@ def test_which_kernels_have_their_input_made(monkeypatch):
 
     monkeypatch.setattr(eight_bit_gpu, "is_without_tma", lambda device: False)
     for one in (kernel(), kernel(codes="int8"), kernel(activations="static")):
-        assert [one.fused_input_quantization().takes(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [
+        assert [one.fused_input_quantization().supports_rows(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [
             False,
             False,
             True,
         ]
-        assert [one.gates_at_once(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [True, True, False]
+        assert [one.fuses_gating(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [True, True, False]
     tensors = [
         {"activations": "none"},
         {"granularity": "block"},
@@ -161,7 +161,7 @@ def test_rows_of_another_kernel_are_refused(monkeypatch):
     class Other(QuantizedActivation):
         pass
 
-    with pytest.raises(TypeError, match="Other was made for another kernel; this one takes rows of codes"):
+    with pytest.raises(TypeError, match="Other was made for another kernel; this one takes QuantizedRows"):
         down(Other())
 
 
@@ -175,14 +175,14 @@ def test_a_model_answers_the_same(tmp_path, launched, monkeypatch):
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     prompt = [(11 * place) % 500 for place in range(9)]
     found = []
-    for prologue, block in (
+    for fused_input_quantization, block in (
         (
-            W8GpuKernel.prologue,
+            W8GpuKernel.fused_input_quantization,
             ["add_rms_norm_quantize", "quantize_rows", "add_rms_norm_quantize", "silu_and_mul_quantize"],
         ),
         (lambda kernel: None, ["quantize_rows"] * 4),
     ):
-        monkeypatch.setattr(W8GpuKernel, "prologue", prologue)
+        monkeypatch.setattr(W8GpuKernel, "fused_input_quantization", fused_input_quantization)
         with Engine(model=str(path), quant=EightBit, executor__device=DEVICE.type, **settings) as engine:
             launched.clear()
             [done] = engine.generate([prompt], params)

@@ -1,4 +1,4 @@
-"""Kernels of quantized layers chosen by measurement: which multiplications a layer has, and that the choice is run."""
+"""Kernels of quantized layers chosen by measurement: which multiplications a layer has, and that the result is run."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from engine.core import Engine, SamplingParams
 from engine.core.autotune.cache import TuningCache
-from engine.core.autotune.tuner import apply, collect
+from engine.core.autotune.tuner import collect_tasks, tune_tasks
 from engine.core.layers import LayerFactory
 from engine.core.quant.base import LinearPart, LinearSpec
 from engine.ops.gemm import scaled_matmul
@@ -46,7 +46,7 @@ def prepared(kernel):
 
 
 def described(kernel, weights, bias=None):
-    return [(one.tunable.key, tuple(one.tunable.classes)) for one in kernel.autotuned_calls(weights, bias)]
+    return [(one.op.key, tuple(one.op.row_classes)) for one in kernel.autotuned_calls(weights, bias)]
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_packed_weights_are_a_multiplication_for_each_order_of_inputs():
     assert torch.equal(torch.cat([first.operands.bias, second.operands.bias]), bias)
     for one in (first, second):
         x = torch.randn(16, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
-        usual, *others = (one.tunable.run(tile, x, one.operands) for tile in one.tunable.candidates(16))
+        usual, *others = (one.op.run(tile, x, one.operands) for tile in one.op.candidates(16))
         assert all(float((y - usual).norm() / usual.norm()) < LIMIT for y in others)
     assert not kernel.autotuned_calls({"weight": torch.zeros(64, 256)}, None)
 
@@ -139,8 +139,8 @@ def test_packed_weights_by_the_tiles_chosen(taken):
     usual = kernel.apply(x, weights, None)
     [one] = kernel.autotuned_calls(weights, None)
     taken.clear()
-    for tile in one.tunable.candidates(16):
-        one.tunable.choose(16, tile)
+    for tile in one.op.candidates(16):
+        one.op.choose(16, tile)
         y = kernel.apply(x, weights, None)
         assert taken.pop() == str(tile)
         assert float((y - usual).norm() / usual.norm()) < LIMIT
@@ -153,11 +153,11 @@ def test_candidates_by_codes_are_few_and_begin_with_the_usual(outputs, by_torch,
     monkeypatch.setattr(eight_bit_codes, "num_sms", lambda device: 132)
     workspace = Workspace(torch.device("cpu"))
     codes = W8A8Matmul(workspace, torch.float8_e4m3fn, outputs, 4096, torch.bfloat16)
-    tunable = ByCodes(codes, static=False)
-    for rows in tunable.classes:
-        found = tunable.candidates(rows)
+    op = ByCodes(codes, static=False)
+    for rows in op.row_classes:
+        found = op.candidates(rows)
         assert found[0] == codes.tile(rows)
-        assert len({tunable.name(tile) for tile in found}) == len(found) <= MOST_CANDIDATES
+        assert len({op.name(tile) for tile in found}) == len(found) <= MOST_CANDIDATES
         assert (None in found) == by_torch
     other = W8A8Matmul(workspace, torch.int8, outputs, 4096, torch.bfloat16)
     assert not other.by_torch
@@ -176,8 +176,8 @@ def test_every_candidate_by_codes_multiplies_right(multiplier, rows, static):
     x = (whole / 32).to(getattr(torch, HALF))
     codes = CodeLayout(dtype="int8").unpack(weights["weight"], 256).double()
     exact = F.linear(x.double(), codes * weights["scale"].double()[:, None], bias.double())
-    for tile in many.tunable.candidates(next(most for most in ROW_CLASSES if most >= rows)):
-        y = many.tunable.run(tile, x, many.operands)
+    for tile in many.op.candidates(next(most for most in ROW_CLASSES if most >= rows)):
+        y = many.op.run(tile, x, many.operands)
         assert y.shape == exact.shape
         assert float((y.double() - exact).norm() / exact.norm()) < LIMIT
 
@@ -191,8 +191,8 @@ def test_what_is_chosen_by_codes_multiplies_its_class_of_rows(multiplier, taken)
     for rows in (33, 64, 65, 128, 129):
         kernel.apply(x[:rows], weights, None)
         usual[rows] = taken.pop()
-    mine = next(tile for tile in many.tunable.candidates(128) if str(tile) not in usual.values())
-    many.tunable.choose(128, mine)
+    mine = next(tile for tile in many.op.candidates(128) if str(tile) not in usual.values())
+    many.op.choose(128, mine)
     for rows, tile in usual.items():
         kernel.apply(x[:rows], weights, None)
         assert taken.pop() == (str(mine) if 64 < rows <= 128 else tile)
@@ -221,10 +221,10 @@ class FakeTimer:
     def prepare(self, wanted):
         pass
 
-    def seconds(self, work, candidate):
-        order = self.asked.setdefault(work.place, [])
+    def seconds(self, task, candidate):
+        order = self.asked.setdefault(task.key, [])
         order.append(candidate)
-        first = len(work.tunable.candidates(work.rows))
+        first = len(task.op.candidates(task.rows))
         return 10.0 - len(order) if len(order) <= first else 20.0
 
 
@@ -237,20 +237,20 @@ def tuned(tmp_path):
     for layer in layers.layers:
         layer.fill({name: torch.randn(spec.shape, device=DEVICE) for name, spec in layer.tensors().items()})
     timer = FakeTimer()
-    report = apply(collect(layers), TuningCache(tmp_path, MACHINE), timer)
+    report = tune_tasks(collect_tasks(layers), TuningCache(tmp_path, MACHINE), timer)
     return layers, report, timer
 
 
 def test_layers_of_one_size_share_a_measurement_which_the_next_start_finds(tmp_path, taken):
     layers, report, timer = tuned(tmp_path)
-    assert report.measured == len(report.choices) == 2 + len(ROW_CLASSES)  # of few rows, and of many
-    assert {choice.problem for choice in report.choices} == {FEW, f"{MANY} with a scale a row"}
+    assert report.measured == len(report.results) == 2 + len(ROW_CLASSES)  # of few rows, and of many
+    assert {result.op for result in report.results} == {FEW, f"{MANY} with a scale a row"}
     assert all(len(set(asked)) == len(asked) for asked in timer.asked.values())
     again, second, timer = tuned(tmp_path)
     assert second.measured == 0
     assert not timer.asked
-    assert second.choices == report.choices
-    chosen = {(choice.problem, choice.rows): choice.kernel for choice in second.choices}
+    assert second.results == report.results
+    chosen = {(result.op, result.rows): result.candidate for result in second.results}
     x = torch.randn(100, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
     many = f"{MANY} with a scale a row"
     for started in (layers, again):
@@ -285,8 +285,8 @@ def test_an_engine_is_tuned_and_generates(tmp_path, quant):
     assert all(len(tokens) == 8 for tokens in found[0])
     assert found[0] == found[1]
     assert written[0] == written[1]  # the second start measured nothing
-    choices = json.loads(written[0][0])["choices"]
-    kinds = {choice["problem"].split()[0] for choice in choices}
+    results = json.loads(written[0][0])["results"]
+    kinds = {result["op"].split()[0] for result in results}
     assert "weight-only" in kinds
     assert ("codes" in kinds) == has_capability(DEVICE, HOPPER)
-    assert all(0 < choice["seconds"] < 1e-2 for choice in choices)
+    assert all(0 < result["seconds"] < 1e-2 for result in results)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from attrs import evolve
 
 from engine.core.autotune.op import Operands
+from engine.core.autotune.task import CandidateError, TuningTask
 from engine.core.autotune.timer import GraphTimer
-from engine.core.autotune.tuner import CandidateError, TuningTask
 from engine.ops.gemm.packed_layout import CodeLayout, Layout, PackedMatrix
 from engine.ops.gemm.skinny_launch import MOST_PROGRAMS, MOST_SUMS
 from engine.ops.gemm.weight_only_launch import Multiplier
@@ -73,11 +73,11 @@ def test_where_no_tile_fits_there_is_the_library_alone():
 def test_names_tell_candidates_apart():
     for layout in LAYOUTS:
         problem = GemmShape(gated=True, weight_rows=4096, inputs=4096, layout=layout)
-        tunable = WeightOnly(Multiplier(torch.device("cpu")), problem)
+        op = WeightOnly(Multiplier(torch.device("cpu")), problem)
         for rows in MEASURED_CLASSES:
             first, finer = every(problem, rows)
             tiles = set(first) | set(finer)
-            assert len({tunable.name(tile) for tile in tiles}) == len(tiles)
+            assert len({op.name(tile) for tile in tiles}) == len(tiles)
 
 
 def test_numbers_of_splits_around_the_fastest_tile():
@@ -89,7 +89,7 @@ def test_numbers_of_splits_around_the_fastest_tile():
     assert [one.splits for one in other_splits(evolve(tile, splits=2), evolve(problem, inputs=256), 16)] == [1]
 
 
-def test_the_key_is_all_that_time_depends_on():
+def test_key_names_all_that_the_time_depends_on():
     problem = GemmShape(gated=False, weight_rows=4096, inputs=4096, layout=LAYOUTS[0])
     others = [
         evolve(problem, gated=True),
@@ -121,7 +121,7 @@ def grouped(rows, weight_rows, inputs, device, dtype):
     values = torch.randint(0, 16, (weight_rows, inputs), dtype=torch.uint8, device=device)
     scales = ((torch.rand(inputs // 64, weight_rows, device=device) + 0.5) / 16).half()
     zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=device)
-    words, entries = layout.pack(values, scales, zeros, 64, str(dtype).removeprefix("torch."))
+    words, entries = layout.pack(values, scales, zeros, 64, dtype)
     x = (torch.randn(rows, inputs, device=device) / inputs**0.5).to(dtype)
     centred = values.double() - zeros.double().repeat_interleave(64, 0).T
     exact = F.linear(x.double(), centred * scales.double().repeat_interleave(64, 0).T)
@@ -150,12 +150,12 @@ def test_every_candidate_multiplies_right(multiplier, device, half, kind, rows, 
         exact = F.silu(gate) * up
     zeros = kind == "4 bits"
     problem = GemmShape(gated=gated, weight_rows=96, inputs=1024, layout=layout, dtype=half, zeros=zeros)
-    tunable = WeightOnly(multiplier, problem)
-    first = tunable.candidates(rows)
-    finer = tunable.refine(rows, [tile for tile in first if tile is None] + [first[0]])
+    op = WeightOnly(multiplier, problem)
+    first = op.candidates(rows)
+    finer = op.refine(rows, [tile for tile in first if tile is None] + [first[0]])
     assert any(tile.splits > 1 for tile in (*first, *finer) if tile is not None)
     for tile in (*first, *finer):
-        check_close(tunable.run(tile, x, operands), exact, 2**-9 if half == torch.float16 else 2**-6)
+        check_close(op.run(tile, x, operands), exact, 2**-9 if half == torch.float16 else 2**-6)
 
 
 def test_what_is_chosen_multiplies_its_class_of_rows(multiplier, device, half, monkeypatch):
@@ -176,10 +176,10 @@ def test_what_is_chosen_multiplies_its_class_of_rows(multiplier, device, half, m
 
     usual = {rows: multiply(rows) for rows in (1, 8, 9, 16, 17, 40)}
     mine = Tile(rows=32, columns=16, warps=2, stages=2, splits=2)
-    tunable = WeightOnly(multiplier, problem)
-    tunable.choose(16, mine)
+    op = WeightOnly(multiplier, problem)
+    op.choose(16, mine)
     assert {rows: multiply(rows) for rows in usual} == {**usual, 9: mine, 16: mine}
-    tunable.choose(64, None)
+    op.choose(64, None)
     assert {rows: multiply(rows) for rows in usual} == {**usual, 9: mine, 16: mine, 40: None}
     other = WeightOnly(multiplier, evolve(problem, gated=True))
     other.choose(8, mine)
@@ -189,13 +189,13 @@ def test_what_is_chosen_multiplies_its_class_of_rows(multiplier, device, half, m
 def test_what_is_not_measured_is_as_it_was():
     multiplier = Multiplier(torch.device("cpu"))
     problem = GemmShape(gated=False, weight_rows=96, inputs=512, layout=LAYOUTS[0])
-    tunable = WeightOnly(multiplier, problem)
-    assert tuple(tunable.classes) == MEASURED_CLASSES
-    assert tuple(WeightOnly(multiplier, problem, 32).classes) == (16, 32)
+    op = WeightOnly(multiplier, problem)
+    assert tuple(op.row_classes) == MEASURED_CLASSES
+    assert tuple(WeightOnly(multiplier, problem, 32).row_classes) == (16, 32)
     usual = {rows: multiplier.tile(problem, rows) for rows in (8, MOST_ROWS + 1)}
     mine = Tile(rows=32, columns=8, warps=2, stages=2)
     for rows in MEASURED_CLASSES:
-        tunable.choose(rows, mine)
+        op.choose(rows, mine)
     assert {rows: multiplier.tile(problem, rows) for rows in usual} == usual
     assert [multiplier.tile(problem, rows) for rows in (9, 64)] == [mine, mine]
 
@@ -216,17 +216,17 @@ def test_every_candidate_compiles_and_runs(device, layout):
             words = words & 0x3F3F  # no NaN
         matrix = PackedMatrix(words=words, scales=scales, layout=layout)
         operands = Operands(weights=matrix.tensors)
-        tunable = WeightOnly(multiplier, problem)
-        for rows in tunable.classes:
+        op = WeightOnly(multiplier, problem)
+        for rows in op.row_classes:
             x = torch.randn(rows, inputs, device=device).bfloat16()
             exact = multiplier.by_library(x, matrix, None, False).double()
-            first = tunable.candidates(rows)
-            tiles = [*first, *tunable.refine(rows, first)]
-            work = TuningTask(rows=rows)
-            work.add(tunable, operands)
-            GraphTimer(device).prepare([(work, tiles)])
+            first = op.candidates(rows)
+            tiles = [*first, *op.refine(rows, first)]
+            task = TuningTask(rows=rows)
+            task.add(op, operands)
+            GraphTimer(device).prepare([(task, tiles)])
             for tile in tiles:
-                check_close(tunable.run(tile, x, operands), exact, 2**-6)
+                check_close(op.run(tile, x, operands), exact, 2**-6)
 
 
 @pytest.mark.gpu
@@ -234,12 +234,12 @@ def test_a_tile_that_is_too_large_cannot_run(device):
     layout = CodeLayout(dtype="int8")
     problem = GemmShape(gated=False, weight_rows=1024, inputs=4096, layout=layout)
     codes = torch.zeros(1024, 4096, dtype=torch.int8, device=device)
-    work = TuningTask(rows=8)
+    task = TuningTask(rows=8)
     operands = Operands(weights={"words": layout.words(codes), "scales": torch.ones(1024, device=device)})
-    work.add(WeightOnly(Multiplier(device), problem), operands)
+    task.add(WeightOnly(Multiplier(device), problem), operands)
     large, good = Tile(rows=256, columns=8, warps=8, stages=32), candidates(problem, 8, SMS, ADA)[0]
     timer = GraphTimer(device)
-    timer.prepare([(work, [large, good])])
+    timer.prepare([(task, [large, good])])
     with pytest.raises(CandidateError, match="shared memory"):
-        timer.seconds(work, large)
-    assert 0 < timer.seconds(work, good) < 1e-2
+        timer.seconds(task, large)
+    assert 0 < timer.seconds(task, good) < 1e-2

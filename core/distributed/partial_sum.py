@@ -1,0 +1,35 @@
+"""The result of a row-parallel layer before its addends are summed over the ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+if TYPE_CHECKING:
+    from engine.core.distributed.rank_group import RankGroup
+
+
+class PartialSum:
+    """One rank's addend of a tensor that is the sum over all ranks.
+
+    Not a tensor, so that a forgotten reduction is a TypeError with any number of ranks, instead of wrong results with
+    more than one.
+    """
+
+    __slots__ = ("_group", "addend")
+
+    def __init__(self, addend: torch.Tensor, group: RankGroup) -> None:
+        self.addend = addend
+        self._group = group
+
+    def reduce(self) -> torch.Tensor:
+        """The sum over all ranks. Called once: the addend may be overwritten."""
+        return self._group.all_reduce(self.addend)
+
+    @classmethod
+    def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
+        """Raise TypeError for every torch function called with a partial sum."""
+        raise TypeError(
+            "a PartialSum is one rank's addend, not a tensor; pass it to a norm of the LayerFactory or call reduce()"
+        )

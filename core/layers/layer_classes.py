@@ -1,0 +1,47 @@
+"""The classes that a LayerFactory makes layers of: by PyTorch operations here, by Triton kernels in fused.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from attrs import frozen
+
+from engine.core.distributed.rank_group import RankGroup
+from engine.core.layers.activation import silu_and_mul
+from engine.core.layers.attention import Attention
+from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
+from engine.core.layers.linear import PlainKernel
+from engine.core.layers.lm_head import LMHead, VocabParallelHead
+from engine.core.layers.norm import RMSNorm
+from engine.core.layers.rotary import Rotary, RotaryEmbedding, RotarySpec
+from engine.core.quant.base import LinearKernel, LinearSpec
+
+
+@frozen(kw_only=True)
+class LayerClasses:
+    """The class, or a function that makes an instance, of every layer with a plain and a fused form."""
+
+    linear_kernel: Callable[[LinearSpec], LinearKernel]
+    """Kernel of a linear layer that the quantization method leaves unquantized."""
+    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    norm: Callable[[str, int, float, str, RankGroup], RMSNorm]
+    """Called with name, size, eps, dtype and group."""
+    rotary: Callable[[RotarySpec, str, str], RotaryEmbedding]
+    """Called with spec, dtype and device."""
+    attention: type[Attention]
+    vocab_parallel_embedding: type[VocabParallelEmbedding]
+    lm_head: Callable[[Embedding], LMHead]
+    vocab_parallel_head: type[VocabParallelHead]
+
+
+PLAIN = LayerClasses(
+    linear_kernel=PlainKernel,
+    silu_and_mul=silu_and_mul,
+    norm=lambda name, size, eps, dtype, group: RMSNorm(name, size, eps, dtype),  # a PartialSum brings its group
+    rotary=Rotary,
+    attention=Attention,
+    vocab_parallel_embedding=VocabParallelEmbedding,
+    lm_head=LMHead,
+    vocab_parallel_head=VocabParallelHead,
+)
