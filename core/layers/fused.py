@@ -26,7 +26,7 @@ from engine.ops.gemm.skinny_launch import MOST_ROWS, GemmShape
 from engine.ops.norm.all_reduce_rms_norm import sum_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
-from engine.ops.sampling.vocab_parallel import choose_peaks, look_up, place_peaks
+from engine.ops.sampling.vocab_parallel import choose_max_logits, look_up, place_max_logits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -170,10 +170,10 @@ class FusedSharedHead(SharedHead):
     """Exchanges the likeliest tokens by two kernels, and the sum between them."""
 
     def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return place_peaks(peaks, tokens, self._table.first, self._group.rank, self._group.ranks)
+        return place_max_logits(peaks, tokens, self._table.first, self._group.rank, self._group.ranks)
 
     def _choose(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return choose_peaks(candidates)
+        return choose_max_logits(candidates)
 
 
 class FusedLayers(PlainLayers):

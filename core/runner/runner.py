@@ -8,7 +8,7 @@ from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import RankGroup
 from engine.core.plugin_host.selection import Parts
-from engine.core.runner.start import Startup
+from engine.core.runner.start import RunnerStart
 from engine.core.runner.step import PendingStep, StepLauncher
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo, Step
@@ -38,7 +38,7 @@ class Runner:
         self.device = device
         if config.executor.threads:
             torch.set_num_threads(config.executor.threads)
-        self._startup = Startup(config, parts, checkpoint, device, group)
+        self._start = RunnerStart(config, parts, checkpoint, device, group)
         self._launcher: StepLauncher | None = None
 
     def start(self, phases: Phases | None = None) -> CacheInfo:
@@ -46,7 +46,7 @@ class Runner:
 
         Raises CheckpointError or CapacityError.
         """
-        self._launcher, cache = self._startup.run(phases or Phases())
+        self._launcher, cache = self._start.run(phases or Phases())
         return cache
 
     def launch(self, step: Step) -> PendingStep:

@@ -48,7 +48,7 @@ from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import DummySource, SafetensorsSource, load_weights
 
 
-class Startup:
+class RunnerStart:
     """Starts one rank, phase by phase.
 
     What follows from the configuration alone is resolved, and refused, in the constructor.
