@@ -22,6 +22,9 @@ FINISH_ERROR = "error"
 
 MAX_SEED = 2**63 - 1
 
+GREEDY_BELOW_TEMPERATURE = 1e-5
+"""At lower temperatures float32 probabilities leave no token but the most likely one."""
+
 
 def _bounded(low: float, high: float, *, low_open: bool = False) -> Any:
     """An attrs validator: a finite number in [low, high], or (low, high] with `low_open`; None passes."""
@@ -96,8 +99,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
+        """Whether the most likely token is always taken: by temperature (0 or nearly 0), or by top_k = 1."""
+        return self.temperature < GREEDY_BELOW_TEMPERATURE or self.top_k == 1
 
 
 @frozen(kw_only=True)

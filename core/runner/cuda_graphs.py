@@ -23,7 +23,7 @@ from engine.core.transfer import to_device
 
 if TYPE_CHECKING:
     from engine.core.runner.device_state import DeviceState
-    from engine.core.runner.phase_timer import PhaseTimer
+    from engine.core.runner.lap_timer import LapTimer
     from engine.core.sampling.base import CapturedTokens, PathName, SamplingPath
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class DecodeGraphs:
         """Note that sequences advanced outside the graphs: the next replay needs all rows and positions again."""
         self._current = ()
 
-    def run(self, decodes: tuple[int, ...], iterations: int, timer: PhaseTimer) -> list[SampledTokens]:
+    def run(self, decodes: tuple[int, ...], iterations: int, timer: LapTimer) -> list[SampledTokens]:
         """Replay one decode step per iteration for these sequences of the persistent batch; one result per iteration.
 
         timer: its phases are ended here.

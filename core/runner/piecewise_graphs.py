@@ -18,7 +18,6 @@ from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.cuda_graphs import weak_ref_tensor
 
 if TYPE_CHECKING:
-    from engine.core.attention.base import Plan
     from engine.core.runner.cuda_graphs import GraphCapturer
     from engine.core.runner.device_state import DeviceState
 
@@ -61,7 +60,7 @@ class _GraphBreak:
         self.calls: list[_AttentionCall] = []
         self._break_graph = break_graph
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         """Note the call, and return its output, which is filled before the next segment is replayed."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._break_graph()
@@ -98,7 +97,7 @@ class PiecewiseGraphs:
             on_progress(done, len(self._counts))
             self._steps[count] = self._capture(count)
 
-    def run(self, batch: ForwardBatch, plan: Plan) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, plan: Any) -> torch.Tensor:
         """Hidden states of a batch of at most `max_tokens`: [tokens, hidden_size], valid until the next call."""
         count = len(batch.tokens)
         size = self._counts[int(np.searchsorted(self._counts, count))]

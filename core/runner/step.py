@@ -12,7 +12,7 @@ from engine.core.errors import ExecutorError
 from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.build_batch import build_batch
 from engine.core.runner.device_state import DeviceState, StepGraphs
-from engine.core.runner.phase_timer import PhaseTimer, StepPhase
+from engine.core.runner.lap_timer import LapTimer, StepPhase
 from engine.core.sampling.prompt_logprobs import StepPromptLogprobs
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.types import Step, StepResult
@@ -60,7 +60,7 @@ class StepLauncher:
     @torch.inference_mode()
     def launch(self, step: Step) -> PendingStep:
         """Run the step. On a GPU the call returns once the kernels are launched."""
-        timer = PhaseTimer()
+        timer = LapTimer()
         enter_device(self._device)
         self.state.persistent_batch.update(step)
         self.state.sampler.update(step, self.state.persistent_batch.row)
@@ -71,7 +71,7 @@ class StepLauncher:
             self._decode_graphs.invalidate()
         return self._launch_kernels(step, timer)
 
-    def _launch_kernels(self, step: Step, timer: PhaseTimer) -> PendingStep:
+    def _launch_kernels(self, step: Step, timer: LapTimer) -> PendingStep:
         """Run the step without graphs of whole decode steps."""
         state = self.state
         sampling = (*step.decodes, *(chunk.sequence for chunk in step.chunks if chunk.sample))

@@ -36,7 +36,7 @@ from engine.core.sampling.greedy import Argmax, GreedyPath, argmax
 from engine.core.sampling.prompt_logprobs import PromptLogprobs, StepPromptLogprobs
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.sampling.sampling_batch import SamplingBatch, SamplingBatchBuilder, SequenceState
-from engine.core.sampling.sampling_table import SamplingTable, is_greedy
+from engine.core.sampling.sampling_table import SamplingTable
 from engine.core.sampling.token_counts import TokenCounts
 from engine.core.types import NewSequence, SamplingParams, Step
 
@@ -103,7 +103,7 @@ class Sampler:
                 raise InvalidRequestError(
                     f"logit_bias names token {token}; the vocabulary ends at {self._vocab_size - 1}", "logit_bias"
                 )
-        if params.seed is None and not is_greedy(params):
+        if params.seed is None and not params.greedy:
             raise ExecutorError(f"sequence {new.sequence} draws its tokens but has no seed; the engine sets one")
         penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         state = SequenceState(
@@ -116,7 +116,7 @@ class Sampler:
         self._sequences[new.sequence] = state
         self._unwritten.append((state, num_outputs))
         self._prompt_logprobs.add(new)
-        if not state.greedy:
+        if not params.greedy:
             self.draw_path.needed_by.add(new.sequence)
         if state.banned_tokens and num_outputs < params.min_tokens:
             self._until_min_tokens[new.sequence] = params.min_tokens - num_outputs

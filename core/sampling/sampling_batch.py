@@ -8,7 +8,6 @@ import torch
 from attrs import frozen
 
 from engine.core.sampling.arithmetic import MAX_SELECTED_TOP_K, mix
-from engine.core.sampling.sampling_table import is_greedy
 from engine.core.transfer import tensor_to_device
 from engine.core.types import SamplingParams
 
@@ -27,11 +26,6 @@ class SequenceState:
     """Tokens ruled out until min_tokens were put out."""
     slot: int | None
     """Its slot in TokenCounts; None: it has no penalties."""
-
-    @property
-    def greedy(self) -> bool:
-        """Whether it takes the most likely token."""
-        return is_greedy(self.params)
 
 
 @frozen(kw_only=True)
@@ -157,7 +151,7 @@ class SamplingBatchBuilder:
         return SamplingBatch(
             sequences=sequences,
             processors=self._processors(processed, [states[row] for row in processed], below),
-            draws=not all(state.greedy for state in states),
+            draws=not all(state.params.greedy for state in states),
             draw=None if self._fused else self._draw(states, processed),
             logprobs=self._logprobs(states),
         )
@@ -208,7 +202,7 @@ class SamplingBatchBuilder:
         )
 
     def _draw(self, states: Sequence[SequenceState], processed: list[int]) -> DrawParams | None:
-        rows = [row for row, state in enumerate(states) if not state.greedy]
+        rows = [row for row, state in enumerate(states) if not state.params.greedy]
         if not rows:
             return None
         params = [states[row].params for row in rows]

@@ -9,14 +9,6 @@ import torch
 from engine.core.sampling.arithmetic import mix
 from engine.core.types import SamplingParams
 
-_MIN_TEMPERATURE = 1e-5
-
-
-def is_greedy(params: SamplingParams) -> bool:
-    """Whether the most likely token is always taken: temperature 0, or so low that float32 leaves no choice, or
-    top_k 1."""
-    return params.temperature < _MIN_TEMPERATURE or params.top_k == 1
-
 
 class SamplingTable:
     """Sampling parameters by row: rows 0 to max_running - 1 are for sequences; the last row is padding, and greedy.
@@ -68,9 +60,7 @@ class SamplingTable:
         words[0] = torch.tensor(rows)
         words[1] = mix(torch.tensor([each.seed or 0 for each in params]))
         words[2] = torch.tensor(num_outputs)
-        numbers[0].view(torch.float32)[:] = torch.tensor(
-            [0.0 if is_greedy(each) else each.temperature for each in params]
-        )
+        numbers[0].view(torch.float32)[:] = torch.tensor([0.0 if each.greedy else each.temperature for each in params])
         numbers[1].view(torch.float32)[:] = torch.tensor([each.top_p for each in params])
         numbers[2].view(torch.float32)[:] = torch.tensor([each.min_p for each in params]).log()
         numbers[3] = torch.tensor([min(each.top_k, 2**31 - 1) for each in params])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.core.sampling.arithmetic import mix
-from engine.core.sampling.sampling_table import SamplingTable, is_greedy
+from engine.core.sampling.sampling_table import SamplingTable
 from engine.core.transfer import tensor_to_device
 from engine.core.types import SamplingParams
 
@@ -62,7 +62,7 @@ def test_greedy_rows_have_temperature_zero(asked: dict[str, Any], greedy: bool) 
     params = SamplingParams(seed=1, **asked)
     table = SamplingTable(1, CPU)
     table.write([0], [params], [0])
-    assert is_greedy(params) is greedy
+    assert params.greedy is greedy
     assert (table.temperature[0].item() == 0) is greedy
 
 

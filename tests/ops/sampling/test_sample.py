@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from engine.core.sampling.arithmetic import MAX_SELECTED_TOP_K, cutoffs, draw, uniforms
-from engine.core.sampling.sampling_table import SamplingTable, is_greedy
+from engine.core.sampling.sampling_table import SamplingTable
 from engine.core.types import SamplingParams
 
 pytest.importorskip("triton")
@@ -76,7 +76,7 @@ def check(logits: torch.Tensor, params: list[SamplingParams], outputs: list[int]
     unsure = 0
     for row, each in enumerate(params):
         token = int(tokens[row])
-        if is_greedy(each):
+        if each.greedy:
             assert token == int(logits[row].argmax())
             continue
         if token == int(draw(kept_scores(logits[row], each), uniform[row : row + 1])):

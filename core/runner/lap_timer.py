@@ -8,8 +8,8 @@ from typing import Literal
 StepPhase = Literal["prepare", "launch", "sample"]
 
 
-class PhaseTimer:
-    """Adds up the time of each phase; the phases follow one another without a gap."""
+class LapTimer:
+    """Adds up the time of each phase of a step; the phases follow one another without a gap."""
 
     def __init__(self) -> None:
         self.seconds: dict[StepPhase, float] = {"prepare": 0.0, "launch": 0.0, "sample": 0.0}
