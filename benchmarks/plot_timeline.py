@@ -1,4 +1,4 @@
-"""Draw three decode steps as they ran: what the host did above what the device did.
+"""Plot a few decode steps of a trace: phases on the host above kernels on the device.
 
     engine bench latency --batch 32 --prefill none --profile --trace trace.json ...
     python benchmarks/plot_timeline.py trace.json [--title "decode, batch 32"] [--steps 3] [--out docs/img/timeline]
@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 HOST = {"schedule": "#1f77b4", "submit": "#ff7f0e", "wait": "#d9d9d9", "commit": "#2ca02c"}
-KINDS = (
+KERNELS = (
     ("attention", ("attention", "attn", "flash", "paged", "decode_kernel", "xqa"), "#9467bd"),
     ("linear", ("gemm", "gemv", "matmul", "linear", "nvjet", "cutlass", "cublas", "splitk"), "#d62728"),
     ("sampling", ("sampl", "argmax", "softmax", "topk", "sort"), "#17becf"),
     ("norm, rotary embedding, activation and the rest", ("",), "#8c564b"),
 )
-"""(what, words in a kernel's name, colour); the first that fits."""
+"""(label, words in a kernel's name, colour); the first that matches."""
 OUT = Path(__file__).resolve().parents[1] / "docs" / "img" / "timeline"
 
 
@@ -36,24 +36,24 @@ def draw(profile: dict[str, Any], count: int, machine: str) -> Figure:
     axes = figure.subplots()
     for step in steps:
         begin = step["begin"]
-        for name, spent in step["phases"]:  # they follow one another without a pause
+        for name, spent in step["phases"]:  # phases follow one another without a gap
             axes.broken_barh([(begin - zero, spent)], (1.1, 0.8), facecolors=HOST[name])
             begin += spent
         axes.axvline(step["begin"] - zero, color="black", linewidth=0.6, linestyle=":")
-    spans: dict[str, list[tuple[float, float]]] = {what: [] for what, _, _ in KINDS}
+    spans: dict[str, list[tuple[float, float]]] = {label: [] for label, _, _ in KERNELS}
     for name, _, begin, end in profile["kernels"]:
         if end > zero and begin < last:
-            what = next(what for what, words, _ in KINDS if any(word in name.lower() for word in words))
-            spans[what].append((begin - zero, end - begin))
-    colours = {what: colour for what, _, colour in KINDS}
-    for what, ranges in spans.items():
-        axes.broken_barh(ranges, (0.1, 0.8), facecolors=colours[what])
+            label = next(label for label, words, _ in KERNELS if any(word in name.lower() for word in words))
+            spans[label].append((begin - zero, end - begin))
+    colours = {label: colour for label, _, colour in KERNELS}
+    for label, ranges in spans.items():
+        axes.broken_barh(ranges, (0.1, 0.8), facecolors=colours[label])
     axes.set_xlim(0, last - zero)
     axes.set_yticks([0.5, 1.5], ["device", "host"])
     axes.set_xlabel("microseconds")
     axes.set_title(
-        f"{profile['title']}, {machine}: {profile['wall_us']:.0f} us a step, {profile['busy_us']:.0f} us of it the"
-        " device busy",
+        f"{profile['title']}, {machine}: {profile['wall_us']:.0f} us per step, the device busy"
+        f" for {profile['busy_us']:.0f} us",
         fontsize=10,
     )
     handles = [Patch(color=colour, label=name) for name, colour in (HOST | colours).items()]

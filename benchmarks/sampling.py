@@ -1,10 +1,10 @@
-"""Microseconds to sample a batch on a GPU, replayed from a CUDA graph, beside the plain PyTorch operations, launched.
+"""Measure sampling on a GPU: us per batch, replayed from a CUDA graph, and by plain PyTorch operations to compare.
 
     python benchmarks/sampling.py [--rows 1 32 256] [--vocab 128256 151936] [--spread 2] [--plain] [--json FILE]
 
-Logits are bfloat16 and normal; spread is their standard deviation. At 2 and temperature 1 top_p 0.9 leaves about a
-quarter of the vocabulary, which is the hard case: a language model's own distribution leaves a few hundred tokens.
-The plain operations are timed by events around one call, after a warm-up; the floor is one read of the logits.
+Logits are bfloat16 and normally distributed with the standard deviation `spread`. With 2, at temperature 1, top_p 0.9
+keeps about a quarter of the vocabulary, which is the hard case: a language model's own distribution keeps a few hundred
+tokens. The plain operations are timed by events around one call, after a warm-up; the floor is one read of the logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rich.table import Table
 from engine.cli.bench.report import Row, report, write
 from engine.core.sampling import Sampler
 from engine.core.types import NewSequence, SamplingParams
-from engine.ops.sampling.argmax import argmax_rows
 
 WORKLOADS = {
     "greedy": [{"temperature": 0.0}],
@@ -33,7 +32,7 @@ WORKLOADS = {
     "mixed": [{"temperature": 0.0}, {}, {"top_p": 0.95}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01}],
 }
 CALLS = 20
-"""In one graph."""
+"""Calls in one graph."""
 REPEATS = 7
 
 
@@ -47,7 +46,7 @@ def make_sampler(rows: int, vocab: int, asked: list[dict[str, float]], *, fused:
 
 
 def elapsed(work: Callable[[], object], calls: int) -> float:
-    """Median microseconds a call, of a function that makes so many."""
+    """Median us per call; work: makes `calls` calls."""
     work()
     torch.cuda.synchronize()
     times = []
@@ -66,10 +65,11 @@ def fused_time(logits: torch.Tensor, asked: list[dict[str, float]]) -> float:
     sampler = make_sampler(*logits.shape, asked, fused=True)
 
     def greedy(logits: torch.Tensor, rows: torch.Tensor) -> None:
-        argmax_rows(logits)
+        sampler.greedy_path.choose(logits, None)
         sampler.table.advance(rows)
 
-    call = greedy if sampler.kind(range(len(logits))) == "greedy" else sampler.draw
+    draws = sampler.sampling_path(range(len(logits))).name == "draw"
+    call = sampler.draw_path.draw_unprocessed if draws else greedy
     call(logits, rows)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--vocab", type=int, nargs="+", default=[128256, 151936])
     parser.add_argument("--spread", type=float, default=2.0)
-    parser.add_argument("--bandwidth", type=float, default=4.28e12, help="bytes a second, for the floor")
+    parser.add_argument("--bandwidth", type=float, default=4.28e12, help="bytes per second, for the floor")
     parser.add_argument("--plain", action="store_true", help="time the plain operations too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

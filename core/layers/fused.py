@@ -28,7 +28,7 @@ from engine.ops.gemm.skinny_launch import MOST_ROWS, GemmShape
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
-from engine.ops.sampling.vocab_parallel import choose_peaks, look_up, place_peaks
+from engine.ops.sampling.vocab_parallel import choose_max_logits, look_up, place_max_logits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -157,11 +157,11 @@ class FusedVocabParallelEmbedding(VocabParallelEmbedding):
 class FusedVocabParallelHead(VocabParallelHead):
     """Vocab-parallel head whose greedy tokens take two kernels and the all-reduce between them."""
 
-    def _place(self, max_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return place_peaks(max_logits, tokens, self._table.first_token, self._group.rank, self._group.ranks)
+    def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return place_max_logits(peaks, tokens, self._table.first_token, self._group.rank, self._group.ranks)
 
     def _choose(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return choose_peaks(candidates)
+        return choose_max_logits(candidates)
 
 
 def fused_classes(dtype: str, device: str) -> LayerClasses:

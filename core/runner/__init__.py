@@ -1,4 +1,4 @@
-"""The runner: executes steps on one device."""
+"""The runner: starts one rank of a model and runs its steps on a device."""
 
 from typing import TYPE_CHECKING
 

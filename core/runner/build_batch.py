@@ -1,4 +1,4 @@
-"""Turns one iteration of a Step into the ForwardBatch that the model computes."""
+"""Builds the ForwardBatch of one iteration of a Step."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 
 from engine.core.attention.batch import ForwardBatch
 from engine.core.runner.persistent_batch import PersistentBatch
-from engine.core.runner.transfer import to_device
+from engine.core.transfer import to_device
 from engine.core.types import Step
 
 
 def build_batch(persistent_batch: PersistentBatch, step: Step) -> tuple[ForwardBatch, torch.Tensor]:
-    """The batch of one iteration of a step that `persistent_batch` knows of, and the rows of the sequences that sample:
-    [sampling] int64 on the device. Its tokens then count as computed.
+    """Build the batch of one iteration of a step that `persistent_batch` was updated with; its tokens then count as
+    computed.
 
-    One copy takes everything to the device; the tokens to decode are there already.
+    Returns the batch and the rows of the sequences that sample: [sampling] int64 on the device. Everything goes to the
+    device in one copy, except the tokens to decode, which are there already.
     """
-    decodes = len(step.decodes)
-    rows = persistent_batch.rows([*step.decodes, *(piece.sequence for piece in step.chunks)])
+    num_decodes = len(step.decodes)
+    rows = persistent_batch.rows([*step.decodes, *(chunk.sequence for chunk in step.chunks)])
     starts, counts = persistent_batch.computed[rows], np.ones(len(rows), np.int64)
-    starts[decodes:] = [piece.start for piece in step.chunks]
-    counts[decodes:] = [piece.count for piece in step.chunks]
+    starts[num_decodes:] = [chunk.start for chunk in step.chunks]
+    counts[num_decodes:] = [chunk.count for chunk in step.chunks]
     ends = starts + counts
     persistent_batch.computed[rows] = ends
     query_starts = np.zeros(len(rows) + 1, np.int64)
@@ -36,9 +37,9 @@ def build_batch(persistent_batch: PersistentBatch, step: Step) -> tuple[ForwardB
     width = -(-int(ends.max()) // size)
     tables = persistent_batch.host_tables[rows, :width]
     slots = tables[owners, positions // size].astype(np.int64) * size + positions % size
-    known = [persistent_batch.known(piece.sequence, piece.start, piece.start + piece.count) for piece in step.chunks]
+    known = [persistent_batch.known(chunk.sequence, chunk.start, chunk.start + chunk.count) for chunk in step.chunks]
     sampling = np.ones(len(rows), bool)
-    sampling[decodes:] = [piece.sample for piece in step.chunks]
+    sampling[num_decodes:] = [chunk.sample for chunk in step.chunks]
 
     arrays: list[npt.NDArray[Any]] = [
         rows,
@@ -51,24 +52,31 @@ def build_batch(persistent_batch: PersistentBatch, step: Step) -> tuple[ForwardB
         ends.astype(np.int32),
         *persistent_batch.take_changes(),
     ]
-    device = persistent_batch.tables.device
-    rows_there, sampling_rows, prompts, places, slots_there, logit_rows, bounds, contexts, *changes = to_device(
-        arrays, device
-    )
+    (
+        device_rows,
+        sampling_rows,
+        chunk_tokens,
+        device_positions,
+        device_slots,
+        logit_rows,
+        device_query_starts,
+        context_lens,
+        *changes,
+    ) = to_device(arrays, persistent_batch.tables.device)
     persistent_batch.apply(changes)
-    tokens = prompts
-    if decodes:
-        decoded = persistent_batch.last_tokens[rows_there[:decodes]]
-        tokens = torch.cat((decoded, prompts)) if known else decoded
+    tokens = chunk_tokens
+    if num_decodes:
+        decoded = persistent_batch.last_tokens[device_rows[:num_decodes]]
+        tokens = torch.cat((decoded, chunk_tokens)) if known else decoded
     batch = ForwardBatch(
         tokens=tokens,
-        positions=places,
-        slots=slots_there,
-        query_starts=bounds,
-        context_lens=contexts,
-        block_tables=persistent_batch.tables[rows_there, :width],
+        positions=device_positions,
+        slots=device_slots,
+        query_starts=device_query_starts,
+        context_lens=context_lens,
+        block_tables=persistent_batch.tables[device_rows, :width],
         logit_rows=logit_rows,
-        num_decodes=decodes,
+        num_decodes=num_decodes,
         query_lens_host=counts.astype(np.int32),
         context_lens_host=ends.astype(np.int32),
         block_tables_host=tables,

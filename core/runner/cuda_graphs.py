@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: one a batch size and ending, from the embedding to the sampled token.
+"""Decode steps as CUDA graphs, one per batch size and sampling path, from the embedding to the sampled token.
 
-A replay reads which sequences it is for, their positions and block tables from fixed tensors, and moves all of these on
-by itself. While the same sequences follow each other, the host sends nothing but newly assigned blocks.
+A replay reads its sequences' rows, positions and block tables from fixed tensors, and advances the positions. While the
+same sequences follow each other, the host sends nothing but newly assigned blocks.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ from attrs import define
 from engine.core.attention.base import GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.models.forward_pass import ForwardPass
-from engine.core.runner.persistent_batch import PersistentBatch
-from engine.core.runner.transfer import to_device
-from engine.core.sampling.result import SampledTokens
-from engine.core.sampling.sampler import DRAW, FULL, GREEDY, Sampler
+from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.schedulers.policy import MAX_DECODE_STEPS
+from engine.core.transfer import to_device
 
 if TYPE_CHECKING:
-    from engine.core.attention.base import AttentionBackend
-    from engine.core.attention.kv_pool import KVPool
-    from engine.core.models.base import Model
+    from engine.core.runner.device_state import DeviceState
+    from engine.core.runner.lap_timer import LapTimer
+    from engine.core.sampling.base import CapturedTokens, PathName, SamplingPath
 
 T = TypeVar("T")
 
-TURNS = 2 * MAX_DECODE_STEPS
-"""Replays whose tokens stand in the host's memory at once: as many as two steps may have."""
+HOST_LINES = 2 * MAX_DECODE_STEPS
+"""Replays whose tokens fit in the pinned host buffer: as many as two steps in flight can have."""
 
 
-def batch_sizes(most: int) -> list[int]:
-    """Batch sizes to make graphs for. A batch is padded by less than 8 sequences up to 64, and above by less than a
-    quarter of what it has."""
+def batch_sizes(max_running: int) -> list[int]:
+    """Batch sizes to capture graphs for. A batch is padded by less than 8 sequences up to 64, and by less than a
+    quarter of its size beyond."""
     sizes = [1, 2, 3, 4, 6, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 513, 32)]
-    while sizes[-1] < most:
+    while sizes[-1] < max_running:
         sizes.append(sizes[-1] * 5 // 4)
-    return [size for size in sizes if size < most] + [most]
+    return [size for size in sizes if size < max_running] + [max_running]
 
 
-class Recorder:
-    """Records work on a GPU, all in one pool of memory."""
+class GraphCapturer:
+    """Captures work on a GPU in CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
 
-    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Do `work` once, so that all is compiled and allocated, then record it.
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Run `work` once, so that all kernels are compiled and all memory is allocated, then capture it.
 
-        Returns what replays it, and what `work` returned while it was recorded: tensors that each replay fills anew,
-        and that a replay of another recording may overwrite.
+        Returns the function that replays the graph, and what `work` returned during the capture: tensors that each
+        replay fills again, and that a replay of another graph may overwrite.
         """
-        (replay,), made = self.record_pieces(lambda cut: work())
+        (replay,), made = self.capture_segments(lambda break_graph: work())
         return replay, made
 
-    def record_pieces(self, work: Callable[[Callable[[], None]], T]) -> tuple[list[Callable[[], None]], T]:
-        """The same for work that is cut into pieces, to be replayed one by one: each call of the function that it is
-        given ends a piece and begins the next."""
+    def capture_segments(self, work: Callable[[Callable[[], None]], T]) -> tuple[list[Callable[[], None]], T]:
+        """Capture work in segments, each a graph, to be replayed one after the other.
+
+        work: receives a function that breaks the graph: each call ends a segment and begins the next.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            # torch.cuda.graph would collect garbage and empty the cache of free memory first: 50 ms each.
+            # torch.cuda.graph would first collect garbage and empty the allocator's cache: 50 ms per graph.
             graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
-        def cut() -> None:
+        def break_graph() -> None:
             graphs[-1].capture_end()
             begin()
 
@@ -80,18 +80,18 @@ class Recorder:
             work(lambda: None)
             begin()
             try:
-                made = work(cut)
+                made = work(break_graph)
             finally:
                 graphs[-1].capture_end()
         current.wait_stream(self._stream)
         return [graph.replay for graph in graphs], made
 
 
-def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without owning it, so that what is recorded later may be given it.
+def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same memory that does not own it, so that a later capture may reuse the memory.
 
-    Only for memory that each replay has done with before another begins. (torch's own graph trees make such tensors
-    likewise.)
+    Only for memory that each replay no longer needs when another replay begins. (torch's CUDA graph trees make such
+    tensors in the same way.)
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -103,36 +103,26 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 @define
 class _Graph:
-    """A recorded step."""
+    """A captured decode step."""
 
     replay: Callable[[], None]
     logits: torch.Tensor | None
-    """[batch, vocabulary], where it ends with logits."""
+    """[batch, vocabulary], where the graph ends with logits; None where it ends with tokens."""
     run: ForwardPass
-    """What it was recorded with, kept as long as it: the plan may own memory that the graph reads."""
+    """The pass that was captured. Kept as long as the graph: its plan may own memory that the graph reads."""
 
 
 class DecodeGraphs:
-    """Replays decode steps. Everything a graph touches is given here, and stays where it is in memory."""
+    """Captures and replays decode steps. All tensors that a graph uses keep their addresses."""
 
     def __init__(
-        self,
-        model: Model,
-        attention: AttentionBackend[Any, Any],
-        pool: KVPool,
-        persistent_batch: PersistentBatch,
-        sampler: Sampler,
-        *,
-        max_running: int,
-        max_len: int,
-        fused: bool,
-        recorder: Recorder,
+        self, state: DeviceState, capturer: GraphCapturer, *, max_running: int, max_len: int, fused: bool
     ) -> None:
-        self._model = model
-        self._attention = attention
-        self._pool = pool
-        self._persistent_batch = persistent_batch
-        self._sampler = sampler
+        self._model = state.model
+        self._attention = state.attention
+        self._pool = state.pool
+        self._persistent_batch = persistent_batch = state.persistent_batch
+        self._sampler = state.sampler
         self._max_len = max_len
         self._fused = fused
         self._sizes = batch_sizes(max_running)
@@ -145,60 +135,60 @@ class DecodeGraphs:
 
         self._rows, self._positions = tensor(torch.int64), tensor(torch.int64)
         self._tokens, self._slots = tensor(torch.int64), tensor(torch.int64)
-        self._sampled, self._peaks = tensor(torch.int64), tensor(torch.float32)
+        self._sampled, self._max_logits = tensor(torch.int64), tensor(torch.float32)
         self._context_lens = tensor(torch.int32)
         self._tables = tensor(torch.int32, persistent_batch.tables.shape[1])
         self._query_starts = torch.arange(max_running + 1, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max_running, device=device)
         self._rows.fill_(persistent_batch.padding_row)
         pinned = device.type == "cuda"
-        self._host_tokens = torch.zeros(TURNS, max_running, dtype=torch.int64, pin_memory=pinned)
-        self._host_peaks = torch.zeros(TURNS, max_running, dtype=torch.float32, pin_memory=pinned)
-        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self._turns_begun = 0
-        self._graphs: dict[tuple[int, str], _Graph] = {}
-        self._recorder = recorder
+        self._host_tokens = torch.zeros(HOST_LINES, max_running, dtype=torch.int64, pin_memory=pinned)
+        self._host_max_logits = torch.zeros(HOST_LINES, max_running, dtype=torch.float32, pin_memory=pinned)
+        self._num_replays = torch.zeros(1, dtype=torch.int64, device=device)
+        """Replays that have written a line of the host buffer, counted on the device."""
+        self._num_replays_launched = 0
+        """The same count on the host, which runs ahead of the device."""
+        self._graphs: dict[tuple[int, PathName], _Graph] = {}
+        self._capturer = capturer
         self._current: tuple[int, ...] = ()
         self._host_rows = np.zeros(0, np.int64)
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
-        """Capture every batch size with the greedy ending, the largest first, whose memory serves the others.
+        """Capture the greedy path for every batch size, the largest first, whose memory serves the others.
 
-        on_progress: called with batch sizes done and in all. Other endings are captured when first needed.
+        on_progress: called with the number of sizes done and the number of all. The other paths are captured when first
+        needed.
         """
         for done, size in enumerate(reversed(self._sizes)):
             on_progress(done, len(self._sizes))
-            self._capture(size, GREEDY)
+            self._capture(size, self._sampler.greedy_path)
 
-    def leave(self) -> None:
-        """Sequences were moved on outside the graphs: send all positions before the next replay."""
+    def invalidate(self) -> None:
+        """Note that sequences advanced outside the graphs: the next replay needs all rows and positions again."""
         self._current = ()
 
-    def run(self, decodes: tuple[int, ...], iterations: int, lap: Callable[[str], None]) -> list[SampledTokens]:
-        """One decode step after the other for these sequences, which `persistent_batch` knows of; one result each.
+    def run(self, decodes: tuple[int, ...], iterations: int, timer: LapTimer) -> list[SampledTokens]:
+        """Replay one decode step per iteration for these sequences of the persistent batch; one result per iteration.
 
-        lap: called with the name of a phase as it ends.
+        timer: its phases are ended here.
         """
         size = self._sizes[self._size_of[len(decodes)]]
-        ending = self._sampler.kind(decodes)
-        if ending == DRAW and not self._fused:
-            ending = FULL  # drawing by PyTorch's operations waits for nothing, but allocates by what was asked
-        self._sampler.flush()
-        graph = self._graphs.get((size, ending))
+        path = self._sampler.graph_path(decodes)
+        graph = self._graphs.get((size, path.name))
         if graph is None:
-            graph = self._capture(size, ending)
+            graph = self._capture(size, path)
         self._send(decodes, size, iterations)
-        lap("prepare")
+        timer.end("prepare")
         samples = []
         for _ in range(iterations):
             graph.replay()
-            lap("launch")
-            samples.append(self._finish(decodes, graph))
-            lap("sample")
+            timer.end("launch")
+            samples.append(self._collect(decodes, graph))
+            timer.end("sample")
         return samples
 
     def _send(self, decodes: tuple[int, ...], size: int, iterations: int) -> None:
-        """Bring blocks, and if others decode than before rows and positions, to the device."""
+        """Send newly assigned blocks to the device; rows and positions too if other sequences decode than before."""
         persistent_batch = self._persistent_batch
         arrays: list[npt.NDArray[Any]] = persistent_batch.take_changes()
         changes = len(arrays)
@@ -220,35 +210,35 @@ class DecodeGraphs:
             self._rows[:size].copy_(sent[-2])
             self._positions[:size].copy_(sent[-1])
 
-    def _finish(self, decodes: tuple[int, ...], graph: _Graph) -> SampledTokens:
-        """The tokens of a replay, on their way to the host."""
+    def _collect(self, decodes: tuple[int, ...], graph: _Graph) -> SampledTokens:
+        """The tokens of the replay just launched, on their way to the host."""
         count = len(decodes)
         if graph.logits is None:
             if not self._fused:
-                return SampledTokens.from_tokens(self._sampled[:count], self._peaks[:count], decodes)
-            line = self._turns_begun % TURNS
-            self._turns_begun += 1
-            tokens, peaks = self._host_tokens[line, :count], self._host_peaks[line, :count]
-            return SampledTokens.from_host(tokens, peaks, decodes, self._device)
+                return SampledTokens.from_tokens(self._sampled[:count], self._max_logits[:count], decodes)
+            line = self._num_replays_launched % HOST_LINES
+            self._num_replays_launched += 1
+            tokens, max_logits = self._host_tokens[line, :count], self._host_max_logits[line, :count]
+            return SampledTokens.from_host(tokens, max_logits, decodes, self._device)
         rows = self._rows[:count]
         sampled = self._sampler.sample(graph.logits[:count], decodes, rows)
-        self._persistent_batch.keep(rows, sampled.tokens)
+        self._persistent_batch.set_last_tokens(rows, sampled.tokens)
         return sampled
 
     @torch.inference_mode()
-    def _capture(self, size: int, ending: str) -> _Graph:
-        """Record the step, for padding alone."""
-        self.leave()
+    def _capture(self, size: int, path: SamplingPath) -> _Graph:
+        """Capture the decode step of a batch of padding rows."""
+        self.invalidate()
         self._rows[:size].fill_(self._persistent_batch.padding_row)
         self._positions[:size].zero_()
         batch = self._batch(size)
         plan = self._attention.plan(batch, GraphSlot(num_sequences=size))
         run = ForwardPass(batch=batch, attention=self._attention, plan=plan, pool=self._pool)
-        replay, logits = self._recorder.record(lambda: self._step(run, size, ending))
+        replay, logits = self._capturer.capture(lambda: self._step(run, size, path))
         if logits is not None:
-            logits = unowned(logits)
-        self._turn.fill_(self._turns_begun)
-        self._graphs[size, ending] = made = _Graph(replay, logits, run)
+            logits = weak_ref_tensor(logits)
+        self._num_replays.fill_(self._num_replays_launched)
+        self._graphs[size, path.name] = made = _Graph(replay, logits, run)
         return made
 
     def _batch(self, size: int) -> ForwardBatch:
@@ -266,23 +256,20 @@ class DecodeGraphs:
             block_tables_host=np.zeros((size, self._tables.shape[1]), np.int32),
         )
 
-    def _step(self, run: ForwardPass, size: int, ending: str) -> torch.Tensor | None:
-        """One decode step; what it allocates is the graph's."""
+    def _step(self, run: ForwardPass, size: int, path: SamplingPath) -> torch.Tensor | None:
+        """Run one decode step; returns the logits where the sampling path cannot finish inside the graph."""
         rows = self._rows[:size]
         self._begin(run.batch, rows)
         hidden = self._model.forward(run)
-        if ending == FULL:
-            logits = self._model.logits(hidden)
+        captured = path.capture(self._model, hidden, rows)
+        if isinstance(captured, torch.Tensor):
             self._positions[:size].add_(rows != self._persistent_batch.padding_row)
-            return logits
-        if ending == GREEDY:
-            peaks, tokens = self._model.greedy(hidden)
-        else:
-            tokens, peaks = self._sampler.draw(self._model.logits(hidden), rows)
-        self._end(rows, tokens, peaks, advance=ending == GREEDY)
+            return captured
+        self._end(rows, captured)
         return None
 
     def _begin(self, batch: ForwardBatch, rows: torch.Tensor) -> None:
+        """Fill the batch's tensors from the persistent batch."""
         persistent_batch = self._persistent_batch
         if self._fused:
             from engine.ops.sampling.decode_step import begin_decode
@@ -299,16 +286,16 @@ class DecodeGraphs:
                 block_size=persistent_batch.block_size,
             )
             return
-        pages, offsets = batch.positions // persistent_batch.block_size, batch.positions % persistent_batch.block_size
+        blocks, offsets = batch.positions // persistent_batch.block_size, batch.positions % persistent_batch.block_size
         batch.block_tables.copy_(persistent_batch.tables[rows])
         batch.tokens.copy_(persistent_batch.last_tokens[rows])
         batch.slots.copy_(
-            batch.block_tables.gather(1, pages[:, None]).squeeze(1) * persistent_batch.block_size + offsets
+            batch.block_tables.gather(1, blocks[:, None]).squeeze(1) * persistent_batch.block_size + offsets
         )
         batch.context_lens.copy_(batch.positions + 1)
 
-    def _end(self, rows: torch.Tensor, tokens: torch.Tensor, peaks: torch.Tensor, *, advance: bool) -> None:
-        """Keep tokens and go one position further; advance: count the tokens as put out, which drawing does itself."""
+    def _end(self, rows: torch.Tensor, captured: CapturedTokens) -> None:
+        """Store the tokens for the next step and for the host, and advance the positions."""
         persistent_batch, table, size = self._persistent_batch, self._sampler.table, len(rows)
         positions = self._positions[:size]
         if self._fused:
@@ -318,19 +305,19 @@ class DecodeGraphs:
                 rows,
                 positions,
                 persistent_batch.last_tokens,
-                table.outputs,
-                tokens,
-                peaks,
-                turn=self._turn,
+                table.num_outputs,
+                captured.tokens,
+                captured.max_logits,
+                num_replays=self._num_replays,
                 host_tokens=self._host_tokens,
-                host_peaks=self._host_peaks,
+                host_max_logits=self._host_max_logits,
                 padding_row=persistent_batch.padding_row,
-                advance=advance,
+                advance=not captured.counted,
             )
             return
-        self._sampled[:size].copy_(tokens)
-        self._peaks[:size].copy_(peaks)
-        persistent_batch.keep(rows, tokens)
+        self._sampled[:size].copy_(captured.tokens)
+        self._max_logits[:size].copy_(captured.max_logits)
+        persistent_batch.set_last_tokens(rows, captured.tokens)
         positions.add_(rows != persistent_batch.padding_row)
-        if advance:
+        if not captured.counted:
             table.advance(rows)

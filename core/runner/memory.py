@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take: a budget measured or given, less weights and activations."""
+"""The memory plan: the KV cache gets what weights and activations leave of a budget."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engine.core.models.base import ModelSpec
 from engine.core.quant.float8 import FLOAT8
 
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""Of the free memory, for an engine that is told no other share."""
+"""Share of the free memory that an engine uses by default."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FLOAT8: 1}
 
 
 def format_bytes(count: int) -> str:
-    """Bytes as a person reads them: 1.5 GiB."""
+    """Format a number of bytes for people: 1.50 GiB."""
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(amount) >= 1024 and len(units) > 1:
         amount /= 1024
@@ -28,7 +28,7 @@ def format_bytes(count: int) -> str:
 
 @frozen(kw_only=True)
 class MemoryPlan:
-    """Where the memory goes, in bytes."""
+    """What the memory is used for, in bytes."""
 
     budget: int
     weights: int
@@ -47,27 +47,31 @@ def free_memory(device: DeviceInfo) -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    raise CapacityError("/proc/meminfo does not tell the free memory; give the size of the KV cache with --kv-memory")
+    raise CapacityError("/proc/meminfo has no MemAvailable; give the size of the KV cache with --kv-memory")
 
 
 def estimate_activations(model: ModelSpec, config: EngineConfig, dtype: str) -> int:
-    """Bytes of one full step's intermediate results where they cannot be measured, counted generously.
+    """A generous estimate of the bytes of one full step's intermediate results, where they cannot be measured.
 
-    Per token: about a dozen hidden-size rows (a merged gate-up projection is the largest); per sequence: three rows of
-    float32 logits.
+    Per token: about a dozen hidden-size rows (a merged gate-up projection is the largest); per sequence: logits.
     """
     tokens = config.scheduler.max_batch_tokens
     rows = min(config.scheduler.max_running, tokens)
-    return tokens * 12 * model.hidden_size * DTYPE_BYTES[dtype] + rows * 3 * model.vocab_size * 4
+    return tokens * 12 * model.hidden_size * DTYPE_BYTES[dtype] + logits_bytes(model, rows)
+
+
+def logits_bytes(model: ModelSpec, rows: int) -> int:
+    """Bytes to sample `rows` sequences: three rows of float32 logits each."""
+    return rows * 3 * model.vocab_size * 4
 
 
 def plan_memory(
     config: EngineConfig, spec: AttentionSpec, *, budget: int, weights: int, activations: int, bytes_per_block: int
 ) -> MemoryPlan:
-    """Blocks of the KV cache under `budget` bytes, at most as many as all running sequences could fill.
+    """Divide `budget` bytes; the KV cache gets at most as many blocks as all running sequences can fill.
 
-    Raises CapacityError with the table of the budget, and what would fit, when not even one sequence of the longest
-    context does.
+    Raises CapacityError when the blocks do not hold one sequence of the longest context. Its message has a table of the
+    budget, and the longest context that fits.
     """
     needed = -(-spec.max_len // spec.block_size)
     useful = needed * config.scheduler.max_running

@@ -1,7 +1,7 @@
-"""Steps with prompts in pieces: CUDA graphs of what lies between the attention of one layer and of the next.
+"""Piecewise CUDA graphs, for steps with prefill chunks: one graph per segment between the attention of two layers.
 
-Attention itself is launched as ever, since its plan and its grid follow the batch; all else depends on nothing but the
-number of tokens. A layer then costs the host one replay and one call of the backend, and not ten launches.
+Attention is launched outside the graphs, since its plan and grid depend on the batch; everything else depends only on
+the number of tokens. A layer then costs the host one replay and one call of the backend, instead of ten launches.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from attrs import define, evolve
 
 from engine.core.attention.batch import ForwardBatch
 from engine.core.models.forward_pass import ForwardPass
-from engine.core.runner.cuda_graphs import unowned
+from engine.core.runner.cuda_graphs import weak_ref_tensor
 
 if TYPE_CHECKING:
-    from engine.core.attention.base import AttentionBackend
-    from engine.core.attention.kv_pool import KVPool
-    from engine.core.models.base import Model
-    from engine.core.runner.cuda_graphs import Recorder
+    from engine.core.runner.cuda_graphs import GraphCapturer
+    from engine.core.runner.device_state import DeviceState
 
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 """Larger steps keep the device busy for longer than the host takes to launch their kernels one by one."""
 
 
-def token_counts(most: int) -> list[int]:
-    """Numbers of tokens to record steps for: a step is padded by less than 64 up to 512, and by less than 128."""
-    counts = [*range(64, 513, 64), *range(640, MOST_TOKENS + 1, 128)]
-    return [count for count in counts if count <= most]
+def token_counts(max_batch_tokens: int) -> list[int]:
+    """Numbers of tokens to capture steps for: a step is padded by less than 64 tokens up to 512, and by less than 128
+    beyond."""
+    counts = [*range(64, 513, 64), *range(640, MAX_TOKENS + 1, 128)]
+    return [count for count in counts if count <= max_batch_tokens]
 
 
 @define
-class _Call:
-    """One layer's attention between two pieces; views of memory that belongs to the recording."""
+class _AttentionCall:
+    """One layer's attention between two segments; the tensors are views of the capture's memory."""
 
     layer: int
     q: torch.Tensor
@@ -45,65 +44,61 @@ class _Call:
 
 
 @define
-class _Step:
-    """A recorded step: pieces and calls in turn, a piece first and last."""
+class _CapturedStep:
+    """A captured step: segments and attention calls alternate, a segment first and last."""
 
-    pieces: list[Callable[[], None]]
-    calls: list[_Call]
+    segments: list[Callable[[], None]]
+    calls: list[_AttentionCall]
     hidden: torch.Tensor
     """[tokens, hidden_size]."""
 
 
-class _Cut:
-    """Stands in for the attention backend while a step is recorded: ends a piece and begins the next."""
+class _GraphBreak:
+    """Stands in for the attention backend during a capture: breaks the graph at each call."""
 
-    def __init__(self, cut: Callable[[], None]) -> None:
-        self.calls: list[_Call] = []
-        self._cut = cut
+    def __init__(self, break_graph: Callable[[], None]) -> None:
+        self.calls: list[_AttentionCall] = []
+        self._break_graph = break_graph
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Note the call, whose result is `out` by the time that the next piece runs."""
+        """Note the call, and return its output, which is filled before the next segment is replayed."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._cut()
-        self.calls.append(_Call(layer, *(unowned(tensor) for tensor in (q, k, v, out))))
+        self._break_graph()
+        self.calls.append(_AttentionCall(layer, *(weak_ref_tensor(tensor) for tensor in (q, k, v, out))))
         return out
 
 
 class PiecewiseGraphs:
-    """Records steps by their number of tokens, and runs them."""
+    """Captures steps by their number of tokens, and replays them."""
 
     def __init__(
-        self,
-        model: Model,
-        attention: AttentionBackend[Any, Any],
-        pool: KVPool,
-        recorder: Recorder,
-        *,
-        max_batch_tokens: int,
-        device: torch.device,
+        self, state: DeviceState, capturer: GraphCapturer, *, max_batch_tokens: int, device: torch.device
     ) -> None:
-        self._model = model
-        self._attention = attention
-        self._pool = pool
-        self._recorder = recorder
+        self._model = state.model
+        self._attention = state.attention
+        self._pool = state.pool
+        self._capturer = capturer
         self._counts = token_counts(max_batch_tokens)
-        self.most_tokens = self._counts[-1] if self._counts else 0
-        """In a step that `run` takes."""
-        scratch = pool.scratch_block * pool.block_size
-        self._tokens = torch.zeros(self.most_tokens, dtype=torch.int64, device=device)
+        self.max_tokens = self._counts[-1] if self._counts else 0
+        """In a step that `run` accepts."""
+        scratch = state.pool.scratch_block * state.pool.block_size
+        self._tokens = torch.zeros(self.max_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._slots = torch.full_like(self._tokens, scratch)
         self._padding = (0, 0, scratch)
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _CapturedStep] = {}
 
-    def record_all(self, on_progress: Callable[[int, int], None]) -> None:
-        """Record every number of tokens, the largest first, whose memory serves the others."""
+    def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
+        """Capture every number of tokens, the largest first, whose memory serves the others.
+
+        on_progress: called with the number of captures done and the number of all.
+        """
         for done, count in enumerate(reversed(self._counts)):
             on_progress(done, len(self._counts))
-            self._steps[count] = self._record(count)
+            self._steps[count] = self._capture(count)
 
     def run(self, batch: ForwardBatch, plan: Any) -> torch.Tensor:
-        """Hidden states of a batch of at most `most_tokens`: [tokens, hidden_size], valid until the next call."""
+        """Hidden states of a batch of at most `max_tokens`: [tokens, hidden_size], valid until the next call."""
         count = len(batch.tokens)
         size = self._counts[int(np.searchsorted(self._counts, count))]
         step = self._steps[size]
@@ -114,13 +109,13 @@ class PiecewiseGraphs:
             if count < size:
                 tensor[count:size].fill_(padding)
         forward_into = self._attention.forward_into
-        for piece, call in zip(step.pieces, step.calls, strict=False):
-            piece()
+        for segment, call in zip(step.segments, step.calls, strict=False):
+            segment()
             forward_into(call.layer, call.q[:count], call.k[:count], call.v[:count], plan, call.out[:count])
-        step.pieces[-1]()
+        step.segments[-1]()
         return step.hidden[:count]
 
-    def _record(self, count: int) -> _Step:
+    def _capture(self, count: int) -> _CapturedStep:
         empty: Any = torch.zeros(0, dtype=torch.int32, device=self._tokens.device)
         batch = ForwardBatch(
             tokens=self._tokens[:count],
@@ -136,12 +131,12 @@ class PiecewiseGraphs:
             block_tables_host=np.zeros((0, 0), np.int32),
         )
         run = ForwardPass(batch=batch, attention=self._attention, plan=None, pool=self._pool)
-        cuts: list[_Cut] = []
+        breaks: list[_GraphBreak] = []
 
-        def work(cut: Callable[[], None]) -> torch.Tensor:
-            cuts.append(_Cut(cut))
-            attention: Any = cuts[-1]
+        def work(break_graph: Callable[[], None]) -> torch.Tensor:
+            breaks.append(_GraphBreak(break_graph))
+            attention: Any = breaks[-1]
             return self._model.forward(evolve(run, attention=attention))
 
-        pieces, hidden = self._recorder.record_pieces(work)
-        return _Step(pieces, cuts[-1].calls, unowned(hidden))
+        segments, hidden = self._capturer.capture_segments(work)
+        return _CapturedStep(segments, breaks[-1].calls, weak_ref_tensor(hidden))

@@ -1,1 +1,1 @@
-"""Sampling, and the two ends of a decode step replayed as a CUDA graph."""
+"""Kernels of sampling, and the first and last kernel of a decode step replayed as a CUDA graph."""

@@ -1,4 +1,4 @@
-"""The two ends of a decode step that is replayed without the host: what to compute, and what came of it."""
+"""The first and last kernel of a replayed decode step: fill the batch's tensors, and store the sampled tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def _begin(
     context_lens,
     tables,
     width,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait(PDL)  # the next one is released at the end, see kernels.launch
+    wait(PDL)  # the next kernel is released when this one ends; see ops/common/launch.py
     sequence = tl.program_id(0)
     row = tl.load(rows + sequence)
     position = tl.load(positions + sequence)
@@ -32,12 +32,12 @@ def _begin(
     target = tables + sequence.to(tl.int64) * width
     tl.store(tokens + sequence, tl.load(last_tokens + row))
     tl.store(context_lens + sequence, (position + 1).to(tl.int32))
-    page = position // PAGE
-    block = tl.load(source + page).to(tl.int64)
-    tl.store(slots + sequence, block * PAGE + position % PAGE)
-    for start in range(0, page + 1, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at <= page
+    last = position // BLOCK_SIZE
+    block = tl.load(source + last).to(tl.int64)
+    tl.store(slots + sequence, block * BLOCK_SIZE + position % BLOCK_SIZE)
+    for start in range(0, last + 1, COLUMNS):
+        at = start + tl.arange(0, COLUMNS)
+        inside = at <= last
         tl.store(target + at, tl.load(source + at, mask=inside, other=0), mask=inside)
 
 
@@ -53,11 +53,11 @@ def begin_decode(
     tables: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Fill a batch's tensors, those after the star, for sequences in these rows, each computing one token.
+    """Fill a batch's tensors, the keyword arguments, for a decode of one token per sequence.
 
-    rows, positions: [sequences] int64; last_tokens: [all rows] int64; all_tables: [all rows, width] int32.
-    tokens, slots: [sequences] int64; context_lens: [sequences] int32; tables: [sequences, width] int32, of which only
-    what the contexts need is written.
+    rows, positions: [sequences] int64; last_tokens: [all rows] int64; all_tables: [all rows, width] int32, the block
+    tables. tokens, slots: [sequences] int64; context_lens: [sequences] int32; tables: [sequences, width] int32, of
+    which only the blocks that the contexts fill are written.
     """
     _begin[(len(rows),)](
         rows,
@@ -69,8 +69,8 @@ def begin_decode(
         context_lens,
         tables,
         all_tables.shape[1],
-        PAGE=block_size,
-        BLOCK=128,
+        BLOCK_SIZE=block_size,
+        COLUMNS=128,
         **dependent_launch(rows.device),
     )
 
@@ -80,15 +80,15 @@ def _end(
     rows,
     positions,
     last_tokens,
-    outputs,
+    num_outputs,
     tokens,
-    peaks,
-    turn,
+    max_logits,
+    num_replays,
     host_tokens,
-    host_peaks,
+    host_max_logits,
     count,
-    most,
-    turns,
+    line_size,
+    num_lines,
     padding_row,
     ADVANCE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -96,8 +96,8 @@ def _end(
 ):
     wait(PDL)
     release(PDL)
-    number = tl.load(turn)
-    line = (number % turns) * most
+    number = tl.load(num_replays)
+    line = (number % num_lines) * line_size
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < count
@@ -106,45 +106,45 @@ def _end(
         position = tl.load(positions + at, mask=real, other=0)
         token = tl.load(tokens + at, mask=inside, other=0)
         tl.store(host_tokens + line + at, token, mask=inside)
-        tl.store(host_peaks + line + at, tl.load(peaks + at, mask=inside, other=0.0), mask=inside)
+        tl.store(host_max_logits + line + at, tl.load(max_logits + at, mask=inside, other=0.0), mask=inside)
         tl.store(last_tokens + row, token, mask=real)
         tl.store(positions + at, position + 1, mask=real)
         if ADVANCE:
-            tl.store(outputs + row, tl.load(outputs + row, mask=real, other=0) + 1, mask=real)
-    tl.store(turn, number + 1)
+            tl.store(num_outputs + row, tl.load(num_outputs + row, mask=real, other=0) + 1, mask=real)
+    tl.store(num_replays, number + 1)
 
 
 def end_decode(
     rows: torch.Tensor,
     positions: torch.Tensor,
     last_tokens: torch.Tensor,
-    outputs: torch.Tensor,
+    num_outputs: torch.Tensor,
     tokens: torch.Tensor,
-    peaks: torch.Tensor,
+    max_logits: torch.Tensor,
     *,
-    turn: torch.Tensor,
+    num_replays: torch.Tensor,
     host_tokens: torch.Tensor,
-    host_peaks: torch.Tensor,
+    host_max_logits: torch.Tensor,
     padding_row: int,
     advance: bool,
 ) -> None:
-    """Keep the tokens sampled, go one position further, and tell the host.
+    """Store the sampled tokens, advance the positions, and write the tokens to host memory.
 
-    rows, positions, tokens: [sequences] int64; peaks: [sequences] float32, the greatest logits; last_tokens, outputs:
-    [all rows] int64, the latter counted up with `advance`; turn: [1] int64, how often this was done before; host_tokens
-    (int64) and host_peaks (float32): [turns, at least sequences] in pinned memory, written one line a turn, from the
-    first again after the last. Rows of padding stay where they are.
+    rows, positions, tokens: [sequences] int64; max_logits: [sequences] float32; last_tokens, num_outputs: [all rows]
+    int64; advance: whether to add 1 to num_outputs. num_replays: [1] int64, the number of calls before, increased by 1.
+    host_tokens (int64) and host_max_logits (float32): [lines, at least sequences] in pinned memory; each call writes
+    the next line, in turn. Padding rows do not advance.
     """
     _end[(1,)](
         rows,
         positions,
         last_tokens,
-        outputs,
+        num_outputs,
         tokens,
-        peaks,
-        turn,
+        max_logits,
+        num_replays,
         host_tokens,
-        host_peaks,
+        host_max_logits,
         len(rows),
         host_tokens.shape[1],
         host_tokens.shape[0],

@@ -1,21 +1,19 @@
-"""Drawing tokens on a GPU: temperature, top_k, top_p, min_p and the draw, without a sort and without a wait.
+"""Draws tokens on a GPU: temperature, top_k, top_p, min_p and the draw, without a sort and without waiting.
 
-The arithmetic is that of `core/sampling/ops.py`; six kernels, each over all rows:
+The results are those of `core/sampling/arithmetic.py`. Six kernels, each over all rows:
 
-1. summarize: the peak of each chunk of the vocabulary, where it is, and the chunk's mass (sum of exponentials).
-2. bracket: the row's peak and mass; for top_k and top_p, two bounds between which the cutoff lies almost surely, from a
-   sample of the row at fixed places.
-3. split: count and mass of what lies above the bounds; what lies between them is gathered.
-4. search: the cutoff, by bisection among the gathered. Should it not be there, the whole row is gathered.
+1. summarize: each vocabulary chunk's max logit, its token, and the chunk's mass (sum of exponentials).
+2. bracket: the row's max logit and mass; for top_k and top_p, two bounds that almost surely enclose the cutoff, from a
+   sample of the row at fixed positions.
+3. split: count and mass of the logits above the bounds; the logits between the bounds are gathered.
+4. search: the cutoff, by bisection among the gathered logits. If the cutoff is not there, the whole row is gathered.
 5. weigh: the mass of each chunk from the cutoff up.
-6. draw: the chunk in which the cumulative distribution passes the uniform number, then the token in it.
+6. draw: the chunk in which the cumulative distribution passes the uniform number, then the token in the chunk.
 
-A row that needs no cutoff leaves kernels 3 to 5 at once, and a greedy row needs only the peaks of the first.
+A row that needs no cutoff leaves kernels 3 to 5 immediately; a greedy row needs only the max logits of the first.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -32,21 +30,18 @@ from engine.ops.sampling.cutoff import (
     weigh_kernel,
 )
 
-if TYPE_CHECKING:
-    from engine.core.sampling.table import SamplingTable
-
 CHUNK = 4096
-"""Tokens of the vocabulary for one program."""
+"""Tokens of the vocabulary per program."""
 SAMPLE = 1024
-"""Logits of a row from which the bounds of its cutoff are guessed."""
+"""Logits of a row from which the bounds of its cutoff are estimated."""
 _TILE = 4096
-"""Gathered logits that the search reads at a time."""
+"""Gathered logits per iteration of the search."""
 _EPSILON = tl.constexpr(2.0**-52)
 
 
 @triton.jit
 def _uniform(key, position):
-    """The uniform number of `sampling_ops.uniforms`: SplitMix64, scaled to float64 in [0, 1)."""
+    """The uniform number of `arithmetic.uniforms`: SplitMix64, scaled to float64 in [0, 1)."""
     x = key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -56,22 +51,22 @@ def _uniform(key, position):
 
 @triton.jit
 def _summarize_kernel(
-    logits, stride, rows, temperatures, chunk_peaks, chunk_places, chunk_masses, vocab, chunks, CHUNK: tl.constexpr
+    logits, stride, rows, temperatures, chunk_max_logits, chunk_tokens, chunk_masses, vocab, chunks, CHUNK: tl.constexpr
 ):
     chunk, at = tl.program_id(0), tl.program_id(1)
-    places = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + at.to(tl.int64) * stride + places, mask=places < vocab, other=-float("inf")).to(tl.float32)
-    peak = value_of(tl.max(order_bits(x), axis=0))
-    # No place equals NaN: the token is then wrong anyway, and need only lie within the vocabulary.
-    first = tl.min(tl.where(x == peak, places, vocab - 1), axis=0)
+    columns = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + at.to(tl.int64) * stride + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
+    max_logit = value_of(tl.max(order_bits(x), axis=0))
+    # No logit equals NaN: the token then only has to lie within the vocabulary, since the step fails.
+    first = tl.min(tl.where(x == max_logit, columns, vocab - 1), axis=0)
     out = at * chunks + chunk
-    tl.store(chunk_peaks + out, peak)
-    tl.store(chunk_places + out, first)
+    tl.store(chunk_max_logits + out, max_logit)
+    tl.store(chunk_tokens + out, first)
     temperature = tl.load(temperatures + tl.load(rows + at))
     mass = 0.0
-    if (temperature > 0) & (tl.abs(peak) < float("inf")):
+    if (temperature > 0) & (tl.abs(max_logit) < float("inf")):
         inverse = 1.0 / temperature
-        mass = tl.sum(tl.exp((x - peak) * inverse), axis=0)
+        mass = tl.sum(tl.exp((x - max_logit) * inverse), axis=0)
     tl.store(chunk_masses + out, mass)
 
 
@@ -81,12 +76,12 @@ def _draw_kernel(
     stride,
     rows,
     keys,
-    outputs,
+    num_outputs,
     temperatures,
-    chunk_peaks,
-    chunk_places,
+    chunk_max_logits,
+    chunk_tokens,
     chunk_masses,
-    peaks,
+    max_logits,
     states,
     tokens,
     vocab,
@@ -95,66 +90,87 @@ def _draw_kernel(
     CHUNK: tl.constexpr,
 ):
     at = tl.program_id(0)
-    peak = tl.load(peaks + at)
+    max_logit = tl.load(max_logits + at)
     numbers = tl.arange(0, CHUNKS)
     known = numbers < chunks
-    own_peaks = tl.load(chunk_peaks + at * chunks + numbers, mask=known, other=-float("inf"))
-    highest = tl.min(tl.where(own_peaks == peak, numbers, chunks - 1), axis=0)
-    token = tl.load(chunk_places + at * chunks + highest)
+    own_max_logits = tl.load(chunk_max_logits + at * chunks + numbers, mask=known, other=-float("inf"))
+    highest = tl.min(tl.where(own_max_logits == max_logit, numbers, chunks - 1), axis=0)
+    token = tl.load(chunk_tokens + at * chunks + highest)
     if tl.load(states + at * 4) > GREEDY:
         row = tl.load(rows + at)
         cut = tl.load(states + at * 4 + 3)
         masses = tl.load(chunk_masses + at * chunks + numbers, mask=known, other=0.0).to(tl.float64)
         passed = tl.cumsum(masses, axis=0)
         total = tl.max(passed, axis=0)
-        # Strictly under the total, whatever the rounding: something with a share then lies above.
-        point = tl.minimum(_uniform(tl.load(keys + row), tl.load(outputs + row)) * total, total - total * _EPSILON)
+        # Strictly below the total, whatever the rounding: a token with a mass above 0 then follows.
+        point = tl.minimum(_uniform(tl.load(keys + row), tl.load(num_outputs + row)) * total, total - total * _EPSILON)
         chunk = tl.min(tl.where((passed > point) & (masses > 0), numbers, chunks - 1), axis=0)
         point -= tl.sum(tl.where(numbers < chunk, masses, 0.0), axis=0)
 
-        places = chunk * CHUNK + tl.arange(0, CHUNK)
-        inside = places < vocab
+        columns = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = columns < vocab
         base = logits + at.to(tl.int64) * stride
-        distances = distances_below(base, places, inside, peak, tl.load(temperatures + row))
+        distances = distances_below(base, columns, inside, max_logit, tl.load(temperatures + row))
         kept = distances.to(tl.int32, bitcast=True) <= cut
         shares = tl.where(kept, tl.exp(-distances), 0.0).to(tl.float64)
         passed = tl.cumsum(shares, axis=0)
         total = tl.max(passed, axis=0)
         point = tl.minimum(tl.maximum(point, 0.0), total - total * _EPSILON)
-        found = tl.min(tl.where((passed > point) & (shares > 0), places, vocab), axis=0)
-        # Only a chunk whose mass vanishes beside the peak's has no such token; its likeliest stands for it.
-        token = tl.where(found < vocab, found, tl.load(chunk_places + at * chunks + chunk))
+        found = tl.min(tl.where((passed > point) & (shares > 0), columns, vocab), axis=0)
+        # A chunk whose mass rounds to 0 next to the largest may have no such token; its most likely one serves.
+        token = tl.where(found < vocab, found, tl.load(chunk_tokens + at * chunks + chunk))
     tl.store(tokens + at, token.to(tl.int64))
 
 
-def draw_rows(logits: torch.Tensor, rows: torch.Tensor, table: SamplingTable) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token of each row: the first of the likeliest where the temperature is 0, else drawn.
+def draw_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    keys: torch.Tensor,
+    num_outputs: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    log_min_p: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row: the first of the most likely where the temperature is 0, else drawn.
 
-    logits: [n, vocab] float32, bfloat16 or float16, left as they are; rows: [n] int64, where each row's parameters lie
-    in the table, which is left as it is. Returns (tokens [n] int64, always within the vocabulary; peaks [n] float32,
-    the greatest logit, NaN where any is NaN). A row's result depends on its logits and parameters only. Takes
-    4 * n * vocab bytes of memory for as long as it runs.
+    logits: [n, vocab] float32, bfloat16 or float16, left unchanged; rows: [n] int64, each row's place in the parameters
+    that follow, which are left unchanged. keys: [all rows] int64, hashes of the seeds; num_outputs: [all rows] int64,
+    tokens put out before; temperature, top_p, log_min_p: [all rows] float32; top_k: [all rows] int32, 0 for all tokens.
+
+    Returns (tokens [n] int64, always within the vocabulary; max logits [n] float32, NaN where any logit is NaN). A
+    row's result depends on its logits and parameters only. Uses 4 * n * vocab bytes of temporary memory.
     """
     n, vocab = logits.shape
     device = logits.device
     tokens = torch.empty(n, dtype=torch.int64, device=device)
-    peaks = torch.empty(n, dtype=torch.float32, device=device)
+    max_logits = torch.empty(n, dtype=torch.float32, device=device)
     if n == 0:
-        return tokens, peaks
+        return tokens, max_logits
     assert logits.stride(1) == 1
     stride = logits.stride(0)
     chunks = triton.cdiv(vocab, CHUNK)
-    most_chunks = triton.next_power_of_2(chunks)
-    chunk_peaks, chunk_masses = torch.empty(2, n, chunks, dtype=torch.float32, device=device)
-    chunk_places = torch.empty(n, chunks, dtype=torch.int32, device=device)
+    padded_chunks = triton.next_power_of_2(chunks)
+    chunk_max_logits, chunk_masses = torch.empty(2, n, chunks, dtype=torch.float32, device=device)
+    chunk_tokens = torch.empty(n, chunks, dtype=torch.int32, device=device)
     states = torch.empty(n, 4, dtype=torch.int32, device=device)
     tallies = torch.empty(n, 3, dtype=torch.int64, device=device)
     gathered = torch.empty(n, vocab, dtype=torch.float32, device=device)
-    temperature, top_k, top_p = table.temperature, table.top_k, table.top_p
 
     grid = (chunks, n)
     _summarize_kernel[grid](
-        logits, stride, rows, temperature, chunk_peaks, chunk_places, chunk_masses, vocab, chunks, CHUNK, num_warps=8
+        logits,
+        stride,
+        rows,
+        temperature,
+        chunk_max_logits,
+        chunk_tokens,
+        chunk_masses,
+        vocab,
+        chunks,
+        CHUNK,
+        num_warps=8,
     )
     bracket_kernel[(n,)](
         logits,
@@ -163,19 +179,21 @@ def draw_rows(logits: torch.Tensor, rows: torch.Tensor, table: SamplingTable) ->
         temperature,
         top_k,
         top_p,
-        table.min_score,
-        chunk_peaks,
+        log_min_p,
+        chunk_max_logits,
         chunk_masses,
-        peaks,
+        max_logits,
         states,
         tallies,
         vocab,
         chunks,
-        most_chunks,
+        padded_chunks,
         SAMPLE,
         num_warps=4,
     )
-    split_kernel[grid](logits, stride, rows, temperature, peaks, states, tallies, gathered, vocab, CHUNK, num_warps=8)
+    split_kernel[grid](
+        logits, stride, rows, temperature, max_logits, states, tallies, gathered, vocab, CHUNK, num_warps=8
+    )
     search_kernel[(n,)](
         logits,
         stride,
@@ -184,36 +202,36 @@ def draw_rows(logits: torch.Tensor, rows: torch.Tensor, table: SamplingTable) ->
         top_k,
         top_p,
         chunk_masses,
-        peaks,
+        max_logits,
         states,
         tallies,
         gathered,
         vocab,
         chunks,
-        most_chunks,
+        padded_chunks,
         _TILE,
         num_warps=16,
     )
     weigh_kernel[grid](
-        logits, stride, rows, temperature, peaks, states, chunk_masses, vocab, chunks, CHUNK, num_warps=8
+        logits, stride, rows, temperature, max_logits, states, chunk_masses, vocab, chunks, CHUNK, num_warps=8
     )
     _draw_kernel[(n,)](
         logits,
         stride,
         rows,
-        table.keys,
-        table.outputs,
+        keys,
+        num_outputs,
         temperature,
-        chunk_peaks,
-        chunk_places,
+        chunk_max_logits,
+        chunk_tokens,
         chunk_masses,
-        peaks,
+        max_logits,
         states,
         tokens,
         vocab,
         chunks,
-        most_chunks,
+        padded_chunks,
         CHUNK,
         num_warps=8,
     )
-    return tokens, peaks
+    return tokens, max_logits

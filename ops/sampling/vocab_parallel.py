@@ -1,4 +1,7 @@
-"""What ranks that share a vocabulary do before and after they add up: vectors looked up, likeliest tokens compared."""
+"""Kernels of a vocabulary sharded over ranks: embedding look-up, and the most likely token of all ranks.
+
+Each rank fills its own part of a tensor with zeros elsewhere; a sum over the ranks then gives all of them the whole.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from engine.ops.common.launch import dependent_launch, release, wait
 from engine.ops.sampling.argmax import max_and_index
 
 BLOCK = 128
-"""Rows a program takes."""
+"""Rows per program."""
 
 
 @triton.jit(do_not_specialize=["first", "count"])
@@ -18,17 +21,17 @@ def _look_up(out, tokens, table, first, count, SIZE: tl.constexpr, BLOCK: tl.con
     wait(PDL)
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(tokens + row) - first
-    here = (place >= 0) & (place < count)
+    index = tl.load(tokens + row) - first
+    here = (index >= 0) & (index < count)
     column = tl.arange(0, BLOCK)
-    vector = tl.load(table + place * SIZE + column, mask=(column < SIZE) & here, other=0.0)
+    vector = tl.load(table + index * SIZE + column, mask=(column < SIZE) & here, other=0.0)
     tl.store(out + row * SIZE + column, vector, mask=column < SIZE)
 
 
 def look_up(tokens: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
-    """The vectors of tokens, zeros for those that the table has not.
+    """The embedding vectors of tokens, zeros for tokens outside the table.
 
-    tokens: [n] int64; table: [rows, size], dense, of the tokens from `first` on. Returns [n, size].
+    tokens: [n] int64; table: [rows, size], dense, the vectors of the tokens from `first` on. Returns [n, size].
     """
     rows, size = table.shape
     out = torch.empty((len(tokens), size), dtype=table.dtype, device=table.device)
@@ -48,35 +51,54 @@ def look_up(tokens: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tens
 
 
 @triton.jit(do_not_specialize=["rows", "first", "rank", "ranks"])
-def _place_peaks(out, peaks, tokens, rows, first, rank, ranks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _place_max_logits(out, max_logits, tokens, rows, first, rank, ranks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait(PDL)
     release(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
-    peak = tl.load(peaks + row, mask=mask, other=0.0)
+    max_logit = tl.load(max_logits + row, mask=mask, other=0.0)
     token = (tl.load(tokens + row, mask=mask, other=0) + first).to(tl.float32)
     nothing = tl.zeros([BLOCK], tl.float32)
     for owner in range(ranks):
         at = (owner * rows + row) * 2
-        tl.store(out + at, tl.where(owner == rank, peak, nothing), mask=mask)
+        tl.store(out + at, tl.where(owner == rank, max_logit, nothing), mask=mask)
         tl.store(out + at + 1, tl.where(owner == rank, token, nothing), mask=mask)
 
 
-def place_peaks(peaks: torch.Tensor, tokens: torch.Tensor, first: int, rank: int, ranks: int) -> torch.Tensor:
-    """peaks: [rows] float32, and their tokens, [rows] int64, counted from `first` -> [ranks, rows, 2] float32: both in
-    the rank's place, tokens counted from 0, and zeros elsewhere."""
-    rows = len(peaks)
-    out = torch.empty((ranks, rows, 2), dtype=torch.float32, device=peaks.device)
+def place_max_logits(max_logits: torch.Tensor, tokens: torch.Tensor, first: int, rank: int, ranks: int) -> torch.Tensor:
+    """Place a rank's max logits and their tokens among those of all ranks.
+
+    max_logits: [rows] float32; tokens: [rows] int64, counted from `first`. Returns [ranks, rows, 2] float32: max logits
+    and tokens, counted from 0, at the index of the rank, zeros elsewhere.
+    """
+    rows = len(max_logits)
+    out = torch.empty((ranks, rows, 2), dtype=torch.float32, device=max_logits.device)
     if rows:
-        _place_peaks[(-(-rows // BLOCK),)](
-            out, peaks, tokens, rows, first, rank, ranks, BLOCK=BLOCK, num_warps=4, **dependent_launch(peaks.device)
+        _place_max_logits[(-(-rows // BLOCK),)](
+            out,
+            max_logits,
+            tokens,
+            rows,
+            first,
+            rank,
+            ranks,
+            BLOCK=BLOCK,
+            num_warps=4,
+            **dependent_launch(max_logits.device),
         )
     return out
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _choose_peaks(
-    peaks, tokens, candidates, rows, RANKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def _choose_max_logits(
+    max_logits,
+    tokens,
+    candidates,
+    rows,
+    RANKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait(PDL)
     release(PDL)
@@ -86,20 +108,23 @@ def _choose_peaks(
     mask = (rank < RANKS)[:, None] & (row < rows)[None, :]
     values = tl.load(candidates + at, mask=mask, other=float("-inf"))
     found = tl.load(candidates + at + 1, mask=mask, other=2147483520.0).to(tl.int32)
-    peak, token = max_and_index(values, found, 0)
-    tl.store(peaks + row, peak, mask=row < rows)
+    max_logit, token = max_and_index(values, found, 0)
+    tl.store(max_logits + row, max_logit, mask=row < rows)
     tl.store(tokens + row, token.to(tl.int64), mask=row < rows)
 
 
-def choose_peaks(candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """candidates: [ranks, rows, 2] float32, peaks and tokens, dense -> the largest peak of each row, [rows] float32
-    (NaN if one is), and its token, [rows] int64: the first of equals, with a NaN some token."""
+def choose_max_logits(candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest max logit of each row over all ranks, [rows] float32 (NaN if any is NaN), and its token, [rows]
+    int64: the first of equals, with a NaN any token.
+
+    candidates: [ranks, rows, 2] float32, dense: max logits and tokens of each rank.
+    """
     ranks, rows, _ = candidates.shape
-    peaks = torch.empty(rows, dtype=torch.float32, device=candidates.device)
+    max_logits = torch.empty(rows, dtype=torch.float32, device=candidates.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=candidates.device)
     if rows:
-        _choose_peaks[(-(-rows // BLOCK),)](
-            peaks,
+        _choose_max_logits[(-(-rows // BLOCK),)](
+            max_logits,
             tokens,
             candidates,
             rows,
@@ -109,4 +134,4 @@ def choose_peaks(candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             num_warps=4,
             **dependent_launch(candidates.device),
         )
-    return peaks, tokens
+    return max_logits, tokens

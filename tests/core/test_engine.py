@@ -12,7 +12,7 @@ import pytest
 
 from engine.core import Engine, Request, SamplingParams, engine as engine_module
 from engine.core.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, PluginError
-from engine.core.runner import runner
+from engine.core.sampling import prompt_logprobs
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy
 from engine.core.startup import Progress
 from engine.core.types import Output
@@ -311,8 +311,8 @@ def test_prompt_logprobs_do_not_depend_on_rows_at_once(
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     (whole,) = shared.generate([PROMPTS[5]], params)
-    monkeypatch.setattr(runner, "ROWS_AT_ONCE", 7)
-    (split,) = shared.generate([PROMPTS[5]], params)
+    monkeypatch.setattr(prompt_logprobs, "MAX_ROWS", 7)
+    (parts,) = shared.generate([PROMPTS[5]], params)
     assert whole.prompt_logprobs is not None
     assert split.prompt_logprobs is not None
     assert [entry.token for entry in split.prompt_logprobs] == [entry.token for entry in whole.prompt_logprobs]

@@ -21,13 +21,13 @@ from engine.core.distributed.rank_group import OneRank, RankGroup, TorchGroup, j
 from engine.core.distributed.rendezvous import MeetingPoint, Rendezvous
 from engine.core.errors import ConfigError, ExecutorError
 from engine.core.layers import LayerFactory
-from engine.core.runner import runner
+from engine.core.runner import start
 from engine.core.runner.runner import Runner
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import SafetensorsSource, load_weights
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import LoneRank, run_ranks, threaded_ranks
-from tests.core.runner.test_cuda_graphs import Again, FixedAttention
+from tests.core.runner.test_cuda_graphs import FixedAttention, ReplayByRunning
 
 CPU = DeviceInfo(type="cpu")
 PROMPTS = [[(7 * row + 3 * column) % 500 for column in range(5 + 9 * row)] for row in range(4)]
@@ -132,14 +132,14 @@ def test_all_ranks_take_the_tokens_of_rank_0(checkpoints: Any, monkeypatch: pyte
         expected = tokens_of(one, DRAWN)
     with build(path, 2) as shared:
         executor: Any = shared._executor
-        other = executor.runners[1]._sampler
-        choose = other._choose
+        other = executor.runners[1]._launcher.state.sampler.draw_path
+        choose = other._choose_on_this_rank
 
         def wrong(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            tokens, peaks = choose(*arguments)
-            return (tokens + 1) % 512, peaks
+            tokens, max_logits = choose(*arguments)
+            return (tokens + 1) % 512, max_logits
 
-        monkeypatch.setattr(other, "_choose", wrong)
+        monkeypatch.setattr(other, "_choose_on_this_rank", wrong)
         assert tokens_of(shared, DRAWN) == expected
 
 
@@ -149,8 +149,8 @@ def test_replayed_steps_equal_one_rank(checkpoints: Any, monkeypatch: pytest.Mon
     mixed = [GREEDY, DRAWN[1], GREEDY, DRAWN[3]]
     with build(path) as one:
         expected = [tokens_of(one, params) for params in (GREEDY, mixed)]
-    monkeypatch.setattr(runner, "Recorder", Again)
-    monkeypatch.setattr(runner, "use_graphs", lambda config, attention, device: True)
+    monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
+    monkeypatch.setattr(start, "use_graphs", lambda config, attention, device: True)
     with build(path, 2, attention=FixedAttention, executor__graphs="decode") as shared:
         assert [tokens_of(shared, params) for params in (GREEDY, mixed)] == expected
 
@@ -396,7 +396,7 @@ def test_each_rank_holds_its_shards_only(checkpoints: Any) -> None:
 
 def test_all_ranks_have_the_smallest_number_of_blocks(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoints("qwen3", "qwen3")
-    plan = runner.plan_memory
+    plan = start.plan_memory
     planned: list[int] = []
 
     def uneven(*arguments: Any, **named: Any) -> Any:
@@ -404,8 +404,8 @@ def test_all_ranks_have_the_smallest_number_of_blocks(checkpoints: Any, monkeypa
         planned.append(made.num_blocks - len(planned))
         return attrs.evolve(made, num_blocks=planned[-1])
 
-    monkeypatch.setattr(runner, "plan_memory", uneven)
+    monkeypatch.setattr(start, "plan_memory", uneven)
     with build(path, 2) as shared:
         executor: Any = shared._executor
-        assert [each._pool.num_blocks for each in executor.runners] == [min(planned)] * 2
+        assert [each._launcher.state.pool.num_blocks for each in executor.runners] == [min(planned)] * 2
         assert len(set(planned)) == 2

@@ -16,6 +16,7 @@ from engine.core.layers import Layer
 from engine.core.layers.linear import PlainKernel
 from engine.core.plugin_host.faults import blame
 from engine.core.runner.runner import Runner
+from engine.core.runner.start import RunnerStart
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.executors.uniproc import UniprocExecutor
@@ -228,7 +229,9 @@ def test_a_class_that_was_passed_in(make_engine) -> None:
 
 
 def test_what_several_do_together_names_all(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runner, "_capture", raising(RuntimeError("operation not permitted when stream is capturing")))
+    monkeypatch.setattr(
+        RunnerStart, "_capture_graphs", raising(RuntimeError("operation not permitted when stream is capturing"))
+    )
     told = r"^model 'llama' of .*, attention '\w+' of .* or quant 'none' of .* failed in the capture of CUDA graphs: "
     with pytest.raises(PluginFaultError, match=told):
         make_engine()

@@ -40,7 +40,7 @@ def test_a_prompt_becomes_positions_and_slots(persistent_batch: PersistentBatch)
     assert sampling.tolist() == [persistent_batch.row(7)]
 
 
-def test_a_middle_chunk_wants_no_logits(persistent_batch: PersistentBatch) -> None:
+def test_a_middle_chunk_has_no_logit_rows(persistent_batch: PersistentBatch) -> None:
     chunk = step(PrefillChunk(0, 2, 3, False), new=(new(0, tuple(range(8))),), blocks=((0, (0, 1)),))
     persistent_batch.update(chunk)
     batch, sampling = build_batch(persistent_batch, chunk)
@@ -59,7 +59,7 @@ def test_decodes_take_the_token_sampled_last(persistent_batch: PersistentBatch) 
     )
     persistent_batch.update(first)
     _, rows = build_batch(persistent_batch, first)
-    persistent_batch.keep(rows, torch.tensor([100, 101]))
+    persistent_batch.set_last_tokens(rows, torch.tensor([100, 101]))
     mixed = step(PrefillChunk(2, 0, 2, True), decodes=(1, 0), new=(new(2, (6, 7)),), blocks=((2, (2,)),))
     persistent_batch.update(mixed)
     batch, rows = build_batch(persistent_batch, mixed)
@@ -72,21 +72,21 @@ def test_decodes_take_the_token_sampled_last(persistent_batch: PersistentBatch) 
     assert rows.tolist() == [persistent_batch.row(number) for number in (1, 0, 2)]
 
 
-def test_iterations_move_positions_and_tokens_on(persistent_batch: PersistentBatch) -> None:
+def test_iterations_advance_positions_and_tokens(persistent_batch: PersistentBatch) -> None:
     first = step(PrefillChunk(0, 0, 3, True), new=(new(0, (1, 2, 3)),), blocks=((0, (0, 1)),))
     persistent_batch.update(first)
     _, rows = build_batch(persistent_batch, first)
-    persistent_batch.keep(rows, torch.tensor([50]))
+    persistent_batch.set_last_tokens(rows, torch.tensor([50]))
     twice = step(decodes=(0,), iterations=2)
     persistent_batch.update(twice)
     assert build_batch(persistent_batch, twice)[0].slots.tolist() == [3]
-    persistent_batch.keep(rows, torch.tensor([51]))
+    persistent_batch.set_last_tokens(rows, torch.tensor([51]))
     batch, _ = build_batch(persistent_batch, twice)
     assert (batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist()) == ([51], [4], [4])
     assert batch.context_lens.tolist() == [5]
 
 
-def test_a_chunk_after_a_cached_prefix_starts_where_it_says(persistent_batch: PersistentBatch) -> None:
+def test_a_chunk_after_a_cached_prefix_starts_behind_it(persistent_batch: PersistentBatch) -> None:
     late = step(PrefillChunk(0, 4, 2, True), new=(new(0, tuple(range(6))),), blocks=((0, (8, 3)),))
     persistent_batch.update(late)
     batch, _ = build_batch(persistent_batch, late)

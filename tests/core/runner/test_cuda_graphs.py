@@ -1,4 +1,4 @@
-"""Decode steps that are replayed: on the CPU with a recorder that does the work again each time, on a GPU for real."""
+"""Replayed decode steps: on the CPU by a stand-in that runs the work again at each replay, on a GPU by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
 from engine.core.plugin_host.selection import use_graphs
-from engine.core.runner import cuda_graphs as graphs, piecewise_graphs as pieces, runner
+from engine.core.runner import cuda_graphs, piecewise_graphs, start
 from engine.plugins.attention.torch import TorchAttention
 from engine.testing.checkpoints import make_checkpoint
 
@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 class FixedAttention(TorchAttention):
-    """Decodes by masks over the longest context, from what is on the device alone."""
+    """Decodes by masks over the longest context, reading device tensors only."""
 
     graphs = "decode"
 
@@ -51,16 +51,16 @@ class FixedAttention(TorchAttention):
         return torch.einsum("sht,sthd->shd", scores, values.masked_fill(hidden[:, :, None, None], 0.0))
 
 
-class Again:
-    """In place of graphs.Recorder: a replay is the work itself, into the same tensors."""
+class ReplayByRunning:
+    """Stands in for GraphCapturer: a replay runs the work again, into the same tensors."""
 
-    recorded = 0
+    captured = 0
 
     def __init__(self, device: torch.device) -> None:
         pass
 
-    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        type(self).recorded += 1
+    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        type(self).captured += 1
         made = work()
 
         def replay() -> None:
@@ -78,11 +78,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> type[Again]:
-    monkeypatch.setattr(runner, "Recorder", Again)
-    monkeypatch.setattr(runner, "use_graphs", lambda config, attention, device: config.executor.graphs != "off")
-    Again.recorded = 0
-    return Again
+def replays(monkeypatch: pytest.MonkeyPatch) -> type[ReplayByRunning]:
+    monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
+    monkeypatch.setattr(start, "use_graphs", lambda config, attention, device: config.executor.graphs != "off")
+    ReplayByRunning.captured = 0
+    return ReplayByRunning
 
 
 def build(checkpoint: Path, *, attention: type[AttentionBackend[Any, Any]] | None = None, **settings: Any) -> Engine:
@@ -102,9 +102,9 @@ def expected(checkpoint: Path) -> list[tuple[int, ...]]:
         return tokens_of(engine)
 
 
-def test_sizes_reach_the_most_and_waste_little() -> None:
+def test_batch_sizes_reach_the_maximum_and_pad_little() -> None:
     for most in (1, 2, 5, 8, 64, 100, 256, 1000):
-        sizes = graphs.batch_sizes(most)
+        sizes = cuda_graphs.batch_sizes(most)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
         for count in range(1, most + 1):
@@ -113,34 +113,40 @@ def test_sizes_reach_the_most_and_waste_little() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
-def test_replays_give_the_same_tokens(
-    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again], overlap: str
+def test_replays_give_the_tokens_of_plain_steps(
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning], overlap: str
 ) -> None:
     with build(checkpoint, attention=FixedAttention, scheduler__overlap=overlap) as engine:
-        assert replays.recorded == len(graphs.batch_sizes(4))
+        assert replays.captured == len(cuda_graphs.batch_sizes(4))
         assert tokens_of(engine) == expected
-        assert tokens_of(engine) == expected, "what the first run left behind must not matter"
+        assert tokens_of(engine) == expected, "the state that the first run leaves must not matter"
 
 
-def test_fused_kernels_at_both_ends(checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]) -> None:
+def test_replays_with_fused_kernels_give_the_same_tokens(
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning]
+) -> None:
     few = attrs.evolve(GREEDY, max_tokens=3)
     with build(checkpoint, attention=FixedAttention, executor__kernels="fused", running=2) as engine:
         found = [completion.token_ids for completion in engine.generate(PROMPTS[:3], few)]
     assert found == [tokens[:3] for tokens in expected[:3]]
 
 
-def test_chunks_between_replays(checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]) -> None:
+def test_prefill_chunks_between_replays_give_the_same_tokens(
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning]
+) -> None:
     with build(checkpoint, attention=FixedAttention, scheduler__max_batch_tokens=7, running=3) as engine:
         assert tokens_of(engine) == expected
 
 
-def test_preemption_between_replays(checkpoint: Path, expected: list[tuple[int, ...]], replays: type[Again]) -> None:
+def test_preemption_between_replays_gives_the_same_tokens(
+    checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning]
+) -> None:
     with build(checkpoint, attention=FixedAttention, cache__memory="68KiB", model__max_len=100) as engine:
         assert tokens_of(engine) == expected
         assert engine.stats().preemptions > 0
 
 
-def test_each_ending_gives_what_plain_steps_give(checkpoint: Path, replays: type[Again]) -> None:
+def test_each_sampling_path_gives_the_tokens_of_plain_steps(checkpoint: Path, replays: type[ReplayByRunning]) -> None:
     drawn = [
         SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=row, max_tokens=24, ignore_eos=True)
         for row in range(6)
@@ -153,16 +159,16 @@ def test_each_ending_gives_what_plain_steps_give(checkpoint: Path, replays: type
             assert tokens_of(replayed, params) == tokens_of(plain, params)
 
 
-def test_a_step_is_padded_by_little() -> None:
-    counts = pieces.token_counts(10_000)
-    assert counts[-1] == pieces.MOST_TOKENS
+def test_token_counts_pad_little() -> None:
+    counts = piecewise_graphs.token_counts(10_000)
+    assert counts[-1] == piecewise_graphs.MAX_TOKENS
     for tokens in range(1, counts[-1] + 1):
         fits = min(count for count in counts if count >= tokens)
         assert fits - tokens < max(64, fits // 4)
-    assert pieces.token_counts(100) == [64]
+    assert piecewise_graphs.token_counts(100) == [64]
 
 
-def test_a_capable_backend_and_device_decide() -> None:
+def test_use_graphs_needs_a_capable_backend_and_device() -> None:
     cuda, cpu = DeviceInfo(type="cuda", capability=(9, 0)), DeviceInfo(type="cpu")
     able: Any = object.__new__(FixedAttention)
     unable: Any = object.__new__(TorchAttention)
@@ -204,7 +210,7 @@ def test_greedy_tokens_on_a_gpu(
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with heads as large as FlashInfer wants them."""
+    """A model with heads of a size that FlashInfer supports."""
     return make_checkpoint(tmp_path_factory.mktemp("wide"), "qwen3", tokenizer=True, head_dim=64)
 
 
@@ -224,7 +230,7 @@ TIE = 0.02
 """In standard deviations of logits: float16 decides by chance between tokens nearer than this."""
 
 
-def test_shortfalls_tell_greedy_tokens_from_others(wide: Path) -> None:
+def test_shortfalls_distinguish_greedy_tokens_from_others(wide: Path) -> None:
     with build(wide, attention__name="torch", model__dtype="float16", executor__graphs="off") as engine:
         tokens = tokens_of(engine)
     assert shortfalls(wide, tokens).max() < TIE
@@ -238,7 +244,7 @@ def test_shortfalls_tell_greedy_tokens_from_others(wide: Path) -> None:
 @pytest.mark.parametrize("on", ["on", "off"])
 @pytest.mark.parametrize("attention", ["flashinfer", "flashinfer,triton", "triton"])
 def test_greedy_tokens_in_half_precision(wide: Path, attention: str, on: str, overlap: str, steps: int) -> None:
-    """For kernels that know no float32: no other token is better by more than rounding."""
+    """For kernels without float32: no other token is better by more than rounding."""
     pytest.importorskip("flashinfer", reason="needs FlashInfer")
     with build(
         wide,

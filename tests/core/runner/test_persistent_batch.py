@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine.core.runner.persistent_batch import PersistentBatch
-from engine.core.runner.transfer import to_device
+from engine.core.transfer import to_device
 from engine.core.types import NewSequence, SamplingParams, Step
 
 
@@ -24,7 +24,7 @@ def persistent_batch() -> PersistentBatch:
     return PersistentBatch(max_running=3, max_len=16, block_size=4, scratch_block=99, device=torch.device("cpu"))
 
 
-def test_tables_on_the_device_follow_those_on_the_host(persistent_batch: PersistentBatch) -> None:
+def test_apply_updates_the_device_tables(persistent_batch: PersistentBatch) -> None:
     persistent_batch.update(step(new=(new(5), new(6)), blocks=((5, (7, 8)), (6, (1,)))))
     persistent_batch.update(step(blocks=((6, (2, 3)), (5, (9,)))))
     send(persistent_batch)
@@ -33,35 +33,26 @@ def test_tables_on_the_device_follow_those_on_the_host(persistent_batch: Persist
     assert persistent_batch.host_tables[persistent_batch.row(6), :3].tolist() == [1, 2, 3]
 
 
-def test_changes_are_sent_once(persistent_batch: PersistentBatch) -> None:
+def test_take_changes_returns_each_change_once(persistent_batch: PersistentBatch) -> None:
     persistent_batch.update(step(new=(new(5),), blocks=((5, (7,)),)))
     assert persistent_batch.take_changes()
     assert persistent_batch.take_changes() == []
     persistent_batch.apply([])
 
 
-def test_padding_leads_to_the_scratch_block(persistent_batch: PersistentBatch) -> None:
+def test_padding_row_points_to_the_scratch_block(persistent_batch: PersistentBatch) -> None:
     persistent_batch.update(step(new=tuple(new(i) for i in range(3)), blocks=tuple((i, (i,)) for i in range(3))))
     send(persistent_batch)
     assert persistent_batch.padding_row not in persistent_batch.rows((0, 1, 2)).tolist()
     assert persistent_batch.tables[persistent_batch.padding_row].tolist() == [99] * 4
 
 
-def test_a_row_is_used_again_from_its_beginning(persistent_batch: PersistentBatch) -> None:
+def test_a_row_is_reset_when_reused(persistent_batch: PersistentBatch) -> None:
     for sequence in range(10):
-        gone = (sequence - 1,) if sequence else ()
-        persistent_batch.update(step(new=(new(sequence),), blocks=((sequence, (sequence,)),), finished=gone))
+        finished = (sequence - 1,) if sequence else ()
+        persistent_batch.update(step(new=(new(sequence),), blocks=((sequence, (sequence,)),), finished=finished))
         send(persistent_batch)
         row = persistent_batch.row(sequence)
         assert persistent_batch.tables[row, 0] == sequence
         assert persistent_batch.computed[row] == 0
         persistent_batch.computed[row] = 7
-
-
-@pytest.mark.parametrize(("start", "count", "targets"), [(0, 2, [1, 2]), (2, 2, [3]), (3, 1, []), (0, 6, [1, 2, 3])])
-def test_prompt_targets_end_with_the_prompt(
-    persistent_batch: PersistentBatch, start: int, count: int, targets: list[int]
-) -> None:
-    resumed = new(0, tuple(range(6)), prompt_len=4)
-    persistent_batch.update(step(new=(resumed,)))
-    assert persistent_batch.prompt_targets(resumed, start, count).tolist() == targets

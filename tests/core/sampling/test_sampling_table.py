@@ -1,63 +1,64 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from engine.core.runner.transfer import send
-from engine.core.sampling.ops import mix
-from engine.core.sampling.table import SamplingTable
+from engine.core.sampling.arithmetic import mix
+from engine.core.sampling.sampling_table import SamplingTable
+from engine.core.transfer import tensor_to_device
 from engine.core.types import SamplingParams
 
 CPU = torch.device("cpu")
 
 
-def test_rows_hold_what_was_written():
+def test_write_fills_rows() -> None:
     table = SamplingTable(4, CPU)
     asked = SamplingParams(seed=2**63 - 1, temperature=0.7, top_k=40, top_p=0.9, min_p=0.05)
     table.write([2, 0], [asked, SamplingParams(temperature=0)], [7, 3])
     assert table.keys[2] == mix(torch.tensor([2**63 - 1]))[0]
-    assert table.outputs.tolist() == [3, 0, 7, 0, 0]
+    assert table.num_outputs.tolist() == [3, 0, 7, 0, 0]
     assert table.temperature[2].item() == pytest.approx(0.7)
     assert table.top_k[2] == 40
     assert table.top_p[2].item() == pytest.approx(0.9)
-    assert table.min_score[2].item() == pytest.approx(math.log(0.05))
+    assert table.log_min_p[2].item() == pytest.approx(math.log(0.05))
     assert table.temperature[0] == 0
-    assert table.min_score[0] == -math.inf
+    assert table.log_min_p[0] == -math.inf
 
 
-def test_rows_not_written_keep_what_they_hold():
+def test_write_leaves_other_rows() -> None:
     table = SamplingTable(3, CPU)
     table.write([0, 1], [SamplingParams(seed=1, top_p=0.5), SamplingParams(seed=2, top_k=3)], [1, 2])
     table.write([1], [SamplingParams(seed=3)], [0])
-    assert table.outputs[:2].tolist() == [1, 0]
+    assert table.num_outputs[:2].tolist() == [1, 0]
     assert table.top_p[:2].tolist() == [0.5, 1.0]
     assert table.top_k[:2].tolist() == [0, 0]
     table.write([], [], [])
-    assert table.outputs[:2].tolist() == [1, 0]
+    assert table.num_outputs[:2].tolist() == [1, 0]
 
 
-def test_padding_is_greedy_and_may_come_often():
+def test_padding_row_is_greedy_and_may_be_repeated() -> None:
     table = SamplingTable(2, CPU)
     assert table.padding_row == 2
     assert table.temperature[table.padding_row] == 0
     assert table.top_p[table.padding_row] == 1
     table.advance(torch.tensor([0, 2, 2, 2, 2]))
-    assert table.outputs.tolist() == [1, 0, 4]
+    assert table.num_outputs.tolist() == [1, 0, 4]
 
 
-def test_tensors_stay_in_place():
-    """A captured graph reads them by address."""
+def test_columns_keep_their_addresses() -> None:
+    """A captured graph reads the columns by address."""
     table = SamplingTable(2, CPU)
-    tensors = [table.keys, table.outputs, table.temperature, table.top_p, table.min_score, table.top_k]
+    tensors = list(table.columns.values())
     addresses = [each.data_ptr() for each in tensors]
     table.write([1], [SamplingParams(seed=5, top_k=2**31)], [9])
     table.advance(torch.tensor([1]))
     assert [each.data_ptr() for each in tensors] == addresses
-    assert [table.keys.shape, table.outputs[1].item(), table.top_k[1].item()] == [(3,), 10, 2**31 - 1]
+    assert [table.keys.shape, table.num_outputs[1].item(), table.top_k[1].item()] == [(3,), 10, 2**31 - 1]
 
 
 @pytest.mark.parametrize(("asked", "greedy"), [({}, False), ({"temperature": 0}, True), ({"top_k": 1}, True)], ids=str)
-def test_greedy_rows_have_temperature_zero(asked, greedy):
+def test_greedy_rows_have_temperature_zero(asked: dict[str, Any], greedy: bool) -> None:
     params = SamplingParams(seed=1, **asked)
     table = SamplingTable(1, CPU)
     table.write([0], [params], [0])
@@ -66,8 +67,8 @@ def test_greedy_rows_have_temperature_zero(asked, greedy):
 
 
 @pytest.mark.gpu
-def test_writes_do_not_wait_nor_meet():
-    """Many writes while the device is busy: each arrives whole, and the host is through before the device."""
+def test_writes_do_not_wait_and_do_not_mix() -> None:
+    """Many writes while the device is busy: each arrives whole, and the host finishes before the device."""
     device = torch.device("cuda")
     table = SamplingTable(64, device)
     table.write([0], [SamplingParams(seed=1)], [1])
@@ -78,9 +79,9 @@ def test_writes_do_not_wait_nor_meet():
     event = torch.cuda.Event()
     for row in range(64):
         table.write([row], [SamplingParams(seed=row, top_k=row + 1)], [row * 10])
-        send(torch.full((5,), -1, dtype=torch.int64), device)
+        tensor_to_device(torch.full((5,), -1, dtype=torch.int64), device)
     event.record()
     assert not event.query()
     event.synchronize()
-    assert table.outputs[:64].tolist() == [row * 10 for row in range(64)]
+    assert table.num_outputs[:64].tolist() == [row * 10 for row in range(64)]
     assert table.keys[:64].tolist() == mix(torch.arange(64)).tolist()

@@ -1,7 +1,7 @@
-"""The arithmetic of sampling: batched tensor functions without state, and without a wait for the device.
+"""The arithmetic of sampling by PyTorch's operations: batched functions without state that never wait for the device.
 
-Every function treats each row by itself; a row's result does not depend on the other rows (but for the rounding of
-sums, which a device may order differently for another batch size).
+A row's result does not depend on the other rows, except for the rounding of sums, whose order may change with the batch
+size.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-WIDEST_TOP_K = 1024
-"""Up to this k, the k likeliest tokens are selected; above, the row is sorted."""
+MAX_SELECTED_TOP_K = 1024
+"""Up to this k, the k most likely tokens are selected; above, the row is sorted."""
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -19,7 +19,7 @@ _NEVER = -float("inf")
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift of int64, whose own >> copies the sign."""
+    """Shift int64 right logically; torch's >> copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -31,10 +31,10 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The random number of each row's output token, a function of nothing but key and position.
+    """The random number of each row's output token, a function of key and position only.
 
-    keys: [rows] int64, `mix` of the seeds; positions: [rows] int64, how many outputs came before. Returns [rows]
-    float64 in [0, 1): number `positions` of the SplitMix64 sequence that starts at the key.
+    keys: [rows] int64, `mix` of the seeds; positions: [rows] int64, number of outputs before. Returns [rows] float64 in
+    [0, 1): number `positions` of the SplitMix64 sequence that starts at the key.
     """
     return _shift_right(mix(keys + (positions + 1) * _GOLDEN), 11).double() * 2.0**-53
 
@@ -47,32 +47,33 @@ def penalize(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> torch.Tensor:
-    """Repetition penalty, then frequency and presence penalties.
+    """Apply the repetition penalty, then the frequency and presence penalties.
 
-    scores: [rows, vocab] float32; seen: [rows, vocab] bool, in prompt or output; counts: [rows, vocab], times in the
-    output; the penalties: [rows, 1] float32.
+    scores: [rows, vocab] float32; seen: [rows, vocab] bool, in prompt or output; counts: [rows, vocab], occurrences
+    in the output; the penalties: [rows, 1] float32.
     """
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
     scores = torch.where(seen, repeated, scores)
     return scores - frequency * counts - presence * (counts > 0)
 
 
-def cutoffs(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, widest: int) -> torch.Tensor:
-    """The least score that top-k and then top-p leave in each row: [rows, 1].
+def cutoffs(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, max_top_k: int) -> torch.Tensor:
+    """The lowest score that top-k and then top-p keep in each row: [rows, 1].
 
-    scores: [rows, vocab]; top_k: [rows, 1] int64, none above `widest`; top_p: [rows, 1], above 1 for rows without.
-    Tokens that tie with the last one kept are kept too, so that the choice does not depend on a sort's order.
+    scores: [rows, vocab]; top_k: [rows, 1] int64, none above `max_top_k`; top_p: [rows, 1], above 1 for rows
+    without.
+    Tokens that tie with the last one kept are kept too, so that the result does not depend on a sort's order.
     """
-    ordered = scores.topk(widest, dim=-1).values if widest <= WIDEST_TOP_K else _descending(scores)
+    ordered = scores.topk(max_top_k, dim=-1).values if max_top_k <= MAX_SELECTED_TOP_K else _descending(scores)
     outside = torch.arange(ordered.shape[-1], device=scores.device) >= top_k
     probs = ordered.masked_fill(outside, _NEVER).softmax(dim=-1)
-    likelier = probs.cumsum(dim=-1) - probs
-    kept = ((likelier < top_p) & ~outside).sum(dim=-1, keepdim=True).clamp(min=1)
+    before = probs.cumsum(dim=-1) - probs  # mass of the more likely tokens
+    kept = ((before < top_p) & ~outside).sum(dim=-1, keepdim=True).clamp(min=1)
     return ordered.gather(-1, kept - 1)
 
 
 def _descending(scores: torch.Tensor) -> torch.Tensor:
-    """Each row sorted; on the CPU by numpy, which does not carry indices along and takes a quarter of torch's time."""
+    """Sort each row; on the CPU by numpy, which keeps no indices and takes a quarter of torch's time."""
     if scores.device.type == "cpu":
         return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
     return scores.sort(dim=-1, descending=True).values
@@ -85,19 +86,19 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    # Strictly under the total, whatever the rounding: some token then lies above, and the first such has a share.
+    # Strictly below the total, whatever the rounding: a token with a probability above 0 then follows.
     point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, point, right=True).squeeze(-1)
     return tokens.clamp(max=scores.shape[-1] - 1)
 
 
-def rank_tokens(
+def row_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log probability and rank of one token a row, and the `count` likeliest tokens.
+    """Log probability and rank of one token per row, and the `count` most likely tokens.
 
-    logits: [rows, vocab]; tokens: [rows] int64. Returns (logprobs [rows], ranks [rows] from 1, likeliest logprobs
-    [rows, count], likeliest tokens [rows, count]).
+    logits: [rows, vocab]; tokens: [rows] int64. Returns (logprobs [rows], ranks [rows] from 1, top logprobs [rows,
+    count], top tokens [rows, count]).
     """
     logits = logits.float()
     norm = logits.logsumexp(dim=-1, keepdim=True)

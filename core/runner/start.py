@@ -1,0 +1,262 @@
+"""The start of a runner: load the weights, measure a full step, make the device state, capture the CUDA graphs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from engine.core.attention.kv_pool import KVPool
+from engine.core.config.tree import EngineConfig
+from engine.core.device import DeviceInfo
+from engine.core.distributed.rank_group import OneRank, RankGroup
+from engine.core.errors import CapacityError, ConfigError
+from engine.core.layers import LayerFactory
+from engine.core.layers.kv_scale_reader import find_kv_scales
+from engine.core.models.base import Model
+from engine.core.plugin_host.faults import CONSTRUCTOR, TRACEBACK, blame
+from engine.core.plugin_host.selection import (
+    Parts,
+    attention_spec,
+    fused_kernels,
+    max_len,
+    refuses_ranks,
+    resolve_dtype,
+    resolve_kv_dtype,
+    shape_of,
+    use_graphs,
+)
+from engine.core.quant.float8 import KVScales
+from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
+from engine.core.runner.device_state import DeviceState, StepGraphs
+from engine.core.runner.memory import (
+    MEMORY_SHARE,
+    MemoryPlan,
+    estimate_activations,
+    format_bytes,
+    free_memory,
+    logits_bytes,
+    plan_memory,
+)
+from engine.core.runner.persistent_batch import PersistentBatch
+from engine.core.runner.piecewise_graphs import PiecewiseGraphs
+from engine.core.runner.step import StepLauncher, enter_device
+from engine.core.sampling.sampler import Sampler
+from engine.core.startup import Phases
+from engine.core.types import CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
+from engine.core.weights.checkpoint import Checkpoint
+from engine.core.weights.loader import DummySource, SafetensorsSource, load_weights
+
+
+class RunnerStart:
+    """Starts one rank, phase by phase.
+
+    What follows from the configuration alone is resolved, and refused, in the constructor.
+    """
+
+    def __init__(
+        self, config: EngineConfig, parts: Parts, checkpoint: Checkpoint, device: DeviceInfo, group: RankGroup | None
+    ) -> None:
+        """Raises ConfigError for a number of ranks that cannot share the model."""
+        self._config = config
+        self._parts = parts
+        self._checkpoint = checkpoint
+        self._device = device
+        self._group = group or OneRank()
+        self._name = device.torch_name
+        self._model_spec = shape_of(parts.model, checkpoint.config, parts.owner("models"))
+        self._dtype = resolve_dtype(config, checkpoint.config, device)
+        self._fused = fused_kernels(config, device)
+        ranks = self._group.ranks
+        refusal = refuses_ranks(self._model_spec, ranks)
+        if refusal is not None:
+            raise ConfigError(refusal)
+        self._spec = attention_spec(
+            self._model_spec,
+            config,
+            self._dtype,
+            max_len(config, self._model_spec),
+            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device, parts.owner("quant")),
+            ranks,
+        )
+
+    @torch.inference_mode()
+    def run(self, phases: Phases) -> tuple[StepLauncher, CacheInfo]:
+        """Start the rank. Raises CheckpointError or CapacityError."""
+        enter_device(self._device)
+        with phases.phase("model"):
+            free = free_memory(self._device)
+            if self._device.type == "cpu":
+                free //= self._group.ranks  # all ranks share the host's memory
+            model, layers = self._build_model()
+        with phases.phase("weights"):
+            self._load_weights(layers, phases)
+        kv_scales = find_kv_scales(self._spec, layers.kv_scales)
+        if self._fused and self._device.type == "cuda":
+            from engine.core.autotune.tuner import tune
+
+            with phases.phase("tuning"):
+                tune(layers, self._config.executor.kernel_cache)
+        weights = layers.nbytes
+        with phases.phase("memory"):
+            activations = self._measure_activations(model, kv_scales)
+        plan = self._plan_memory(free, weights, activations)
+        num_blocks = self._group.minimum(plan.num_blocks)  # the blocks of a step exist on all ranks
+        try:
+            with phases.phase("kv_cache"):
+                state = self._make_state(model, num_blocks, kv_scales)
+            with phases.phase("graphs"), self._blame_all("the capture of CUDA graphs"):
+                graphs = self._capture_graphs(state, phases)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the KV cache of {format_bytes(plan.kv)} and the CUDA graphs do not fit on {self._name} together;"
+                " use a lower --memory-fraction, --kv-memory or --max-running"
+            ) from error
+        return StepLauncher(self._device, state, graphs), self._cache_info(plan, num_blocks, phases)
+
+    def _build_model(self) -> tuple[Model, LayerFactory]:
+        """The model, its layers still empty, and the factory that made them."""
+        parts, options = self._parts, self._parts.options
+        with parts.blame("quant", "from_checkpoint()"):
+            quant = parts.quant.from_checkpoint(self._checkpoint.quantization, options["quant"])
+        layers = LayerFactory(
+            dtype=self._dtype,
+            device=self._name,
+            quant=quant,
+            group=self._group,
+            fused=self._fused,
+            owners={seam: parts.owner(seam) for seam in ("quant", "models")},
+        )
+        with parts.blame("models", CONSTRUCTOR):
+            return parts.model(self._checkpoint.config, layers, options["models"]), layers
+
+    def _load_weights(self, layers: LayerFactory, phases: Phases) -> None:
+        settings = self._config.model
+        dummy = settings.load_format == "dummy"
+        source = DummySource(settings.seed) if dummy else SafetensorsSource(self._checkpoint)
+        load_weights(layers, source, phases.progress, threads=settings.load_threads)
+
+    def _measure_activations(self, model: Model, kv_scales: tuple[KVScales, ...]) -> int:
+        """Peak bytes of a full step on top of the weights: measured on a GPU, estimated on a CPU.
+
+        The measured step has few sequences; the logits of a full batch are added. CUDA graphs and the workspaces of
+        attention use the memory that the memory fraction leaves free.
+        """
+        if self._device.type == "cpu":
+            return estimate_activations(self._model_spec, self._config, self._dtype)
+        scheduler = self._config.scheduler
+        tokens = min(scheduler.max_batch_tokens, scheduler.max_running * self._spec.max_len)
+        try:
+            peak = self._measure_trial_step(model, kv_scales, tokens)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"a step of {tokens} tokens does not fit on {self._name} next to the weights; "
+                "use a lower --max-batch-tokens or a smaller model"
+            ) from error
+        torch.cuda.empty_cache()
+        return peak + logits_bytes(self._model_spec, min(scheduler.max_running, tokens))
+
+    def _measure_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...], tokens: int) -> int:
+        """Peak bytes of one step of `tokens` prompt tokens, run on a device state of its own, which is then freed."""
+        step = _trial_step(tokens, self._spec.max_len, self._spec.block_size)
+        state = self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
+        torch.cuda.reset_peak_memory_stats(self._name)
+        before = torch.cuda.memory_allocated(self._name)
+        with self._blame_all("the first step"):
+            StepLauncher(self._device, state, StepGraphs()).launch(step).result()
+        return torch.cuda.max_memory_allocated(self._name) - before
+
+    def _plan_memory(self, free: int, weights: int, activations: int) -> MemoryPlan:
+        share = self._config.cache.memory_fraction or MEMORY_SHARE[self._device.type]
+        return plan_memory(
+            self._config,
+            self._spec,
+            budget=int(free * share),
+            weights=weights,
+            activations=activations,
+            bytes_per_block=KVPool.bytes_per_block(self._spec),
+        )
+
+    def _make_state(self, model: Model, num_blocks: int, kv_scales: tuple[KVScales, ...]) -> DeviceState:
+        """A KV pool of `num_blocks` blocks, and all else that is kept between steps."""
+        max_running, device = self._config.scheduler.max_running, torch.device(self._name)
+        pool = KVPool(self._spec, num_blocks, self._name, kv_scales)
+        with self._parts.blame("attention", CONSTRUCTOR):
+            attention = self._parts.attention(self._spec, pool, self._parts.options["attention"])
+        persistent_batch = PersistentBatch(
+            max_running=max_running,
+            max_len=self._spec.max_len,
+            block_size=self._spec.block_size,
+            scratch_block=pool.scratch_block,
+            device=device,
+        )
+        sampler = Sampler(
+            self._model_spec.vocab_size,
+            device,
+            self._checkpoint.eos_tokens(),
+            max_running=max_running,
+            fused=self._fused,
+            agree=self._group.broadcast,
+        )
+        return DeviceState(
+            model=model, pool=pool, attention=attention, persistent_batch=persistent_batch, sampler=sampler
+        )
+
+    def _capture_graphs(self, state: DeviceState, phases: Phases) -> StepGraphs:
+        """Capture the CUDA graphs that the configuration, the device and the attention backend allow."""
+        if not use_graphs(self._config, state.attention, self._device):
+            return StepGraphs()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches
+        scheduler = self._config.scheduler
+        capturer = GraphCapturer(torch.device(self._name))
+        decode = DecodeGraphs(
+            state, capturer, max_running=scheduler.max_running, max_len=self._spec.max_len, fused=self._fused
+        )
+        decode.capture_all(lambda done, total: phases.progress(done, total, "batch sizes"))
+        if self._config.executor.graphs == "decode":
+            return StepGraphs(decode=decode)
+        piecewise = PiecewiseGraphs(
+            state, capturer, max_batch_tokens=scheduler.max_batch_tokens, device=torch.device(self._name)
+        )
+        piecewise.capture_all(lambda done, total: phases.progress(done, total, "token counts"))
+        return StepGraphs(decode=decode, piecewise=piecewise)
+
+    def _cache_info(self, plan: MemoryPlan, num_blocks: int, phases: Phases) -> CacheInfo:
+        return CacheInfo(
+            num_blocks=num_blocks,
+            block_size=self._spec.block_size,
+            weights_bytes=plan.weights,
+            activation_bytes=plan.activations,
+            kv_bytes=num_blocks * KVPool.bytes_per_block(self._spec),
+            budget_bytes=plan.budget,
+            device=f"{self._name} ({self._device.name})" if self._device.name else self._name,
+            dtype=self._dtype,
+            kv_dtype=self._spec.kv_dtype,
+            phases=phases.seconds,
+        )
+
+    def _blame_all(self, call: str) -> AbstractContextManager[None]:
+        """Blame the model, the attention backend and the quantization method for what they run together."""
+        model, attention, quant = map(self._parts.owner, ("models", "attention", "quant"))
+        return blame(f"{model}, {attention} or {quant}", call, TRACEBACK)
+
+
+def _trial_step(tokens: int, max_len: int, block_size: int) -> Step:
+    """A step of `tokens` prompt tokens, in sequences of at most `max_len`."""
+    lengths = [max_len] * (tokens // max_len) + ([tokens % max_len] if tokens % max_len else [])
+    max_blocks = -(-max_len // block_size)
+    greedy = SamplingParams(temperature=0.0, seed=0)
+    return Step(
+        id=0,
+        decodes=(),
+        chunks=tuple(PrefillChunk(i, 0, length, True) for i, length in enumerate(lengths)),
+        new=tuple(
+            NewSequence(sequence=i, tokens=(0,) * length, prompt_len=length, params=greedy)
+            for i, length in enumerate(lengths)
+        ),
+        blocks=tuple(
+            (i, tuple(range(i * max_blocks, i * max_blocks - (-length // block_size))))
+            for i, length in enumerate(lengths)
+        ),
+    )

@@ -1,0 +1,106 @@
+"""A step on the device: batch, forward pass, sampling, and the result on its way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import define
+
+from engine.core.device import DeviceInfo
+from engine.core.errors import ExecutorError
+from engine.core.models.forward_pass import ForwardPass
+from engine.core.runner.build_batch import build_batch
+from engine.core.runner.device_state import DeviceState, StepGraphs
+from engine.core.runner.lap_timer import LapTimer, StepPhase
+from engine.core.sampling.prompt_logprobs import StepPromptLogprobs
+from engine.core.sampling.sampled_tokens import SampledTokens
+from engine.core.types import Step, StepResult
+
+
+@define
+class PendingStep:
+    """A step whose kernels are launched; implements executors.base.PendingResult."""
+
+    step: int
+    samples: Sequence[SampledTokens | None]
+    """One entry per iteration; None where no sequence samples."""
+    prompt_logprobs: StepPromptLogprobs
+    seconds: dict[StepPhase, float]
+
+    def done(self) -> bool:
+        """Whether `result` returns immediately."""
+        return all(sampled is None or sampled.ready() for sampled in self.samples)
+
+    def result(self) -> StepResult:
+        """Wait for the tokens. Raises ExecutorError when the device failed, or logits were not finite."""
+        try:
+            fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
+        except RuntimeError as error:  # the only class that torch raises
+            raise ExecutorError(f"step {self.step} failed on the device: {error}") from error
+        logprobs = tuple(tuple(entries) for _, entries in fetched)
+        return StepResult(
+            step=self.step,
+            tokens=tuple(tuple(tokens) for tokens, _ in fetched),
+            logprobs=logprobs if any(entry is not None for entries in logprobs for entry in entries) else (),
+            prompt_logprobs=self.prompt_logprobs,
+            seconds=tuple(self.seconds.items()),
+        )
+
+
+class StepLauncher:
+    """Launches steps on one DeviceState."""
+
+    def __init__(self, device: DeviceInfo, state: DeviceState, graphs: StepGraphs) -> None:
+        self.state = state
+        self._device = device
+        self._decode_graphs = graphs.decode
+        self._piecewise_graphs = graphs.piecewise
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> PendingStep:
+        """Run the step. On a GPU the call returns once the kernels are launched."""
+        timer = LapTimer()
+        enter_device(self._device)
+        self.state.persistent_batch.update(step)
+        self.state.sampler.update(step, self.state.persistent_batch.row)
+        if self._decode_graphs is not None and not step.chunks:
+            samples = self._decode_graphs.run(step.decodes, step.iterations, timer)
+            return PendingStep(step.id, samples, (), timer.seconds)
+        if self._decode_graphs is not None:
+            self._decode_graphs.invalidate()
+        return self._launch_kernels(step, timer)
+
+    def _launch_kernels(self, step: Step, timer: LapTimer) -> PendingStep:
+        """Run the step without graphs of whole decode steps."""
+        state = self.state
+        sampling = (*step.decodes, *(chunk.sequence for chunk in step.chunks if chunk.sample))
+        samples: list[SampledTokens | None] = []
+        prompt_logprobs: StepPromptLogprobs = ()
+        for _ in range(step.iterations):
+            batch, sampling_rows = build_batch(state.persistent_batch, step)
+            run = ForwardPass(batch=batch, attention=state.attention, plan=state.attention.plan(batch), pool=state.pool)
+            timer.end("prepare")
+            if self._piecewise_graphs is not None and len(batch.tokens) <= self._piecewise_graphs.max_tokens:
+                hidden = self._piecewise_graphs.run(batch, run.plan)
+            else:
+                hidden = state.model.forward(run)
+            logits = None
+            if sampling:
+                all_rows = len(batch.logit_rows) == len(hidden)
+                logits = state.model.logits(hidden if all_rows else hidden[batch.logit_rows])
+            timer.end("launch")
+            sampled = None
+            if logits is not None:
+                sampled = state.sampler.sample(logits, sampling, sampling_rows)
+                state.persistent_batch.set_last_tokens(sampling_rows, sampled.tokens)
+            samples.append(sampled)
+            prompt_logprobs = state.sampler.prompt_logprobs(step, hidden, state.model)
+            timer.end("sample")
+        return PendingStep(step.id, samples, prompt_logprobs, timer.seconds)
+
+
+def enter_device(device: DeviceInfo) -> None:
+    """Make a GPU this thread's current device: Triton launches on the current device, wherever the tensors are."""
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        torch.cuda.set_device(device.index)

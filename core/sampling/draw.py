@@ -1,0 +1,113 @@
+"""The draw path: some rows draw from their distribution (temperature, top_k, top_p, min_p), the others are greedy.
+
+A draw inverts the cumulative distribution, in order of token number, at a uniform number. The number is a hash of the
+seed and of how many tokens the sequence has put out, so that a draw depends neither on the batch nor on preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.core.sampling.arithmetic import cutoffs, draw, uniforms
+from engine.core.sampling.base import CapturedTokens, SamplingPath
+from engine.core.sampling.sampled_tokens import SampledTokens
+from engine.core.sampling.sampling_batch import DrawParams, ProcessedLogits, SamplingBatch
+
+if TYPE_CHECKING:
+    from engine.core.models.base import Model
+    from engine.core.sampling.greedy import GreedyPath
+    from engine.core.sampling.sampling_table import SamplingTable
+
+DrawRows = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(logits, table rows) to (tokens, max logits): `ops.sampling.sample.draw_rows` on a SamplingTable's tensors."""
+
+
+class DrawPath(SamplingPath):
+    """Serves batches whose sequences are greedy or draw from unprocessed logits."""
+
+    name = "draw"
+
+    def __init__(
+        self,
+        table: SamplingTable,
+        greedy: GreedyPath,
+        draw_rows: DrawRows | None,
+        agree: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """draw_rows: a fused kernel, which may be captured in a CUDA graph; None: draw by PyTorch's operations, whose
+        memory depends on what is asked for. agree: as in Sampler."""
+        super().__init__()
+        self._table = table
+        self._greedy = greedy
+        self._draw_rows = draw_rows
+        self._agree = agree
+        self.capturable = draw_rows is not None
+
+    def capture(self, model: Model, hidden: torch.Tensor, table_rows: torch.Tensor) -> CapturedTokens:
+        tokens, max_logits = self.draw_unprocessed(model.logits(hidden), table_rows)
+        return CapturedTokens(tokens=tokens, max_logits=max_logits, counted=True)
+
+    def draw_unprocessed(self, logits: torch.Tensor, table_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample by the fused kernel and advance the table; may be captured in a CUDA graph.
+
+        logits: [rows, vocab]; table_rows: [rows] int64, the padding row any number of times. Returns (tokens [rows]
+        int64, max logits [rows] float32).
+        """
+        assert self._draw_rows is not None
+        tokens, max_logits = self._draw_rows(logits, table_rows)
+        self._table.advance(table_rows)
+        return self._agree(tokens), max_logits
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
+        tokens, max_logits = self.choose(logits, batch, table_rows, None)
+        self._table.advance(table_rows)
+        return SampledTokens.from_tokens(tokens, max_logits, batch.sequences)
+
+    def choose(
+        self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, processed: ProcessedLogits | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens [rows] int64 that all ranks agree on, max logits [rows] float32 of the unprocessed logits).
+
+        processed: logits that take the place of some rows; None: no row has any.
+        """
+        tokens, max_logits = self._choose_on_this_rank(logits, batch, table_rows, processed)
+        return self._agree(tokens), max_logits
+
+    def _choose_on_this_rank(
+        self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, processed: ProcessedLogits | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._draw_rows is not None:
+            if processed is None:
+                return self._draw_rows(logits, table_rows)
+            # Processed rows are drawn below; here they count as greedy padding, which costs the least.
+            others = table_rows.index_fill(0, processed.rows, self._table.padding_row)
+            tokens, max_logits = self._draw_rows(logits, others)
+            tokens[processed.rows] = self._draw_rows(processed.logits, table_rows[processed.rows])[0]
+            return tokens, max_logits
+        tokens, max_logits = self._greedy.choose(logits, processed)
+        if (params := batch.draw) is not None:
+            drawing = logits[params.rows].float()
+            if processed is not None and params.processed is not None:
+                among_drawing, among_processed = params.processed
+                drawing[among_drawing] = processed.logits[among_processed]
+            tokens[params.rows] = draw_plain(drawing, params, self._table.num_outputs[table_rows[params.rows]])
+        return tokens, max_logits
+
+
+def draw_plain(logits: torch.Tensor, params: DrawParams, num_outputs: torch.Tensor) -> torch.Tensor:
+    """Apply temperature, top_k, top_p and min_p, and draw, by PyTorch's operations: [rows that draw] int64.
+
+    logits: [rows that draw, vocab] float32; num_outputs: [rows that draw] int64, tokens put out before.
+    """
+    # The most likely token scores 0: no temperature can make the scores overflow, and min_p is a plain bound.
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / params.temperature
+    min_score = torch.full_like(params.temperature, -float("inf")) if params.log_min_p is None else params.log_min_p
+    for group in params.cutoffs:
+        found = cutoffs(scores[group.members], group.top_k, group.top_p, group.max_top_k)
+        min_score = min_score.index_copy(0, group.members, torch.maximum(min_score[group.members], found))
+    if params.cutoffs or params.log_min_p is not None:
+        scores = scores.masked_fill(scores < min_score, -float("inf"))
+    return draw(scores, uniforms(params.keys, num_outputs))

@@ -1,0 +1,56 @@
+"""The greedy path: each row's most likely token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.core.sampling.base import CapturedTokens, SamplingPath
+from engine.core.sampling.sampled_tokens import SampledTokens
+from engine.core.sampling.sampling_batch import ProcessedLogits, SamplingBatch
+
+if TYPE_CHECKING:
+    from engine.core.models.base import Model
+    from engine.core.sampling.sampling_table import SamplingTable
+
+Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Logits [rows, vocab] to (max logits, tokens), as `argmax`."""
+
+
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's largest logit ([rows] float32, NaN where any is NaN) and its token ([rows] int64), the first of
+    equals."""
+    max_logits, tokens = logits.max(dim=-1)
+    return max_logits.float(), tokens
+
+
+class GreedyPath(SamplingPath):
+    """Serves batches whose sequences all take the most likely token of unprocessed logits."""
+
+    name = "greedy"
+
+    def __init__(self, table: SamplingTable, argmax: Argmax) -> None:
+        super().__init__()
+        self._table = table
+        self._argmax = argmax
+
+    def capture(self, model: Model, hidden: torch.Tensor, table_rows: torch.Tensor) -> CapturedTokens:
+        max_logits, tokens = model.greedy(hidden)
+        return CapturedTokens(tokens=tokens, max_logits=max_logits, counted=False)
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
+        tokens, max_logits = self.choose(logits, None)
+        self._table.advance(table_rows)
+        return SampledTokens.from_tokens(tokens, max_logits, batch.sequences)
+
+    def choose(self, logits: torch.Tensor, processed: ProcessedLogits | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens [rows] int64, max logits [rows] float32 of the unprocessed logits).
+
+        processed: logits that take the place of some rows; None: no row has any.
+        """
+        max_logits, tokens = self._argmax(logits)
+        if processed is not None:
+            tokens[processed.rows] = self._argmax(processed.logits)[1]
+        return tokens, max_logits

@@ -1,0 +1,164 @@
+"""Which path serves a batch, and that all paths agree and do no needless work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core.sampling.arithmetic import mix
+from engine.core.sampling.sampled_tokens import SampledTokens
+from engine.core.sampling.sampler import Sampler
+from engine.core.types import NewSequence, SamplingParams
+from tests.core.sampling.reference import (
+    EOS,
+    EVERYTHING,
+    VOCAB,
+    make_sampler,
+    random_logits,
+    run,
+    sample,
+)
+
+
+@pytest.mark.parametrize("asked", [{"temperature": 0}, {}, {"top_p": 0.5}, EVERYTHING | {"logprobs": 3}], ids=str)
+def test_sample_does_not_wait_for_the_device(asked: dict[str, Any]) -> None:
+    """On the meta device, reading a value raises."""
+    sampler = Sampler(VOCAB, "meta", frozenset({EOS}), max_running=2, fused=False)
+    for number in (0, 1):
+        params = SamplingParams(seed=number, **asked)
+        sampler.add(NewSequence(sequence=number, tokens=(1, 2, 3), prompt_len=2, params=params), table_row=number)
+    for batch in ((0, 1), (0, 1), (1,)):
+        rows = torch.empty(len(batch), dtype=torch.int64, device="meta")
+        sampled = sampler.sample(torch.empty(len(batch), VOCAB, device="meta"), batch, rows)
+        assert sampled.tokens.shape == (len(batch),)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        sampled.to_host()
+
+
+def test_a_sampling_batch_is_built_once_while_its_sequences_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = make_sampler(*(SamplingParams(seed=seed, **EVERYTHING) for seed in range(3)))
+    built: list[tuple[int, ...]] = []
+    build = sampler._builder.build
+
+    def noted(*arguments: Any) -> Any:
+        built.append(arguments[0])
+        return build(*arguments)
+
+    monkeypatch.setattr(sampler._builder, "build", noted)
+    batches: list[Sequence[int]] = [(0, 1, 2), [0, 1, 2], range(3), (0, 1), (0, 1)]
+    for batch in batches:
+        sample(sampler, random_logits(len(batch)), batch)
+    assert built == [(0, 1, 2), (0, 1)]
+
+
+PATHS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 0}, "greedy"),
+    ({"top_k": 1}, "greedy"),
+    ({}, "draw"),
+    ({"top_p": 0.5, "min_p": 0.1}, "draw"),
+    ({"logprobs": 0, "temperature": 0}, "full"),
+    ({"repetition_penalty": 1.1}, "full"),
+    ({"presence_penalty": 0.1}, "full"),
+    ({"frequency_penalty": 0.1, "temperature": 0}, "full"),
+    ({"logit_bias": ((1, 1.0),)}, "full"),
+    ({"min_tokens": 2}, "full"),
+    ({"min_tokens": 2, "ignore_eos": True}, "draw"),
+]
+
+
+@pytest.mark.parametrize(("asked", "path"), PATHS, ids=str)
+def test_sampling_path_serves_the_most_demanding_sequence(asked: dict[str, Any], path: str) -> None:
+    greedy, drawing = SamplingParams(temperature=0), SamplingParams(seed=1)
+    sampler = make_sampler(greedy, SamplingParams(seed=1, **asked), drawing)
+    assert sampler.sampling_path((0,)).name == "greedy"
+    assert sampler.sampling_path([0, 1]).name == path
+    assert sampler.sampling_path((0, 2)).name == "draw"
+    assert sampler.sampling_path((2, 1)).name == ("full" if path == "full" else "draw")
+    sampler.remove(1)
+    assert sampler.sampling_path((0, 2)).name == "draw"
+
+
+def test_sampling_path_is_full_until_min_tokens() -> None:
+    sampler = make_sampler(SamplingParams(temperature=0, min_tokens=3), SamplingParams(temperature=0), output=(9,))
+    paths: list[str] = []
+    batches: list[tuple[int, ...]] = [(0,), (1,), (0, 1), (0, 1)]
+    for batch in batches:
+        paths.append(sampler.sampling_path((0, 1)).name)
+        sample(sampler, random_logits(len(batch)), batch)
+    assert paths == ["full", "full", "full", "greedy"]
+    done = make_sampler(SamplingParams(temperature=0, min_tokens=2), output=(1, 2))
+    assert done.sampling_path((0,)).name == "greedy"
+
+
+def test_the_table_counts_outputs() -> None:
+    sampler = make_sampler(SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2), output=(4, 4))
+    run(sampler, random_logits(2), (0, 2), 3)
+    assert sampler.table.num_outputs[:3].tolist() == [5, 2, 5]
+    sampler.table.advance(torch.tensor([1, 3, 3]))
+    assert sampler.table.num_outputs[:3].tolist() == [5, 3, 5]
+
+
+def test_a_sequence_removed_before_flush_leaves_its_row_to_the_next() -> None:
+    sampler = make_sampler(SamplingParams(seed=1), SamplingParams(seed=2), output=(1,))
+    sampler.remove(0)
+    sampler.add(NewSequence(sequence=7, tokens=(1, 2, 3), prompt_len=1, params=SamplingParams(seed=3)), table_row=0)
+    sampler.flush()
+    assert sampler.table.num_outputs[:2].tolist() == [2, 1]
+    assert sampler.table.keys[:2].tolist() == mix(torch.tensor([3, 2])).tolist()
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0}], ids=str)
+def test_only_processed_rows_are_copied_as_float32(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = make_sampler(SamplingParams(seed=1, presence_penalty=1.0), *[SamplingParams(seed=2, **asked)] * 3)
+    shapes: list[torch.Size] = []
+    process = sampler.full_path._process
+
+    def noted(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        shapes.append(logits.shape)
+        return process(logits, *rest)
+
+    monkeypatch.setattr(sampler.full_path, "_process", noted)
+    sample(sampler, random_logits(4).bfloat16(), (1, 0, 2, 3))
+    assert shapes == [(1, VOCAB)]
+
+
+def test_a_fused_sampler_gives_the_same_tokens() -> None:
+    """One batch, whose composition changes, has rows that draw, rows with all parameters and greedy rows."""
+    pytest.importorskip("triton")
+    params = [
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, **EVERYTHING),
+        SamplingParams(temperature=0, logprobs=1),
+        SamplingParams(seed=3, top_p=0.8, logit_bias=((3, 4.0),)),
+    ]
+    plain, fused = make_sampler(*params), make_sampler(*params, fused=True)
+    logits = random_logits(4)
+    batches: list[tuple[int, ...]] = [(0, 1, 2, 3), (3, 1), (0, 2), (0,), (2,)]
+    for batch in batches:
+        for _ in range(2):
+            expected, found = (sample(each, logits[list(batch)], batch).to_host() for each in (plain, fused))
+            assert found == expected
+
+
+def test_captured_draws_and_sample_alternate() -> None:
+    """What is captured in a CUDA graph continues where `sample` stopped, and the reverse."""
+    pytest.importorskip("triton")
+    params = [SamplingParams(seed=1), SamplingParams(seed=2, top_k=5), SamplingParams(temperature=0)]
+    logits = random_logits(3)
+    expected = run(make_sampler(*params), logits, (0, 1, 2), 6)
+    sampler = make_sampler(*params, fused=True)
+    sampler.flush()
+    padded, rows = logits[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 3])
+    columns = []
+    for step in range(6):
+        if step % 3 == 0:
+            columns.append(sample(sampler, logits, (0, 1, 2)).to_host()[0])
+        else:
+            tokens, max_logits = sampler.draw_path.draw_unprocessed(padded, rows)
+            sampled = SampledTokens.from_tokens(tokens[:3], max_logits[:3], (0, 1, 2))
+            assert sampled.ready()
+            columns.append(sampled.to_host()[0])
+    assert [list(row) for row in zip(*columns, strict=True)] == expected
