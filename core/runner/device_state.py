@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -22,7 +22,7 @@ class DeviceState:
 
     model: Model
     pool: KVPool
-    attention: AttentionBackend
+    attention: AttentionBackend[Any, Any]
     persistent_batch: PersistentBatch
     sampler: Sampler
 

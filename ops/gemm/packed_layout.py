@@ -43,7 +43,7 @@ class Layout:
 
     @classmethod
     def choose(cls, bits: int, group_size: int) -> Layout:
-        """The layout for groups of this many inputs, -1: one group. Raises ValueError for a size that no layout holds."""
+        """The layout for groups of this many inputs, -1: one group. Raises ValueError where no layout fits."""
         for span in SPANS:
             block = 16 // bits * span
             for group in (block // 2, block // 4):  # two or four groups a block: 32 or 64 bits of scales

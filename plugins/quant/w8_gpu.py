@@ -169,8 +169,8 @@ class DequantizeEachCallKernel(W8GpuKernel):
     def slow(self) -> str | None:
         """See W8GpuKernel."""
         return (
-            f"this GPU has no float8 (compute capability below {FLOAT8_CAPABILITY[0]}.{FLOAT8_CAPABILITY[1]}): weights take"
-            " less memory but multiplying takes longer; an int8 checkpoint would be faster"
+            f"this GPU has no float8 (compute capability below {FLOAT8_CAPABILITY[0]}.{FLOAT8_CAPABILITY[1]}): weights"
+            " take less memory but multiplying takes longer; an int8 checkpoint would be faster"
         )
 
 

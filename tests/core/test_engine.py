@@ -312,7 +312,7 @@ def test_prompt_logprobs_do_not_depend_on_rows_at_once(
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     (whole,) = shared.generate([PROMPTS[5]], params)
     monkeypatch.setattr(prompt_logprobs, "MAX_ROWS", 7)
-    (parts,) = shared.generate([PROMPTS[5]], params)
+    (split,) = shared.generate([PROMPTS[5]], params)
     assert whole.prompt_logprobs is not None
     assert split.prompt_logprobs is not None
     assert [entry.token for entry in split.prompt_logprobs] == [entry.token for entry in whole.prompt_logprobs]
