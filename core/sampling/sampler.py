@@ -85,7 +85,7 @@ class Sampler:
         self.full_path = FullPath(self.table, self._token_counts, self.greedy_path, self.draw_path)
 
     def update(self, step: Step, row_of: Callable[[int], int]) -> None:
-        """Remove the sequences that have finished and add the new ones. row_of: a sequence's row in the SamplingTable."""
+        """Remove finished sequences and add new ones. row_of: returns a sequence's row in the SamplingTable."""
         for sequence in step.finished:
             self.remove(sequence)
         for new in step.new:
@@ -143,8 +143,10 @@ class Sampler:
         return self.greedy_path
 
     def graph_path(self, sequences: Sequence[int]) -> SamplingPath:
-        """The path of the CUDA graph to replay for a batch of these sequences. Brings the SamplingTable up to date, which
-        the graph reads."""
+        """The path of the CUDA graph to replay for a batch of these sequences.
+
+        Writes to the SamplingTable, which the graph reads, the sequences added since the last call.
+        """
         path = self.sampling_path(sequences)
         self.flush()
         return path if path.capturable else self.full_path
