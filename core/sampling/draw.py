@@ -1,7 +1,7 @@
 """The draw path: some rows draw from their distribution (temperature, top_k, top_p, min_p), the others are greedy.
 
 A draw inverts the cumulative distribution, in order of token number, at a uniform number. The number is a hash of the
-seed and of how many tokens the sequence has put out, so that a draw depends neither on the batch nor on preemption.
+seed and of the number of output tokens so far, so that a draw depends neither on the batch nor on preemption.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DrawPath(SamplingPath):
 def draw_plain(logits: torch.Tensor, params: DrawParams, num_outputs: torch.Tensor) -> torch.Tensor:
     """Apply temperature, top_k, top_p and min_p, and draw, by PyTorch's operations: [rows that draw] int64.
 
-    logits: [rows that draw, vocab] float32; num_outputs: [rows that draw] int64, tokens put out before.
+    logits: [rows that draw, vocab] float32; num_outputs: [rows that draw] int64, output tokens before.
     """
     # The most likely token scores 0: no temperature can make the scores overflow, and min_p is a plain bound.
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / params.temperature

@@ -67,7 +67,7 @@ class Sampler:
         self._unwritten: list[tuple[SequenceState, int]] = []
         """Sequences, with their numbers of outputs, that the table does not have yet."""
         self._until_min_tokens: dict[int, int] = {}
-        """Tokens left to put out, of the sequences below min_tokens."""
+        """For each sequence below min_tokens: output tokens missing to min_tokens."""
         self._builder = SamplingBatchBuilder(vocab_size, device, fused)
         self._batch: SamplingBatch | None = None
         self._prompt_logprobs = PromptLogprobs()
@@ -85,8 +85,7 @@ class Sampler:
         self.full_path = FullPath(self.table, self._token_counts, self.greedy_path, self.draw_path)
 
     def update(self, step: Step, row_of: Callable[[int], int]) -> None:
-        """Remove the sequences that the step says have finished, and add its new ones. row_of: a sequence's row in the
-        SamplingTable."""
+        """Remove finished sequences and add new ones. row_of: returns a sequence's row in the SamplingTable."""
         for sequence in step.finished:
             self.remove(sequence)
         for new in step.new:
@@ -144,21 +143,23 @@ class Sampler:
         return self.greedy_path
 
     def graph_path(self, sequences: Sequence[int]) -> SamplingPath:
-        """The path with which to replay a CUDA graph for a batch of these sequences, whose rows of the SamplingTable
-        are then up to date."""
+        """The path of the CUDA graph to replay for a batch of these sequences.
+
+        Writes to the SamplingTable, which the graph reads, the sequences added since the last call.
+        """
         path = self.sampling_path(sequences)
         self.flush()
         return path if path.capturable else self.full_path
 
     def flush(self) -> None:
-        """Write the sequences added last to the SamplingTable, all in one copy."""
+        """Write the sequences added since the last call to the SamplingTable, in one copy."""
         if self._unwritten:
             states, num_outputs = zip(*self._unwritten, strict=True)
             self.table.write([each.table_row for each in states], [each.params for each in states], num_outputs)
             self._unwritten.clear()
 
     def sample(self, logits: torch.Tensor, sequences: Sequence[int], table_rows: torch.Tensor) -> SampledTokens:
-        """Sample the next token of each of these sequences, and count the tokens as put out.
+        """Sample the next token of each of these sequences, and advance the SamplingTable.
 
         logits: [n, vocab], left unchanged; sequences: [n], no sequence twice; table_rows: [n] int64 on the device, the
         rows that the sequences were added with.

@@ -23,7 +23,7 @@ class SequenceState:
     table_row: int
     """Its row in the SamplingTable."""
     banned_tokens: tuple[int, ...]
-    """Tokens ruled out until min_tokens were put out."""
+    """Tokens ruled out until the output has min_tokens tokens."""
     slot: int | None
     """Its slot in TokenCounts; None: it has no penalties."""
 
@@ -44,7 +44,7 @@ class BannedTokens:
     rows: torch.Tensor
     tokens: torch.Tensor
     min_tokens: torch.Tensor
-    """The token is banned until the row has put out this many tokens."""
+    """The token is banned until the output has this many tokens."""
 
 
 @frozen(kw_only=True)
@@ -81,7 +81,7 @@ class ProcessedLogits:
 
 @frozen(kw_only=True)
 class CutoffGroup:
-    """Rows with top_k or top_p whose cutoffs are found in one call of `arithmetic.cutoffs`."""
+    """Rows with top_k or top_p that one call of `arithmetic.cutoffs` serves."""
 
     members: torch.Tensor
     """[members] int64, indices into the rows that draw."""
@@ -140,7 +140,7 @@ class SamplingBatchBuilder:
     ) -> SamplingBatch:
         """Build the batch of these sequences, in this order.
 
-        below_min_tokens: sequences that have not yet put out their min_tokens.
+        below_min_tokens: sequences whose output is shorter than min_tokens.
         """
         processed = [
             row

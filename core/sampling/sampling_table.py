@@ -25,7 +25,7 @@ class SamplingTable:
         self.keys = self._words[0]
         """int64: `mix` of the seed."""
         self.num_outputs = self._words[1]
-        """int64: tokens put out so far."""
+        """int64: output tokens so far."""
         self.temperature = self._numbers[0].view(torch.float32)
         """float32; 0: the row is greedy."""
         self.top_p = self._numbers[1].view(torch.float32)
@@ -50,8 +50,8 @@ class SamplingTable:
         }
 
     def write(self, rows: Sequence[int], params: Sequence[SamplingParams], num_outputs: Sequence[int]) -> None:
-        """Assign rows, no row twice, to sequences that have put out `num_outputs` tokens. Does not wait for the
-        device."""
+        """Assign rows, no row twice, to sequences with `num_outputs` output tokens so far. Does not wait
+        for the device."""
         if not rows:
             return
         count = len(rows)

@@ -137,7 +137,7 @@ def draw_rows(
 
     logits: [n, vocab] float32, bfloat16 or float16, left unchanged; rows: [n] int64, each row's place in the parameters
     that follow, which are left unchanged. keys: [all rows] int64, hashes of the seeds; num_outputs: [all rows] int64,
-    tokens put out before; temperature, top_p, log_min_p: [all rows] float32; top_k: [all rows] int32, 0 for all tokens.
+    output tokens before; temperature, top_p, log_min_p: [all rows] float32; top_k: [all rows] int32, 0 for all tokens.
 
     Returns (tokens [n] int64, always within the vocabulary; max logits [n] float32, NaN where any logit is NaN). A
     row's result depends on its logits and parameters only. Uses 4 * n * vocab bytes of temporary memory.

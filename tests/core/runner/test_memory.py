@@ -24,12 +24,12 @@ SPEC = AttentionSpec(
 CONFIG = EngineConfig(scheduler=SchedulerConfig(max_running=4))
 
 
-def test_the_cache_gets_what_weights_and_activations_leave() -> None:
+def test_plan_memory_gives_the_cache_what_weights_and_activations_leave() -> None:
     plan = plan_memory(CONFIG, SPEC, budget=1000, weights=300, activations=200, bytes_per_block=50)
     assert (plan.num_blocks, plan.kv) == (10, 500)
 
 
-def test_a_float8_cache_has_twice_the_blocks_of_a_16_bit_one() -> None:
+def test_plan_memory_gives_a_float8_cache_twice_the_blocks() -> None:
     counts = []
     for dtype in ("bfloat16", "float8_e4m3fn"):
         spec = attrs.evolve(SPEC, dtype="bfloat16", kv_dtype=dtype)
@@ -42,18 +42,18 @@ def test_a_float8_cache_has_twice_the_blocks_of_a_16_bit_one() -> None:
     assert counts == [9, 18]
 
 
-def test_no_more_blocks_than_running_sequences_can_fill() -> None:
+def test_plan_memory_makes_no_more_blocks_than_running_sequences_can_fill() -> None:
     plan = plan_memory(CONFIG, SPEC, budget=10**9, weights=0, activations=0, bytes_per_block=50)
     assert plan.num_blocks == 4 * 7
 
 
-def test_a_given_size_counts_for_the_cache_alone() -> None:
+def test_plan_memory_takes_a_given_size_for_the_cache_alone() -> None:
     config = attrs.evolve(CONFIG, cache=CacheConfig(memory="1kB"))
     plan = plan_memory(config, SPEC, budget=0, weights=300, activations=200, bytes_per_block=50)
     assert (plan.num_blocks, plan.budget) == (20, 1500)
 
 
-def test_too_little_memory_says_what_would_fit() -> None:
+def test_plan_memory_says_what_would_fit_when_memory_is_short() -> None:
     with pytest.raises(CapacityError) as caught:
         plan_memory(CONFIG, SPEC, budget=800, weights=300, activations=200, bytes_per_block=50)
     message = str(caught.value)
@@ -63,7 +63,7 @@ def test_too_little_memory_says_what_would_fit() -> None:
         assert line in message
 
 
-def test_no_memory_at_all_offers_no_length() -> None:
+def test_plan_memory_offers_no_length_without_any_memory() -> None:
     with pytest.raises(CapacityError, match="no context fits"):
         plan_memory(CONFIG, SPEC, budget=100, weights=300, activations=200, bytes_per_block=50)
 
@@ -78,15 +78,15 @@ def test_no_memory_at_all_offers_no_length() -> None:
         (2**50, "1024.00 TiB"),
     ],
 )
-def test_sizes_are_readable(count: int, text: str) -> None:
+def test_format_bytes_is_readable(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
-def test_free_memory_of_this_machine_is_some() -> None:
+def test_free_memory_finds_some_on_this_machine() -> None:
     assert 2**20 < free_memory(DeviceInfo(type="cpu")) < 2**50
 
 
-def test_wider_steps_need_more_activations() -> None:
+def test_estimate_activations_grows_with_the_step() -> None:
     model = ModelSpec(
         num_layers=1,
         num_heads=1,

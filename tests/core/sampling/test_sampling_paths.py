@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from engine.core.errors import ExecutorError
+from engine.core.models.base import Model
 from engine.core.sampling.arithmetic import mix
+from engine.core.sampling.base import CapturedTokens
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.sampling.sampler import Sampler
-from engine.core.types import NewSequence, SamplingParams
+from engine.core.types import NewSequence, SamplingParams, Step
 from tests.core.sampling.reference import (
     EOS,
     EVERYTHING,
@@ -162,3 +165,48 @@ def test_captured_draws_and_sample_alternate() -> None:
             assert sampled.ready()
             columns.append(sampled.to_host()[0])
     assert [list(row) for row in zip(*columns, strict=True)] == expected
+
+
+class IdentityModel:
+    """A model whose hidden states are its logits."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        max_logits, tokens = hidden.max(dim=-1)
+        return max_logits, tokens
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_capture_ends_with_tokens_or_logits(fused: bool) -> None:
+    """A path that PyTorch's operations draw on is captured as the full path, which ends with logits."""
+    if fused:
+        pytest.importorskip("triton")
+    params = SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(temperature=0, logprobs=0)
+    logits, model = random_logits(3), cast(Model, IdentityModel())
+    sampler = make_sampler(*params, fused=fused)
+    captured = [sampler.graph_path((row,)).capture(model, logits[[row]], torch.tensor([row])) for row in range(3)]
+    greedy, drawn, full = captured
+    assert isinstance(greedy, CapturedTokens)
+    assert (greedy.tokens.tolist(), greedy.counted) == ([int(logits[0].argmax())], False)
+    assert isinstance(full, torch.Tensor)
+    if fused:
+        assert isinstance(drawn, CapturedTokens)
+        assert drawn.counted
+        expected = sample(make_sampler(*params), logits[[1]], (1,)).to_host()[0]
+        assert drawn.tokens.tolist() == expected
+    else:
+        assert torch.equal(torch.as_tensor(drawn), logits[[1]])
+    assert sampler.table.num_outputs[:3].tolist() == [0, int(fused), 0]
+
+
+def test_update_removes_finished_sequences_and_adds_new_ones() -> None:
+    sampler = make_sampler(SamplingParams(seed=1))
+    new = NewSequence(sequence=7, tokens=(1, 2, 3), prompt_len=2, params=SamplingParams(temperature=0))
+    sampler.update(Step(id=0, decodes=(), chunks=(), new=(new,), finished=(0,)), lambda sequence: sequence - 7)
+    assert sampler.sampling_path((7,)).name == "greedy"
+    sampler.flush()
+    assert sampler.table.num_outputs[0] == 1
+    with pytest.raises(ExecutorError, match="has no sequence 0"):
+        sample(sampler, random_logits(1), (0,))

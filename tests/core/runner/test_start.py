@@ -1,0 +1,74 @@
+"""The start of a runner, and the runner before it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core import Engine
+from engine.core.attention.kv_pool import KVPool
+from engine.core.device import DeviceInfo
+from engine.core.runner import start
+from engine.core.runner.lap_timer import LapTimer
+from engine.core.runner.runner import Runner
+from engine.core.startup import Phases
+from engine.core.types import Step
+from engine.core.weights.checkpoint import Checkpoint
+from engine.testing.checkpoints import make_checkpoint
+
+CPU = DeviceInfo(type="cpu")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", tokenizer=True)
+    with Engine(model=str(path), executor__device="cpu", cache__memory="1MiB", model__max_len=32) as engine:
+        yield engine
+
+
+def test_launch_needs_a_started_runner(engine: Engine) -> None:
+    runner = Runner(engine.config, engine.parts, Checkpoint.open(Path(engine.config.model.path)), CPU)
+    with pytest.raises(AssertionError, match="not started"):
+        runner.launch(Step(id=0, decodes=(), chunks=()))
+
+
+def test_the_trial_step_frees_its_device_state(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On return, not when garbage is collected: the KV cache is sized by the memory that is free then."""
+    pools: list[weakref.ref[KVPool]] = []
+
+    class Noted(KVPool):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            pools.append(weakref.ref(self))
+
+    monkeypatch.setattr(start, "KVPool", Noted)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1100 if pools[0]() else 0)
+    started = start.RunnerStart(
+        engine.config, engine.parts, Checkpoint.open(Path(engine.config.model.path)), CPU, group=None
+    )
+    with torch.inference_mode():
+        model, layers = started._build_model()
+        phases = Phases()
+        with phases.phase("weights"):
+            started._load_weights(layers, phases)
+        assert started._measure_trial_step(model, (), tokens=40) == 1000
+    assert [pool() for pool in pools] == [None]
+
+
+def test_lap_timer_adds_up_to_the_time_that_passed() -> None:
+    begin = time.perf_counter()
+    timer = LapTimer()
+    for phase in ("prepare", "launch", "launch", "sample"):
+        time.sleep(0.002)
+        timer.end(phase)  # type: ignore[arg-type]
+    passed = time.perf_counter() - begin
+    assert list(timer.seconds) == ["prepare", "launch", "sample"]
+    assert 0.008 <= sum(timer.seconds.values()) <= passed
+    assert timer.seconds["launch"] >= 0.004
