@@ -1,4 +1,4 @@
-"""Scheduling: the contract of a policy, and the scheduler that plans steps by one."""
+"""Scheduling: the contract of a policy, and the scheduler that plans steps accordingly."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Which sequence owns which KV block, and which blocks hold a known prefix. Pure Python: no tensors."""
+"""Allocates KV blocks to sequences and indexes blocks by prefix for the prefix cache. Pure Python: no tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DIGEST_BYTES = 16
 
 
 class HashChain:
-    """Digests of the full blocks of one token sequence that only grows, computed as far as asked, once.
+    """Digests of the full blocks of one growing token sequence; each is computed once, on first use.
 
     A block's digest covers the salt and all tokens from the start of the sequence to the end of the block.
     """
@@ -21,12 +21,12 @@ class HashChain:
     def __init__(self, block_size: int, salt: str = "") -> None:
         self._block_size = block_size
         self._pack = Struct(f"{block_size}q").pack
-        # The salt's own digest is of fixed length, so that no salt can pass for another with tokens behind it.
+        # Hash the salt's digest, not the salt: its length is fixed, so that no salt equals another plus some tokens.
         self._hash = blake2b(blake2b(salt.encode()).digest(), digest_size=DIGEST_BYTES)
         self._digests: list[bytes] = []
 
     def digest(self, tokens: Sequence[int], block: int) -> bytes:
-        """Digest of the full block with number `block`, counted from the start of `tokens`."""
+        """Digest of the full block at index `block` of `tokens`."""
         digests = self._digests
         while len(digests) <= block:
             start = len(digests) * self._block_size
@@ -36,7 +36,7 @@ class HashChain:
 
 
 class _Table:
-    """The blocks of one sequence, and how many at its front are registered or were found in the cache."""
+    """The blocks of one sequence; the first `registered` of them are registered or were found in the prefix cache."""
 
     __slots__ = ("blocks", "registered")
 
@@ -46,10 +46,10 @@ class _Table:
 
 
 class BlockManager:
-    """Hands out KV blocks to sequences and shares those of equal prefixes.
+    """Allocates KV blocks to sequences, and shares blocks among sequences of equal prefix.
 
-    A block is free, used (by one sequence, or by several that share a prefix) or cached: full, known by its digest, and
-    used by nobody. Cached blocks are given away when no free one is left, the least recently used first.
+    A block is free, used (by one sequence, or by several with a common prefix) or cached: full, indexed by its digest
+    and used by no sequence. When no block is free, the least recently used cached block is evicted and reused.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
@@ -57,7 +57,7 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction
         self._references = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}
@@ -65,36 +65,36 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out: free and cached ones."""
+        """Blocks that can be allocated: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_free(self) -> int:
-        """Blocks with nothing of use in them."""
+        """Blocks that hold nothing."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks kept for prefixes to come."""
+        """Unused blocks kept in the prefix cache."""
         return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks in tables of sequences."""
+        """Blocks in the block tables of sequences."""
         return self.num_blocks - len(self._free) - len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold so many tokens."""
+        """Number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def table(self, sequence: int) -> tuple[int, ...]:
-        """The blocks of a sequence, in order."""
+        """The block table of a sequence."""
         return tuple(self._tables[sequence].blocks)
 
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
         """Blocks that hold the longest cached prefix of `tokens`; changes nothing.
 
-        Never all of `tokens`: the last one must be computed, for its logits.
+        The prefix never includes the last token, which must be computed for its logits.
         """
         found: list[int] = []
         for index in range((len(tokens) - 1) // self.block_size if self.prefix_caching else 0):
@@ -107,16 +107,16 @@ class BlockManager:
     def can_allocate(
         self, num_tokens: int, cached: Sequence[int] = (), *, spare: int = 0, without: Iterable[int] = ()
     ) -> bool:
-        """Whether `allocate` would succeed and leave `spare` blocks, once the sequences `without` are freed."""
+        """Whether `allocate` would succeed and leave `spare` blocks if the sequences `without` were freed first."""
         released = Counter(block for sequence in without for block in self._tables[sequence].blocks)
         available = self.num_available + sum(self._references[block] == count for block, count in released.items())
         revived = sum(self._references[block] == released[block] for block in cached)
         return self.blocks_for(num_tokens) - len(cached) + spare <= available - revived
 
     def allocate(self, sequence: int, num_tokens: int, cached: Sequence[int] = ()) -> list[int] | None:
-        """Give a new sequence blocks for its first `num_tokens`, of which `cached` (from `lookup`) are the front.
+        """Allocate blocks for the first `num_tokens` of a new sequence; `cached` (from `lookup`) come first.
 
-        Returns all its blocks, or None, with nothing changed, when there are not enough.
+        Returns all the sequence's blocks; None, with nothing changed, if there are not enough.
         """
         if not self.can_allocate(num_tokens, cached):
             return None
@@ -129,9 +129,9 @@ class BlockManager:
         return list(self._tables[sequence].blocks)
 
     def extend(self, sequence: int, num_tokens: int) -> list[int] | None:
-        """Make a sequence's blocks hold `num_tokens`.
+        """Add blocks to a sequence until they hold `num_tokens`.
 
-        Returns the blocks added (none if it had enough), or None, with nothing changed, when there are not enough.
+        Returns the blocks added, if any; None, with nothing changed, if there are not enough.
         """
         blocks = self._tables[sequence].blocks
         missing = -(-num_tokens // self.block_size) - len(blocks)
@@ -142,9 +142,9 @@ class BlockManager:
         return added
 
     def register(self, sequence: int, tokens: Sequence[int], chain: HashChain, num_computed: int) -> None:
-        """Let others share the sequence's full blocks among its first `num_computed` tokens, which are in the cache.
+        """Add the full blocks of the sequence's first `num_computed` tokens to the prefix cache.
 
-        A block whose content is registered already stays private: one block a digest.
+        A block stays private if another with the same digest is registered: one block per digest.
         """
         if not self.prefix_caching:
             return
@@ -158,8 +158,8 @@ class BlockManager:
             table.registered = index + 1
 
     def free(self, sequence: int) -> None:
-        """Take the blocks from a sequence; registered ones that nobody else uses stay cached."""
-        # Last block first, so that a prefix is evicted from its end: a block without its parent cannot be found.
+        """Free a sequence's blocks; registered ones that no other sequence uses stay cached."""
+        # Last block first, so that a prefix is evicted from its end: `lookup` finds no block without its predecessor.
         for block in reversed(self._tables.pop(sequence).blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -169,7 +169,7 @@ class BlockManager:
                     self._cached[block] = None
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is accounted for exactly once."""
+        """Raise AssertionError unless each block is in exactly one state."""
         references = Counter(block for table in self._tables.values() for block in table.blocks)
         used, free, cached = set(references), set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is twice in the free list"
@@ -184,7 +184,7 @@ class BlockManager:
         assert not free & known.keys(), "a free block has a digest"
 
     def _take(self) -> int:
-        """One block for one sequence, the least recently used cached one if none is free."""
+        """Take a free block, or evict the least recently used cached one."""
         if self._free:
             block = self._free.pop()
         else:

@@ -1,88 +1,90 @@
-"""Asks a scheduling policy and checks its answers, so that the scheduler can rely on them."""
+"""Calls a scheduling policy and validates its answers, so that the scheduler can rely on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from engine.core.errors import PluginError
-from engine.core.schedulers.policy import SchedulingPolicy, Split
+from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
 from engine.core.schedulers.request_state import RequestState, StateView, state_of
+
+T = TypeVar("T")
 
 
 class CheckedPolicy:
-    """A policy whose answers name only requests it was asked about.
+    """A policy whose answers name only requests that it was shown.
 
-    Every method raises PluginError, naming the policy's class, when the policy raises or gives an impossible answer.
-    `requests`: all requests of the scheduler by id.
+    Every method raises PluginError, naming the policy's class, when the policy raises or gives an invalid answer.
+    `requests`: all requests of the scheduler, by id.
 
-    displaces, splits, repeats: whether it has its own `preempts`, `split` and `decode_steps`; one that has not need not
-    be asked, nor be shown views.
+    overrides_preempts, overrides_split, overrides_decode_steps: whether the policy has a method of its own; otherwise
+    the scheduler need not call it, nor build the views it would be shown.
     """
 
     def __init__(self, policy: SchedulingPolicy, requests: Mapping[str, RequestState]) -> None:
         self._policy = policy
         self._requests = requests
-        kind = type(policy)
-        self.displaces = kind.preempts is not SchedulingPolicy.preempts
-        self.splits = kind.split is not SchedulingPolicy.split
-        self.repeats = kind.decode_steps is not SchedulingPolicy.decode_steps
+        cls = type(policy)
+        self.overrides_preempts = cls.preempts is not SchedulingPolicy.preempts
+        self.overrides_split = cls.split is not SchedulingPolicy.split
+        self.overrides_decode_steps = cls.decode_steps is not SchedulingPolicy.decode_steps
 
     def order(self, waiting: Sequence[StateView], now: float) -> Iterator[RequestState]:
-        """The waiting requests to admit, next first, each once. Checked one by one, as far as they are taken."""
+        """The waiting requests to admit, next first, each once. An answer is validated when the iterator reaches it."""
         seen: set[RequestState] = set()
-        for answer in self._ask(lambda: tuple(self._policy.order(waiting, now)), "order"):
+        for answer in self._call(lambda: tuple(self._policy.order(waiting, now)), "order"):
             state = state_of(answer)
             if state in seen:
                 continue
             if state is None or state.sequence or self._requests.get(state.id) is not state:
-                self._refuse("order", answer, "a waiting request")
+                self._reject("order", answer, "one of the waiting requests it was given")
             seen.add(state)
             yield state
 
     def victim(self, running: Sequence[StateView]) -> RequestState:
-        """Whom to preempt when blocks run out."""
-        answer = self._ask(lambda: self._policy.victim(running), "victim")
+        """The running request to preempt when blocks run out."""
+        answer = self._call(lambda: self._policy.victim(running), "victim")
         state = state_of(answer)
         if state is None or state.view not in running:
-            self._refuse("victim", answer, "a running request")
+            self._reject("victim", answer, "one of the running requests it was given")
         return state
 
     def preempts(self, candidate: StateView, running: Sequence[StateView]) -> RequestState | None:
-        """Whom to preempt for a waiting request; None: nobody."""
-        answer = self._ask(lambda: self._policy.preempts(candidate, running), "preempts")
+        """The running request to preempt for a waiting one, or None."""
+        answer: RequestView | None = self._call(lambda: self._policy.preempts(candidate, running), "preempts")
         if answer is None:
             return None
         state = state_of(answer)
         if state is None or state.view not in running:
-            self._refuse("preempts", answer, "a running request or None")
+            self._reject("preempts", answer, "one of the running requests it was given, or None")
         return state
 
     def split(self, budget: int, waiting: Sequence[StateView], running: Sequence[StateView]) -> Split:
-        """Shares of a step's tokens."""
-        answer = self._ask(lambda: self._policy.split(budget, waiting, running), "split")
+        """The shares of a step's token budget."""
+        answer = self._call(lambda: self._policy.split(budget, waiting, running), "split")
         if not (isinstance(answer, Split) and isinstance(answer.decode, int) and isinstance(answer.prefill, int)):
-            self._refuse("split", answer, "a Split of two whole numbers")
+            self._reject("split", answer, "a Split of two whole numbers")
         return answer
 
     def decode_steps(self, running: Sequence[StateView], waiting: Sequence[StateView]) -> int:
-        """How many decode steps to issue at once."""
-        answer = self._ask(lambda: self._policy.decode_steps(running, waiting), "decode_steps")
+        """The number of iterations of the next step."""
+        answer = self._call(lambda: self._policy.decode_steps(running, waiting), "decode_steps")
         if not isinstance(answer, int):
-            self._refuse("decode_steps", answer, "a whole number")
+            self._reject("decode_steps", answer, "a whole number")
         return answer
 
-    def _ask(self, question: Callable[[], Any], name: str) -> Any:
+    def _call(self, method: Callable[[], T], name: str) -> T:
         try:
-            return question()
+            return method()
         except Exception as error:
             raise PluginError(
                 f"scheduling policy {type(self._policy).__qualname__} failed in {name}(): "
-                f"{type(error).__name__}: {error}; mend it or choose another policy"
+                f"{type(error).__name__}: {error}; fix it or choose another policy"
             ) from error
 
-    def _refuse(self, name: str, answer: object, wanted: str) -> NoReturn:
+    def _reject(self, name: str, answer: object, wanted: str) -> NoReturn:
         raise PluginError(
-            f"scheduling policy {type(self._policy).__qualname__} answered {answer!r} to {name}(), "
-            f"which is not {wanted} that it was given; mend it or choose another policy"
+            f"scheduling policy {type(self._policy).__qualname__} returned {answer!r} from {name}(), "
+            f"which is not {wanted}; fix it or choose another policy"
         )

@@ -1,4 +1,4 @@
-"""The sequences that decode, kept so that a step only touches those to which something happens."""
+"""The decoding sequences, indexed by their next event, so that planning a step touches only those with an event."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from engine.core.schedulers.step_counter import StepCounter
 
 
 class DecodeSet:
-    """Sequences past their prompts: those that take part in every step, and those held back for want of room.
+    """Sequences that decode: active ones are in every step; deferred ones wait for the policy to allow more decodes.
 
-    A sequence that takes part gains a token a tick, by the clock alone; nothing is written to it. It is filed under the
-    tick at which that ends, `RequestState.due`: all its tokens are then planned, or it needs another block. So long as
-    nobody joins, leaves or is due, planning a step does not depend on how many take part.
+    Active sequences advance implicitly: each gains one token per iteration, computed from the shared step counter.
+    A sequence's next event (`RequestState.next_event`) is the iteration at which this ends, because all its output
+    tokens are planned or its blocks are full. While no sequence is added, removed or has an event, the cost of planning
+    a step does not depend on the number of active sequences.
     """
 
-    def __init__(self, clock: StepCounter) -> None:
-        self._clock = clock
-        self._active: dict[int, RequestState] = {}  # by sequence number, in the order of the batch
-        self._held: dict[int, RequestState] = {}
-        # By tick. Who has left or is due at another tick by now stays in the list, and is passed over.
-        self._due: defaultdict[int, list[RequestState]] = defaultdict(list)
+    def __init__(self, counter: StepCounter) -> None:
+        self._counter = counter
+        self._active: dict[int, RequestState] = {}  # by sequence number, in batch order
+        self._deferred: dict[int, RequestState] = {}
+        # By iteration. Entries are not deleted when a sequence is removed or rescheduled; `events_at` skips such.
+        self._events: defaultdict[int, list[RequestState]] = defaultdict(list)
         self._numbers: tuple[int, ...] = ()
         self._states: tuple[RequestState, ...] = ()
         self._changed = False
 
     def __len__(self) -> int:
-        """How many take part."""
+        """Number of active sequences."""
         return len(self._active)
 
     def members(self) -> tuple[tuple[int, ...], tuple[RequestState, ...]]:
-        """Who takes part, as sequence numbers and as requests; the same objects as long as these are the same."""
+        """The active sequences, as numbers and as requests; the same tuple objects until membership changes."""
         if self._changed:
             self._changed = False
             numbers = tuple(self._active)
@@ -40,57 +41,63 @@ class DecodeSet:
                 self._states = tuple(self._active.values())
         return self._numbers, self._states
 
-    def join(self, state: RequestState) -> None:
-        """Take part from the next tick on."""
+    def add(self, state: RequestState) -> None:
+        """Make a sequence active from the next iteration on."""
         self._active[state.sequence] = state
         self._changed = True
-        state.start_clock()
-        self.file(state)
+        state.start_decoding()
+        self.schedule_event(state)
 
-    def leave(self, state: RequestState) -> None:
-        """Take part no longer, and be held no longer; nothing happens to one that did neither."""
+    def remove(self, state: RequestState) -> None:
+        """Remove a sequence, active or deferred; a no-op if it is neither."""
         if self._active.pop(state.sequence, None) is not None:
             self._changed = True
-            state.stop_clock()
+            state.stop_decoding()
         else:
-            self._held.pop(state.sequence, None)
+            self._deferred.pop(state.sequence, None)
 
-    def limit(self, room: int) -> None:
-        """Hold back all but the `room` that joined first; where there is room again, the oldest held join."""
-        if len(self._active) > room:
-            for number, state in list(self._active.items())[room:]:
-                self.leave(state)
-                self._held[number] = state
-        elif self._held:
-            for number in sorted(self._held)[: room - len(self._active)]:
-                self.join(self._held.pop(number))
+    def limit(self, max_active: int) -> None:
+        """Defer all but the first `max_active` active sequences, or reactivate deferred ones, oldest first."""
+        if len(self._active) > max_active:
+            for number, state in list(self._active.items())[max_active:]:
+                self.remove(state)
+                self._deferred[number] = state
+        elif self._deferred:
+            for number in sorted(self._deferred)[: max_active - len(self._active)]:
+                self.add(self._deferred.pop(number))
 
-    def file(self, state: RequestState) -> None:
-        """Note when the sequence is due; to be called when it has got blocks."""
-        state.due = min(state.ends_at, state.full_at)
-        self._due[state.due].append(state)
+    def schedule_event(self, state: RequestState) -> None:
+        """Set and index the sequence's next event; to be called whenever it has got blocks."""
+        state.next_event = min(state.output_planned_at, state.blocks_full_at)
+        self._events[state.next_event].append(state)
 
-    def due(self, tick: int) -> list[RequestState]:
-        """Who is due, oldest admission first. Each must leave or get a block before the clock passes the tick."""
-        return sorted((state for state in self._due.get(tick, ()) if state.due == tick), key=_by_number)
+    def events_at(self, iteration: int) -> list[RequestState]:
+        """Sequences whose next event is at `iteration`, oldest admission first.
 
-    def advance(self, ticks: int) -> None:
-        """Let the clock go on: all who take part gain so many tokens."""
-        for _ in range(ticks):
-            self._due.pop(self._clock.ticks, None)
-            self._clock.ticks += 1
+        Each must be removed or get a block before the counter passes `iteration`.
+        """
+        found = (state for state in self._events.get(iteration, ()) if state.next_event == iteration)
+        return sorted(found, key=_by_number)
+
+    def advance(self, iterations: int) -> None:
+        """Advance the step counter: every active sequence gains `iterations` tokens."""
+        for _ in range(iterations):
+            self._events.pop(self._counter.iterations, None)
+            self._counter.iterations += 1
 
     def check(self, running: dict[int, RequestState]) -> None:
-        """Raise AssertionError when the books disagree."""
-        assert not self._active.keys() & self._held.keys(), "a sequence takes part and is held back"
-        for number, state in [*self._active.items(), *self._held.items()]:
-            assert running.get(number) is state, "a sequence that does not run is to decode"
-            assert state.computed >= state.known, "a sequence decodes in its prompt"
+        """Raise AssertionError if an invariant is violated."""
+        now = self._counter.iterations
+        assert not self._active.keys() & self._deferred.keys(), "a sequence is both active and deferred"
+        for number, state in [*self._active.items(), *self._deferred.items()]:
+            assert running.get(number) is state, "a sequence decodes but does not run"
+            assert state.computed >= state.prefill_len, "a sequence decodes before its prefill is complete"
         for number, state in self._active.items():
-            assert state.due == min(state.ends_at, state.full_at) >= self._clock.ticks, f"{number} is overdue"
-            assert state in self._due[state.due], "a sequence is not filed"
-        assert all(state.due < 0 for state in self._held.values()), "a sequence is held back and due"
-        assert all(tick >= self._clock.ticks for tick in self._due), "a tick was passed over"
+            assert state.next_event == min(state.output_planned_at, state.blocks_full_at), f"{number}: wrong next event"
+            assert state.next_event >= now, f"{number}: missed its event"
+            assert state in self._events[state.next_event], "an event is not indexed"
+        assert all(state.next_event < 0 for state in self._deferred.values()), "a deferred sequence has an event"
+        assert all(iteration >= now for iteration in self._events), "an iteration with events was skipped"
 
 
 def _by_number(state: RequestState) -> int:

@@ -11,7 +11,7 @@ from attrs import frozen
 API = "1"
 
 MAX_DECODE_STEPS = 128
-"""Decode steps issued at once, at most; a policy that asks for more gets so many."""
+"""Maximum iterations of one step; a policy that asks for more gets this many."""
 
 
 class RequestView(Protocol):
@@ -19,7 +19,7 @@ class RequestView(Protocol):
 
     @property
     def id(self) -> str:
-        """The request's own name."""
+        """Id of the request."""
 
     @property
     def priority(self) -> int:
@@ -27,39 +27,40 @@ class RequestView(Protocol):
 
     @property
     def arrival(self) -> float:
-        """time.monotonic() seconds."""
+        """Arrival time: time.monotonic(), seconds."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt, in tokens."""
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens in the KV cache, or on their way there in a step already planned."""
+        """Tokens in the KV cache, including those that planned steps will compute."""
 
     @property
     def output_tokens(self) -> int:
-        """Tokens sampled, or being sampled in a step already planned."""
+        """Tokens sampled, including those that planned steps will sample."""
 
     @property
     def preemptions(self) -> int:
-        """How often it was preempted."""
+        """How often the request was preempted."""
 
 
 @frozen(kw_only=True)
 class Split:
-    """Most tokens of one step for sequences that decode and for prompts. Core keeps their sum within the budget,
-    decodes first."""
+    """Maximum tokens of one step for decodes and for prefill chunks. Core keeps their sum within the budget, decodes
+    first."""
 
     decode: int
     prefill: int
 
 
 class SchedulingPolicy(ABC):
-    """Decides order, victim and shares. No answer, however wrong, can corrupt the cache or stop the engine.
+    """Decides the order of admission, which request to preempt, and the shares of a step's tokens.
 
-    Core never changes a sequence handed to a policy while the policy runs, and calls it from one thread. An answer that
-    names a request outside the sequence given raises PluginError.
+    No answer, however wrong, can corrupt the cache or stop the engine. Core never changes a sequence passed to a policy
+    while the policy runs, and calls it from one thread. An answer that names a request outside the sequence passed
+    raises PluginError.
     """
 
     api: ClassVar[str]
@@ -75,28 +76,32 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def order(self, waiting: Sequence[RequestView], now: float) -> Sequence[RequestView]:
-        """The waiting requests, next to run first. `waiting` comes in arrival order, preempted ones included.
+        """The waiting requests, next to be admitted first. now: time.monotonic(), seconds.
 
-        One left out waits, unless nothing else runs.
+        `waiting` is in order of arrival and includes preempted requests. A request left out waits, unless nothing else
+        runs.
         """
 
     @abstractmethod
     def victim(self, running: Sequence[RequestView]) -> RequestView:
-        """Whom to preempt when KV blocks run out: one of `running` (never empty, oldest admission first)."""
+        """The request to preempt when KV blocks run out: one of `running` (never empty, oldest admission first)."""
 
     def preempts(self, candidate: RequestView, running: Sequence[RequestView]) -> RequestView | None:
-        """A running request to preempt so that waiting `candidate` gets its room; None: let it wait.
+        """A running request to preempt so that the waiting `candidate` can be admitted; None: the candidate waits.
 
-        It is also asked of a single request in the middle of its prompt, when there is room for both: naming that one
-        then lets the candidate's prompt be computed first, and preempts nobody.
+        Also called with a single prefilling request when there is room for both: to return that request then preempts
+        nothing, and only puts the candidate's prefill first.
         """
         return None
 
     def split(self, budget: int, waiting: Sequence[RequestView], running: Sequence[RequestView]) -> Split:
-        """How to share a step's token budget; the default lets decodes take what they need and prompts the rest."""
+        """How to share a step's token budget; by default decodes take what they need and prefill the rest."""
         return Split(decode=budget, prefill=budget)
 
     def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
-        """How many decode steps to issue at once when every running sequence decodes; core issues fewer where outputs
-        end or blocks run out. Stops, aborts and arrivals are honoured only after the last of them."""
+        """Number of iterations of the next step, when every running sequence decodes.
+
+        Core plans fewer where outputs end or blocks run out. Stops, aborts and arrivals take effect only after the last
+        iteration.
+        """
         return 1

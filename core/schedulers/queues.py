@@ -1,4 +1,4 @@
-"""Where each request is: waiting or running, with which blocks; and what the runner is still to be told of it."""
+"""The waiting and the running requests, their blocks, and what changed since the runner's last step."""
 
 from __future__ import annotations
 
@@ -13,57 +13,61 @@ from engine.core.types import NewSequence
 
 
 class Queues:
-    """Moves requests between waiting and running, and keeps blocks and the runner's knowledge in step with that.
+    """Moves requests between waiting and running, and allocates and frees their blocks accordingly.
 
-    waiting: in order of arrival, preempted ones included. running: by sequence number, oldest admission first. A
-    running request is in its prompt (prefilling, in the order in which they get tokens) or past it (decoding), until
-    all its tokens are planned; then it keeps its seat, and its blocks, until their results are in.
+    waiting: in order of arrival, including preempted requests. running: by sequence number, oldest admission first. A
+    running request first prefills (`prefilling`, in the order in which prefill chunks are planned) and then decodes
+    (`decoding`) until all its output tokens are planned. It keeps running, and keeps its blocks, until their results
+    are committed.
     """
 
-    def __init__(self, blocks: BlockManager, clock: StepCounter) -> None:
+    def __init__(self, blocks: BlockManager, counter: StepCounter) -> None:
         self.blocks = blocks
-        self.decoding = DecodeSet(clock)
+        self.decoding = DecodeSet(counter)
         self.requests: dict[str, RequestState] = {}
         self.waiting: list[RequestState] = []
         self.running: dict[int, RequestState] = {}
         self.prefilling: dict[int, RequestState] = {}
-        self._sequences = 0
-        self._waiting_views: tuple[StateView, ...] | None = ()  # None: to be made anew
+        self._last_sequence = 0
+        self._waiting_views: tuple[StateView, ...] | None = ()  # None: outdated
         self._running_views: tuple[StateView, ...] | None = ()
-        # What the runner has not been told yet:
+        # Not sent to the runner yet:
         self._new: dict[int, NewSequence] = {}
         self._new_blocks: dict[int, list[int]] = {}
         self._finished: list[int] = []
 
     @property
     def waiting_views(self) -> tuple[StateView, ...]:
-        """What a policy sees of the waiting requests."""
+        """The waiting requests, as a policy sees them."""
         if self._waiting_views is None:
             self._waiting_views = tuple(state.view for state in self.waiting)
         return self._waiting_views
 
     @property
     def running_views(self) -> tuple[StateView, ...]:
-        """What a policy sees of the running requests."""
+        """The running requests, as a policy sees them."""
         if self._running_views is None:
             self._running_views = tuple(state.view for state in self.running.values())
         return self._running_views
 
-    def settled(self) -> Iterator[RequestState]:
-        """Running requests that the runner knows already."""
+    def admitted_earlier(self) -> Iterator[RequestState]:
+        """Running requests that were admitted before the step being planned."""
         return (state for number, state in self.running.items() if number not in self._new)
 
     def add(self, state: RequestState) -> None:
-        """A new request waits."""
+        """Queue a new request."""
         self.requests[state.id] = state
-        self._wait(state)
+        self._enqueue(state)
 
-    def start(self, state: RequestState, cached: Sequence[int]) -> None:
-        """A waiting request runs, with blocks for all its known tokens, the first of them `cached`; there is room."""
-        self._sequences += 1
-        number = self._sequences
+    def admit(self, state: RequestState, cached: Sequence[int]) -> None:
+        """Move a waiting request to running, with blocks for all its known tokens, of which `cached` come first.
+
+        There must be enough blocks.
+        """
+        self._last_sequence += 1
+        number = self._last_sequence
         blocks = self.blocks.allocate(number, len(state.tokens), cached)
-        assert blocks is not None, "started without room"
+        assert blocks is not None, "admitted without enough blocks"
         block_size = self.blocks.block_size
         state.admit(number, len(cached) * block_size, len(blocks) * block_size)
         self.waiting.remove(state)
@@ -74,47 +78,47 @@ class Queues:
         )
         self._new_blocks[number] = blocks
 
-    def put_behind(self, states: Iterable[RequestState]) -> None:
-        """Let requests in their prompts get tokens after all the others."""
+    def move_to_prefill_end(self, states: Iterable[RequestState]) -> None:
+        """Plan the chunks of these prefilling requests after those of all others, from the next step on."""
         for state in states:
             self.prefilling[state.sequence] = self.prefilling.pop(state.sequence)
 
-    def prefilled(self, state: RequestState) -> None:
-        """The last chunk of a request's known tokens is planned: from now on it decodes."""
+    def start_decoding(self, state: RequestState) -> None:
+        """Move a request from prefilling to decoding: the last chunk of its known tokens is planned."""
         del self.prefilling[state.sequence]
-        self.decoding.join(state)
+        self.decoding.add(state)
 
-    def extend(self, state: RequestState) -> bool:
-        """One more block for a request that decodes; False, with nothing changed, if there is none."""
+    def add_block(self, state: RequestState) -> bool:
+        """Give a decoding request one more block; False, with nothing changed, if none is available."""
         added = self.blocks.extend(state.sequence, state.capacity + 1)
         if added is None:
             return False
         self._new_blocks.setdefault(state.sequence, []).extend(added)
         state.capacity += self.blocks.block_size
-        self.decoding.file(state)
+        self.decoding.schedule_event(state)
         return True
 
     def preempt(self, state: RequestState) -> None:
-        """A running request waits again. Tokens under way still count."""
+        """Move a running request back to waiting. Tokens of steps in flight still count."""
         self._release(state)
-        state.leave()
-        self._wait(state)
+        state.preempt()
+        self._enqueue(state)
 
-    def remove(self, state: RequestState) -> None:
-        """The request has ended, wherever it was."""
+    def retire(self, state: RequestState) -> None:
+        """Remove a request that has finished, whether it is waiting or running."""
         del self.requests[state.id]
         if state.sequence:
             self._release(state)
         else:
             self.waiting.remove(state)
             self._waiting_views = None
-        state.end()
+        state.finish()
 
-    def take_news(
+    def take_runner_updates(
         self,
     ) -> tuple[tuple[NewSequence, ...], tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]:
-        """What has changed since the last call: Step.new, Step.blocks and Step.finished."""
-        news = (
+        """What changed since the last call and the runner does not know: Step.new, Step.blocks and Step.finished."""
+        updates = (
             tuple(self._new.values()),
             tuple((number, tuple(added)) for number, added in self._new_blocks.items()),
             tuple(self._finished),
@@ -122,37 +126,37 @@ class Queues:
         self._new.clear()
         self._new_blocks.clear()
         self._finished.clear()
-        return news
+        return updates
 
     def check(self) -> None:
-        """Raise AssertionError when the books disagree."""
+        """Raise AssertionError if an invariant is violated."""
         self.blocks.check()
         states = set(self.requests.values())
-        assert states == {*self.waiting, *self.running.values()}, "a request is lost"
-        assert len(states) == len(self.waiting) + len(self.running), "a request is in two queues"
-        assert self.waiting == sorted(self.waiting, key=_by_arrival), "the waiting are out of order"
-        assert not any(state.sequence for state in self.waiting), "a waiting request has a number"
+        assert states == {*self.waiting, *self.running.values()}, "a request is neither waiting nor running"
+        assert len(states) == len(self.waiting) + len(self.running), "a request is both waiting and running"
+        assert self.waiting == sorted(self.waiting, key=_by_arrival), "the waiting requests are out of order"
+        assert not any(state.sequence for state in self.waiting), "a waiting request has a sequence number"
         for number, state in self.running.items():
-            assert state.sequence == number, "a running request has another's number"
+            assert state.sequence == number, "a running request is filed under another sequence number"
             capacity = len(self.blocks.table(number)) * self.blocks.block_size
             assert capacity == state.capacity >= state.computed, "a running request has too few blocks"
         for number, state in self.prefilling.items():
-            assert self.running.get(number) is state, "a request that does not run is in its prompt"
-            assert state.computed < state.known, "a request past its prompt is in it"
+            assert self.running.get(number) is state, "a request prefills but does not run"
+            assert state.computed < state.prefill_len, "a request prefills but its prefill is complete"
         self.decoding.check(self.running)
         if not self.running:
-            assert self.blocks.num_used == 0, "blocks are in use by nobody"
+            assert self.blocks.num_used == 0, "blocks are in use but no request runs"
 
-    def _wait(self, state: RequestState) -> None:
+    def _enqueue(self, state: RequestState) -> None:
         insort(self.waiting, state, key=_by_arrival)
         self._waiting_views = None
 
     def _release(self, state: RequestState) -> None:
-        """Take the blocks from a running request; the runner is to forget it, if it knows of it."""
+        """Free a running request's blocks, and have the runner forget the sequence if the runner knows it."""
         number = state.sequence
         self.blocks.free(number)
         self.prefilling.pop(number, None)
-        self.decoding.leave(state)
+        self.decoding.remove(state)
         del self.running[number]
         self._running_views = None
         self._new_blocks.pop(number, None)
@@ -161,4 +165,4 @@ class Queues:
 
 
 def _by_arrival(state: RequestState) -> tuple[float, int]:
-    return state.order
+    return state.arrival_order

@@ -1,4 +1,4 @@
-"""What the scheduler knows of one request, and the read-only view of it that policies see."""
+"""The scheduler's state of one request, and the read-only view of it that policies see."""
 
 from __future__ import annotations
 
@@ -7,40 +7,49 @@ from attrs import frozen
 from engine.core.errors import InvalidRequestError
 from engine.core.schedulers.block_manager import HashChain
 from engine.core.schedulers.step_counter import StepCounter
-from engine.core.types import FINISH_LENGTH, FINISH_STOP, Output, Request, RequestTimes, SamplingParams, TokenLogprobs
+from engine.core.types import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    FinishReason,
+    Output,
+    Request,
+    RequestTimes,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 class RequestState:
-    """One request from its arrival to its end, over all its admissions.
+    """One request from arrival to finish, across all its admissions.
 
-    params: with the seed set. max_output: most tokens to generate. stop_tokens: those that end it. number: of requests
-    added before it, which orders those that arrived at once.
+    params: with the seed set. max_output: maximum tokens to generate. stop_tokens: tokens that finish the request.
+    number: serial number of the request, which orders requests of equal arrival time.
 
-    While it decodes it takes part in every step, so what it has computed and sampled follows from the clock; otherwise
-    both are booked with each chunk.
+    While a request decodes it is in every step, so the numbers of tokens computed and sampled follow from the step
+    counter; otherwise both are updated with each planned chunk.
     """
 
     __slots__ = (
         "_block_size",
-        "_clock",
         "_computed",
+        "_counter",
+        "_decoding_since",
         "_last_step",
         "_sampled",
-        "_since",
+        "arrival_order",
         "cached_tokens",
         "capacity",
         "chain",
-        "displaced",
-        "due",
-        "ended",
+        "finished",
         "first_token_at",
         "id",
-        "known",
         "max_output",
-        "milestone",
-        "order",
+        "next_check_len",
+        "next_event",
         "params",
         "preemptions",
+        "preemptions_for_waiting",
+        "prefill_len",
         "prompt_len",
         "prompt_logprobs",
         "request",
@@ -60,16 +69,16 @@ class RequestState:
         stop_tokens: frozenset[int],
         block_size: int,
         number: int,
-        clock: StepCounter,
+        counter: StepCounter,
     ) -> None:
         self.request = request
         self.id = request.id
         self.params = params
         self.max_output = max_output
         self.stop_tokens = stop_tokens
-        self.order = (request.arrival, number)
+        self.arrival_order = (request.arrival, number)
         self.prompt_len = len(request.prompt)
-        self.tokens = list(request.prompt)  # the prompt and all output that has come back
+        self.tokens = list(request.prompt)  # the prompt and all committed output
         self.chain = HashChain(block_size, request.salt)
         self.view = StateView(request.id, request.priority, request.arrival, self.prompt_len, self)
         self.cached_tokens = 0  # at the first admission
@@ -77,114 +86,117 @@ class RequestState:
         self.first_token_at: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.preemptions = 0
-        self.displaced = 0  # how often in a row for more urgent requests, without a token in between
-        self.ended = False
+        self.preemptions_for_waiting = 0  # preemptions in favour of waiting requests since the last token
+        self.finished = False
         self._block_size = block_size
-        self._clock = clock
-        self._last_step = 0  # id of the last step with a part of it, those left out that the clock tells of
-        self._sampled = 0  # as `sampled`, less what the clock tells
-        # Of the present admission:
-        self.sequence = 0  # its number; 0: it waits
-        self.known = 0  # tokens known at admission, all to be computed before the first is sampled
-        self.capacity = 0  # tokens that its blocks hold
-        self._computed = 0  # as `computed`, less what the clock tells
-        self._since = -1  # the tick at which its clock was started; -1: it stands
-        self.due = -1  # the tick at which it needs attention, while its clock runs
-        # `tokens` can grow by sampled ones to anything less than this length without that a block is full or the
-        # request at its end; 0: it does not run.
-        self.milestone = 0
+        self._counter = counter
+        self._last_step = 0  # id of the last step that includes the request, not updated while it decodes
+        self._sampled = 0  # as `sampled`, less `_decoded`
+        # Of the current admission:
+        self.sequence = 0  # sequence number; 0: waiting
+        self.prefill_len = 0  # tokens known at admission, all to be computed before the next one is sampled
+        self.capacity = 0  # tokens that the sequence's blocks hold
+        self._computed = 0  # as `computed`, less `_decoded`
+        self._decoding_since = -1  # iteration at which decoding started; -1: it does not decode
+        self.next_event = -1  # while it decodes: the iteration before which it needs a block, or stops decoding
+        # Below this length of `tokens`, a sampled token neither fills a block nor reaches max_output, so that a commit
+        # only appends the token unless it is a stop token. 0: not running, or no token committed in this admission.
+        self.next_check_len = 0
 
     @property
-    def _ticks(self) -> int:
-        """Tokens that the clock tells of."""
-        return self._clock.ticks - self._since if self._since >= 0 else 0
+    def _decoded(self) -> int:
+        """Tokens computed, and as many sampled, in the iterations since decoding started."""
+        return self._counter.iterations - self._decoding_since if self._decoding_since >= 0 else 0
 
     @property
     def computed(self) -> int:
-        """Tokens in the cache, or on their way there in a planned step."""
-        return self._computed + self._ticks
+        """Tokens in the KV cache, including those that planned steps will compute."""
+        return self._computed + self._decoded
 
     @property
     def sampled(self) -> int:
-        """Tokens of output, those that planned steps will sample included."""
-        return self._sampled + self._ticks
+        """Output tokens, including those that planned steps will sample."""
+        return self._sampled + self._decoded
 
     @property
-    def ends_at(self) -> int:
-        """The tick at which all its tokens are planned; while its clock runs."""
-        return self._since + self.max_output - self._sampled
+    def output_planned_at(self) -> int:
+        """The iteration by which all output tokens are planned; only while decoding."""
+        return self._decoding_since + self.max_output - self._sampled
 
     @property
-    def full_at(self) -> int:
-        """The tick at which its blocks are full; while its clock runs."""
-        return self._since + self.capacity - self._computed
+    def blocks_full_at(self) -> int:
+        """The iteration at which the sequence's blocks are full; only while decoding."""
+        return self._decoding_since + self.capacity - self._computed
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step under way has a part of it."""
-        return (self._clock.planned if self._ticks else self._last_step) > self._clock.committed
+        """Whether a step in flight includes this request."""
+        return (self._counter.steps_planned if self._decoded else self._last_step) > self._counter.steps_committed
 
     @property
     def output_len(self) -> int:
-        """Tokens of output that have come back."""
+        """Output tokens committed."""
         return len(self.tokens) - self.prompt_len
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of the prompt are still to be delivered."""
+        """Whether prompt logprobs were requested and have not been returned yet."""
         return self.params.prompt_logprobs is not None and not self.output_len
 
     def admit(self, sequence: int, cached: int, capacity: int) -> None:
-        """Run as a new sequence, of which `cached` tokens are in the KV cache and whose blocks hold `capacity`."""
+        """Start running under a new sequence number.
+
+        cached: tokens found in the prefix cache. capacity: tokens that the sequence's blocks hold.
+        """
         self.sequence = sequence
-        self.known = len(self.tokens)
+        self.prefill_len = len(self.tokens)
         self.capacity = capacity
         self._computed = cached
         self.prompt_logprobs.clear()
 
-    def book_chunk(self, count: int) -> bool:
-        """The step just planned computes `count` more of its known tokens; whether it samples the next."""
+    def plan_chunk(self, count: int) -> bool:
+        """Count a prefill chunk of the step just planned; returns whether the chunk samples the next token."""
         self._computed += count
-        self._last_step = self._clock.planned
-        last = self._computed == self.known
+        self._last_step = self._counter.steps_planned
+        last = self._computed == self.prefill_len
         self._sampled += last
         return last
 
-    def start_clock(self) -> None:
+    def start_decoding(self) -> None:
         """Take part in every step from now on."""
-        self._since = self._clock.ticks
+        self._decoding_since = self._counter.iterations
 
-    def stop_clock(self) -> None:
+    def stop_decoding(self) -> None:
         """Take part in no further step."""
-        ticks = self._ticks
-        if ticks:
-            self._last_step = self._clock.planned
-        self._computed += ticks
-        self._sampled += ticks
-        self._since = self.due = -1
+        decoded = self._decoded
+        if decoded:
+            self._last_step = self._counter.steps_planned
+        self._computed += decoded
+        self._sampled += decoded
+        self._decoding_since = self.next_event = -1
 
-    def leave(self) -> None:
-        """Wait again, without blocks; its clock stands."""
+    def preempt(self) -> None:
+        """Go back to waiting, without blocks; decoding must have stopped."""
         self.preemptions += 1
         self.sequence = 0
         self.capacity = 0
-        self.milestone = 0
+        self.next_check_len = 0
         self._computed = 0
 
-    def end(self) -> None:
-        """Results under way are of no interest any more."""
-        self.ended = True
-        self.milestone = 0
+    def finish(self) -> None:
+        """Mark as finished: results still in flight are ignored."""
+        self.finished = True
+        self.next_check_len = 0
 
-    def take(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float) -> Output:
-        """Append sampled tokens up to the one that ends the request, and say what is new."""
+    def append(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float) -> Output:
+        """Append sampled tokens up to the one that finishes the request, and return them as an Output."""
         kept, reason = self._until_stop(tokens)
         prompt_logprobs = tuple(self.prompt_logprobs) if self.wants_prompt_logprobs else None
         self.tokens += kept
         if self.sequence:
-            pages = (len(self.tokens) - 1) // self._block_size
-            self.milestone = min(self.prompt_len + self.max_output, (pages + 1) * self._block_size + 1)
-        self.displaced = 0
+            full_blocks = (len(self.tokens) - 1) // self._block_size
+            self.next_check_len = min(self.prompt_len + self.max_output, (full_blocks + 1) * self._block_size + 1)
+        self.preemptions_for_waiting = 0
         if self.first_token_at is None:
             self.first_token_at = now
         return Output(
@@ -198,8 +210,8 @@ class RequestState:
             times=self._times(now) if reason else None,
         )
 
-    def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
-        """Those of the tokens that count, and why the last of them ends the request; None: it does not."""
+    def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """The tokens up to the one that finishes the request, and the finish reason; None if it goes on."""
         for index, token in enumerate(tokens, 1):
             count = self.output_len + index
             if token in self.stop_tokens and count >= self.params.min_tokens:
@@ -221,31 +233,31 @@ class RequestState:
 
 @frozen(eq=False, repr=False)
 class StateView:
-    """The read-only RequestView of one request, made once."""
+    """The read-only RequestView of one request; one object for the life of the request."""
 
     id: str
-    """The request's own name."""
+    """Id of the request."""
     priority: int
     """Lower is more urgent."""
     arrival: float
-    """time.monotonic() seconds."""
+    """Arrival time: time.monotonic(), seconds."""
     prompt_tokens: int
-    """Length of the prompt."""
+    """Length of the prompt, in tokens."""
     _state: RequestState
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens in the KV cache, or on their way there in a step already planned."""
+        """Tokens in the KV cache, including those that planned steps will compute."""
         return self._state.computed
 
     @property
     def output_tokens(self) -> int:
-        """Tokens sampled, or being sampled in a step already planned."""
+        """Tokens sampled, including those that planned steps will sample."""
         return self._state.sampled
 
     @property
     def preemptions(self) -> int:
-        """How often it was preempted."""
+        """How often the request was preempted."""
         return self._state.preemptions
 
     def __repr__(self) -> str:
@@ -253,29 +265,30 @@ class StateView:
 
 
 def state_of(view: object) -> RequestState | None:
-    """The request behind a view that was handed out; None for anything else."""
+    """The request behind a StateView; None for any other object."""
     return view._state if isinstance(view, StateView) else None
 
 
 def max_output(request: Request, *, max_len: int, cache_tokens: int) -> int:
-    """Most tokens a request may generate, given the longest context and the tokens that fit into the KV cache.
+    """Maximum tokens a request may generate, given the maximum context and the tokens that fit into the KV cache.
 
-    Raises InvalidRequestError when it can never run.
+    Raises InvalidRequestError when the request can never run.
     """
-    prompt, wanted, least = len(request.prompt), request.params.max_tokens, request.params.min_tokens
+    prompt, max_tokens, min_tokens = len(request.prompt), request.params.max_tokens, request.params.min_tokens
     if not prompt:
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-    # The last token sampled is never computed, so it takes no place in the cache.
+    # The last token sampled is never computed, so it needs no place in the cache.
     longest = min(max_len, cache_tokens + 1)
-    most = longest - prompt
+    possible = longest - prompt
     limit = f"{longest} tokens, " + ("the longest context" if longest == max_len else "all that the KV cache can hold")
-    if most < 1:
+    if possible < 1:
         raise InvalidRequestError(
             f"a prompt of {prompt} tokens leaves no room for output within {limit}; shorten it", "prompt"
         )
-    asked, name = (least, "min_tokens") if wanted is None else (wanted, "max_tokens")
-    if asked > most:
+    asked, name = (min_tokens, "min_tokens") if max_tokens is None else (max_tokens, "max_tokens")
+    if asked > possible:
         raise InvalidRequestError(
-            f"a prompt of {prompt} tokens and {name} of {asked} exceed {limit}; use a {name} of at most {most}", name
+            f"a prompt of {prompt} tokens and {name} of {asked} exceed {limit}; use a {name} of at most {possible}",
+            name,
         )
-    return wanted or most
+    return max_tokens or possible

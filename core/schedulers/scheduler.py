@@ -1,15 +1,23 @@
-"""Plans each step and takes in its result. Owns queues, blocks and budgets; a policy only answers questions.
+"""Plans each step and commits its result. Owns queues, blocks and budgets; the policy only answers questions.
 
-A request waits, runs as a sequence (a new number at each admission), and may be preempted: its blocks are freed and it
-waits again, to be computed anew from all its tokens. What holds throughout:
+A request waits until it is admitted. It then runs as a sequence: it prefills, then decodes. When blocks run out it may
+be preempted: its blocks are freed, it waits again, and at the next admission it gets a new sequence number and is
+recomputed from all its tokens. It finishes by a stop token, at its maximum length, or when it is aborted.
 
-- Steps run in the order planned; one may be under way while the next is planned, and results come in the same order.
-  Hence a block can be handed on as soon as its owner is out of the plan, though a step under way still writes to it:
-  its next owner writes later.
-- A running sequence is first in its prompt, and gets chunks as the policy and the token budget allow. Then it decodes:
-  it is in every step, with a token an iteration (`DecodeSet`), until all its tokens are planned.
-- A decoding sequence always has a block for its next token, or is due. So planning looks only at those that are due,
-  in their prompts or waiting, and taking in a result only appends tokens, until a sequence reaches its `milestone`.
+Invariants:
+
+- Steps execute in the order planned, and results are committed in that order. One step may be in flight while the next
+  is planned.
+- Hence a block may be reused as soon as its sequence is no longer part of the plan. A step in flight may still write to
+  the block, but the new owner writes later, in a later step.
+- A prefilling sequence is computed in chunks, as the policy and the token budget allow. The last chunk samples the
+  first token, and from then on the sequence decodes.
+- A decoding sequence is in every step and gains one token per iteration (`DecodeSet`), until all its output tokens are
+  planned. It is left out only while the policy allows fewer decodes than there are.
+- A decoding sequence has room in its blocks for the next token before each step that includes it. The iteration at
+  which its blocks are full is known in advance, as its next event. So planning looks only at sequences with an event,
+  prefilling ones and waiting ones, not at every decoding sequence.
+- Committing a result only appends tokens, until a token stops the request or fills a block (`next_check_len`).
 """
 
 from __future__ import annotations
@@ -25,12 +33,12 @@ import attrs
 from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.checked_policy import CheckedPolicy
-from engine.core.schedulers.planner import Planner
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState, max_output
 from engine.core.schedulers.step_counter import StepCounter
-from engine.core.schedulers.step_plan import Plan
+from engine.core.schedulers.step_plan import StepPlan
+from engine.core.schedulers.step_planner import StepPlanner
 from engine.core.types import (
     FINISH_ABORT,
     MAX_SEED,
@@ -45,7 +53,7 @@ from engine.core.types import (
 
 
 class _InFlight(NamedTuple):
-    """A step whose result is not in yet, and whose its parts are: they may have ended since, or been preempted."""
+    """An in-flight step and the requests in it, which may have been preempted or finished since."""
 
     step: Step
     decodes: tuple[RequestState, ...]
@@ -55,8 +63,8 @@ class _InFlight(NamedTuple):
 class Scheduler:
     """Decides what each step computes.
 
-    max_batch_tokens: most tokens in one step (in one iteration of it). max_running: most sequences in one step.
-    max_len: longest context, prompt and output together. eos_tokens: the model's own end-of-sequence tokens.
+    max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
+    step. max_len: maximum context, prompt and output together. eos_tokens: the model's end-of-sequence tokens.
     """
 
     def __init__(
@@ -69,12 +77,12 @@ class Scheduler:
         max_len: int,
         eos_tokens: frozenset[int],
     ) -> None:
-        self._clock = StepCounter()
-        self._queues = Queues(blocks, self._clock)
-        self._planner = Planner(
+        self._counter = StepCounter()
+        self._queues = Queues(blocks, self._counter)
+        self._planner = StepPlanner(
             self._queues,
             CheckedPolicy(policy, self._queues.requests),
-            self._clock,
+            self._counter,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
         )
@@ -89,15 +97,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
+        """Whether a request is waiting or running."""
         return bool(self._queues.requests)
 
     def requests(self) -> tuple[str, ...]:
-        """Ids of all requests that wait or run."""
+        """Ids of all waiting and running requests."""
         return tuple(self._queues.requests)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now; `seconds` is left to the engine."""
+        """Current counters and gauges; `seconds` is left to the engine."""
         return EngineStats(
             running=len(self._queues.running),
             waiting=len(self._queues.waiting),
@@ -109,15 +117,15 @@ class Scheduler:
             preemptions=self._planner.preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            steps=self._clock.committed,
+            steps=self._counter.steps_committed,
         )
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn. Raises InvalidRequestError when it can never run or its id is taken."""
+        """Queue a request. Raises InvalidRequestError if the request can never run or its id is in use."""
         if request.id in self._queues.requests:
-            raise InvalidRequestError(f"a request with id {request.id!r} is here already; choose another id", "id")
+            raise InvalidRequestError(f"request id {request.id!r} is already in use; choose another id", "id")
         block_size = self._blocks.block_size
-        most = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.num_blocks * block_size)
+        limit = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.num_blocks * block_size)
         params = request.params
         if params.seed is None:
             params = attrs.evolve(params, seed=secrets.randbelow(MAX_SEED))
@@ -129,82 +137,82 @@ class Scheduler:
             RequestState(
                 request,
                 params,
-                max_output=most,
+                max_output=limit,
                 stop_tokens=stop_tokens,
                 block_size=block_size,
                 number=self._requests_added,
-                clock=self._clock,
+                counter=self._counter,
             )
         )
 
     def abort(self, request_id: str) -> Output | None:
-        """End a request in whatever state and free what it holds; None if there is none of that id."""
+        """Finish a waiting or running request and free its blocks; None if there is none with this id."""
         state = self._queues.requests.get(request_id)
         if state is None:
             return None
-        self._queues.remove(state)
+        self._queues.retire(state)
         return Output(request=request_id, finish_reason=FINISH_ABORT, cached_tokens=state.cached_tokens)
 
     def schedule(self, now: float) -> Step | None:
-        """The next step; None when there is none before a step under way is committed, or nothing to do at all.
+        """Plan the next step; None if there is no work, or none before the result of a step in flight is committed.
 
-        Raises PluginError when the policy fails or gives an impossible answer.
+        Raises PluginError when the policy fails or gives an invalid answer; no request is lost then.
         """
         if not self._queues.requests:
             return None
         plan = self._planner.plan(now, idle=not self._in_flight)
-        return None if plan.empty else self._emit(plan)
+        return None if plan.empty else self._build_step(plan)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[Output]:
-        """Take in a step's result, in the order of the steps; what is new for each request comes back.
+        """Append the tokens a step sampled, and return what is new for each request. Steps are committed in order.
 
         Raises ExecutorError when the result does not belong to the step.
         """
-        planned = self._expect(step, result)
+        planned = self._pop_in_flight(step, result)
         outputs: list[Output] = []
         columns = zip(zip(*result.tokens, strict=True), _logprob_columns(result), strict=False)
-        milestones = 0
-        # This loop is for every token there is: what can be done elsewhere is.
+        checked = 0
+        # This loop runs for every token: whatever can be done elsewhere is done elsewhere.
         for state, (tokens, logprobs) in zip(planned.decodes, columns, strict=False):
             known = state.tokens
-            if len(known) + step.iterations < state.milestone and state.stop_tokens.isdisjoint(tokens):
+            if len(known) + step.iterations < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
                 known += tokens
                 outputs.append(
                     Output(request=state.id, tokens=tokens, logprobs=logprobs, cached_tokens=state.cached_tokens)
                 )
-            elif not state.ended:
-                milestones += 1
-                outputs.append(self._take(state, tokens, logprobs, now))
-        self._generation_tokens += (len(outputs) - milestones) * step.iterations
+            elif not state.finished:
+                checked += 1
+                outputs.append(self._append(state, tokens, logprobs, now))
+        self._generation_tokens += (len(outputs) - checked) * step.iterations
         if step.chunks:
             self._commit_chunks(planned, columns, dict(result.prompt_logprobs), now, outputs)
         return outputs
 
     def check(self) -> None:
-        """Raise AssertionError when the books disagree; for tests and for an idle engine."""
+        """Raise AssertionError if an invariant is violated; for tests and for an idle engine."""
         self._queues.check()
-        assert len(self._queues.running) <= self._max_running, "more run than may"
-        under_way = {state for planned in self._in_flight for state in (*planned.decodes, *planned.chunks)}
+        assert len(self._queues.running) <= self._max_running, "more than max_running requests run"
+        in_flight = {state for planned in self._in_flight for state in (*planned.decodes, *planned.chunks)}
         for state in self._queues.requests.values():
-            assert state.in_flight == (state in under_way), "a result is awaited that never comes, or the reverse"
+            assert state.in_flight == (state in in_flight), "a request is wrong about being in flight"
 
-    def _emit(self, plan: Plan) -> Step:
-        """Book the plan and put it into words for the runner."""
-        queues, clock = self._queues, self._clock
+    def _build_step(self, plan: StepPlan) -> Step:
+        """Commit the plan and build the Step."""
+        queues, counter = self._queues, self._counter
         iterations = self._planner.iterations()
         numbers, decodes = queues.decoding.members()
-        clock.planned += 1
+        counter.steps_planned += 1
         queues.decoding.advance(iterations)
         chunks = []
         for state, count in plan.chunks.items():
             start = state.computed
-            sample = state.book_chunk(count)
+            sample = state.plan_chunk(count)
             chunks.append(PrefillChunk(state.sequence, start, count, sample))
             if sample:
-                queues.prefilled(state)
-        new, blocks, finished = queues.take_news()
+                queues.start_decoding(state)
+        new, blocks, finished = queues.take_runner_updates()
         step = Step(
-            id=clock.planned,
+            id=counter.steps_planned,
             decodes=numbers,
             chunks=tuple(chunks),
             iterations=iterations,
@@ -215,58 +223,61 @@ class Scheduler:
         self._in_flight.append(_InFlight(step, decodes, tuple(plan.chunks)))
         return step
 
-    def _expect(self, step: Step, result: StepResult) -> _InFlight:
-        """Take the step from those under way, if it is its turn and the result has its shape."""
+    def _pop_in_flight(self, step: Step, result: StepResult) -> _InFlight:
+        """Remove and return the oldest step in flight, after checking that `result` belongs to it and has its shape."""
         if not self._in_flight or not step.id == result.step == self._in_flight[0].step.id:
             raise ExecutorError(
-                f"the result of step {result.step} came out of turn, for step {step.id}; the executor is at fault"
+                f"the result of step {result.step} came out of order, for step {step.id}; the executor is at fault"
             )
-        columns = len(step.decodes) + sum(piece.sample for piece in step.chunks)
+        columns = len(step.decodes) + sum(chunk.sample for chunk in step.chunks)
         for rows in (result.tokens, result.logprobs or result.tokens):
             if len(rows) != step.iterations or any(len(row) != columns for row in rows):
                 raise ExecutorError(
                     f"the result of step {step.id} does not hold {step.iterations} rows of {columns} tokens; "
                     "the executor is at fault"
                 )
-        self._clock.committed = step.id
+        self._counter.steps_committed = step.id
         return self._in_flight.popleft()
 
     def _commit_chunks(
         self,
         planned: _InFlight,
         columns: Iterator[tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]],
-        scores: Mapping[int, tuple[TokenLogprobs, ...]],
+        prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]],
         now: float,
         outputs: list[Output],
     ) -> None:
-        """Take in what came of a step's chunks. columns: what those that sample sampled; scores: of prompts."""
-        for state, piece in zip(planned.chunks, planned.step.chunks, strict=True):
-            tokens, logprobs = next(columns) if piece.sample else ((), ())
-            if state.ended:
-                continue
-            if piece.start < state.prompt_len:
-                self._prompt_tokens += min(piece.count, state.prompt_len - piece.start)
-                state.prompt_logprobs += scores.get(piece.sequence, ())
-            if tokens:
-                outputs.append(self._take(state, tokens, logprobs, now))
-            elif state.sequence:
-                self._blocks.register(state.sequence, state.tokens, state.chain, piece.start + piece.count)
+        """Commit a step's prefill chunks, and append to `outputs`.
 
-    def _take(
+        columns: (tokens, logprobs) of each chunk that samples. prompt_logprobs: by sequence number.
+        """
+        for state, chunk in zip(planned.chunks, planned.step.chunks, strict=True):
+            tokens, logprobs = next(columns) if chunk.sample else ((), ())
+            if state.finished:
+                continue
+            if chunk.start < state.prompt_len:
+                self._prompt_tokens += min(chunk.count, state.prompt_len - chunk.start)
+                state.prompt_logprobs += prompt_logprobs.get(chunk.sequence, ())
+            if tokens:
+                outputs.append(self._append(state, tokens, logprobs, now))
+            elif state.sequence:
+                self._blocks.register(state.sequence, state.tokens, state.chain, chunk.start + chunk.count)
+
+    def _append(
         self, state: RequestState, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
     ) -> Output:
-        """Give a request its tokens, let others share the blocks that are full now, and see whether it has ended."""
-        output = state.take(tokens, logprobs, now)
+        """Append tokens to a request, register blocks that are now full in the prefix cache, and retire if finished."""
+        output = state.append(tokens, logprobs, now)
         self._generation_tokens += len(output.tokens)
         if state.sequence:  # the last token is not computed yet
             self._blocks.register(state.sequence, state.tokens, state.chain, len(state.tokens) - 1)
         if output.finish_reason is not None:
-            self._queues.remove(state)
+            self._queues.retire(state)
         return output
 
 
 def _logprob_columns(result: StepResult) -> Iterator[tuple[TokenLogprobs, ...]]:
-    """Log probabilities of each sequence that samples, one a token; empty where not asked for."""
+    """Logprobs of each sequence that samples, one per token; empty for a sequence that did not ask for logprobs."""
     if not result.logprobs:
         return repeat(())
     return (tuple(entry for entry in column if entry is not None) for column in zip(*result.logprobs, strict=True))

@@ -1,18 +1,19 @@
-"""How far the plan and the results have come."""
+"""Counts the steps and iterations planned so far, and the steps committed."""
 
 from __future__ import annotations
 
 
 class StepCounter:
-    """Shared by the scheduler, which alone moves it, and its requests.
+    """Shared by the scheduler and its requests; only the scheduler changes it.
 
-    planned: id of the last step planned. committed: id of the last step whose result is in; results come in the order
-    of planning. ticks: iterations planned so far; a step of k iterations is k ticks.
+    steps_planned: also the id of the last step planned, since ids count from 1.
+    steps_committed: likewise of steps whose result has been committed; results arrive in the order of planning.
+    iterations: iterations planned so far; a step counts as `Step.iterations`.
     """
 
-    __slots__ = ("committed", "planned", "ticks")
+    __slots__ = ("iterations", "steps_committed", "steps_planned")
 
     def __init__(self) -> None:
-        self.planned = 0
-        self.committed = 0
-        self.ticks = 0
+        self.steps_planned = 0
+        self.steps_committed = 0
+        self.iterations = 0

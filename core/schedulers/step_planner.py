@@ -1,4 +1,4 @@
-"""Fills a step: who decodes on, whose prompt comes next, who is admitted and who has to give way."""
+"""Plans a step: which requests decode, prefill, are admitted and are preempted."""
 
 from __future__ import annotations
 
@@ -9,44 +9,45 @@ from engine.core.schedulers.policy import MAX_DECODE_STEPS, Split
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.step_counter import StepCounter
-from engine.core.schedulers.step_plan import Plan
+from engine.core.schedulers.step_plan import StepPlan
 
-MAX_DISPLACED = 3
-"""A request displaced so often in a row by waiting ones is then left alone until it has got a token, so that there is
-progress under any policy."""
+MAX_PREEMPTIONS_FOR_WAITING = 3
+"""Times in a row that a request may be preempted for waiting ones before it has got a token; it is then exempt until it
+has got one, so that there is progress under any policy."""
 
 
-class Planner:
+class StepPlanner:
     """Asks the policy, and moves requests between waiting and running accordingly.
 
-    max_batch_tokens: most tokens in one step (in one iteration of it). max_running: most sequences in one step.
+    max_batch_tokens: maximum tokens per step (per iteration of a multi-step step). max_running: maximum sequences per
+    step.
     """
 
     def __init__(
-        self, queues: Queues, policy: CheckedPolicy, clock: StepCounter, *, max_batch_tokens: int, max_running: int
+        self, queues: Queues, policy: CheckedPolicy, counter: StepCounter, *, max_batch_tokens: int, max_running: int
     ) -> None:
         self._queues = queues
         self._blocks = queues.blocks
         self._policy = policy
-        self._clock = clock
+        self._counter = counter
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
-        self._everything = Split(decode=max_batch_tokens, prefill=max_batch_tokens)
+        self._unrestricted = Split(decode=max_batch_tokens, prefill=max_batch_tokens)
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.preemptions = 0
 
-    def plan(self, now: float, *, idle: bool) -> Plan:
-        """What the next step computes; never nothing if a request is there and the engine is idle."""
+    def plan(self, now: float, *, idle: bool) -> StepPlan:
+        """The next step's plan; never empty if `idle` (no step is in flight) and there is a request."""
         queues = self._queues
-        split = self._everything
-        if self._policy.splits:
+        split = self._unrestricted
+        if self._policy.overrides_split:
             split = self._policy.split(self._max_batch_tokens, queues.waiting_views, queues.running_views)
-        plan = Plan(self._max_batch_tokens, split, queues.decoding)
+        plan = StepPlan(self._max_batch_tokens, split, queues.decoding)
         self._plan_decodes(plan)
-        self._plan_prompts(plan, now)
-        if plan.empty and idle:  # something must run, whatever the policy says
-            plan = Plan(self._max_batch_tokens, self._everything, queues.decoding)
+        self._plan_prefills(plan, now)
+        if plan.empty and idle:  # whatever the policy says, there must be progress
+            plan = StepPlan(self._max_batch_tokens, self._unrestricted, queues.decoding)
             self._plan_decodes(plan)
             for state in queues.prefilling.values():
                 plan.add_chunk(state)
@@ -55,91 +56,95 @@ class Planner:
         return plan
 
     def iterations(self) -> int:
-        """How many times to repeat the step: as the policy wants, as far as outputs and blocks of all allow."""
+        """Number of iterations of the planned step: as many as the policy wants, and outputs and blocks allow."""
         queues = self._queues
-        if queues.prefilling or not self._policy.repeats:
+        if queues.prefilling or not self._policy.overrides_decode_steps:
             return 1
         wanted = min(self._policy.decode_steps(queues.running_views, queues.waiting_views), MAX_DECODE_STEPS)
         count = 1
         while count < wanted:
-            tick = self._clock.ticks + count
-            due = queues.decoding.due(tick)
-            if len(due) > self._blocks.num_available or any(state.ends_at == tick for state in due):
+            iteration = self._counter.iterations + count
+            states = queues.decoding.events_at(iteration)
+            if len(states) > self._blocks.num_available:
                 break
-            for state in due:
-                queues.extend(state)
+            if any(state.output_planned_at == iteration for state in states):
+                break
+            for state in states:
+                queues.add_block(state)
             count += 1
         return count
 
-    def _plan_decodes(self, plan: Plan) -> None:
-        """Let those that are due leave or have a block, so that all that then decode can do so once more."""
+    def _plan_decodes(self, plan: StepPlan) -> None:
+        """Drop sequences whose output is all planned and give every other sequence with an event its next block."""
         decoding = self._queues.decoding
-        tick = self._clock.ticks
-        for state in decoding.due(tick):
-            if state.ends_at == tick:
-                decoding.leave(state)
-        decoding.limit(plan.decode_room)
-        while due := decoding.due(tick):
-            for state in due:
-                if state.due == tick:  # not preempted a moment ago
-                    self._extend(state, plan)
-            decoding.limit(plan.decode_room)  # who was preempted leaves room for one held back
+        now = self._counter.iterations
+        for state in decoding.events_at(now):
+            if state.output_planned_at == now:
+                decoding.remove(state)
+        decoding.limit(plan.max_decodes)
+        while states := decoding.events_at(now):
+            for state in states:
+                if state.next_event == now:  # else preempted by an earlier pass of this loop
+                    self._add_block(state, plan)
+            decoding.limit(plan.max_decodes)  # a preemption may let a deferred sequence become active
 
-    def _extend(self, state: RequestState, plan: Plan) -> None:
-        """One more block, taken from others if need be; the policy may have `state` itself preempted instead."""
-        while not self._queues.extend(state):
+    def _add_block(self, state: RequestState, plan: StepPlan) -> None:
+        """Give a decoding request one more block, preempting others (or, if the policy says so, itself) if need be."""
+        while not self._queues.add_block(state):
             victim = self._policy.victim(self._queues.running_views)
             self._preempt(victim, plan)
             if victim is state:
                 return
 
-    def _plan_prompts(self, plan: Plan, now: float) -> None:
-        """Chunks for those in their prompts, and for waiting ones that can be admitted."""
+    def _plan_prefills(self, plan: StepPlan, now: float) -> None:
+        """Add chunks for prefilling requests, and admit waiting ones."""
         queues, policy = self._queues, self._policy
-        seats = len(queues.running) < self._max_running or policy.displaces
-        admitting = bool(queues.waiting) and seats and not plan.preempted
-        plan.yielding = list(queues.prefilling.values())
-        if not (admitting and policy.displaces):
-            self._serve_prompts(plan)
-        if admitting and plan.prefill_room > 0:
+        may_fit = len(queues.running) < self._max_running or policy.overrides_preempts
+        admitting = bool(queues.waiting) and may_fit and not plan.preempted
+        plan.deferred = list(queues.prefilling.values())
+        if not (admitting and policy.overrides_preempts):
+            self._add_chunks(plan)
+        if admitting and plan.prefill_tokens_left > 0:
             self._admit(policy.order(queues.waiting_views, now), plan, now)
-        self._serve_prompts(plan)
+        self._add_chunks(plan)
 
-    def _serve_prompts(self, plan: Plan, candidate: RequestState | None = None) -> None:
-        """Chunks for those in their prompts, but for whom the policy would preempt for the waiting `candidate`: those
-        need not go, but its prompt comes first."""
-        staying = []
-        for state in plan.yielding:
+    def _add_chunks(self, plan: StepPlan, candidate: RequestState | None = None) -> None:
+        """Add prefill chunks for running requests, deferring those the policy would preempt in favour of `candidate`.
+
+        candidate: a waiting request. The deferred requests keep their blocks; only the candidate's chunk comes first.
+        """
+        deferred = []
+        for state in plan.deferred:
             if (
                 candidate is not None
-                and state.displaced < MAX_DISPLACED
+                and state.preemptions_for_waiting < MAX_PREEMPTIONS_FOR_WAITING
                 and self._policy.preempts(candidate.view, (state.view,)) is state
             ):
-                staying.append(state)
+                deferred.append(state)
             else:
                 plan.add_chunk(state)
-        plan.yielding = staying
+        plan.deferred = deferred
 
-    def _preempt(self, state: RequestState, plan: Plan) -> None:
-        plan.drop(state)
+    def _preempt(self, state: RequestState, plan: StepPlan) -> None:
+        plan.remove(state)
         self._queues.preempt(state)
         self.preemptions += 1
 
-    def _admit(self, order: Iterable[RequestState], plan: Plan, now: float) -> None:
-        """Start waiting requests in this order, up to the first for which there is no room."""
+    def _admit(self, order: Iterable[RequestState], plan: StepPlan, now: float) -> None:
+        """Admit waiting requests in this order, up to the first that does not fit."""
         for state in order:
             if state in plan.preempted:
                 continue
-            self._serve_prompts(plan, state)
-            if plan.prefill_room <= 0 or state.in_flight:
+            self._add_chunks(plan, state)
+            if plan.prefill_tokens_left <= 0 or state.in_flight:
                 return
-            # Log probabilities of the whole prompt need the whole prompt computed.
+            # Prompt logprobs need the logits of every prompt position, which the prefix cache does not have.
             use_cache = self._blocks.prefix_caching and not state.wants_prompt_logprobs
             cached = self._blocks.lookup(state.tokens, state.chain) if use_cache else []
-            if not self._fits(state, cached) and not self._displace(state, cached, plan):
+            if not self._fits(state, cached) and not self._preempt_for(state, cached, plan):
                 return
-            self._queues.start(state, cached)
-            self._queues.put_behind(plan.yielding)
+            self._queues.admit(state, cached)
+            self._queues.move_to_prefill_end(plan.deferred)
             plan.add_chunk(state)
             if state.scheduled_at is None:
                 state.scheduled_at = now
@@ -148,20 +153,25 @@ class Planner:
                 self.prefix_hits += state.computed
 
     def _fits(self, state: RequestState, cached: Sequence[int], without: Sequence[RequestState] = ()) -> bool:
-        """Whether there is a seat, and blocks for all its known tokens and one more for each running sequence.
+        """Whether a request could be admitted once the requests `without` are preempted.
 
-        A request that takes the last blocks would be preempted a few steps later, its prompt computed in vain.
+        It needs a place among max_running, and blocks for all its known tokens plus one for each other running request:
+        a request that took the last blocks would be preempted a few steps later, its prefill wasted.
         """
         others = len(self._queues.running) - len(without)
         return others < self._max_running and self._blocks.can_allocate(
             len(state.tokens), cached, spare=others, without=[other.sequence for other in without]
         )
 
-    def _displace(self, state: RequestState, cached: Sequence[int], plan: Plan) -> bool:
-        """Preempt running requests of the policy's choice for a waiting one; none unless it can then be admitted."""
-        if not self._policy.displaces:
+    def _preempt_for(self, state: RequestState, cached: Sequence[int], plan: StepPlan) -> bool:
+        """Preempt running requests of the policy's choice for a waiting one; none if it would still not fit."""
+        if not self._policy.overrides_preempts:
             return False
-        running = [other for other in self._queues.settled() if other.displaced < MAX_DISPLACED]
+        running = [
+            other
+            for other in self._queues.admitted_earlier()
+            if other.preemptions_for_waiting < MAX_PREEMPTIONS_FOR_WAITING
+        ]
         victims: list[RequestState] = []
         while not self._fits(state, cached, victims):
             if not running:
@@ -172,6 +182,6 @@ class Planner:
             running.remove(victim)
             victims.append(victim)
         for victim in victims:
-            victim.displaced += 1
+            victim.preemptions_for_waiting += 1
             self._preempt(victim, plan)
         return True

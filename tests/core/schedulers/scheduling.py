@@ -1,4 +1,4 @@
-"""A scheduler with a plain policy, and what drives it step by step."""
+"""A scheduler with a simple policy, and functions that run it step by step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.core.schedulers.policy import RequestView, SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.types import Output, Request, SamplingParams, Step, StepResult
 
-PAGE = 4
+BLOCK_SIZE = 4
 EOS = 2
 
 
 class Policy(SchedulingPolicy):
-    """In order of arrival, last admitted first to go; a test replaces what it is about."""
+    """Admits in order of arrival and preempts the last admitted; a test overrides the methods it is about."""
 
     api = "1"
 
@@ -27,7 +27,7 @@ class Policy(SchedulingPolicy):
 
 
 def policy(**answers: Callable[..., Any]) -> Policy:
-    """A Policy with other answers."""
+    """A Policy with some methods replaced."""
     made = type("Changed", (Policy,), {name: staticmethod(answer) for name, answer in answers.items()})()
     assert isinstance(made, Policy)
     return made
@@ -38,14 +38,14 @@ def make_scheduler(
 ) -> Scheduler:
     return Scheduler(
         chosen or Policy(),
-        BlockManager(num_blocks, PAGE, prefix_caching=prefix_caching),
+        BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching),
         eos_tokens=frozenset({EOS}),
         **{"max_batch_tokens": 64, "max_running": 8, "max_len": 1000, **limits},
     )
 
 
 def request(name: str, prompt: int | Sequence[int] = 3, **fields: Any) -> Request:
-    """A request with a prompt of its own of that length, or with these tokens; fields of params may be given too."""
+    """A request with these prompt tokens, or this many unique ones. fields: of Request or of SamplingParams."""
     tokens = tuple(hash_tokens(name, prompt)) if isinstance(prompt, int) else tuple(prompt)
     own = {key: fields.pop(key) for key in ("priority", "arrival", "salt") if key in fields}
     return Request(id=name, prompt=tokens, params=SamplingParams(**fields), **own)
@@ -63,8 +63,8 @@ def plan(scheduler: Scheduler, now: float = 0.0) -> Step:
 
 
 def commit(scheduler: Scheduler, step: Step, *tokens: int | tuple[int, ...], now: float = 0.0) -> list[Output]:
-    """Commit with these tokens, one (or one an iteration) a sequence that samples; without any, 7 for each."""
-    sampling = len(step.decodes) + sum(piece.sample for piece in step.chunks)
+    """Commit with these tokens: one, or one per iteration, per sequence that samples; by default 7 for each."""
+    sampling = len(step.decodes) + sum(chunk.sample for chunk in step.chunks)
     columns = [
         column if isinstance(column, tuple) else (column,) * step.iterations for column in tokens or [7] * sampling
     ]
@@ -78,28 +78,28 @@ def turn(scheduler: Scheduler, *tokens: int) -> list[Output]:
     return commit(scheduler, plan(scheduler), *tokens)
 
 
-def finish(scheduler: Scheduler, most: int = 500) -> list[Output]:
-    """Run until nothing is left."""
+def finish(scheduler: Scheduler, max_steps: int = 500) -> list[Output]:
+    """Run steps until all requests have finished."""
     outputs: list[Output] = []
-    for _ in range(most):
+    for _ in range(max_steps):
         if not scheduler.has_work:
             return outputs
         outputs += turn(scheduler)
-    raise AssertionError("no end")
+    raise AssertionError(f"requests are left after {max_steps} steps")
 
 
 def views(scheduler: Scheduler) -> tuple[RequestView, ...]:
-    """What a policy sees of the running requests."""
+    """The running requests, as a policy sees them."""
     return scheduler._queues.running_views
 
 
 def work(step: Step) -> list[int | tuple[int, int, int, bool]]:
-    """The sequences that decode, then the chunks."""
-    return [*step.decodes, *((piece.sequence, piece.start, piece.count, piece.sample) for piece in step.chunks)]
+    """The sequences that decode, followed by the chunks as tuples."""
+    return [*step.decodes, *((chunk.sequence, chunk.start, chunk.count, chunk.sample) for chunk in step.chunks)]
 
 
 def crowded(chosen: SchedulingPolicy | None = None) -> Scheduler:
-    """Two sequences of 8 tokens each, in their decode phase, which fill all 5 blocks but one."""
+    """A scheduler with 5 blocks and two decoding sequences of 8 tokens each, which fill 4 of the blocks."""
     scheduler = make_scheduler(chosen, num_blocks=5, max_len=20)
     for name in "ab":
         scheduler.add(request(name, 7, max_tokens=10))

@@ -10,16 +10,16 @@ from engine.core.attention.kv_pool import KVPool
 from engine.core.quant.float8 import UNSCALED, KVScales
 from engine.core.schedulers.block_manager import BlockManager, HashChain
 
-PAGE = 4
+BLOCK_SIZE = 4
 
 
 def make_manager(num_blocks: int = 8, *, prefix_caching: bool = True) -> BlockManager:
-    return BlockManager(num_blocks, PAGE, prefix_caching=prefix_caching)
+    return BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
 
 
 def run_prompt(manager: BlockManager, sequence: int, tokens: list[int], salt: str = "") -> list[int]:
     """Allocate a sequence with its cached prefix and register all its full blocks; returns the cached blocks."""
-    chain = HashChain(PAGE, salt)
+    chain = HashChain(BLOCK_SIZE, salt)
     cached = manager.lookup(tokens, chain)
     assert manager.allocate(sequence, len(tokens), cached) is not None
     manager.register(sequence, tokens, chain, len(tokens))
@@ -27,7 +27,7 @@ def run_prompt(manager: BlockManager, sequence: int, tokens: list[int], salt: st
     return cached
 
 
-def test_blocks_are_counted_and_come_back() -> None:
+def test_blocks_are_counted_and_freed() -> None:
     manager = make_manager()
     assert (manager.num_free, manager.num_cached, manager.num_used) == (8, 0, 0)
     table = manager.allocate(1, 9)
@@ -48,7 +48,7 @@ def test_allocate_is_all_or_nothing() -> None:
     assert manager.allocate(1, 8) is not None
 
 
-def test_extend_adds_blocks_only_across_a_page_and_all_or_nothing() -> None:
+def test_extend_adds_blocks_only_across_a_block_boundary_and_all_or_nothing() -> None:
     manager = make_manager(3)
     table = manager.allocate(1, 3)
     assert table is not None
@@ -63,7 +63,7 @@ def test_extend_adds_blocks_only_across_a_page_and_all_or_nothing() -> None:
     manager.check()
 
 
-def test_an_equal_prefix_is_found() -> None:
+def test_lookup_finds_the_longest_equal_prefix() -> None:
     manager = make_manager(16)
     first = list(range(10))
     assert run_prompt(manager, 1, first) == []
@@ -72,7 +72,7 @@ def test_an_equal_prefix_is_found() -> None:
     assert run_prompt(manager, 4, [5, *first[1:]]) == []
 
 
-def test_a_prefix_is_found_after_its_sequence_is_gone() -> None:
+def test_lookup_finds_a_prefix_after_its_sequence_is_freed() -> None:
     manager = make_manager()
     run_prompt(manager, 1, list(range(10)))
     table = manager.table(1)
@@ -82,13 +82,13 @@ def test_a_prefix_is_found_after_its_sequence_is_gone() -> None:
     assert manager.num_cached == 0
 
 
-def test_a_block_in_the_middle_is_not_a_prefix() -> None:
+def test_lookup_does_not_find_a_block_from_the_middle() -> None:
     manager = make_manager()
     run_prompt(manager, 1, [1, 1, 1, 1, 2, 2, 2, 2, 3])
-    assert manager.lookup([2, 2, 2, 2, 3], HashChain(PAGE)) == []
+    assert manager.lookup([2, 2, 2, 2, 3], HashChain(BLOCK_SIZE)) == []
 
 
-def test_salts_keep_prefixes_apart() -> None:
+def test_lookup_finds_no_prefix_of_another_salt() -> None:
     manager = make_manager()
     tokens = list(range(9))
     run_prompt(manager, 1, tokens, "alice")
@@ -97,31 +97,31 @@ def test_salts_keep_prefixes_apart() -> None:
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(4, 0), (5, 1), (8, 1), (9, 2)])
-def test_the_last_token_is_never_cached(length: int, blocks: int) -> None:
+def test_lookup_leaves_out_the_last_token(length: int, blocks: int) -> None:
     manager = make_manager()
     run_prompt(manager, 1, list(range(12)))
-    assert len(manager.lookup(list(range(length)), HashChain(PAGE))) == blocks
+    assert len(manager.lookup(list(range(length)), HashChain(BLOCK_SIZE))) == blocks
 
 
-def test_only_computed_full_blocks_are_registered() -> None:
+def test_register_adds_only_computed_full_blocks() -> None:
     manager = make_manager()
-    tokens, chain = list(range(12)), HashChain(PAGE)
+    tokens, chain = list(range(12)), HashChain(BLOCK_SIZE)
     manager.allocate(1, 12)
     manager.register(1, tokens, chain, 7)
-    assert len(manager.lookup([*tokens, 0], HashChain(PAGE))) == 1
+    assert len(manager.lookup([*tokens, 0], HashChain(BLOCK_SIZE))) == 1
     manager.register(1, tokens, chain, 12)
-    assert len(manager.lookup([*tokens, 0], HashChain(PAGE))) == 3
+    assert len(manager.lookup([*tokens, 0], HashChain(BLOCK_SIZE))) == 3
     manager.check()
 
 
-def test_a_second_block_of_equal_content_stays_private() -> None:
+def test_register_keeps_a_second_block_of_equal_content_private() -> None:
     manager = make_manager()
     tokens = list(range(8))
     for sequence in (1, 2):
         manager.allocate(sequence, 8)
     for sequence in (1, 2):
-        manager.register(sequence, tokens, HashChain(PAGE), 8)
-    assert manager.lookup([*tokens, 0], HashChain(PAGE)) == list(manager.table(1))
+        manager.register(sequence, tokens, HashChain(BLOCK_SIZE), 8)
+    assert manager.lookup([*tokens, 0], HashChain(BLOCK_SIZE)) == list(manager.table(1))
     manager.free(2)
     assert manager.num_cached == 0
     manager.free(1)
@@ -129,7 +129,7 @@ def test_a_second_block_of_equal_content_stays_private() -> None:
     manager.check()
 
 
-def test_a_shared_block_is_freed_with_its_last_user() -> None:
+def test_shared_block_is_freed_with_its_last_sequence() -> None:
     manager = make_manager(3)
     tokens = list(range(6))
     run_prompt(manager, 1, tokens)
@@ -141,7 +141,7 @@ def test_a_shared_block_is_freed_with_its_last_user() -> None:
     assert (manager.num_used, manager.num_cached, manager.num_free) == (0, 1, 2)
 
 
-def test_the_least_recently_used_prefix_is_evicted_first_and_from_its_end() -> None:
+def test_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
     manager = make_manager(5)
     old, recent = [1] * 9, [2] * 5
     run_prompt(manager, 1, old)
@@ -149,32 +149,32 @@ def test_the_least_recently_used_prefix_is_evicted_first_and_from_its_end() -> N
     run_prompt(manager, 2, recent)
     manager.free(2)
     assert (manager.num_free, manager.num_cached) == (2, 3)
-    assert manager.allocate(3, 3 * PAGE) is not None
-    assert len(manager.lookup(old, HashChain(PAGE))) == 1, "the end of the older prefix goes first"
-    assert len(manager.lookup(recent, HashChain(PAGE))) == 1
-    assert manager.allocate(4, PAGE) is not None
-    assert len(manager.lookup(old, HashChain(PAGE))) == 0
-    assert len(manager.lookup(recent, HashChain(PAGE))) == 1
+    assert manager.allocate(3, 3 * BLOCK_SIZE) is not None
+    assert len(manager.lookup(old, HashChain(BLOCK_SIZE))) == 1, "the end of the older prefix is evicted first"
+    assert len(manager.lookup(recent, HashChain(BLOCK_SIZE))) == 1
+    assert manager.allocate(4, BLOCK_SIZE) is not None
+    assert len(manager.lookup(old, HashChain(BLOCK_SIZE))) == 0
+    assert len(manager.lookup(recent, HashChain(BLOCK_SIZE))) == 1
     manager.check()
 
 
-def test_use_makes_a_prefix_recent() -> None:
+def test_use_makes_a_prefix_the_last_to_be_evicted() -> None:
     manager = make_manager(4)
     first, second = [1] * 5, [2] * 5
     for sequence, tokens in enumerate((first, second, first)):
         run_prompt(manager, sequence, tokens)
         manager.free(sequence)
-    assert manager.allocate(9, 3 * PAGE) is not None
-    assert len(manager.lookup(first, HashChain(PAGE))) == 1
-    assert len(manager.lookup(second, HashChain(PAGE))) == 0
+    assert manager.allocate(9, 3 * BLOCK_SIZE) is not None
+    assert len(manager.lookup(first, HashChain(BLOCK_SIZE))) == 1
+    assert len(manager.lookup(second, HashChain(BLOCK_SIZE))) == 0
 
 
-def test_reviving_a_cached_block_leaves_less_for_new_ones() -> None:
+def test_can_allocate_counts_reused_cached_blocks() -> None:
     manager = make_manager(3)
     tokens = list(range(8))
     run_prompt(manager, 1, tokens)
     manager.free(1)
-    cached = manager.lookup([*tokens, 0], HashChain(PAGE))
+    cached = manager.lookup([*tokens, 0], HashChain(BLOCK_SIZE))
     assert manager.num_available == 3
     assert manager.can_allocate(12, cached)
     assert not manager.can_allocate(12, cached, spare=1)
@@ -183,22 +183,22 @@ def test_reviving_a_cached_block_leaves_less_for_new_ones() -> None:
     manager.check()
 
 
-def test_room_is_counted_without_other_sequences() -> None:
+def test_can_allocate_counts_blocks_that_freed_sequences_would_release() -> None:
     manager = make_manager(5)
     tokens = list(range(8))
     run_prompt(manager, 1, [*tokens, 1])
     run_prompt(manager, 2, [*tokens, 2])
     assert (manager.num_available, manager.num_used) == (1, 4)
-    assert manager.can_allocate(2 * PAGE, without=[2])
-    assert not manager.can_allocate(3 * PAGE, without=[2]), "the prefix is still in use by the other"
-    assert manager.can_allocate(5 * PAGE, without=[1, 2])
-    assert not manager.can_allocate(5 * PAGE, spare=1, without=[1, 2])
-    assert manager.can_allocate(5 * PAGE, manager.table(1)[:2], without=[1, 2])
-    assert not manager.can_allocate(6 * PAGE, manager.table(1)[:2], without=[1, 2])
+    assert manager.can_allocate(2 * BLOCK_SIZE, without=[2])
+    assert not manager.can_allocate(3 * BLOCK_SIZE, without=[2]), "the other sequence still uses the prefix"
+    assert manager.can_allocate(5 * BLOCK_SIZE, without=[1, 2])
+    assert not manager.can_allocate(5 * BLOCK_SIZE, spare=1, without=[1, 2])
+    assert manager.can_allocate(5 * BLOCK_SIZE, manager.table(1)[:2], without=[1, 2])
+    assert not manager.can_allocate(6 * BLOCK_SIZE, manager.table(1)[:2], without=[1, 2])
     assert manager.num_used == 4
 
 
-def test_without_prefix_caching_nothing_is_kept() -> None:
+def test_no_block_stays_cached_without_prefix_caching() -> None:
     manager = make_manager(prefix_caching=False)
     run_prompt(manager, 1, list(range(10)))
     assert run_prompt(manager, 2, list(range(10))) == []
@@ -207,17 +207,17 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert manager.num_free == 8
 
 
-def test_a_chain_follows_a_growing_sequence() -> None:
+def test_hash_chain_follows_a_growing_sequence() -> None:
     tokens = list(range(4))
-    chain = HashChain(PAGE)
+    chain = HashChain(BLOCK_SIZE)
     first = chain.digest(tokens, 0)
     tokens += [9, 9, 9, 9]
     assert chain.digest(tokens, 0) == first
-    assert chain.digest(tokens, 1) == HashChain(PAGE).digest(tokens, 1)
-    assert chain.digest(tokens, 1) != HashChain(PAGE).digest([1, *tokens[1:]], 1)
+    assert chain.digest(tokens, 1) == HashChain(BLOCK_SIZE).digest(tokens, 1)
+    assert chain.digest(tokens, 1) != HashChain(BLOCK_SIZE).digest([1, *tokens[1:]], 1)
 
 
-def test_check_sees_a_leak() -> None:
+def test_check_raises_on_a_leak() -> None:
     manager = make_manager()
     manager.allocate(1, 8)
     manager._tables[1].blocks.pop()
@@ -225,7 +225,7 @@ def test_check_sees_a_leak() -> None:
         manager.check()
 
 
-def test_the_module_does_not_import_torch() -> None:
+def test_scheduler_does_not_import_torch() -> None:
     code = "import sys, engine.core.schedulers.scheduler; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -239,23 +239,23 @@ def make_spec(kv_dtype: str = "float32") -> AttentionSpec:
         scale=1.0,
         dtype="float32",
         kv_dtype=kv_dtype,
-        block_size=PAGE,
+        block_size=BLOCK_SIZE,
         max_len=64,
         sliding_windows=(None, None),
     )
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
-def test_the_pool_stores_keys_and_values_where_told(kv_dtype: str) -> None:
+def test_kv_pool_writes_keys_and_values_at_their_slots(kv_dtype: str) -> None:
     import torch
 
     pool = KVPool(make_spec(kv_dtype), 3, "cpu")
     assert pool.scratch_block == 3
-    assert [tuple(keys.shape) for keys in pool.keys] == [(4, PAGE, 2, 8)] * 2
+    assert [tuple(keys.shape) for keys in pool.keys] == [(4, BLOCK_SIZE, 2, 8)] * 2
     assert pool.values[1].dtype == getattr(torch, kv_dtype)
 
     k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
-    slots = torch.tensor([2 * PAGE + 1, 0, 3 * PAGE + 3])
+    slots = torch.tensor([2 * BLOCK_SIZE + 1, 0, 3 * BLOCK_SIZE + 3])
     pool.write(1, k, v, slots)
     dtype = pool.keys[1].dtype
     for row, (block, offset) in enumerate([(2, 1), (0, 0), (3, 3)]):
@@ -265,7 +265,7 @@ def test_the_pool_stores_keys_and_values_where_told(kv_dtype: str) -> None:
     assert pool.keys[0].count_nonzero() == 0
 
 
-def test_a_float8_pool_stores_codes() -> None:
+def test_float8_kv_pool_stores_quantized_values() -> None:
     import torch
 
     scales = (KVScales(key=0.5, value=2.0), KVScales(key=0.01, value=0.02))
@@ -273,33 +273,33 @@ def test_a_float8_pool_stores_codes() -> None:
     assert pool.scales == scales
     k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8).bfloat16()
     k[0, 0, 0], v[1, 0, 0] = 1e30, -torch.inf
-    slots = torch.tensor([2 * PAGE + 1, 0, 3 * PAGE + 3])
+    slots = torch.tensor([2 * BLOCK_SIZE + 1, 0, 3 * BLOCK_SIZE + 3])
     for layer, scale in enumerate(scales):
         pool.write(layer, k, v, slots)
         keys, values = (part[layer].float().flatten(0, 1)[slots] for part in (pool.keys, pool.values))
         assert keys[0, 0, 0] == 448
         assert values[1, 0, 0] == -448
-        # Half of the last of three digits behind the first; among the smallest, half of 2^-9.
-        for codes, numbers, step in ((keys, k, scale.key), (values, v.float(), scale.value)):
-            wanted = (numbers / step).clamp(-448, 448)
-            assert ((codes - wanted).abs() <= torch.maximum(wanted.abs() * 2**-4, torch.tensor(2**-10))).all()
+        # Half a unit in the last of the 3 mantissa bits; among subnormals, half of 2^-9.
+        for quantized, numbers, divisor in ((keys, k, scale.key), (values, v.float(), scale.value)):
+            wanted = (numbers / divisor).clamp(-448, 448)
+            assert ((quantized - wanted).abs() <= torch.maximum(wanted.abs() * 2**-4, torch.tensor(2**-10))).all()
     assert pool.keys[1].dtype == torch.float8_e4m3fn
     assert pool.keys[1].float().count_nonzero() <= 3 * 2 * 8
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float8_e4m3fn"])
-def test_a_pool_without_scales_has_those_of_1(kv_dtype: str) -> None:
+def test_kv_pool_without_scales_has_scales_of_1(kv_dtype: str) -> None:
     assert KVPool(make_spec(kv_dtype), 1, "cpu").scales == (UNSCALED,) * 2
 
 
 @pytest.mark.parametrize(("kv_dtype", "count"), [("float32", 2), ("float8_e4m3fn", 1)])
-def test_scales_that_cannot_be_meant_are_an_error(kv_dtype: str, count: int) -> None:
+def test_kv_pool_raises_for_scales_it_cannot_use(kv_dtype: str, count: int) -> None:
     with pytest.raises(ValueError, match=f"{count} scales for 2 layers in {kv_dtype}"):
         KVPool(make_spec(kv_dtype), 1, "cpu", (KVScales(key=2.0),) * count)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_bytes_per_block_is_what_the_tensors_take(kv_dtype: str) -> None:
+def test_bytes_per_block_equals_the_size_of_the_tensors(kv_dtype: str) -> None:
     spec = make_spec(kv_dtype)
     pool = KVPool(spec, 6, "cpu")
     taken = sum(tensor.numel() * tensor.element_size() for tensor in (*pool.keys, *pool.values))

@@ -1,4 +1,4 @@
-"""Any sequence of operations on the block manager: no leak, no double use, sharing only of equal prefixes."""
+"""The block manager under any sequence of operations: no leak, no double use, only equal prefixes are shared."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core.schedulers.block_manager import BlockManager, HashChain
 
-PAGE = 2
+BLOCK_SIZE = 2
 
 
 class Sequence:
-    """What a test knows of one sequence: its tokens, of which the first `computed` are in the cache."""
+    """A test's own record of one sequence: its tokens, of which the first `computed` are in the KV cache."""
 
     def __init__(self, tokens: list[int], salt: str, cached: int) -> None:
         self.tokens = tokens
         self.salt = salt
         self.computed = cached
-        self.chain = HashChain(PAGE, salt)
+        self.chain = HashChain(BLOCK_SIZE, salt)
 
     def content(self, block: int) -> tuple[str, tuple[int, ...]]:
-        """What must be in its block: that depends on all tokens up to the block's last."""
-        return self.salt, tuple(self.tokens[: (block + 1) * PAGE])
+        """The content that a block of the sequence must have: salt and all tokens up to the end of the block."""
+        return self.salt, tuple(self.tokens[: (block + 1) * BLOCK_SIZE])
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 9), prefix_caching=st.booleans())
     def begin(self, num_blocks: int, prefix_caching: bool) -> None:
-        self.manager = BlockManager(num_blocks, PAGE, prefix_caching=prefix_caching)
+        self.manager = BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
         self.sequences: dict[int, Sequence] = {}
-        self.content: dict[int, tuple[str, tuple[int, ...]]] = {}  # of blocks written to the end
+        self.content: dict[int, tuple[str, tuple[int, ...]]] = {}  # of fully written blocks
         self.next = 0
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from(["", "a"]))
     def allocate(self, tokens: list[int], salt: str) -> None:
         sequence = Sequence(tokens, salt, 0)
         cached = self.manager.lookup(tokens, sequence.chain)
-        assert len(cached) * PAGE < len(tokens)
+        assert len(cached) * BLOCK_SIZE < len(tokens)
         for index, block in enumerate(cached):
             assert self.content[block] == sequence.content(index)
         possible = self.manager.can_allocate(len(tokens), cached)
@@ -45,7 +45,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if blocks is not None:
             assert blocks[: len(cached)] == cached
             assert len(blocks) == self.manager.blocks_for(len(tokens))
-            sequence.computed = len(cached) * PAGE
+            sequence.computed = len(cached) * BLOCK_SIZE
             self.sequences[self.next] = sequence
             self.next += 1
 
@@ -72,12 +72,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         sequence = self.sequences[number]
         table = self.manager.table(number)
         for position in range(sequence.computed, min(sequence.computed + count, len(sequence.tokens))):
-            block = table[position // PAGE]
+            block = table[position // BLOCK_SIZE]
             others = [other for other in self.sequences if other != number and block in self.manager.table(other)]
-            assert not others, "a block that others use is written"
+            assert not others, "a block of another sequence is written"
             self.content.pop(block, None)
-            if position % PAGE == PAGE - 1:
-                self.content[block] = sequence.content(position // PAGE)
+            if position % BLOCK_SIZE == BLOCK_SIZE - 1:
+                self.content[block] = sequence.content(position // BLOCK_SIZE)
             sequence.computed = position + 1
         if register:
             self.manager.register(number, sequence.tokens, sequence.chain, sequence.computed)
@@ -91,17 +91,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), num_tokens=st.integers(1, 20), spare=st.integers(0, 2))
-    def foretell(self, data: st.DataObject, num_tokens: int, spare: int) -> None:
-        """What can_allocate says of a state without some sequences is true in that state."""
+    def predict(self, data: st.DataObject, num_tokens: int, spare: int) -> None:
+        """can_allocate(without=...) predicts what can_allocate answers once those sequences are freed."""
         leaving = data.draw(st.lists(st.sampled_from(sorted(self.sequences)), unique=True))
         prompt = data.draw(st.sampled_from(list(self.sequences.values())))
         cached = self.manager.lookup(prompt.tokens, prompt.chain)
-        num_tokens += len(cached) * PAGE
-        said = self.manager.can_allocate(num_tokens, cached, spare=spare, without=leaving)
+        num_tokens += len(cached) * BLOCK_SIZE
+        predicted = self.manager.can_allocate(num_tokens, cached, spare=spare, without=leaving)
         for number in leaving:
             del self.sequences[number]
             self.manager.free(number)
-        assert self.manager.can_allocate(num_tokens, cached, spare=spare) == said
+        assert self.manager.can_allocate(num_tokens, cached, spare=spare) == predicted
 
     @invariant()
     def whole(self) -> None:
@@ -118,7 +118,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for index, block in enumerate(self.manager.table(number)):
                 content = sequence.content(index)
                 assert owner.setdefault(block, content) == content
-                if (index + 1) * PAGE <= sequence.computed:
+                if (index + 1) * BLOCK_SIZE <= sequence.computed:
                     assert self.content[block] == content, "a block was overwritten while in use"
 
 

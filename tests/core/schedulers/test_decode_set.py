@@ -7,94 +7,94 @@ from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.step_counter import StepCounter
 from engine.core.types import Request, SamplingParams
 
-PAGE = 4
+BLOCK_SIZE = 4
 
 
 @pytest.fixture
-def clock() -> StepCounter:
+def counter() -> StepCounter:
     return StepCounter()
 
 
 @pytest.fixture
-def decoding(clock: StepCounter) -> DecodeSet:
-    return DecodeSet(clock)
+def decoding(counter: StepCounter) -> DecodeSet:
+    return DecodeSet(counter)
 
 
 def sequence(
-    clock: StepCounter, number: int, *, prompt: int = 3, capacity: int = PAGE, max_output: int = 100
+    counter: StepCounter, number: int, *, prompt: int = 3, capacity: int = BLOCK_SIZE, max_output: int = 100
 ) -> RequestState:
-    """A sequence with its prompt computed, which has sampled one token."""
+    """A sequence whose prompt is computed and which has sampled one token."""
     state = RequestState(
         Request(id=str(number), prompt=(1,) * prompt),
         SamplingParams(seed=0),
         max_output=max_output,
         stop_tokens=frozenset(),
-        block_size=PAGE,
+        block_size=BLOCK_SIZE,
         number=number,
-        clock=clock,
+        counter=counter,
     )
     state.admit(number, 0, capacity)
-    assert state.book_chunk(prompt)
+    assert state.plan_chunk(prompt)
     return state
 
 
-def test_members_gain_a_token_a_tick(clock: StepCounter, decoding: DecodeSet) -> None:
-    early, late = sequence(clock, 1), sequence(clock, 2)
-    decoding.join(early)
+def test_members_gain_a_token_per_iteration(counter: StepCounter, decoding: DecodeSet) -> None:
+    early, late = sequence(counter, 1), sequence(counter, 2)
+    decoding.add(early)
     decoding.advance(1)
-    decoding.join(late)
+    decoding.add(late)
     assert (early.computed, early.sampled, late.computed, late.sampled) == (4, 2, 3, 1)
-    decoding.leave(early)
-    late.capacity += PAGE
-    decoding.file(late)
+    decoding.remove(early)
+    late.capacity += BLOCK_SIZE
+    decoding.schedule_event(late)
     decoding.advance(3)
     assert (early.computed, early.sampled, late.computed, late.sampled) == (4, 2, 6, 4)
 
 
-def test_members_are_the_same_objects_while_nothing_changes(clock: StepCounter, decoding: DecodeSet) -> None:
-    first, second = sequence(clock, 1), sequence(clock, 2)
-    decoding.join(first)
-    decoding.join(second)
+def test_members_returns_the_same_objects_while_nothing_changes(counter: StepCounter, decoding: DecodeSet) -> None:
+    first, second = sequence(counter, 1), sequence(counter, 2)
+    decoding.add(first)
+    decoding.add(second)
     before = decoding.members()
     assert before == ((1, 2), (first, second))
     assert all(now is old for now, old in zip(decoding.members(), before, strict=True))
     decoding.limit(1)
     decoding.limit(2)
-    assert all(now is old for now, old in zip(decoding.members(), before, strict=True)), "the same again"
-    decoding.leave(first)
+    assert all(now is old for now, old in zip(decoding.members(), before, strict=True)), "same members again"
+    decoding.remove(first)
     assert decoding.members() == ((2,), (second,))
 
 
 @pytest.mark.parametrize(
-    ("capacity", "max_output", "tick"), [(4, 100, 1), (8, 100, 5), (3, 100, 0), (8, 3, 2), (8, 1, 0)]
+    ("capacity", "max_output", "iteration"), [(4, 100, 1), (8, 100, 5), (3, 100, 0), (8, 3, 2), (8, 1, 0)]
 )
-def test_due_when_blocks_or_outputs_are_used_up(
-    clock: StepCounter, decoding: DecodeSet, capacity: int, max_output: int, tick: int
+def test_next_event_is_when_blocks_or_output_are_used_up(
+    counter: StepCounter, decoding: DecodeSet, capacity: int, max_output: int, iteration: int
 ) -> None:
-    state = sequence(clock, 1, capacity=capacity, max_output=max_output)
-    decoding.join(state)
-    assert [number for number in range(10) if decoding.due(number)] == [tick]
-    decoding.advance(tick)
+    state = sequence(counter, 1, capacity=capacity, max_output=max_output)
+    decoding.add(state)
+    assert [number for number in range(10) if decoding.events_at(number)] == [iteration]
+    decoding.advance(iteration)
     assert state.computed == capacity or state.sampled == max_output
 
 
-def test_who_is_due_comes_oldest_first_and_only_once(clock: StepCounter, decoding: DecodeSet) -> None:
-    states = [sequence(clock, number) for number in (3, 1, 2)]
+def test_events_at_returns_each_sequence_once_oldest_first(counter: StepCounter, decoding: DecodeSet) -> None:
+    states = [sequence(counter, number) for number in (3, 1, 2)]
     for state in states:
-        decoding.join(state)
-    assert [state.sequence for state in decoding.due(1)] == [1, 2, 3]
-    decoding.leave(states[1])
-    states[2].capacity += PAGE
-    decoding.file(states[2])
-    assert [state.sequence for state in decoding.due(1)] == [3]
-    assert [state.sequence for state in decoding.due(5)] == [2]
+        decoding.add(state)
+    assert [state.sequence for state in decoding.events_at(1)] == [1, 2, 3]
+    decoding.remove(states[1])
+    states[2].capacity += BLOCK_SIZE
+    decoding.schedule_event(states[2])
+    assert [state.sequence for state in decoding.events_at(1)] == [3]
+    assert [state.sequence for state in decoding.events_at(5)] == [2]
 
 
-def test_the_oldest_held_come_back_first(clock: StepCounter, decoding: DecodeSet) -> None:
+def test_limit_reactivates_the_oldest_deferred_sequences_first(counter: StepCounter, decoding: DecodeSet) -> None:
     for number in (1, 2, 3, 4):
-        decoding.join(sequence(clock, number, capacity=40))
+        decoding.add(sequence(counter, number, capacity=40))
     decoding.limit(0)
-    assert (len(decoding), decoding.due(1)) == (0, [])
+    assert (len(decoding), decoding.events_at(1)) == (0, [])
     decoding.advance(1)
     decoding.limit(2)
     assert decoding.members()[0] == (1, 2)
@@ -102,17 +102,17 @@ def test_the_oldest_held_come_back_first(clock: StepCounter, decoding: DecodeSet
     assert decoding.members()[0] == (1, 2, 3, 4)
 
 
-def test_in_flight_is_known_after_the_clock_has_stopped(clock: StepCounter, decoding: DecodeSet) -> None:
-    state = sequence(clock, 1)
-    decoding.join(state)
-    decoding.leave(state)
-    assert not state.in_flight, "it has had no part in any step"
-    decoding.join(state)
-    clock.planned += 1
+def test_in_flight_is_known_after_decoding_has_stopped(counter: StepCounter, decoding: DecodeSet) -> None:
+    state = sequence(counter, 1)
+    decoding.add(state)
+    decoding.remove(state)
+    assert not state.in_flight, "no step included the sequence"
+    decoding.add(state)
+    counter.steps_planned += 1
     decoding.advance(1)
     assert state.in_flight
-    decoding.leave(state)
-    clock.planned += 1
+    decoding.remove(state)
+    counter.steps_planned += 1
     assert state.in_flight
-    clock.committed += 1
+    counter.steps_committed += 1
     assert not state.in_flight

@@ -1,4 +1,4 @@
-"""A request's way through the scheduler: refusals, stops, steps ahead, budgets."""
+"""The scheduler from arrival to finish: invalid requests, stops, planning ahead, budgets."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .scheduling import (
     work,
 )
 
-# A request's way
+# From arrival to finish
 
 
-def test_a_prompt_then_its_tokens() -> None:
+def test_request_prefills_then_decodes_until_max_tokens() -> None:
     scheduler = make_scheduler()
     assert not scheduler.has_work
     assert scheduler.schedule(0.0) is None
@@ -52,14 +52,14 @@ def test_a_prompt_then_its_tokens() -> None:
 
     third = plan(scheduler)
     assert work(third) == [1]
-    assert [(sequence, len(blocks)) for sequence, blocks in third.blocks] == [(1, 1)], "a page is crossed"
+    assert [(sequence, len(blocks)) for sequence, blocks in third.blocks] == [(1, 1)], "a block boundary is crossed"
     (output,) = commit(scheduler, third, 13)
     assert (output.tokens, output.finish_reason, output.stop_token) == ((13,), "length", None)
     assert not scheduler.has_work
     assert scheduler.stats().blocks_used == 0
 
 
-def test_the_runner_hears_of_the_end_with_the_next_step() -> None:
+def test_next_step_names_the_finished_sequence() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=1))
     turn(scheduler)
@@ -68,7 +68,7 @@ def test_the_runner_hears_of_the_end_with_the_next_step() -> None:
     assert plan(scheduler).finished == (1,)
 
 
-def test_times() -> None:
+def test_times_are_in_the_last_output() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=2, arrival=1.0))
     step = plan(scheduler, 2.0)
@@ -80,7 +80,7 @@ def test_times() -> None:
     assert (times.arrival, times.scheduled, times.first_token, times.finished) == (1.0, 2.0, 3.0, 5.0)
 
 
-def test_a_seed_is_made_and_a_given_one_kept() -> None:
+def test_add_generates_missing_seeds_and_keeps_given_ones() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a"))
     scheduler.add(request("b"))
@@ -91,7 +91,7 @@ def test_a_seed_is_made_and_a_given_one_kept() -> None:
     assert seeds[2] == 5
 
 
-def test_stats() -> None:
+def test_stats_count_requests_blocks_and_tokens() -> None:
     scheduler = make_scheduler(num_blocks=20, max_running=1)
     scheduler.add(request("a", 9, max_tokens=2))
     scheduler.add(request("b", hash_tokens("a", 10), max_tokens=1))
@@ -105,7 +105,7 @@ def test_stats() -> None:
     assert (stats.prompt_tokens, stats.generation_tokens, stats.steps, stats.preemptions) == (11, 3, 3, 0)
 
 
-# Refusals
+# Invalid requests
 
 
 @pytest.mark.parametrize("limits", [{"max_len": 17}, {"num_blocks": 4}])
@@ -118,7 +118,7 @@ def test_stats() -> None:
         (12, {"min_tokens": 6}, "min_tokens"),
     ],
 )
-def test_what_can_never_run_is_refused(
+def test_add_raises_for_a_request_that_can_never_run(
     prompt: int, fields: dict[str, int], parameter: str, limits: dict[str, int]
 ) -> None:
     scheduler = make_scheduler(**limits)
@@ -129,7 +129,7 @@ def test_what_can_never_run_is_refused(
 
 
 @pytest.mark.parametrize("limits", [{"max_len": 17}, {"num_blocks": 4}])
-def test_the_longest_that_fits_runs(limits: dict[str, int]) -> None:
+def test_longest_request_that_fits_runs(limits: dict[str, int]) -> None:
     scheduler = make_scheduler(**limits)
     scheduler.add(request("a", 16, max_tokens=1))
     scheduler.add(request("b", 12, max_tokens=5))
@@ -137,7 +137,7 @@ def test_the_longest_that_fits_runs(limits: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(("limits", "length"), [({"max_len": 10}, 7), ({"num_blocks": 3}, 10)])
-def test_without_max_tokens_it_ends_when_the_context_is_full(limits: dict[str, int], length: int) -> None:
+def test_request_without_max_tokens_ends_when_the_context_is_full(limits: dict[str, int], length: int) -> None:
     scheduler = make_scheduler(**limits)
     scheduler.add(request("a", 3))
     outputs = finish(scheduler)
@@ -145,7 +145,7 @@ def test_without_max_tokens_it_ends_when_the_context_is_full(limits: dict[str, i
     assert outputs[-1].finish_reason == "length"
 
 
-def test_a_second_request_of_one_id_is_refused() -> None:
+def test_add_raises_for_an_id_in_use() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a"))
     with pytest.raises(InvalidRequestError) as error:
@@ -159,14 +159,14 @@ def test_a_second_request_of_one_id_is_refused() -> None:
 
 
 def plan_iterations(scheduler: Scheduler) -> int:
-    """Iterations of the next step, which is run."""
+    """Run the next step and return its number of iterations."""
     step = plan(scheduler)
     commit(scheduler, step)
     return step.iterations
 
 
 @pytest.mark.parametrize("params", [{}, {"stop_token_ids": (9,)}])
-def test_the_models_end_token_stops(params: dict[str, Any]) -> None:
+def test_eos_token_stops(params: dict[str, Any]) -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", **params))
     turn(scheduler, 8)
@@ -174,14 +174,14 @@ def test_the_models_end_token_stops(params: dict[str, Any]) -> None:
     assert (output.tokens, output.finish_reason, output.stop_token) == ((EOS,), "stop", EOS)
 
 
-def test_a_requests_own_stop_token_stops() -> None:
+def test_stop_token_of_the_request_stops() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", stop_token_ids=(9,), ignore_eos=True))
     assert turn(scheduler, EOS)[0].finish_reason is None
     assert turn(scheduler, 9)[0].finish_reason == "stop"
 
 
-def test_nothing_stops_before_min_tokens() -> None:
+def test_stop_tokens_do_not_stop_before_min_tokens() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", stop_token_ids=(9,), min_tokens=3))
     assert turn(scheduler, EOS)[0].finish_reason is None
@@ -189,17 +189,17 @@ def test_nothing_stops_before_min_tokens() -> None:
     assert turn(scheduler, 9)[0].finish_reason == "stop"
 
 
-def test_a_stop_token_at_the_limit_is_a_stop() -> None:
+def test_stop_token_at_max_tokens_finishes_by_stop() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=1))
     assert turn(scheduler, EOS)[0].finish_reason == "stop"
 
 
-def test_several_tokens_a_step() -> None:
+def test_multi_step_step_samples_several_tokens_per_sequence() -> None:
     scheduler = make_scheduler(policy(decode_steps=lambda running, waiting: 4))
     scheduler.add(request("a", 3, max_tokens=20))
     scheduler.add(request("b", 6, max_tokens=20))
-    assert plan_iterations(scheduler) == 1, "prompts are computed once"
+    assert plan_iterations(scheduler) == 1, "a step with prefill chunks has one iteration"
     step = plan(scheduler)
     assert step.iterations == 4
     assert work(step) == [1, 2]
@@ -210,7 +210,7 @@ def test_several_tokens_a_step() -> None:
     assert work(plan(scheduler)) == [2]
 
 
-def test_one_token_a_step_while_a_prompt_waits_for_its_next_chunk() -> None:
+def test_iterations_are_one_while_a_request_prefills() -> None:
     shares = iter([64, 2, 0, 64])
     scheduler = make_scheduler(
         policy(
@@ -227,7 +227,7 @@ def test_one_token_a_step_while_a_prompt_waits_for_its_next_chunk() -> None:
     assert step.iterations == 1
 
 
-def test_tokens_a_step_are_clamped_to_what_is_left() -> None:
+def test_iterations_are_limited_by_remaining_output() -> None:
     scheduler = make_scheduler(policy(decode_steps=lambda running, waiting: 100))
     scheduler.add(request("a", 3, max_tokens=4))
     scheduler.add(request("b", 3, max_tokens=9))
@@ -235,36 +235,36 @@ def test_tokens_a_step_are_clamped_to_what_is_left() -> None:
     assert not scheduler.has_work
 
 
-def test_tokens_a_step_are_clamped_to_what_a_runner_takes() -> None:
+def test_iterations_are_limited_by_max_decode_steps() -> None:
     scheduler = make_scheduler(policy(decode_steps=lambda running, waiting: 10_000), num_blocks=200, max_len=800)
     scheduler.add(request("a", 3, max_tokens=700))
     turn(scheduler)
     assert plan(scheduler).iterations == MAX_DECODE_STEPS
 
 
-def test_tokens_a_step_are_clamped_to_the_blocks() -> None:
+def test_iterations_are_limited_by_available_blocks() -> None:
     scheduler = make_scheduler(policy(decode_steps=lambda running, waiting: 100), num_blocks=5)
     for name in "ab":
         scheduler.add(request(name, 4, max_tokens=13))
     turn(scheduler)
     step = plan(scheduler)
-    assert step.iterations == 4, "one block each; the fifth would let only one of them go on"
+    assert step.iterations == 4, "one block each; a fifth iteration needs two blocks, and one is left"
     commit(scheduler, step)
     assert scheduler.stats().preemptions == 0
 
 
-def test_no_block_is_shared_that_holds_tokens_sampled_past_a_stop() -> None:
+def test_block_with_tokens_past_a_stop_is_not_cached() -> None:
     scheduler = make_scheduler(policy(decode_steps=lambda running, waiting: 8))
     scheduler.add(request("a", [1, 1, 1], max_tokens=20))
     turn(scheduler, 5)
     commit(scheduler, plan(scheduler), (6, EOS, 8, 9, 8, 9, 8, 9))
-    assert scheduler.stats().blocks_cached == 1, "the block of 1 1 1 5, not that of 6 and the end token"
+    assert scheduler.stats().blocks_cached == 1, "the block of 1 1 1 5, not that of 6 and EOS"
 
 
-def test_decodes_are_the_same_object_until_somebody_comes_or_goes() -> None:
+def test_step_decodes_is_the_same_object_until_membership_changes() -> None:
     scheduler = make_scheduler()
-    for name, most in (("a", 20), ("b", 8)):
-        scheduler.add(request(name, 3, max_tokens=most))
+    for name, max_tokens in (("a", 20), ("b", 8)):
+        scheduler.add(request(name, 3, max_tokens=max_tokens))
     turn(scheduler)
     seen = []
     for number in range(8):
@@ -275,15 +275,17 @@ def test_decodes_are_the_same_object_until_somebody_comes_or_goes() -> None:
         seen.append(step.decodes)
     assert seen == [(1, 2)] * 4 + [(1, 2, 3)] * 3 + [(1, 3)]
     assert [now is before for before, now in pairwise(seen)] == [
-        *(True, True, True),  # a page was crossed here
+        *(True, True, True),  # a block boundary is crossed here
         *(False, True, True),
         False,
     ]
 
 
-def test_a_sequence_beyond_the_room_is_held_and_goes_on_where_it_was() -> None:
-    rooms = iter([64, 64, 1, 1, 64, 64])
-    scheduler = make_scheduler(policy(split=lambda budget, waiting, running: Split(decode=next(rooms), prefill=budget)))
+def test_sequence_beyond_the_decode_share_is_deferred_and_resumes() -> None:
+    shares = iter([64, 64, 1, 1, 64, 64])
+    scheduler = make_scheduler(
+        policy(split=lambda budget, waiting, running: Split(decode=next(shares), prefill=budget))
+    )
     for name in "ab":
         scheduler.add(request(name, 3, max_tokens=20))
     turn(scheduler)
@@ -301,10 +303,10 @@ def test_a_sequence_beyond_the_room_is_held_and_goes_on_where_it_was() -> None:
     ]
 
 
-def test_who_has_all_tokens_planned_holds_nobody_back() -> None:
+def test_sequence_with_all_output_planned_uses_no_decode_share() -> None:
     scheduler = make_scheduler(policy(split=lambda budget, waiting, running: Split(decode=1, prefill=budget)))
-    for name, most in (("a", 3), ("b", 2)):
-        scheduler.add(request(name, 3, max_tokens=most))
+    for name, max_tokens in (("a", 3), ("b", 2)):
+        scheduler.add(request(name, 3, max_tokens=max_tokens))
     steps = [plan(scheduler) for _ in range(2)]
     seen = [step.decodes for step in steps]
     for _ in range(2):
@@ -314,10 +316,10 @@ def test_who_has_all_tokens_planned_holds_nobody_back() -> None:
     assert seen == [(), (1,), (1,), (2,)]
 
 
-# One step ahead
+# Planning one step ahead
 
 
-def test_a_step_is_planned_before_the_one_before_is_known() -> None:
+def test_step_is_planned_before_the_previous_result_is_known() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 3, max_tokens=3))
     steps = [plan(scheduler), plan(scheduler)]
@@ -325,11 +327,11 @@ def test_a_step_is_planned_before_the_one_before_is_known() -> None:
     commit(scheduler, steps[0])
     steps.append(plan(scheduler))
     commit(scheduler, steps[1])
-    assert scheduler.schedule(0.0) is None, "its last token is on the way"
+    assert scheduler.schedule(0.0) is None, "the last token is in flight"
     assert commit(scheduler, steps[2])[0].finish_reason == "length"
 
 
-def test_what_is_sampled_past_a_stop_is_dropped() -> None:
+def test_tokens_sampled_past_a_stop_are_dropped() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 3, max_tokens=9))
     first, second = plan(scheduler), plan(scheduler)
@@ -342,11 +344,11 @@ def test_what_is_sampled_past_a_stop_is_dropped() -> None:
     assert [output.request for output in commit(scheduler, third)] == ["b"]
 
 
-def test_results_come_in_order_and_in_shape() -> None:
+def test_commit_raises_for_results_out_of_order_or_of_another_shape() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 3, max_tokens=9))
     first, second = plan(scheduler), plan(scheduler)
-    with pytest.raises(ExecutorError, match="out of turn"):
+    with pytest.raises(ExecutorError, match="out of order"):
         commit(scheduler, second)
     for rows in ((), ((5,), (6,)), ((5, 6),), ((),)):
         with pytest.raises(ExecutorError, match="does not hold"):
@@ -357,7 +359,7 @@ def test_results_come_in_order_and_in_shape() -> None:
 # Budgets
 
 
-def test_a_long_prompt_is_computed_in_chunks_behind_the_decodes() -> None:
+def test_long_prompt_is_computed_in_chunks_after_the_decodes() -> None:
     scheduler = make_scheduler(max_batch_tokens=8)
     scheduler.add(request("a", 4, max_tokens=20))
     scheduler.add(request("b", 10, max_tokens=20))
@@ -375,15 +377,15 @@ def test_a_long_prompt_is_computed_in_chunks_behind_the_decodes() -> None:
     ]
 
 
-def test_no_more_run_than_there_are_seats() -> None:
+def test_no_more_than_max_running_requests_run() -> None:
     scheduler = make_scheduler(max_running=2)
     for name in "abc":
         scheduler.add(request(name, 3, max_tokens=2))
-    assert [piece.sequence for piece in plan(scheduler).chunks] == [1, 2]
+    assert [chunk.sequence for chunk in plan(scheduler).chunks] == [1, 2]
     assert scheduler.stats().waiting == 1
 
 
-def test_nobody_is_admitted_without_tokens_left_in_the_budget() -> None:
+def test_no_request_is_admitted_without_tokens_left_in_the_budget() -> None:
     scheduler = make_scheduler(max_batch_tokens=2)
     for name in "abc":
         scheduler.add(request(name, 1, max_tokens=2))
@@ -392,7 +394,7 @@ def test_nobody_is_admitted_without_tokens_left_in_the_budget() -> None:
     assert [output.request for output in turn(scheduler)] == ["c"]
 
 
-def test_the_policy_splits_the_budget() -> None:
+def test_split_limits_decode_and_prefill_tokens() -> None:
     scheduler = make_scheduler(policy(split=lambda budget, waiting, running: Split(decode=1, prefill=2)))
     for name in "abc":
         scheduler.add(request(name, 3, max_tokens=9))

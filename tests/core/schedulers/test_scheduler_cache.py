@@ -1,4 +1,4 @@
-"""Blocks shared by requests with the same beginning, and what is scored over them."""
+"""The prefix cache in the scheduler, and prompt logprobs, which cannot use the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .scheduling import (
 # Prefix cache
 
 
-def test_a_cached_prefix_is_not_computed_again() -> None:
+def test_cached_prefix_is_not_recomputed() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 10, max_tokens=1))
     turn(scheduler)
@@ -32,7 +32,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert commit(scheduler, step)[0].cached_tokens == 8
 
 
-def test_a_prompt_that_is_cached_whole_computes_its_last_block() -> None:
+def test_fully_cached_prompt_recomputes_its_last_block() -> None:
     scheduler = make_scheduler()
     for name in "ab":
         scheduler.add(request(name, range(100, 108), max_tokens=1))
@@ -41,7 +41,7 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_block() -> None:
     assert work(step) == [(2, 4, 4, True)]
 
 
-def test_output_is_cached_too() -> None:
+def test_output_is_cached() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", [1, 1, 1], max_tokens=6))
     finish(scheduler)
@@ -49,7 +49,7 @@ def test_output_is_cached_too() -> None:
     assert turn(scheduler)[0].cached_tokens == 8
 
 
-def test_blocks_are_shared_only_once_their_step_is_committed() -> None:
+def test_blocks_are_shared_only_after_their_step_is_committed() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 8, max_tokens=9))
     first = plan(scheduler)
@@ -60,7 +60,7 @@ def test_blocks_are_shared_only_once_their_step_is_committed() -> None:
     commit(scheduler, second)
 
 
-def test_a_block_is_shared_only_when_its_last_token_is_computed() -> None:
+def test_block_is_shared_only_when_its_last_token_is_computed() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 7, max_tokens=9))
     turn(scheduler)
@@ -70,18 +70,18 @@ def test_a_block_is_shared_only_when_its_last_token_is_computed() -> None:
     assert len(scheduler._blocks._by_digest) == 2
 
 
-def test_salts_keep_prefixes_apart() -> None:
+def test_requests_of_different_salts_share_no_prefix() -> None:
     scheduler = make_scheduler()
     for name, salt, cached in (("a", "x", 0), ("b", "y", 0), ("c", "x", 8)):
         scheduler.add(request(name, range(100, 110), max_tokens=1, salt=salt))
         assert turn(scheduler)[0].cached_tokens == cached
 
 
-def scores(*tokens: int) -> tuple[TokenLogprobs, ...]:
+def logprobs_of(*tokens: int) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(token=token, logprob=-1.0, rank=1) for token in tokens)
 
 
-def test_prompt_logprobs_are_put_together_over_chunks_and_not_cached() -> None:
+def test_prompt_logprobs_are_gathered_over_chunks_without_the_cache() -> None:
     scheduler = make_scheduler(max_batch_tokens=4)
     scheduler.add(request("a", [1, 2, 3, 4, 5, 6], max_tokens=1))
     while scheduler.has_work:
@@ -89,27 +89,29 @@ def test_prompt_logprobs_are_put_together_over_chunks_and_not_cached() -> None:
     scheduler.add(request("b", [1, 2, 3, 4, 5, 6], max_tokens=2, prompt_logprobs=0, logprobs=0))
     step = plan(scheduler)
     assert work(step) == [(2, 0, 4, False)]
-    result = StepResult(step=step.id, tokens=((),), prompt_logprobs=((2, scores(2, 3, 4, 5)),))
+    result = StepResult(step=step.id, tokens=((),), prompt_logprobs=((2, logprobs_of(2, 3, 4, 5)),))
     assert scheduler.commit(step, result, 0.0) == []
     step = plan(scheduler)
-    result = StepResult(step=step.id, tokens=((7,),), logprobs=(scores(7),), prompt_logprobs=((2, scores(6)),))
+    result = StepResult(
+        step=step.id, tokens=((7,),), logprobs=(logprobs_of(7),), prompt_logprobs=((2, logprobs_of(6)),)
+    )
     (output,) = scheduler.commit(step, result, 0.0)
-    assert output.prompt_logprobs == scores(2, 3, 4, 5, 6)
-    assert output.logprobs == scores(7)
+    assert output.prompt_logprobs == logprobs_of(2, 3, 4, 5, 6)
+    assert output.logprobs == logprobs_of(7)
     assert scheduler.stats().prefix_queries == 6, "only the first request's prompt was looked up"
     (output,) = turn(scheduler)
     assert output.prompt_logprobs is None
     assert output.logprobs == ()
 
 
-def test_logprobs_end_where_the_tokens_do() -> None:
+def test_logprobs_end_with_the_tokens() -> None:
     scheduler = make_scheduler(policy(decode_steps=lambda running, waiting: 3))
     scheduler.add(request("a", max_tokens=9, logprobs=0))
     scheduler.add(request("b", max_tokens=9))
     turn(scheduler)
     step = plan(scheduler)
-    logprobs = tuple((entry, None) for entry in scores(5, EOS, 6))
+    logprobs = tuple((entry, None) for entry in logprobs_of(5, EOS, 6))
     result = StepResult(step=step.id, tokens=((5, 5), (EOS, 6), (6, 7)), logprobs=logprobs)
     first, second = scheduler.commit(step, result, 0.0)
-    assert first.logprobs == scores(5, EOS)
+    assert first.logprobs == logprobs_of(5, EOS)
     assert second.logprobs == ()

@@ -1,4 +1,4 @@
-"""What policies are asked, and what becomes of wrong answers."""
+"""Which methods of a policy are called, and what happens on invalid answers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from .scheduling import (
     work,
 )
 
-# What policies are asked
+# Calls
 
 
-def test_a_policy_is_asked_only_what_it_has_an_answer_of_its_own_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_methods_are_called_only_when_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     def unexpected(*_: object) -> None:
-        raise AssertionError("asked")
+        raise AssertionError("the default method was called")
 
-    for question in ("preempts", "split", "decode_steps"):
-        monkeypatch.setattr(SchedulingPolicy, question, unexpected)
+    for method in ("preempts", "split", "decode_steps"):
+        monkeypatch.setattr(SchedulingPolicy, method, unexpected)
     scheduler = make_scheduler(max_running=1)
     for name in "ab":
         scheduler.add(request(name, max_tokens=3))
     assert len(finish(scheduler)) == 6
 
 
-# Wrong policies
+# Invalid answers
 
 
 class Failing(Policy):
@@ -45,7 +45,7 @@ class Failing(Policy):
         raise LookupError("lost my list")
 
 
-def test_a_failing_policy_is_named_with_its_cause_and_leaves_nothing_half_done() -> None:
+def test_schedule_names_a_failing_policy_with_its_cause_and_stays_consistent() -> None:
     scheduler = make_scheduler(Failing())
     scheduler.add(request("a"))
     with pytest.raises(PluginError, match=r"Failing failed in order\(\): LookupError: lost my list") as error:
@@ -56,14 +56,14 @@ def test_a_failing_policy_is_named_with_its_cause_and_leaves_nothing_half_done()
 
 
 def foreign_views() -> list[RequestView]:
-    """Of a request of another scheduler, of a name that is known here."""
+    """Views of a request of another scheduler, with an id that is in use in the scheduler under test."""
     other = make_scheduler()
     other.add(request("a"))
     return list(other._queues.waiting_views)
 
 
 @pytest.mark.parametrize(
-    ("question", "answer"),
+    ("method", "answer"),
     [
         ("order", lambda waiting, now: ["a"]),
         ("order", lambda waiting, now: foreign_views()),
@@ -72,15 +72,15 @@ def foreign_views() -> list[RequestView]:
         ("split", lambda budget, waiting, running: Split(decode=1.5, prefill=2)),  # type: ignore[arg-type]
     ],
 )
-def test_an_impossible_answer_names_policy_and_question(question: str, answer: Callable[..., Any]) -> None:
-    scheduler = make_scheduler(policy(**{question: answer}))
+def test_schedule_names_policy_and_method_on_an_invalid_answer(method: str, answer: Callable[..., Any]) -> None:
+    scheduler = make_scheduler(policy(**{method: answer}))
     scheduler.add(request("a"))
-    with pytest.raises(PluginError, match=rf"Changed .*{question}\(\)"):
+    with pytest.raises(PluginError, match=rf"Changed .*{method}\(\)"):
         scheduler.schedule(0.0)
     scheduler.check()
 
 
-def test_the_runner_is_not_told_of_the_end_of_what_it_never_saw() -> None:
+def test_step_finished_leaves_out_sequences_the_runner_never_saw() -> None:
     answers = [lambda waiting: [waiting[0], None], lambda waiting: waiting]
     scheduler = make_scheduler(policy(order=lambda waiting, now: answers.pop(0)(waiting)))
     for name in "ab":
@@ -94,14 +94,14 @@ def test_the_runner_is_not_told_of_the_end_of_what_it_never_saw() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, "b"])
-def test_an_impossible_victim(answer: object) -> None:
+def test_victim_raises_on_an_invalid_answer(answer: object) -> None:
     scheduler = crowded(policy(victim=lambda running: answer))
-    with pytest.raises(PluginError, match=r"Changed answered .* to victim\(\)"):
+    with pytest.raises(PluginError, match=r"Changed returned .* from victim\(\)"):
         scheduler.schedule(0.0)
     scheduler.check()
 
 
-def test_an_impossible_number_of_steps_is_refused_and_nothing_is_lost() -> None:
+def test_decode_steps_raises_on_an_invalid_answer_and_loses_nothing() -> None:
     answers = iter([None, 1])
     scheduler = make_scheduler(policy(decode_steps=lambda running, waiting: next(answers)))
     scheduler.add(request("a", 4))
@@ -113,7 +113,7 @@ def test_an_impossible_number_of_steps_is_refused_and_nothing_is_lost() -> None:
     assert [sequence for sequence, _ in step.blocks] == [1]
 
 
-def test_an_impossible_displacement() -> None:
+def test_preempts_raises_on_an_invalid_answer() -> None:
     scheduler = make_scheduler(policy(preempts=lambda candidate, running: candidate), max_running=1)
     scheduler.add(request("a"))
     turn(scheduler)
@@ -123,28 +123,28 @@ def test_an_impossible_displacement() -> None:
     scheduler.check()
 
 
-def test_who_is_left_out_waits_unless_nothing_else_runs() -> None:
+def test_order_may_leave_a_request_waiting_unless_nothing_else_runs() -> None:
     scheduler = make_scheduler(policy(order=lambda waiting, now: [view for view in waiting if view.id != "a"]))
     scheduler.add(request("a", max_tokens=1))
     scheduler.add(request("b", max_tokens=2))
     assert [output.request for output in finish(scheduler)] == ["b", "b", "a"]
 
 
-def test_one_named_twice_is_admitted_once() -> None:
+def test_order_admits_a_request_named_twice_only_once() -> None:
     scheduler = make_scheduler(policy(order=lambda waiting, now: [*waiting, *waiting]))
     scheduler.add(request("a"))
     scheduler.add(request("b"))
-    assert [piece.sequence for piece in plan(scheduler).chunks] == [1, 2]
+    assert [chunk.sequence for chunk in plan(scheduler).chunks] == [1, 2]
 
 
-def test_no_share_for_anybody_still_gives_progress() -> None:
+def test_split_of_nothing_still_makes_progress() -> None:
     scheduler = make_scheduler(policy(split=lambda budget, waiting, running: Split(decode=0, prefill=-1)))
     for name in "ab":
         scheduler.add(request(name, max_tokens=2))
     assert len(finish(scheduler)) == 4
 
 
-def test_views_show_what_is_planned_and_cannot_be_changed() -> None:
+def test_views_include_planned_steps_and_are_read_only() -> None:
     seen: list[RequestView] = []
 
     def order(waiting: Sequence[RequestView], now: float) -> Sequence[RequestView]:
@@ -166,7 +166,7 @@ def test_views_show_what_is_planned_and_cannot_be_changed() -> None:
     assert (view.computed_tokens, view.output_tokens, view.preemptions) == (0, 4, 1)
 
 
-def test_the_waiting_are_shown_in_order_of_arrival() -> None:
+def test_order_gets_the_waiting_requests_in_order_of_arrival() -> None:
     seen: list[list[str]] = []
     scheduler = make_scheduler(
         policy(order=lambda waiting, now: seen.append([view.id for view in waiting]) or waiting), max_running=1

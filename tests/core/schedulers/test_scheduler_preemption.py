@@ -1,12 +1,12 @@
-"""Who has to go: victims, the displaced and the aborted."""
+"""Preemption when blocks run out, preemption for waiting requests, and aborts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.core.schedulers.planner import MAX_DISPLACED
 from engine.core.schedulers.policy import RequestView, Split
+from engine.core.schedulers.step_planner import MAX_PREEMPTIONS_FOR_WAITING
 from engine.core.types import Output
 
 from .scheduling import (
@@ -24,66 +24,66 @@ from .scheduling import (
     work,
 )
 
-# Preemption
+# Preemption when blocks run out
 
 
-def test_a_victim_is_computed_again_from_all_its_tokens() -> None:
+def test_preempted_request_is_recomputed_from_all_its_tokens() -> None:
     scheduler = crowded()
     step = plan(scheduler)
-    assert work(step) == [1], "the last block goes to the first, the second gives way"
+    assert work(step) == [1], "the first gets the last block, the second is preempted"
     assert scheduler.stats().preemptions == 1
     commit(scheduler, step)
     while scheduler.stats().running:
         step = plan(scheduler)
-        assert not step.new, "there is no room before the first has ended"
+        assert not step.new, "nothing fits before the first has finished"
         commit(scheduler, step)
     step = plan(scheduler)
     assert step.finished == (1,)
     (new,) = step.new
     assert (new.sequence, new.tokens, new.prompt_len) == (3, (*hash_tokens("b", 7), 7, 7), 7)
     outputs = [*commit(scheduler, step), *finish(scheduler)]
-    assert [output.tokens for output in outputs] == [(7,)] * 8, "two of ten were there already"
+    assert [output.tokens for output in outputs] == [(7,)] * 8, "two of ten tokens were sampled before the preemption"
     assert outputs[-1].finish_reason == "length"
 
 
-def test_a_victim_finds_its_blocks_in_the_cache() -> None:
+def test_preempted_request_finds_its_blocks_in_the_cache() -> None:
     scheduler = crowded()
     commit(scheduler, plan(scheduler))
     scheduler.abort("a")
     step = plan(scheduler)
     assert work(step) == [(3, 8, 1, True)]
-    assert not step.decodes, "its token is new to the runner"
+    assert not step.decodes, "the runner does not know the sequence's last token"
 
 
-def test_a_victim_leaves_the_step_being_planned() -> None:
+def test_preempted_request_is_removed_from_the_step_being_planned() -> None:
     scheduler = crowded(policy(victim=lambda running: running[0]))
     step = plan(scheduler)
-    assert work(step) == [2], "the first had its slice, and lost it to the second"
+    assert work(step) == [2], "the first was in the plan, and was preempted for the second"
     assert step.finished == (1,)
     assert [sequence for sequence, _ in step.blocks] == [2]
 
 
-def test_a_victim_makes_room_for_one_held_back() -> None:
-    rooms = iter([64, 64, *[1] * 20])
+def test_preemption_reactivates_a_deferred_sequence() -> None:
+    shares = iter([64, 64, *[1] * 20])
     scheduler = crowded(
         policy(
-            split=lambda budget, waiting, running: Split(decode=next(rooms), prefill=budget),
+            split=lambda budget, waiting, running: Split(decode=next(shares), prefill=budget),
             victim=lambda running: running[0],
         )
     )
     seen = [plan(scheduler).decodes for _ in range(5)]
-    assert seen == [(1,)] * 4 + [(2,)], "the first took the last block, and gave way when it needed another"
+    assert seen == [(1,)] * 4 + [(2,)], "the first took the last block, and was preempted when it needed another"
     assert scheduler.stats().preemptions == 1
 
 
-def test_nobody_is_admitted_in_a_step_for_which_somebody_was_preempted() -> None:
+def test_no_request_is_admitted_in_a_step_that_preempts_one() -> None:
     scheduler = crowded()
     scheduler.add(request("c", 1, max_tokens=1, arrival=1.0))
     step = plan(scheduler)
-    assert work(step) == [1], "c overtook the victim"
+    assert work(step) == [1], "c overtook the preempted request"
 
 
-def test_a_victim_waits_for_its_results_under_way() -> None:
+def test_preempted_request_is_not_admitted_while_its_result_is_in_flight() -> None:
     scheduler = make_scheduler(num_blocks=5, max_len=20)
     for name in "ab":
         scheduler.add(request(name, 7, max_tokens=10))
@@ -92,13 +92,13 @@ def test_a_victim_waits_for_its_results_under_way() -> None:
     second = plan(scheduler)
     assert work(second) == [1]
     scheduler.abort("a")
-    assert scheduler.schedule(0.0) is None, "b has a token under way"
+    assert scheduler.schedule(0.0) is None, "b has a token in flight"
     assert [(output.request, output.tokens) for output in commit(scheduler, ahead, 5, 6)] == [("b", (6,))]
     (new,) = plan(scheduler).new
     assert new.tokens == (*hash_tokens("b", 7), 7, 6)
 
 
-def test_a_victim_can_end_by_its_result_under_way() -> None:
+def test_preempted_request_can_finish_by_a_result_in_flight() -> None:
     scheduler = make_scheduler(num_blocks=5, max_len=20)
     for name in "ab":
         scheduler.add(request(name, 7, max_tokens=10))
@@ -109,18 +109,18 @@ def test_a_victim_can_end_by_its_result_under_way() -> None:
     assert len(commit(scheduler, second)) == 1
 
 
-def test_a_request_is_not_admitted_into_the_last_blocks() -> None:
+def test_request_is_not_admitted_when_it_would_take_the_last_blocks() -> None:
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(request("a", 8, max_tokens=8))
     scheduler.add(request("b", 8, max_tokens=8))
-    assert len(plan(scheduler).chunks) == 1, "the blocks are there, but the first needs one with its next token"
+    assert len(plan(scheduler).chunks) == 1, "there are enough blocks, but the first needs one for its next token"
 
 
-# Displacement
+# Preemption for waiting requests
 
 
-def displacing(**answers: Callable[..., Any]) -> Policy:
-    """Waiting requests take the place of the last admitted one of a greater priority number."""
+def preempting(**answers: Callable[..., Any]) -> Policy:
+    """A policy that preempts the last admitted request if the candidate's priority number is lower."""
 
     def preempts(candidate: RequestView, running: Sequence[RequestView]) -> RequestView | None:
         last = running[-1]
@@ -129,8 +129,8 @@ def displacing(**answers: Callable[..., Any]) -> Policy:
     return policy(preempts=preempts, **answers)
 
 
-def test_an_urgent_request_takes_a_seat() -> None:
-    scheduler = make_scheduler(displacing(), max_running=1)
+def test_urgent_request_preempts_at_max_running() -> None:
+    scheduler = make_scheduler(preempting(), max_running=1)
     scheduler.add(request("a", priority=1, max_tokens=3))
     turn(scheduler)
     scheduler.add(request("b", priority=0, max_tokens=3))
@@ -139,18 +139,18 @@ def test_an_urgent_request_takes_a_seat() -> None:
     assert step.finished == (1,)
     scheduler.add(request("c", priority=0, max_tokens=3))
     commit(scheduler, step)
-    assert work(plan(scheduler)) == [2], "an equal one waits"
+    assert work(plan(scheduler)) == [2], "a request of equal priority waits"
 
 
-def test_the_tokens_of_a_displaced_prompt_are_for_the_urgent_one() -> None:
-    scheduler = make_scheduler(displacing(), max_running=1, max_batch_tokens=8)
+def test_urgent_request_gets_the_prefill_tokens_of_the_preempted_one() -> None:
+    scheduler = make_scheduler(preempting(), max_running=1, max_batch_tokens=8)
     scheduler.add(request("a", 12, priority=1))
     turn(scheduler)
     scheduler.add(request("b", 8, priority=0))
     assert work(plan(scheduler)) == [(2, 0, 8, True)]
 
 
-def test_who_was_displaced_is_not_admitted_again_in_the_same_step() -> None:
+def test_preempted_request_is_not_admitted_again_in_the_same_step() -> None:
     kept: list[RequestView] = []
 
     def order(waiting: Sequence[RequestView], now: float) -> Sequence[RequestView]:
@@ -163,12 +163,12 @@ def test_who_was_displaced_is_not_admitted_again_in_the_same_step() -> None:
     turn(scheduler)
     scheduler.add(request("c", 28))
     step = plan(scheduler)
-    assert [new.sequence for new in step.new] == [3], "both others had to go, though one of them would fit again"
+    assert [new.sequence for new in step.new] == [3], "both others were preempted, though one of them would fit again"
     assert scheduler.stats().waiting == 2
 
 
-def test_an_urgent_prompt_comes_before_the_rest_of_another() -> None:
-    chosen = displacing(order=lambda waiting, now: sorted(waiting, key=lambda view: view.priority))
+def test_urgent_prefill_comes_before_the_rest_of_another() -> None:
+    chosen = preempting(order=lambda waiting, now: sorted(waiting, key=lambda view: view.priority))
     scheduler = make_scheduler(chosen, max_batch_tokens=8)
     seen = []
     for name, length, priority in (("a", 20, 2), ("b", 11, 1), ("c", 2, 2), ("d", 3, 0)):
@@ -188,7 +188,7 @@ def test_an_urgent_prompt_comes_before_the_rest_of_another() -> None:
     assert scheduler.stats().preemptions == 0
 
 
-def test_a_policy_that_lets_nobody_displace_is_not_asked_about_prompts() -> None:
+def test_preempts_is_not_called_for_prefills_unless_overridden() -> None:
     scheduler = make_scheduler(max_batch_tokens=8)
     scheduler.add(request("a", 20, priority=2))
     turn(scheduler)
@@ -196,7 +196,7 @@ def test_a_policy_that_lets_nobody_displace_is_not_asked_about_prompts() -> None
     assert work(plan(scheduler)) == [(1, 8, 8, False)]
 
 
-def test_nobody_is_displaced_in_vain() -> None:
+def test_no_request_is_preempted_unless_the_candidate_then_fits() -> None:
     asked = []
 
     def preempts(candidate: RequestView, running: Sequence[RequestView]) -> RequestView | None:
@@ -215,12 +215,12 @@ def test_nobody_is_displaced_in_vain() -> None:
     scheduler.abort("d")
     scheduler.add(request("e", 16, priority=0, max_tokens=9))
     turn(scheduler)
-    assert scheduler.stats().preemptions == 2, "both had to go, and that was enough"
+    assert scheduler.stats().preemptions == 2, "both were preempted, and that was enough"
     assert [view.id for view in scheduler._queues.running_views] == ["a", "e"]
 
 
-def test_displacement_cannot_go_on_for_ever() -> None:
-    """A policy that would let two requests displace one another before either gets a token."""
+def test_mutual_preemption_ends() -> None:
+    """The policy would let two requests preempt each other forever before either gets a token."""
     scheduler = make_scheduler(
         policy(preempts=lambda candidate, running: running[0]), max_running=1, max_batch_tokens=4, prefix_caching=False
     )
@@ -228,19 +228,19 @@ def test_displacement_cannot_go_on_for_ever() -> None:
         scheduler.add(request(name, 30, max_tokens=2))
     outputs = finish(scheduler, 200)
     assert {output.request for output in outputs if output.finish_reason == "length"} == {"a", "b"}
-    assert scheduler.stats().preemptions >= 2 * MAX_DISPLACED
+    assert scheduler.stats().preemptions >= 2 * MAX_PREEMPTIONS_FOR_WAITING
 
 
-def test_who_got_a_token_in_between_can_be_displaced_again() -> None:
-    scheduler = make_scheduler(displacing(), max_running=1)
+def test_request_can_be_preempted_again_after_a_token() -> None:
+    scheduler = make_scheduler(preempting(), max_running=1)
     scheduler.add(request("a", priority=1))
-    for number in range(MAX_DISPLACED + 2):
+    for number in range(MAX_PREEMPTIONS_FOR_WAITING + 2):
         assert [output.request for output in turn(scheduler)] == ["a"]
         scheduler.add(request(f"b{number}", priority=0, max_tokens=1))
         assert [output.request for output in turn(scheduler)] == [f"b{number}"]
 
 
-def test_nobody_is_displaced_in_the_step_of_his_admission() -> None:
+def test_request_is_not_preempted_in_the_step_of_its_admission() -> None:
     scheduler = make_scheduler(policy(preempts=lambda candidate, running: running[0]), max_running=1)
     for name in "ab":
         scheduler.add(request(name))
@@ -248,10 +248,10 @@ def test_nobody_is_displaced_in_the_step_of_his_admission() -> None:
     assert scheduler.stats().preemptions == 0
 
 
-# Abort
+# Aborts
 
 
-def test_abort_waiting_running_and_unknown() -> None:
+def test_abort_finishes_waiting_and_running_requests_and_ignores_unknown_ids() -> None:
     scheduler = make_scheduler(max_running=1)
     scheduler.add(request("a"))
     scheduler.add(request("b"))
@@ -264,7 +264,7 @@ def test_abort_waiting_running_and_unknown() -> None:
     scheduler.check()
 
 
-def test_abort_in_flight() -> None:
+def test_abort_discards_results_in_flight() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a"))
     first, second = plan(scheduler), plan(scheduler)
@@ -273,7 +273,7 @@ def test_abort_in_flight() -> None:
     assert commit(scheduler, first) == commit(scheduler, second) == []
 
 
-def test_abort_of_a_victim_with_a_result_under_way() -> None:
+def test_abort_discards_the_result_in_flight_of_a_preempted_request() -> None:
     scheduler = make_scheduler(num_blocks=5, max_len=20)
     for name in "ab":
         scheduler.add(request(name, 7, max_tokens=10))

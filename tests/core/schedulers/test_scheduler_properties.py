@@ -1,7 +1,7 @@
-"""The scheduler under any policy and any course of events, with a runner that reads its context from the KV blocks.
+"""The scheduler under any policy and any sequence of events, with a fake runner that reads its context from KV blocks.
 
-The runner keeps the pool as a dictionary and derives each token from what it finds there by way of the block table. So
-each output equals that of its request alone, unless a block was lost, shared or overwritten wrongly.
+The fake runner keeps the KV pool as a dictionary, and derives each token from the context it finds there through the
+block table. So each output equals that of its request alone, unless a block was lost, wrongly shared or overwritten.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from engine.plugins.schedulers.fcfs import FirstComeFirstServed
 from engine.plugins.schedulers.multi_step import MultiStep, MultiStepOptions
 from engine.plugins.schedulers.priority import Priority
 
-PAGE = 2
+BLOCK_SIZE = 2
 EOS = 0
 VOCABULARY = 12
 
 
 def next_token(context: Sequence[int], seed: int) -> int:
-    """What the model makes of a context."""
+    """The token that the fake model samples after a context."""
     return crc32(repr((list(context), seed)).encode()) % VOCABULARY
 
 
 def expected_output(request: Request, longest: int) -> tuple[list[int], str]:
-    """Tokens and finish reason of a request that runs alone."""
+    """Tokens and finish reason of a request run alone."""
     params = request.params
     assert params.seed is not None
     tokens: list[int] = []
-    most = params.max_tokens or longest - len(request.prompt)
+    max_tokens = params.max_tokens or longest - len(request.prompt)
     stops = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, EOS}
     while True:
         tokens.append(next_token([*request.prompt, *tokens], params.seed))
         if tokens[-1] in stops and len(tokens) >= params.min_tokens:
             return tokens, "stop"
-        if len(tokens) == most:
+        if len(tokens) == max_tokens:
             return tokens, "length"
 
 
 def sequences(step: Step) -> list[int]:
-    """All that the step computes something of."""
-    return [*step.decodes, *(piece.sequence for piece in step.chunks)]
+    """All sequences in the step."""
+    return [*step.decodes, *(chunk.sequence for chunk in step.chunks)]
 
 
 class FakeRunner:
-    """Runs steps by their contract alone."""
+    """Runs steps by nothing but the contract of Step."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -85,22 +85,22 @@ class FakeRunner:
             self.tables[sequence] += blocks
         assert len(set(sequences(step))) == len(sequences(step))
         assert step.iterations == 1 or not step.chunks
-        assert (step.decodes is self.decodes) == (step.decodes == self.decodes), "nothing changed, but the object"
+        assert (step.decodes is self.decodes) == (step.decodes == self.decodes), "same sequences, other tuple"
         self.decodes = step.decodes
 
         rows = []
         scores = []
         for _ in range(step.iterations):
             rows.append([self.decode(sequence) for sequence in step.decodes])
-        for piece in step.chunks:
-            sequence, known = piece.sequence, self.known[piece.sequence]
-            assert piece.sample == (piece.start + piece.count == len(known))
-            self.compute(sequence, piece.start, piece.start + piece.count)
-            if piece.sample:
+        for chunk in step.chunks:
+            sequence, known = chunk.sequence, self.known[chunk.sequence]
+            assert chunk.sample == (chunk.start + chunk.count == len(known))
+            self.compute(sequence, chunk.start, chunk.start + chunk.count)
+            if chunk.sample:
                 rows[0].append(self.sample(sequence))
-            if self.params[sequence].prompt_logprobs is not None and piece.start < self.prompt_len[sequence] - 1:
-                end = min(piece.start + piece.count, self.prompt_len[sequence] - 1)
-                targets = known[piece.start + 1 : end + 1]
+            if self.params[sequence].prompt_logprobs is not None and chunk.start < self.prompt_len[sequence] - 1:
+                end = min(chunk.start + chunk.count, self.prompt_len[sequence] - 1)
+                targets = known[chunk.start + 1 : end + 1]
                 scores.append((sequence, tuple(TokenLogprobs(token=token, logprob=0.0, rank=1) for token in targets)))
         return StepResult(
             step=step.id,
@@ -110,14 +110,14 @@ class FakeRunner:
         )
 
     def decode(self, sequence: int) -> int:
-        """Compute the token sampled last, and sample."""
+        """Compute the token sampled last, and sample the next."""
         position = self.computed[sequence]
         assert position == len(self.known[sequence]) - 1 >= self.prompt_len[sequence]
         self.compute(sequence, position, position + 1)
         return self.sample(sequence)
 
     def sample(self, sequence: int) -> int:
-        """The token after all that is computed."""
+        """Sample the token that follows the computed ones."""
         seed = self.params[sequence].seed
         assert seed is not None
         token = next_token(self.read(sequence, self.computed[sequence]), seed)
@@ -125,7 +125,7 @@ class FakeRunner:
         return token
 
     def compute(self, sequence: int, start: int, end: int) -> None:
-        """Write positions to the pool: each once, in order, into blocks that nobody else has."""
+        """Write positions to the pool: each once, in order, into blocks that no other sequence has."""
         if sequence not in self.computed:
             assert start % self.block_size == 0
             self.cached += start
@@ -134,25 +134,25 @@ class FakeRunner:
         for position in range(start, end):
             block = self.tables[sequence][position // self.block_size]
             holders = [other for other, table in self.tables.items() if block in table]
-            assert holders == [sequence], "a block that others hold is written"
+            assert holders == [sequence], "a block of another sequence is written"
             seed = self.params[sequence].seed
             assert seed is not None
             self.pool[block, position % self.block_size] = (seed, position, self.known[sequence][position])
         self.computed[sequence] = end
 
     def read(self, sequence: int, end: int) -> list[int]:
-        """The context as the pool has it. The seeds stand for the salts: no block of another seed may be in it."""
+        """The context in the pool. Seeds stand for salts: the context may hold no block of another seed."""
         cells = [
             self.pool[self.tables[sequence][position // self.block_size], position % self.block_size]
             for position in range(end)
         ]
-        assert all(seed == self.params[sequence].seed for seed, _, _ in cells), "prefixes of other salts are shared"
+        assert all(seed == self.params[sequence].seed for seed, _, _ in cells), "a prefix of another salt is shared"
         assert [position for _, position, _ in cells] == list(range(end))
         return [token for _, _, token in cells]
 
 
 class Hostile(SchedulingPolicy):
-    """Any answer that is allowed, the worse the better."""
+    """Gives random valid answers, many of them bad ones."""
 
     api = "1"
 
@@ -202,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps_ahead: int,
         seed: int,
     ) -> None:
-        self.blocks = BlockManager(num_blocks, PAGE, prefix_caching=prefix_caching)
+        self.blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(
             self.make_policy(seed),
             self.blocks,
@@ -213,25 +213,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
-        self.longest = min(max_len, num_blocks * PAGE + 1)
+        self.longest = min(max_len, num_blocks * BLOCK_SIZE + 1)
         self.steps_ahead = steps_ahead
-        self.runner = FakeRunner(PAGE)
+        self.runner = FakeRunner(BLOCK_SIZE)
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
         self.live: dict[str, Request] = {}
         self.outputs: dict[str, list[Output]] = {}
         self.admitted: list[int] = []  # requests in the order of their first admission
-        self.clock = 0.0
+        self.now = 0.0
         self.count = 0
 
     @rule(data=st.data(), same=st.integers(1, 3))
     def add(self, data: st.DataObject, same: int) -> None:
         prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=min(8, self.longest - 1)))
-        most = self.longest - len(prompt)
-        max_tokens = data.draw(st.none() | st.integers(1, most))
+        room = self.longest - len(prompt)
+        max_tokens = data.draw(st.none() | st.integers(1, room))
         salt = data.draw(st.integers(0, 1))
         params = SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=data.draw(st.integers(0, max_tokens or most)) if data.draw(st.booleans()) else 0,
+            min_tokens=data.draw(st.integers(0, max_tokens or room)) if data.draw(st.booleans()) else 0,
             seed=salt,
             ignore_eos=data.draw(st.booleans()),
             stop_token_ids=tuple(data.draw(st.lists(st.integers(1, VOCABULARY), max_size=1))),
@@ -239,13 +239,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         priority = data.draw(st.integers(0, 2))
         for _ in range(same):
-            self.clock += 1
+            self.now += 1
             request = Request(
                 id=str(self.count),
                 prompt=tuple(prompt),
                 params=params,
                 priority=priority,
-                arrival=self.clock,
+                arrival=self.now,
                 salt=str(salt),
             )
             self.count += 1
@@ -306,19 +306,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.runner.cached == 0
 
     def turn(self) -> None:
-        """One turn of the engine's loop."""
+        """What Engine.step does."""
         planned = self.schedule()
         if self.in_flight and not (planned and len(self.in_flight) <= self.steps_ahead):
             self.commit()
 
     def schedule(self) -> bool:
-        self.clock += 1
-        step = self.scheduler.schedule(self.clock)
+        self.now += 1
+        step = self.scheduler.schedule(self.now)
         if step is None:
-            assert self.in_flight or not self.live, "nothing runs though something could"
+            assert self.in_flight or not self.live, "no step was planned though no result is awaited"
             return False
         assert sequences(step)
-        assert len(step.decodes) + sum(piece.count for piece in step.chunks) <= self.max_batch_tokens
+        assert len(step.decodes) + sum(chunk.count for chunk in step.chunks) <= self.max_batch_tokens
         assert len(sequences(step)) <= self.max_running
         result = self.runner.run(step)
         for sequence in sequences(step):
@@ -336,8 +336,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def commit(self) -> None:
         step, result = self.in_flight.popleft()
-        self.clock += 1
-        for output in self.scheduler.commit(step, result, self.clock):
+        self.now += 1
+        for output in self.scheduler.commit(step, result, self.now):
             request = self.live[output.request]
             self.outputs[output.request].append(output)
             assert output.tokens
@@ -361,7 +361,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert [entry.token for entry in scores[0]] == list(request.prompt[1:])
             assert scores[1:] == [None] * (len(outputs) - 1)
         assert last.times is not None
-        assert request.arrival <= last.times.scheduled <= last.times.first_token <= last.times.finished == self.clock
+        assert request.arrival <= last.times.scheduled <= last.times.first_token <= last.times.finished == self.now
 
 
 LIMITS = settings(max_examples=100, stateful_step_count=25, deadline=None, derandomize=True, database=None)

@@ -1,4 +1,4 @@
-"""Several decode steps at once, through the whole engine: the same greedy tokens, whatever stops, leaves or arrives."""
+"""The multi_step policy in an engine: the same greedy tokens under stops, aborts, arrivals and preemptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.testing.checkpoints import make_checkpoint
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
 LENGTH = 30
 ABORTED = 3
-"""The request that is aborted half-way."""
+"""The request that is aborted."""
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +29,20 @@ def build(checkpoint: Path, **settings: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[tuple[int, ...]]:
-    """Each prompt alone, one step at a time."""
+    """Output of each prompt run alone, one iteration per step."""
     greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
     with build(checkpoint) as engine:
         return [engine.generate([prompt], greedy)[0].token_ids for prompt in PROMPTS]
 
 
 def wanted(row: int, tokens: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """A token that stops the request, elsewhere for each, and the output that ends with it."""
+    """A stop token for the request, at another position for each request, and the output up to the stop token."""
     stop = tokens[6 + 3 * row]
     return stop, tokens[: tokens.index(stop) + 1]
 
 
 def turns(engine: Engine, tokens: dict[str, list[int]]) -> Iterator[None]:
-    """Step until nothing is left, gathering tokens by request."""
+    """Step until all requests have finished, gathering tokens by request."""
     while engine.has_work:
         for output in engine.step():
             tokens[output.request] += output.tokens
@@ -51,7 +51,7 @@ def turns(engine: Engine, tokens: dict[str, list[int]]) -> Iterator[None]:
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("steps", [1, 4, 8, "auto"])
-def test_stops_aborts_and_arrivals_do_not_matter(
+def test_multi_step_output_is_unchanged_by_stops_aborts_and_arrivals(
     checkpoint: Path, expected: list[tuple[int, ...]], steps: int | str, overlap: str
 ) -> None:
     settings = {"scheduler": "multi_step", "scheduler__options": {"steps": steps}, "scheduler__overlap": overlap}
@@ -87,7 +87,7 @@ def test_stops_aborts_and_arrivals_do_not_matter(
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
 
 
-def test_a_step_of_several_is_one_step_of_the_engine(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
+def test_multi_step_step_counts_as_one_step(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
     counts = {}
     for steps in (1, 8):
@@ -97,7 +97,7 @@ def test_a_step_of_several_is_one_step_of_the_engine(checkpoint: Path, expected:
     assert counts == {1: LENGTH, 8: 1 + 4}, "the prompt with its first token, then 8, 8, 8 and the 5 that are left"
 
 
-def test_preemption_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
+def test_multi_step_output_is_unchanged_by_preemption(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
     bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, kv heads, head_dim, block_size, float32
     common: dict[str, Any] = {"executor__device": "cpu", "model__max_len": 128, "scheduler": "multi_step"}

@@ -36,7 +36,7 @@ def ids(policy: SchedulingPolicy, *views: View) -> str:
     return "".join(view.id for view in policy.order(views, 0.0))
 
 
-def test_fcfs_runs_them_as_they_came_whatever_their_priority() -> None:
+def test_fcfs_admits_in_order_of_arrival_whatever_the_priorities() -> None:
     views = (View(id="a", priority=2), View(id="b", priority=1, arrival=1.0), View(id="c", arrival=2.0))
     policy = FirstComeFirstServed()
     assert ids(policy, *views) == "abc"
@@ -44,7 +44,7 @@ def test_fcfs_runs_them_as_they_came_whatever_their_priority() -> None:
     assert policy.preempts(View(id="d", priority=-9), views) is None
 
 
-def test_priority_runs_the_lowest_number_first_and_equals_as_they_came() -> None:
+def test_priority_admits_the_lowest_number_first_and_equals_by_arrival() -> None:
     views = (
         View(id="a", priority=2),
         View(id="b", priority=1, arrival=1.0),
@@ -55,7 +55,7 @@ def test_priority_runs_the_lowest_number_first_and_equals_as_they_came() -> None
     assert ids(Priority(), *views) == "dbeac"
 
 
-def test_priority_preempts_the_least_urgent_and_among_equals_the_latest() -> None:
+def test_priority_victim_is_the_least_urgent_and_among_equals_the_latest() -> None:
     views = (
         View(id="a", priority=2),
         View(id="b", priority=2, arrival=5.0),
@@ -65,7 +65,7 @@ def test_priority_preempts_the_least_urgent_and_among_equals_the_latest() -> Non
     assert Priority().victim(views).id == "b"
 
 
-def test_priority_displaces_only_who_is_strictly_less_urgent() -> None:
+def test_priority_preempts_only_strictly_less_urgent_requests() -> None:
     running = (View(id="a", priority=1), View(id="b", priority=2, arrival=1.0))
     policy = Priority()
     chosen = policy.preempts(View(id="c", priority=1), running)
@@ -75,13 +75,13 @@ def test_priority_displaces_only_who_is_strictly_less_urgent() -> None:
     assert policy.preempts(View(id="c", priority=3), running) is None
 
 
-def order_of_ends(policy: SchedulingPolicy, *requests: tuple[str, int]) -> str:
-    """Names of requests (name, priority), added one a step to an engine with one seat, as they finish."""
+def finish_order(policy: SchedulingPolicy, *requests: tuple[str, int]) -> str:
+    """Names of requests in the order they finish. One (name, priority) is added per step; max_running is 1."""
     scheduler = Scheduler(
         policy, BlockManager(50, 4), max_batch_tokens=64, max_running=1, max_len=100, eos_tokens=frozenset()
     )
     left = list(requests)
-    ended = ""
+    finished = ""
     now = 0.0
     while left or scheduler.has_work:
         now += 1.0
@@ -92,15 +92,15 @@ def order_of_ends(policy: SchedulingPolicy, *requests: tuple[str, int]) -> str:
         step = scheduler.schedule(now)
         assert step is not None
         result = StepResult(step=step.id, tokens=((5,) * (len(step.decodes) + len(step.chunks)),))
-        ended += "".join(output.request for output in scheduler.commit(step, result, now) if output.finish_reason)
+        finished += "".join(output.request for output in scheduler.commit(step, result, now) if output.finish_reason)
     scheduler.check()
-    return ended
+    return finished
 
 
-def test_order_in_a_scheduler() -> None:
+def test_requests_finish_in_the_order_of_the_policy() -> None:
     requests = (("a", 1), ("b", 1), ("c", 0), ("d", 2), ("e", 0))
-    assert order_of_ends(FirstComeFirstServed(), *requests) == "abcde"
-    assert order_of_ends(Priority(), *requests) == "ceabd"
+    assert finish_order(FirstComeFirstServed(), *requests) == "abcde"
+    assert finish_order(Priority(), *requests) == "ceabd"
 
 
 def steps(running: int, waiting: int = 0, **options: Any) -> int:
@@ -108,13 +108,13 @@ def steps(running: int, waiting: int = 0, **options: Any) -> int:
     return MultiStep(MultiStepOptions(**options)).decode_steps(views[:running], views[running:])
 
 
-def test_auto_steps_fall_with_the_batch_and_with_anybody_waiting() -> None:
+def test_auto_steps_decrease_with_batch_size_and_waiting_requests() -> None:
     assert [steps(running) for running in (1, 16, 17, 32, 64, 128, 129, 1000)] == [8, 8, 7, 4, 2, 1, 1, 1]
     assert [steps(running, max_steps=32) for running in (1, 16, 128)] == [32, 32, 4]
     assert steps(1, waiting=1) == 1
 
 
-def test_fixed_steps_are_kept_whatever_runs_or_waits() -> None:
+def test_fixed_steps_do_not_depend_on_the_requests() -> None:
     assert [steps(running, waiting, steps=6) for running, waiting in ((1, 0), (1, 3), (500, 0))] == [6, 6, 6]
     assert MultiStep().options == MultiStepOptions()
 
@@ -129,13 +129,13 @@ def test_fixed_steps_are_kept_whatever_runs_or_waits() -> None:
         ({"steps": 4, "max_steps": 8}, 'max_steps bounds steps = "auto", but steps is 4; give only one of them'),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_reported(options: dict[str, Any], message: str) -> None:
     _, problems = structure(options, MultiStepOptions, "scheduler.options")
     assert [message in problem for problem in problems] == [True]
 
 
-def test_a_stop_an_abort_and_an_arrival_are_honoured_with_the_next_step() -> None:
-    """The bound on latency: they wait for the k iterations under way, not longer."""
+def test_stop_abort_and_arrival_take_effect_with_the_next_step() -> None:
+    """Each is delayed by at most the k iterations in flight."""
     scheduler = Scheduler(
         MultiStep(MultiStepOptions(steps=4)),
         BlockManager(50, 4),
