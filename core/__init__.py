@@ -1,10 +1,11 @@
-"""The contracts, and the engine that needs nothing else. A folder is a topic; its `__init__` lists the public names."""
+"""The contracts that plugins implement, and the engine. One folder per topic; its `__init__` lists the public names."""
 
 from typing import TYPE_CHECKING
 
 if __name__ != "engine.core":
     raise ImportError(
-        "import this package as engine.core (pip install -e . maps it); a second copy would duplicate every class"
+        "import this package as engine.core (pip install -e . makes that name); under another name every class would "
+        "exist twice"
     )
 
 from engine.core.lazy import exports

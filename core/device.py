@@ -1,49 +1,56 @@
-"""What a device is, as plain data: enough for a plugin to refuse it without importing torch."""
+"""Describes a device as plain data, so that a plugin can refuse a device without importing torch."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from attrs import frozen
 
 from engine.core.errors import ConfigError
 
+DeviceType = Literal["cpu", "cuda"]
+
 
 @frozen(kw_only=True)
 class DeviceInfo:
-    """One device."""
+    """A CPU or one GPU."""
 
-    type: str
-    """cpu or cuda (ROCm devices too are "cuda" to torch)."""
+    type: DeviceType
+    """As torch names the type: a ROCm GPU is "cuda" too."""
     index: int = 0
     name: str = ""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None on a CPU."""
     memory_bytes: int = 0
-    """In all."""
+    """Total memory, in use or not."""
 
     @property
     def torch_name(self) -> str:
-        """As torch.device takes it."""
+        """Argument of torch.device."""
         return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
 
 
 def find_device(wanted: str) -> DeviceInfo:
-    """The device that a setting names: auto (a GPU if there is one), cpu, cuda or cuda:N. Imports torch."""
+    """The device named by a setting: auto (a GPU if there is one), cpu, cuda or cuda:N. Imports torch.
+
+    Raises ConfigError for an unknown name or a GPU that does not exist.
+    """
     import torch
 
-    kind, _, index = wanted.partition(":")
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu" and not index:
+    name, _, index = wanted.partition(":")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu" and not index:
         return DeviceInfo(type="cpu", name=_cpu_name(), memory_bytes=_cpu_memory())
-    if kind != "cuda" or (index and not index.isdigit()):
+    if name != "cuda" or (index and not index.isdigit()):
         raise ConfigError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device {wanted!r} was asked for, but torch {torch.__version__} sees no GPU; use --device cpu"
+            f"device {wanted!r} is not available: torch {torch.__version__} sees no GPU; use --device cpu"
         )
     number = int(index or 0)
     if number >= torch.cuda.device_count():
-        raise ConfigError(f"device {wanted!r} was asked for, but there are only {torch.cuda.device_count()} GPUs")
+        raise ConfigError(f"device {wanted!r} is not available: there are only {torch.cuda.device_count()} GPUs")
     properties = torch.cuda.get_device_properties(number)
     return DeviceInfo(
         type="cuda",

@@ -1,35 +1,35 @@
-"""Errors a user can cause or meet. Each message is a sentence that says what happened and what would work."""
+"""The errors that the engine raises. Each message says what happened and what would work."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class EngineError(Exception):
-    """Base of every error this framework raises on purpose."""
+    """Base class of all errors that the engine raises deliberately."""
 
 
 class ConfigError(EngineError):
-    """A setting is unknown, of the wrong type, or impossible together with another."""
+    """A setting is unknown, of the wrong type, or incompatible with another setting."""
 
 
 class PluginError(EngineError):
-    """A plugin is missing, broken, refused or breaks its contract."""
+    """A plugin is missing or broken, refuses to serve, or violates its contract."""
 
 
 class PluginFaultError(PluginError):
-    """A plugin raised an error that it did not mean to raise, which is the cause of this one."""
+    """A plugin raised an unexpected error, which is the `__cause__` of this one."""
 
 
 class CheckpointError(EngineError):
-    """A model directory lacks a file or a tensor, or one has another shape or type than expected."""
+    """A model directory lacks a file or a tensor, or a tensor has an unexpected shape or data type."""
 
 
 class CapacityError(EngineError):
-    """The model or its KV cache does not fit into the memory given."""
+    """The model or its KV cache does not fit into the memory available."""
 
 
 class InvalidRequestError(EngineError):
-    """A request asks for something impossible; `parameter` names the field at fault, if one is."""
+    """A request cannot be served as given; `parameter` names the field at fault, if there is one."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -37,11 +37,11 @@ class InvalidRequestError(EngineError):
 
 
 class ExecutorError(EngineError):
-    """A step could not be run, or a worker is gone."""
+    """A step failed, or a worker has exited."""
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: what may have been meant, and all that is known."""
+    """The end of an error message about an unknown name: similar names, and all known ones."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""

@@ -1,4 +1,4 @@
-"""Whole generations on top of Engine.step: a list of prompts, one stream, many asyncio streams."""
+"""Generation on top of Engine.step: of a list of prompts, as one stream, or as many asyncio streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attrs import define, frozen
 
 from engine.core.errors import EngineError, ExecutorError, InvalidRequestError
 from engine.core.text.detokenizer import Detokenizer, TextDelta
-from engine.core.types import FINISH_ERROR, Output, Request, SamplingParams, TokenLogprobs
+from engine.core.types import FINISH_ERROR, FinishReason, Output, Request, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Completion:
-    """What a prompt was continued with."""
+    """The text generated from one prompt."""
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str
+    finish_reason: FinishReason
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens whose keys and values came from the prefix cache."""
@@ -34,7 +34,7 @@ class Completion:
 
 @define
 class _Running:
-    """A request under way, and its text so far."""
+    """A request in progress, and its text so far."""
 
     request: Request
     detokenizer: Detokenizer
@@ -53,7 +53,7 @@ class _Running:
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         return delta
 
-    def completion(self, finish_reason: str) -> Completion:
+    def completion(self, finish_reason: FinishReason) -> Completion:
         return Completion(
             text=self.text,
             token_ids=self.tokens,
@@ -65,7 +65,7 @@ class _Running:
         )
 
 
-def _begin(engine: Engine, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
+def _add_request(engine: Engine, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
     tokens = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     request = Request(
         id=uuid.uuid4().hex,
@@ -80,13 +80,13 @@ def _begin(engine: Engine, prompt: str | Sequence[int], params: SamplingParams |
 def _check_idle(engine: Engine) -> None:
     if engine.has_work:
         raise InvalidRequestError(
-            "the engine has other requests under way, whose tokens would be lost; "
+            "the engine has other requests in progress, whose tokens would be lost; "
             "finish them first, or use astream for all"
         )
 
 
 def _advance(engine: Engine, running: dict[str, _Running]) -> Iterator[tuple[_Running, TextDelta]]:
-    """One step: what is new for each of `running`. A request whose text ended early is aborted."""
+    """Run one step and yield what is new for each of `running`. Abort requests whose text ended at a stop string."""
     for output in engine.step():
         entry = running.get(output.request)
         if entry is None:
@@ -108,7 +108,7 @@ def generate(
     *,
     progress: bool,
 ) -> list[Completion]:
-    """See Engine.generate. When one prompt is refused, none is run."""
+    """Implements Engine.generate. If one prompt is invalid, no prompt is run."""
     _check_idle(engine)
     if isinstance(params, SamplingParams) or params is None:
         each: Sequence[SamplingParams | None] = [params] * len(prompts)
@@ -121,7 +121,7 @@ def generate(
     with _Bar(len(prompts), shown=progress) as bar:
         try:
             for prompt, one in zip(prompts, each, strict=True):
-                entries.append(_begin(engine, prompt, one))
+                entries.append(_add_request(engine, prompt, one))
             running = {entry.request.id: entry for entry in entries}
             while running:
                 for entry, delta in _advance(engine, running):
@@ -137,9 +137,9 @@ def generate(
 
 
 def stream(engine: Engine, prompt: str | Sequence[int], params: SamplingParams | None) -> Iterator[TextDelta]:
-    """See Engine.stream."""
+    """Implements Engine.stream."""
     _check_idle(engine)
-    entry = _begin(engine, prompt, params)
+    entry = _add_request(engine, prompt, params)
     running = {entry.request.id: entry}
     try:
         while running:
@@ -151,13 +151,13 @@ def stream(engine: Engine, prompt: str | Sequence[int], params: SamplingParams |
 
 
 def _drain(engine: Engine) -> None:
-    """Finish the step that may still be in flight, so that the engine is idle."""
+    """Commit the step that may still be in flight, so that the engine is idle."""
     while engine.has_work and engine.check().ok:
         engine.step()
 
 
 class AsyncGenerator:
-    """Many streams over one engine: a task steps it in a thread while any of them is open."""
+    """Concurrent streams over one engine. While any is open, a task runs steps in a thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -168,14 +168,14 @@ class AsyncGenerator:
         self._task: asyncio.Task[None] | None = None
 
     async def stream(self, prompt: str | Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
-        """See Engine.astream."""
+        """Implements Engine.astream."""
         async with self._between_steps:
-            entry = _begin(self._engine, prompt, params)
+            entry = _add_request(self._engine, prompt, params)
         name = entry.request.id
         queue: asyncio.Queue[TextDelta | EngineError] = asyncio.Queue()
         self._running[name], self._queues[name] = entry, queue
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._pump())
+            self._task = asyncio.create_task(self._run_steps())
         try:
             while True:
                 delta = await queue.get()
@@ -189,25 +189,25 @@ class AsyncGenerator:
             if self._running.pop(name, None) is not None:
                 self._aborted.append(name)
 
-    async def _pump(self) -> None:
+    async def _run_steps(self) -> None:
         while self._engine.has_work:
             async with self._between_steps:
                 while self._aborted:
                     self._engine.abort(self._aborted.pop())
                 try:
-                    news = await asyncio.to_thread(lambda: list(_advance(self._engine, self._running)))
+                    deltas = await asyncio.to_thread(lambda: list(_advance(self._engine, self._running)))
                 except EngineError as error:
                     for queue in self._queues.values():
                         queue.put_nowait(error)
                     return
-            for entry, delta in news:
+            for entry, delta in deltas:
                 if entry.request.id in self._queues:
                     self._queues[entry.request.id].put_nowait(delta)
             await asyncio.sleep(0)
 
 
 class _Bar:
-    """A progress bar on stderr, or nothing."""
+    """A progress bar on stderr, if shown."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self._progress = None
@@ -225,12 +225,12 @@ class _Bar:
             )
             self._task = self._progress.add_task("", total=total, rate=0.0)
         self._count = 0
-        self._began = time.perf_counter()
+        self._begin = time.perf_counter()
 
     def tokens(self, count: int) -> None:
         self._count += count
         if self._progress is not None:
-            self._progress.update(self._task, rate=self._count / max(time.perf_counter() - self._began, 1e-9))
+            self._progress.update(self._task, rate=self._count / max(time.perf_counter() - self._begin, 1e-9))
 
     def finished(self) -> None:
         if self._progress is not None:

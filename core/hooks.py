@@ -1,4 +1,10 @@
-"""The hooks a plugin can implement. They run at start-up only; nothing here is on the path of a step."""
+"""The hooks a plugin can implement. They are called while an engine starts or stops, never during a step.
+
+The register hooks are called once per process, when its plugins are loaded: in every command that needs plugins, in the
+engine process and in each worker. They must return None. An exception makes the plugin fail to load: nothing of the
+plugin is registered, one warning is logged, and an error follows only if the configuration selects something that the
+plugin offers. For a plugin passed in from Python the exception is raised immediately, as a PluginError.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +25,24 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class Register(Protocol):
-    """The callback a register hook is given: call it once an implementation."""
+    """The callback passed to a register hook, to be called once per implementation."""
 
     def __call__(self, name: str, loader: Callable[[], type], *, api: str, summary: str, preference: int = 0) -> None:
         """Offer an implementation under `name`.
 
-        loader: imports and returns the class; called only when it is selected or considered by "auto".
-        api: version of the contract it was written for.
+        name: any non-empty string other than "auto", without a comma.
+        loader: imports and returns the class; called only when the implementation is selected or "auto" considers it.
+        api: version of the contract that the class implements.
         summary: one line for `engine plugins list`.
-        preference: a whole number; above 0, "auto" considers it, highest first; 0: used only when named.
+        preference: a whole number. "auto" considers implementations above 0, highest first; 0: used only when named.
 
-        Raises PluginError for what cannot be offered, which takes all that the plugin offers with it.
+        Raises PluginError for an invalid argument or a name that is taken. Unless the hook catches it, the plugin fails
+        to load, and nothing of it is registered.
         """
 
 
 def lazy(path: str) -> Callable[[], type]:
-    """A loader for "module:Class" that imports the module when called. Raises ValueError for a path without both."""
+    """A loader that imports "module:Class" when called. Raises ValueError unless `path` names both."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError(f'lazy({path!r}) does not name a class; write it as "module:Class"')
@@ -50,39 +58,66 @@ def lazy(path: str) -> Callable[[], type]:
 
 @hookspec
 def register_attention(register: Register) -> None:
-    """Offer attention backends (engine.core.attention.AttentionBackend)."""
+    """Register attention backends (engine.core.attention.AttentionBackend): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec
 def register_quant(register: Register) -> None:
-    """Offer quantization methods (engine.core.quant.QuantMethod)."""
+    """Register quantization methods (engine.core.quant.QuantMethod): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec
 def register_schedulers(register: Register) -> None:
-    """Offer scheduling policies (engine.core.schedulers.SchedulingPolicy)."""
+    """Register scheduling policies (engine.core.schedulers.SchedulingPolicy): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec
 def register_executors(register: Register) -> None:
-    """Offer executors (engine.core.executors.Executor)."""
+    """Register executors (engine.core.executors.Executor): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec
 def register_models(register: Register) -> None:
-    """Offer model architectures (engine.core.models.Model)."""
+    """Register model architectures (engine.core.models.Model): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec
 def register_commands(app: typer.Typer) -> None:
-    """Add commands to the `engine` command line."""
+    """Add commands to `app`, an empty Typer application of this plugin's own, for the `engine` command line.
+
+    Called by `engine --help` and by `engine NAME` when NAME is no built-in command. An exception becomes a warning, and
+    the plugin's commands are left out; so is a command whose name is taken.
+    """
 
 
 @hookspec
 def engine_started(engine: Engine) -> None:
-    """The engine is loaded and about to take its first request."""
+    """Called at the end of `Engine(...)`, before the first request: model loaded, KV cache allocated.
+
+    Called in the engine process alone, of the plugin loaded last first. An exception shuts down the executor and fails
+    the construction of the engine, as a PluginFaultError that names the plugin; an EngineError passes unchanged.
+    """
 
 
 @hookspec
 def engine_stopped(engine: Engine) -> None:
-    """The engine has shut down."""
+    """Called once by `Engine.close`, after the executor has shut down. The engine can run no more steps.
+
+    Called in the engine process alone, of the plugin loaded last first. An exception is raised by `Engine.close`, as
+    for `engine_started`, and keeps the hooks of the remaining plugins from being called.
+    """

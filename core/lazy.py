@@ -1,4 +1,4 @@
-"""Packages whose public names are imported on first use, so that importing a contract does not import torch."""
+"""Imports the public names of a package on first use, so that importing a contract does not import torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 def exports(
     package: str, **modules: tuple[str, ...]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package.
+    """The `__getattr__`, `__dir__` and `__all__` of a package that imports its public names lazily.
 
-    package: the package's `__name__`. modules: for each module of the package, the names that the package exports.
-    The same names stand under `if TYPE_CHECKING`, for type checkers and editors; a test compares the two.
+    package: the package's `__name__`. modules: by module of the package, the names that the package exports. The
+    package imports the same names under `if TYPE_CHECKING`, for type checkers and editors; a test compares the two.
     """
     homes = {name: module for module, names in modules.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""What happens while an engine starts: which phase, how far it is, and how long each one took."""
+"""Measures the phases of an engine's start and reports their progress."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ BYTES = "bytes"
 
 @frozen(kw_only=True)
 class Progress:
-    """How far a phase is. Plain data: an executor's other processes can send it."""
+    """Progress of a start-up phase. Plain data, so that worker processes can send it."""
 
     phase: str
     done: int = 0
     total: int = 0
-    """0: nobody knows how much there is to do."""
+    """0: unknown."""
     unit: str = BYTES
-    """Of `done` and `total`; any other is a word for what is counted."""
+    """Unit of `done` and `total`: "bytes", or a plural noun for what is counted."""
     seconds: float = 0.0
-    """Since the phase began."""
+    """Seconds since the phase began."""
     rank: int | None = None
-    """Whose phase, where several processes start at once."""
+    """Rank of the worker, if there are several; None: the engine process."""
 
 
 Listener = Callable[[Progress], None]
-"""Told when a phase begins, and how far it is."""
+"""Called when a phase begins, and with its progress."""
 
 
 class Phases:
-    """Measures phases. One within another does not count for the outer one too, so that they add up to the whole."""
+    """Measures phases. Time in a nested phase does not count for the outer one, so that all add up to the total."""
 
     def __init__(self, listener: Listener | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._listener = listener
         self._clock = clock
-        self._took: dict[str, float] = {}
-        self._open: list[tuple[str, float]] = []
-        self._since = clock()
+        self._seconds: dict[str, float] = {}
+        self._open: list[tuple[str, float]] = []  # (name, begin) of the phases in progress, outermost first
+        self._last_lap = clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time within the `with` block belongs to phase `name`; also to what it took before, if it is not new."""
+        """Measure the `with` block as phase `name`; a phase entered again adds to its earlier time."""
         self._lap()
-        self._open.append((name, self._since))
-        self._took.setdefault(name, 0.0)
-        self._tell(Progress(phase=name))
+        self._open.append((name, self._last_lap))
+        self._seconds.setdefault(name, 0.0)
+        self._report(Progress(phase=name))
         try:
             yield
         finally:
@@ -55,36 +55,36 @@ class Phases:
             self._open.pop()
 
     def progress(self, done: int, total: int, unit: str = BYTES) -> None:
-        """Tell how far the present phase is."""
-        name, begun = self._open[-1]
-        self._tell(Progress(phase=name, done=done, total=total, unit=unit, seconds=self._clock() - begun))
+        """Report the progress of the current phase."""
+        name, begin = self._open[-1]
+        self._report(Progress(phase=name, done=done, total=total, unit=unit, seconds=self._clock() - begin))
 
     def include(self, phases: Iterable[tuple[str, float]]) -> None:
-        """Count phases (name, seconds) that were measured elsewhere during the present one, and not for it too."""
+        """Add phases (name, seconds) measured elsewhere during the current phase, and subtract them from the latter."""
         for name, seconds in phases:
-            self._took[name] = self._took.get(name, 0.0) + seconds
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             outer, _ = self._open[-1]
-            self._took[outer] -= seconds
+            self._seconds[outer] -= seconds
 
     @property
     def seconds(self) -> tuple[tuple[str, float], ...]:
-        """(phase, seconds), in the order in which they first began."""
-        return tuple(self._took.items())
+        """(phase, seconds), in the order in which the phases first began."""
+        return tuple(self._seconds.items())
 
     def _lap(self) -> None:
-        """What is over belongs to the innermost phase."""
+        """Add the time since the last lap to the innermost phase."""
         now = self._clock()
         if self._open:
-            self._took[self._open[-1][0]] += now - self._since
-        self._since = now
+            self._seconds[self._open[-1][0]] += now - self._last_lap
+        self._last_lap = now
 
-    def _tell(self, progress: Progress) -> None:
+    def _report(self, progress: Progress) -> None:
         if self._listener is not None:
             self._listener(progress)
 
 
-def sentence(progress: Progress) -> str:
-    """A phase in words: rank 1: weights: 12.3 of 16.1 GB, 3.1 GB/s."""
+def format_progress(progress: Progress) -> str:
+    """Format as, for example, "rank 1: weights: 12.3 of 16.1 GB, 3.1 GB/s"."""
     phase = progress.phase if progress.rank is None else f"rank {progress.rank}: {progress.phase}"
     if not progress.total:
         return phase

@@ -1,4 +1,4 @@
-"""Shows how far an engine's start is, on standard error: one line that changes on a terminal, else one now and then."""
+"""Shows the progress of an engine's start on standard error: one updated line on a terminal, else a line at times."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from engine.core.startup import Listener, Progress, sentence
+from engine.core.startup import Listener, Progress, format_progress
 
 INTERVAL = 5.0
-"""Seconds between two lines where there is no terminal; a start that takes less says nothing."""
+"""Seconds between two lines without a terminal; a faster start prints nothing."""
 
 
 @contextmanager
 def show_startup(stream: TextIO | None = None, *, lines: bool = True) -> Iterator[Listener]:
-    """A listener that shows what it is told on `stream` (None: standard error).
+    """A listener that prints the progress reported to it on `stream` (None: standard error).
 
-    lines: False: say nothing where `stream` is no terminal.
+    lines: whether to print if `stream` is not a terminal.
     """
     stream = stream or sys.stderr
     if stream.isatty():
@@ -33,17 +33,17 @@ def show_startup(stream: TextIO | None = None, *, lines: bool = True) -> Iterato
 
 
 class _Terminal:
-    """Writes over its own line. The cursor stays: this process may be killed before it could be brought back."""
+    """Overwrites its own line. The cursor stays visible: a killed process could not show it again."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def __call__(self, progress: Progress) -> None:
         width = shutil.get_terminal_size().columns - 1
-        self._write(f"starting: {sentence(progress)}"[:width])
+        self._write(f"starting: {format_progress(progress)}"[:width])
 
     def clear(self) -> None:
-        """Leave nothing behind."""
+        """Erase the line."""
         self._write("")
 
     def _write(self, text: str) -> None:
@@ -51,20 +51,18 @@ class _Terminal:
 
 
 def _silent(progress: Progress) -> None:
-    """Show nothing."""
+    """Ignore progress."""
 
 
 class _Lines:
-    """Writes at most one line in INTERVAL."""
+    """Prints at most one line per INTERVAL."""
 
     def __init__(self, stream: TextIO) -> None:
-        import time
-
         self._stream = stream
-        self._said = time.monotonic()
+        self._last_printed = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
-        if now - self._said >= INTERVAL:
-            self._said = now
-            print(f"starting: {sentence(progress)}", file=self._stream, flush=True)
+        if now - self._last_printed >= INTERVAL:
+            self._last_printed = now
+            print(f"starting: {format_progress(progress)}", file=self._stream, flush=True)

@@ -5,7 +5,7 @@ from engine.core.hooks import Register, hookimpl, lazy
 
 @hookimpl
 def register_schedulers(register: Register) -> None:
-    """Offer them."""
+    """Register the built-in policies."""
     register(
         "fcfs",
         lazy("engine.plugins.schedulers.fcfs:FirstComeFirstServed"),
@@ -23,5 +23,5 @@ def register_schedulers(register: Register) -> None:
         "multi_step",
         lazy("engine.plugins.schedulers.multi_step:MultiStep"),
         api="1",
-        summary="first come, first served, several decode steps at once; less host time, coarser streams",
+        summary="first come, first served, several iterations per step; less host time, coarser streams",
     )

@@ -1,4 +1,4 @@
-"""First come, first served, with several decode steps issued at once."""
+"""First come, first served, with several decode iterations per step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from engine.plugins.schedulers.fcfs import FirstComeFirstServed
 AUTO = "auto"
 AUTO_MAX_STEPS = 8
 FULL_STEPS_UP_TO = 16
-"""Under "auto", so many sequences decode for the most steps at once; twice as many for half of them, and so on."""
+"""Under "auto", batches up to this size run max_steps iterations per step, larger ones proportionally fewer."""
 
 
 @frozen(kw_only=True)
 class MultiStepOptions:
-    """[scheduler.options]."""
+    """Options of the multi_step policy, [scheduler.options]."""
 
     steps: int | str = field(default=AUTO)
-    """Decode steps issued at once, as far as blocks and outputs allow; "auto": one while a request waits, else the more
-    the fewer sequences run."""
+    """Decode iterations per step, as far as blocks and outputs allow; "auto": 1 while a request waits, else the fewer
+    sequences run, the more iterations."""
     max_steps: int | None = field(default=None)
-    """Most steps that "auto" issues at once; by default 8."""
+    """Maximum that "auto" chooses; None: 8."""
 
     @steps.validator
     def _check_steps(self, _: Any, value: int | str) -> None:
@@ -42,11 +42,11 @@ class MultiStepOptions:
 
 
 class MultiStep(FirstComeFirstServed):
-    """As fcfs, but a step repeats itself k times, feeding back each token, before it comes back to the scheduler.
+    """Admits as fcfs does, but each step runs k decode iterations, feeding back each token, before the next plan.
 
-    The host then plans and takes in one step for k tokens of each sequence. The price: a stop, an abort or an arrival
-    is honoured up to k - 1 token times later, for each step under way (two where the engine plans ahead), and tokens
-    are streamed k at a time. Tokens past a stop are computed and discarded.
+    The host plans and commits one step per k tokens of each sequence. The price: a stop, an abort or an arrival takes
+    effect up to k - 1 iterations later, for each step in flight (two if the engine plans ahead), and tokens are
+    streamed k at a time. Tokens past a stop are computed and discarded.
     """
 
     api = "1"
@@ -58,9 +58,9 @@ class MultiStep(FirstComeFirstServed):
         self._max_steps = self.options.max_steps or AUTO_MAX_STEPS
 
     def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
-        """The fixed number, or one that falls with the batch: a long step has host time enough to hide behind it."""
         if self._steps != AUTO:
             return int(self._steps)
         if waiting:
             return 1
+        # A large batch needs few iterations: its step takes long enough to hide the host's work.
         return max(1, min(self._max_steps, self._max_steps * FULL_STEPS_UP_TO // len(running)))
