@@ -1,4 +1,4 @@
-"""The engine whole: outputs do not depend on how the work is cut, shared, interrupted or watched."""
+"""Whole engines: output does not depend on batching, chunking, block size, prefix hits, preemption or overlap."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokens_of(
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[tuple[int, ...]]:
-    """Each prompt alone, whole, without prefix cache."""
+    """Output of each prompt run alone, in one chunk, without prefix cache."""
     with build(checkpoint, cache__prefix_caching=False) as engine:
         return [tokens_of(engine, [prompt])[0] for prompt in PROMPTS]
 
@@ -53,39 +53,41 @@ def shared(checkpoint: Path) -> Iterator[Engine]:
         yield engine
 
 
-def test_starting_is_told_and_timed(checkpoint: Path) -> None:
-    told: list[Progress] = []
-    begun = time.perf_counter()
-    with build(checkpoint, on_progress=told.append) as engine:
-        took = time.perf_counter() - begun
+def test_start_reports_and_times_its_phases(checkpoint: Path) -> None:
+    reported: list[Progress] = []
+    begin = time.perf_counter()
+    with build(checkpoint, on_progress=reported.append) as engine:
+        seconds_total = time.perf_counter() - begin
         phases = dict(engine.cache_info.phases)
-        assert list(dict.fromkeys(one.phase for one in told)) == list(phases)
+        assert list(dict.fromkeys(one.phase for one in reported)) == list(phases)
         assert {"checkpoint", "import", "device", "plugins", "weights", "memory", "kv_cache"} <= set(phases)
         assert all(seconds >= 0 for seconds in phases.values())
-        assert took / 2 < sum(phases.values()) <= took
-        [*_, weights] = [one for one in told if one.phase == "weights"]
+        assert seconds_total / 2 < sum(phases.values()) <= seconds_total
+        [*_, weights] = [one for one in reported if one.phase == "weights"]
         assert weights.done == weights.total > 0
 
 
-def test_batch_composition_does_not_matter(shared: Engine, expected: list[tuple[int, ...]]) -> None:
+def test_output_does_not_depend_on_batch_composition(shared: Engine, expected: list[tuple[int, ...]]) -> None:
     assert tokens_of(shared, PROMPTS) == expected
     assert tokens_of(shared, PROMPTS[::-1]) == expected[::-1]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 17, 64])
-def test_chunk_size_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], chunk: int) -> None:
+def test_output_does_not_depend_on_chunk_size(checkpoint: Path, expected: list[tuple[int, ...]], chunk: int) -> None:
     with build(checkpoint, scheduler__max_batch_tokens=chunk) as engine:
         assert tokens_of(engine, PROMPTS) == expected
         assert engine.stats().steps > len(PROMPTS[-1]) // chunk
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 64])
-def test_page_size_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], block_size: int) -> None:
+def test_output_does_not_depend_on_block_size(
+    checkpoint: Path, expected: list[tuple[int, ...]], block_size: int
+) -> None:
     with build(checkpoint, cache__block_size=block_size) as engine:
         assert tokens_of(engine, PROMPTS) == expected
 
 
-def test_prefix_hits_do_not_matter(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
+def test_output_does_not_depend_on_prefix_hits(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
     with build(checkpoint) as engine:
         first = engine.generate(PROMPTS, GREEDY)
         again = engine.generate(PROMPTS, GREEDY)
@@ -96,7 +98,9 @@ def test_prefix_hits_do_not_matter(checkpoint: Path, expected: list[tuple[int, .
 
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "priority"])
-def test_preemption_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], scheduler: str) -> None:
+def test_output_does_not_depend_on_preemption(
+    checkpoint: Path, expected: list[tuple[int, ...]], scheduler: str
+) -> None:
     bytes_per_block = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, kv heads, head_dim, block_size, float32
     with build(checkpoint, scheduler=scheduler, model__max_len=128, cache__memory=str(9 * bytes_per_block)) as engine:
         assert engine.cache_info.num_blocks == 9
@@ -106,7 +110,7 @@ def test_preemption_does_not_matter(checkpoint: Path, expected: list[tuple[int, 
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
-def test_planning_ahead_does_not_matter(checkpoint: Path, expected: list[tuple[int, ...]], overlap: str) -> None:
+def test_output_does_not_depend_on_overlap(checkpoint: Path, expected: list[tuple[int, ...]], overlap: str) -> None:
     with build(checkpoint, scheduler__overlap=overlap) as engine:
         assert tokens_of(engine, PROMPTS) == expected
         stop = expected[5][4]
@@ -115,7 +119,7 @@ def test_planning_ahead_does_not_matter(checkpoint: Path, expected: list[tuple[i
         assert stopped[0].finish_reason == "stop"
 
 
-def test_streams_give_the_same(shared: Engine, expected: list[tuple[int, ...]]) -> None:
+def test_stream_yields_the_same_as_generate(shared: Engine, expected: list[tuple[int, ...]]) -> None:
     whole = shared.generate([PROMPTS[2]], GREEDY)[0]
     deltas = list(shared.stream(PROMPTS[2], GREEDY))
     assert tuple(token for delta in deltas for token in delta.tokens) == whole.token_ids == expected[2]
@@ -124,7 +128,7 @@ def test_streams_give_the_same(shared: Engine, expected: list[tuple[int, ...]]) 
     assert deltas[-1].finish_reason == whole.finish_reason == "length"
 
 
-def test_many_async_streams_share_steps(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
+def test_astream_batches_concurrent_streams(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
     async def collect(engine: Engine, prompt: Sequence[int]) -> tuple[int, ...]:
         return tuple([token async for delta in engine.astream(prompt, GREEDY) for token in delta.tokens])
 
@@ -136,7 +140,7 @@ def test_many_async_streams_share_steps(checkpoint: Path, expected: list[tuple[i
         assert engine.stats().steps < sum(map(len, expected))
 
 
-def test_a_closed_async_stream_frees_its_blocks(checkpoint: Path) -> None:
+def test_closing_an_async_stream_frees_its_blocks(checkpoint: Path) -> None:
     async def cut(engine: Engine) -> None:
         stream = engine.astream(PROMPTS[0], SamplingParams(temperature=0.0, ignore_eos=True))
         async for _ in stream:
@@ -150,7 +154,7 @@ def test_a_closed_async_stream_frees_its_blocks(checkpoint: Path) -> None:
         assert engine.stats().blocks_used == 0
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch(shared: Engine) -> None:
+def test_seed_gives_the_same_tokens_in_any_batch(shared: Engine) -> None:
     seeded = SamplingParams(temperature=1.0, seed=11, max_tokens=16, ignore_eos=True)
     alone = tokens_of(shared, [PROMPTS[1]], seeded)[0]
     among = shared.generate(
@@ -166,7 +170,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(shared: Engine) -> None:
     assert other != alone
 
 
-def test_logprobs_of_prompt_and_output(shared: Engine) -> None:
+def test_logprobs_of_output_agree_with_prompt_logprobs(shared: Engine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     completion = shared.generate([PROMPTS[3]], params)[0]
     assert completion.logprobs is not None
@@ -183,7 +187,7 @@ def test_logprobs_of_prompt_and_output(shared: Engine) -> None:
     )
 
 
-def test_prompt_logprobs_over_chunks(checkpoint: Path, shared: Engine) -> None:
+def test_prompt_logprobs_do_not_depend_on_chunk_size(checkpoint: Path, shared: Engine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     whole = shared.generate([PROMPTS[5]], params)[0].prompt_logprobs
     with build(checkpoint, scheduler__max_batch_tokens=7) as engine:
@@ -193,8 +197,8 @@ def test_prompt_logprobs_over_chunks(checkpoint: Path, shared: Engine) -> None:
     assert [entry.logprob for entry in chunked] == pytest.approx([entry.logprob for entry in whole], abs=1e-4)
 
 
-class TwoAtOnce(SchedulingPolicy):
-    """Latest first, two decode steps at once."""
+class TwoIterations(SchedulingPolicy):
+    """Latest first, two decode iterations per step."""
 
     api = "1"
 
@@ -208,8 +212,10 @@ class TwoAtOnce(SchedulingPolicy):
         return 2
 
 
-@pytest.mark.parametrize("policy", [TwoAtOnce, TwoAtOnce()])
-def test_a_policy_can_be_passed_as_an_object(checkpoint: Path, expected: list[tuple[int, ...]], policy: Any) -> None:
+@pytest.mark.parametrize("policy", [TwoIterations, TwoIterations()])
+def test_scheduler_may_be_a_policy_class_or_object(
+    checkpoint: Path, expected: list[tuple[int, ...]], policy: Any
+) -> None:
     with build(checkpoint, scheduler=policy) as engine:
         assert tokens_of(engine, PROMPTS) == expected
         assert "object" in {choice.provenance for choice in engine.parts.choices}
@@ -223,7 +229,7 @@ def step_until_done(engine: Engine) -> list[Output]:
     return outputs
 
 
-def test_tokens_level_interface(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
+def test_add_step_and_abort_serve_tokens(checkpoint: Path, expected: list[tuple[int, ...]]) -> None:
     with build(checkpoint) as engine:
         engine.add(Request(id="a", prompt=tuple(PROMPTS[0]), params=GREEDY))
         engine.add(Request(id="b", prompt=tuple(PROMPTS[1]), params=GREEDY))
@@ -239,7 +245,7 @@ def test_tokens_level_interface(checkpoint: Path, expected: list[tuple[int, ...]
         assert engine.stats().blocks_used == 0
 
 
-def test_generate_refuses_to_swallow_others_tokens(checkpoint: Path) -> None:
+def test_generate_raises_while_other_requests_are_in_progress(checkpoint: Path) -> None:
     with build(checkpoint) as engine:
         engine.add(Request(id="a", prompt=(1, 2), params=GREEDY))
         with pytest.raises(InvalidRequestError, match="other requests"):
@@ -258,7 +264,7 @@ def test_generate_refuses_to_swallow_others_tokens(checkpoint: Path) -> None:
         ([1], SamplingParams(stop_token_ids=(512,)), "stop_token_ids"),
     ],
 )
-def test_impossible_requests_are_refused_by_name(
+def test_generate_names_the_parameter_of_an_invalid_request(
     shared: Engine, prompt: list[int], params: SamplingParams, parameter: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -279,7 +285,7 @@ def test_stop_strings_end_the_text(shared: Engine) -> None:
     assert shared.stats().blocks_used == 0
 
 
-def test_closing_is_final_and_may_be_repeated(checkpoint: Path) -> None:
+def test_close_is_final_and_may_be_repeated(checkpoint: Path) -> None:
     engine = build(checkpoint)
     assert engine.check().ok
     engine.close()
@@ -287,7 +293,7 @@ def test_closing_is_final_and_may_be_repeated(checkpoint: Path) -> None:
     assert not engine.check().ok
 
 
-def test_an_engine_that_fails_to_start_frees_its_executor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_shuts_the_executor_down(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shut = []
 
     def shutdown(executor: UniprocExecutor) -> None:
@@ -300,22 +306,22 @@ def test_an_engine_that_fails_to_start_frees_its_executor(checkpoint: Path, monk
     assert len(shut) == 1
 
 
-def test_long_prompts_are_scored_some_rows_at_a_time(
+def test_prompt_logprobs_do_not_depend_on_rows_at_once(
     checkpoint: Path, shared: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     (whole,) = shared.generate([PROMPTS[5]], params)
     monkeypatch.setattr(runner, "ROWS_AT_ONCE", 7)
-    (parts,) = shared.generate([PROMPTS[5]], params)
+    (split,) = shared.generate([PROMPTS[5]], params)
     assert whole.prompt_logprobs is not None
-    assert parts.prompt_logprobs is not None
-    assert [entry.token for entry in parts.prompt_logprobs] == [entry.token for entry in whole.prompt_logprobs]
-    assert [entry.logprob for entry in parts.prompt_logprobs] == pytest.approx(
+    assert split.prompt_logprobs is not None
+    assert [entry.token for entry in split.prompt_logprobs] == [entry.token for entry in whole.prompt_logprobs]
+    assert [entry.logprob for entry in split.prompt_logprobs] == pytest.approx(
         [entry.logprob for entry in whole.prompt_logprobs], abs=1e-5
     )
 
 
-def test_errors_of_construction(checkpoint: Path, tmp_path: Path) -> None:
+def test_constructor_raises_for_what_cannot_be_built(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--model"):
         Engine()
     with pytest.raises(CheckpointError, match="config"):
@@ -328,7 +334,7 @@ def test_errors_of_construction(checkpoint: Path, tmp_path: Path) -> None:
         build(checkpoint, cache__block_sizes=16)
 
 
-def test_dummy_weights_need_only_a_config(checkpoint: Path, tmp_path: Path) -> None:
+def test_dummy_weights_need_only_config_json(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     with build(tmp_path, model__load_format="dummy") as engine:
         engine.add(Request(id="a", prompt=(1, 2, 3), params=GREEDY))

@@ -1,4 +1,4 @@
-"""Whole engines by fused kernels against plain ones; and where the fused ones are refused."""
+"""Engines with fused kernels compared with plain ones, and when fused kernels are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU, GPU = DeviceInfo(type="cpu"), DeviceInfo(type="cuda", capability=(9, 0))
     ("architecture", "config"),
     [("qwen2", {"tie_word_embeddings": True}), ("qwen3", {"head_dim": 32, "rope_parameters": YARN})],
 )
-def test_the_same_greedy_tokens(tmp_path: Path, architecture: str, config: dict[str, Any]) -> None:
+def test_fused_engine_samples_the_same_greedy_tokens(tmp_path: Path, architecture: str, config: dict[str, Any]) -> None:
     path = make_checkpoint(tmp_path / "model", architecture, tokenizer=True, num_hidden_layers=1, **config)
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     settings: dict[str, Any] = {"model__dtype": "float32", "cache__memory": "4MiB", "attention": "torch"}
@@ -42,7 +42,7 @@ def config(kernels: str) -> EngineConfig:
     return EngineConfig(executor=ExecutorConfig(kernels=kernels))
 
 
-def test_when_kernels_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_depends_on_setting_device_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fused_kernels(config("plain"), GPU)
     assert fused_kernels(config("auto"), GPU)
     assert not fused_kernels(config("auto"), CPU)
@@ -53,7 +53,7 @@ def test_when_kernels_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
         fused_kernels(config("fused"), GPU)
 
 
-def test_a_cpu_without_the_interpreter_is_refused() -> None:
+def test_fused_kernels_raises_on_a_cpu_without_the_interpreter() -> None:
     code = (
         "import os; os.environ.pop('TRITON_INTERPRET', None)\n"
         "from engine.core.config import EngineConfig, ExecutorConfig\n"
@@ -66,13 +66,13 @@ def test_a_cpu_without_the_interpreter_is_refused() -> None:
     assert "no compiler for a CPU" in done.stderr
 
 
-def test_plain_engines_do_not_import_triton(tmp_path: Path) -> None:
+def test_plain_engine_imports_no_kernels(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", "qwen3", tokenizer=True)
     code = (
         "import sys\nfrom engine.core import Engine, SamplingParams\n"
         f"engine = Engine({str(path)!r}, executor__kernels='plain', cache__memory='4MiB', executor__device='cpu')\n"
         "engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))\n"
-        "print([name for name in sys.modules if name.startswith('engine.core.kernels.')])"
+        "print([name for name in sys.modules if name.startswith('engine.ops.') and name.count('.') == 3])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
@@ -80,8 +80,8 @@ def test_plain_engines_do_not_import_triton(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_bfloat16_hidden_states_agree(tmp_path: Path, architecture: str) -> None:
-    """By a bfloat16 rounding here and there; the fused ones are nearer to float32."""
+def test_bfloat16_logprobs_of_fused_kernels_are_close_to_float32(tmp_path: Path, architecture: str) -> None:
+    """Fused kernels round to bfloat16 less often than plain ones, so they are closer to float32."""
     path = make_checkpoint(tmp_path / "model", architecture, tokenizer=True, initializer_range=0.05)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     found = []
