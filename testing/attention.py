@@ -433,7 +433,7 @@ class AttentionConformance:
         if isinstance(self.device, DeviceInfo):
             return self.device
         kind, _, index = self.device.partition(":")
-        return DeviceInfo(type=kind, index=int(index or 0))
+        return DeviceInfo(type="cuda" if kind == "cuda" else "cpu", index=int(index or 0))
 
 
 def scales_of(spec: AttentionSpec) -> tuple[KVScales, ...]:

@@ -250,7 +250,9 @@ class QuantConformance:
         """Its own checkpoints are taken; one of a method that nobody knows is refused with a sentence."""
         device = torch.device(self.device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        info = DeviceInfo(type=device.type, index=device.index or 0, capability=capability)
+        info = DeviceInfo(
+            type="cuda" if device.type == "cuda" else "cpu", index=device.index or 0, capability=capability
+        )
         refusal = self.method.refuses(self.checkpoint, info)
         assert refusal is None, f"{self.method.__name__} refuses its checkpoint on {self.device}: {refusal}"
         refusal = self.method.refuses({"quant_method": "nobody-s"}, info)

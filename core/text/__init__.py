@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""Converts text to tokens and tokens to text, stop strings included."""
 
 from typing import TYPE_CHECKING
 

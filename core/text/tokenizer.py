@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer and chat template: text to tokens and back."""
+"""The checkpoint's tokenizer and chat template: converts text and conversations to tokens, and tokens to text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RENDERING = frozenset(
     {"conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
-"""Arguments of transformers' apply_chat_template that are no variables of the template."""
+"""Arguments of transformers' apply_chat_template; not available as variables of the template."""
 _NO_ID = "a token id is negative or above 2**32"
 
 
@@ -34,7 +34,7 @@ class Tokenizer:
         self._wrapped = wrapped
         self._chat_template = chat_template
         self._backend = wrapped.backend_tokenizer
-        # Set per call by transformers, which is not safe with threads; here no text is cut or filled up, ever.
+        # transformers sets both per call, which is not thread-safe; this class never truncates or pads.
         self._backend.no_truncation()
         self._backend.no_padding()
         decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder is not None else {}
@@ -45,11 +45,11 @@ class Tokenizer:
         self._tables: dict[bool, Mapping[int, bytes]] = {}
         added = self._backend.get_added_tokens_decoder()
         self.special_tokens = frozenset(token for token, about in added.items() if about.special)
-        """Left out of the text on request."""
+        """Tokens left out of the text if `skip_special_tokens`."""
 
     @classmethod
     def open(cls, path: str | Path, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
-        """Read the tokenizer of a model directory; torch is not imported when there is a tokenizer.json.
+        """Read the tokenizer of a model directory; does not import torch if there is a tokenizer.json.
 
         Raises CheckpointError.
         """
@@ -66,18 +66,18 @@ class Tokenizer:
             else:
                 from transformers import AutoTokenizer as loader  # noqa: N813
             wrapped = loader.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True)
-        except Exception as error:  # transformers raises of every kind for files it cannot make sense of
+        except Exception as error:  # transformers raises errors of many types for files it cannot parse
             raise CheckpointError(f"the tokenizer in {directory} cannot be read: {error}") from error
         if getattr(wrapped, "backend_tokenizer", None) is None:
             raise CheckpointError(
-                f"the tokenizer in {directory} is written in Python ({type(wrapped).__name__}); only those that the "
-                "`tokenizers` library can run are supported: convert it to a tokenizer.json"
+                f"the tokenizer in {directory} is written in Python ({type(wrapped).__name__}); only tokenizers of the "
+                "`tokenizers` library are supported: convert it to a tokenizer.json"
             )
         return cls(wrapped, chat_template)
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> Tokenizer:
-        """The tokenizer that a configuration names. Raises CheckpointError or, for a bad template file, ConfigError."""
+        """The tokenizer of a configuration. Raises CheckpointError, or ConfigError for an unreadable template file."""
         file = model.chat_template
         try:
             template = Path(file).read_text(encoding="utf-8") if file else None
@@ -87,36 +87,39 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, if the tokenizer names one."""
+        """The end-of-sequence token, if the tokenizer has one."""
         token: int | None = self._wrapped.eos_token_id
         return token
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included."""
+        """Number of tokens, added tokens included."""
         size: int = self._backend.get_vocab_size(with_added_tokens=True)
         return size
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can work."""
+        """Whether there is a chat template, which `chat` needs."""
         return bool(self._chat_template or self._wrapped.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a text, with what the tokenizer puts around it (as a rule: the beginning-of-text token)."""
+        """Tokens of a text. add_special_tokens: add what the tokenizer adds, usually a beginning-of-text token.
+
+        Raises InvalidRequestError for text that is not Unicode.
+        """
         try:
-            # A batch of one: only then does the library let other threads run, and a long text takes seconds.
+            # A batch of one, since the library releases the GIL only for batches, and a long text takes seconds.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError as error:  # what the library says of a lone surrogate, which JSON can smuggle in
+        except TypeError as error:  # raised for a lone surrogate, which JSON can contain
             raise InvalidRequestError("the text has half of a surrogate pair, so it is not Unicode") from error
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of tokens; ids that are not in the vocabulary have none.
+        """Text of tokens; ids outside the vocabulary have no text.
 
-        Bytes that are not UTF-8 become U+FFFD. As in the Detokenizer, they leave the bytes beside them alone; the
-        `tokenizers` library drops all bytes of a run together when one of a byte-fallback tokenizer's is wrong.
+        Bytes that are not UTF-8 become U+FFFD and, as in the Detokenizer, do not affect the bytes next to them. (For a
+        byte-fallback tokenizer, the `tokenizers` library replaces a whole run of bytes if one of them is invalid.)
         """
         text = self.decode_plainly(ids, skip_special_tokens)
         if self._byte_fallback and REPLACEMENT in text:
@@ -133,10 +136,10 @@ class Tokenizer:
         add_generation_prompt: bool | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Tokens of a conversation, up to where the model's answer begins, or where its last message goes on.
+        """Tokens of a conversation, up to where the model's answer begins, or where its last message is continued.
 
-        messages: as in OpenAI's API, content as text; tools: JSON schemas; variables: further ones of the template.
-        Raises InvalidRequestError when there is no template, or it refuses the conversation.
+        messages: as in OpenAI's API, content as text. tools: JSON schemas. variables: additional template variables.
+        Raises InvalidRequestError if there is no template, or the template rejects the conversation.
         """
         if not self.has_chat_template:
             raise InvalidRequestError(
@@ -163,16 +166,16 @@ class Tokenizer:
                 tokenize=False,
                 **variables,
             )
-        except Exception as error:  # a template is a program run on what the client sent
-            raise InvalidRequestError(f"the chat template refuses this conversation: {error}", "messages") from error
+        except Exception as error:  # a template is a program, run on input from the client
+            raise InvalidRequestError(f"the chat template rejects this conversation: {error}", "messages") from error
         return self.encode(text, add_special_tokens=False)
 
     def token_text(self, token: int) -> str:
-        """What a token adds to a text; bytes that are no whole character become U+FFFD."""
+        """The text that a token adds; bytes that are no complete character become U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text, in UTF-8, or the part of a character it stands for."""
+        """The UTF-8 bytes that a token adds to a text; possibly a part of a character."""
         own = self.own_bytes(token)
         if own is not None:
             return own
@@ -181,8 +184,10 @@ class Tokenizer:
         return self.decode_plainly([*before, token], False)[known:].encode()
 
     def own_bytes(self, token: int) -> bytes | None:
-        """The bytes that a token stands for whatever is beside it; None for a token of whole characters, whose text
-        depends on its neighbours; empty for an id not in the vocabulary."""
+        """The bytes of a token whose text does not depend on its neighbours; None if the text does.
+
+        Empty for an id outside the vocabulary.
+        """
         if token not in self._own_bytes:
             content = self._content(token)
             if content is None:
@@ -191,7 +196,7 @@ class Tokenizer:
         return self._own_bytes[token]
 
     def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes] | None:
-        """The bytes of each token, none of those left out; None where some have none of their own (`own_bytes`)."""
+        """The bytes by token, empty for skipped ones; None unless every token has bytes of its own (`own_bytes`)."""
         if not self._byte_level:
             return None
         if skip_special_tokens not in self._tables:
@@ -200,7 +205,7 @@ class Tokenizer:
         return self._tables[skip_special_tokens]
 
     def decode_plainly(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """As the `tokenizers` library decodes, whatever it does to bytes that are not UTF-8."""
+        """Decode by the `tokenizers` library alone, which may replace more than the invalid bytes."""
         try:
             text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except OverflowError:
@@ -209,11 +214,11 @@ class Tokenizer:
 
     @property
     def splits_characters(self) -> bool:
-        """Whether a token may be part of a character without `own_bytes` telling: an unusual decoder."""
+        """Whether a token may be part of a character although `own_bytes` is None: so for unknown decoders."""
         return not (self._byte_level or self._byte_fallback)
 
     def _content(self, token: int) -> str | None:
-        """A token as the vocabulary writes it."""
+        """A token as spelled in the vocabulary; None for an id outside the vocabulary."""
         try:
             content: str | None = self._backend.id_to_token(token)
         except OverflowError:
@@ -231,7 +236,7 @@ class Tokenizer:
 
 
 class _ByteTable(dict[int, bytes]):
-    """The bytes of tokens, filled as they are asked for."""
+    """The bytes by token, each computed on first use."""
 
     def __init__(self, tokenizer: Tokenizer, silent: frozenset[int]) -> None:
         super().__init__()
@@ -240,14 +245,16 @@ class _ByteTable(dict[int, bytes]):
 
     def __missing__(self, token: int) -> bytes:
         own = b"" if token in self._silent else self._tokenizer.own_bytes(token) or b""
-        if own or token in self._silent:  # not for ids outside the vocabulary, of which there is no end
+        if own or token in self._silent:  # ids outside the vocabulary are not kept: there is no limit to their number
             self[token] = own
         return own
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte each character of a byte-level vocabulary stands for: printable Latin-1 for itself, and from U+0100 on
-    the other bytes in order (the format of GPT-2's vocabulary)."""
+    """The byte by character of a byte-level vocabulary, in the format of GPT-2.
+
+    Printable Latin-1 characters stand for their own bytes; characters from U+0100 on for the other bytes, in order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}

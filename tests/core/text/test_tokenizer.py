@@ -1,0 +1,240 @@
+"""The tokenizer and the chat template."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+from tokenizers import Tokenizer as Backend
+
+from engine.core.config.tree import ModelConfig
+from engine.core.errors import CheckpointError, ConfigError, InvalidRequestError
+from engine.core.text.detokenizer import Detokenizer
+from engine.core.text.tokenizer import Tokenizer
+from engine.core.types import SamplingParams
+
+from .tokenizers_under_test import (
+    BUILDERS,
+    REPLACEMENT,
+    TEMPLATE,
+    TOKENIZERS,
+    byte_level,
+    every_tokenizer,
+    wrap,
+)
+
+
+@every_tokenizer
+def test_decode_agrees_with_the_tokenizers_library(tokenizer: Tokenizer) -> None:
+    text = "the other"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids) == text
+
+
+def test_decode_keeps_special_tokens_on_request() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer.encode("the</s>")
+    assert tokenizer.decode(ids) == "the"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "the</s>"
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.vocab_size == 332
+
+
+@every_tokenizer
+def test_decode_ignores_ids_outside_the_vocabulary(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([10**6]) == tokenizer.token_text(10**6) == ""
+    for use in (lambda: tokenizer.decode([-1]), lambda: Detokenizer(tokenizer, (-1,), SamplingParams())):
+        with pytest.raises(InvalidRequestError, match="token id is negative or above"):
+            use()
+
+
+def test_encode_raises_for_a_lone_surrogate() -> None:
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        TOKENIZERS["byte_level"].encode("a\ud800")
+
+
+@given(ids=st.lists(st.integers(0, 500), max_size=20))
+def test_token_bytes_add_up_to_the_text(ids: list[int]) -> None:
+    for name in ("byte_level", "byte_fallback"):
+        tokenizer = TOKENIZERS[name]
+        pieces = b"".join(map(tokenizer.token_bytes, ids))
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        assert pieces.decode("utf-8", "replace") in (text, " " + text)  # a decoder may drop a space at the beginning
+
+
+def test_token_text_keeps_leading_spaces() -> None:
+    llama, gpt, bert = TOKENIZERS["byte_fallback"], TOKENIZERS["byte_level"], TOKENIZERS["word_piece"]
+    find = llama._backend.token_to_id
+    assert [llama.token_text(find(name)) for name in ("▁the", "the", "<s>", "<0x0A>")] == [" the", "the", "<s>", "\n"]
+    assert llama.token_bytes(find("<0xE4>")) == b"\xe4"
+    assert llama.token_text(find("<0xE4>")) == REPLACEMENT
+    crab = gpt.encode("🦀x")
+    assert b"".join(map(gpt.token_bytes, crab)) == "🦀x".encode()
+    assert [bert.token_text(bert._backend.token_to_id(name)) for name in ("the", "##ing", "</s>")] == [
+        " the",
+        "ing",
+        " </s>",
+    ]
+
+
+def test_encode_neither_truncates_nor_pads() -> None:
+    backend = byte_level()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=100)
+    assert (
+        Tokenizer(wrap(backend, model_max_length=2)).decode(
+            Tokenizer(wrap(backend, model_max_length=2)).encode("the other thing")
+        )
+        == "the other thing"
+    )
+
+
+def test_encode_lets_other_threads_run() -> None:
+    tokenizer = Tokenizer(wrap(byte_level()))
+    begun, ended = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        tokenizer.encode("x " * 100_000)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    turns = 0
+    while not ended.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 3
+
+
+def save(path: Path, backend: Backend, **config: Any) -> Path:
+    backend.save(str(path / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}
+    (path / "tokenizer_config.json").write_text(json.dumps(names | config))
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    return path
+
+
+def test_open_agrees_with_transformers(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    backend = byte_level()
+    save(tmp_path, backend, chat_template=TEMPLATE)
+    ours, theirs = Tokenizer.open(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in ("the </s> other", "  in\n é 🦀"):
+        ids = backend.encode(text).ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids, False) == theirs.decode(ids)
+    assert ours.eos_token_id == theirs.eos_token_id
+    messages = [{"role": "user", "content": "the other"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours.chat(messages) == expected
+
+
+@pytest.mark.parametrize("name", ["byte_fallback", "metaspace", "word_piece"])
+def test_open_follows_tokenizer_json_whatever_the_class(tmp_path: Path, name: str) -> None:
+    """transformers 5 would put a pre-tokenizer of its own into the tokenizer if tokenizer_class says Llama."""
+    backend = BUILDERS[name]()
+    tokenizer = Tokenizer.open(save(tmp_path, backend))
+    for text in ("the </s> other", "  in é 🦀"):
+        assert tokenizer.encode(text) == backend.encode(text).ids
+
+
+def test_open_and_decode_do_not_import_torch(tmp_path: Path) -> None:
+    save(tmp_path, byte_level(), chat_template=TEMPLATE)
+    script = (
+        "import sys; from engine.core.text import Tokenizer, Detokenizer\n"
+        "from engine.core.text.token_stream import TokenStream\n"
+        "assert 'transformers' not in sys.modules\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "theirs = 'torch' in sys.modules  # older releases of transformers import torch\n"
+        f"tokenizer = Tokenizer.open({str(tmp_path)!r})\n"
+        "ids = tokenizer.chat([{'role': 'user', 'content': 'the'}])\n"
+        "stream = TokenStream(tokenizer, True); print(''.join(map(stream.push, ids)), tokenizer.decode(ids))\n"
+        "assert theirs or 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("user\nthe")
+
+
+def test_of_model_reads_a_chat_template_from_a_file(tmp_path: Path) -> None:
+    save(tmp_path, byte_level(), chat_template=TEMPLATE)
+    file = tmp_path / "other.jinja"
+    model = ModelConfig(path=str(tmp_path), chat_template=str(file))
+    with pytest.raises(ConfigError, match=r"other\.jinja cannot be read .*--chat-template"):
+        Tokenizer.of_model(model)
+    file.write_text("{{ messages[0].content }}!", encoding="utf-8")
+    tokenizer = Tokenizer.of_model(model)
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "the"}])) == "the!"
+
+
+def test_open_raises_without_a_usable_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        Tokenizer.open(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Tokenizer.open(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer.open(tmp_path)
+
+
+# Chat templates
+
+USER = {"role": "user", "content": "the"}
+
+
+def chat_text(messages: list[dict[str, str]], template: str | None = TEMPLATE, **asked: Any) -> str:
+    tokenizer = Tokenizer(TOKENIZERS["byte_level"]._wrapped, template)
+    return tokenizer.decode(tokenizer.chat(messages, **asked), skip_special_tokens=False)
+
+
+def test_chat_ends_where_the_answer_begins() -> None:
+    assert chat_text([USER]) == "<|im_start|>user\nthe</s><|im_start|>assistant\n"
+    assert chat_text([USER], add_generation_prompt=False) == "<|im_start|>user\nthe</s>"
+
+
+def test_chat_continues_the_last_message() -> None:
+    text = chat_text([USER, {"role": "assistant", "content": "in the"}], continue_final_message=True)
+    assert text == "<|im_start|>user\nthe</s><|im_start|>assistant\nin the"
+
+
+def test_chat_passes_variables_and_tools_to_the_template() -> None:
+    assert chat_text([USER], "{{ color }}", color="red") == "red"
+    tool = {"type": "function", "function": {"name": "look"}}
+    assert chat_text([USER], "{% for t in tools %}{{ t.function.name }}{% endfor %}", tools=[tool]) == "look"
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "asked", "message", "parameter"),
+    [
+        ([USER], None, {}, "no chat template.*--chat-template", "messages"),
+        ([], TEMPLATE, {}, "messages is empty", "messages"),
+        ([USER], "{{ raise_exception('only two roles') }}", {}, "rejects.*only two roles", "messages"),
+        ([USER], "{{ messages[0].content + 1 }}", {}, "rejects.*str", "messages"),
+        ([USER], "{% if %}", {}, "rejects", "messages"),
+        ([USER], TEMPLATE, {"tools": [{"type": "function"}]}, "no place for tools", "tools"),
+        ([USER], TEMPLATE, {"tokenize": True}, "tokenize is not a variable", "chat_template_kwargs"),
+        (
+            [USER],
+            TEMPLATE,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "not compatible",
+            "messages",
+        ),
+    ],
+)
+def test_chat_raises_for_invalid_arguments(
+    messages: list[dict[str, str]], template: str | None, asked: dict[str, Any], message: str, parameter: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        chat_text(messages, template, **asked)
+    assert caught.value.parameter == parameter
