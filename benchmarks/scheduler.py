@@ -1,10 +1,10 @@
-"""What scheduling costs the host: steps are planned and committed, and a runner that computes nothing answers at once.
+"""Measures the host time of planning and committing steps; a fake runner returns results immediately.
 
     python benchmarks/scheduler.py [--policy fcfs] [--json benchmarks/results/scheduler.json]
 
-One step is in flight while the next is planned, as in the engine. Steady: all sequences decode, their page ends spread
-over the steps. Churn: 1000 requests that are there at once, 512 tokens in and 256 out, of which 256 run. The same turns
-are timed many times over, and of each turn the least time counts, since whatever else the machine does only adds to it.
+One step is in flight while the next is planned, as in the engine. Steady: all sequences decode, and their block
+boundaries are spread over the steps. Churn: 1000 requests that arrive together, 512 tokens in and 256 out, of which 256
+run. The same steps are timed many times, and the minimum of each step counts, since other load only adds time.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from engine.core.plugin_host import load_plugins
 from engine.core.schedulers import BlockManager, Scheduler, SchedulingPolicy
 from engine.core.types import Request, SamplingParams, Step, StepResult
 
-PAGE = 16
-WINDOW = 4 * PAGE
-"""Turns that are timed together, after which everything is as it was but for longer sequences."""
-MOST_STEPS = 8
-"""Decode steps issued at once for which the sequences of steady decode are long enough."""
+BLOCK_SIZE = 16
+WINDOW = 4 * BLOCK_SIZE
+"""Steps per window. Each window repeats the same events with longer sequences."""
+MAX_STEPS = 8
+"""Maximum iterations per step for which the sequences of steady decode are long enough."""
 
 
 @define
 class Times:
-    """Of a row of turns: seconds of each, and what was done in all of them."""
+    """Seconds of each of several steps, and the iterations and tokens of all of them."""
 
     schedule: list[float] = Factory(list)
     commit: list[float] = Factory(list)
@@ -42,12 +42,12 @@ class Times:
 
 
 class Loop:
-    """The engine's loop around a scheduler."""
+    """Runs a scheduler as Engine.step does."""
 
     def __init__(self, policy: SchedulingPolicy, *, max_running: int, max_len: int, prefix_caching: bool) -> None:
         self.scheduler = Scheduler(
             policy,
-            BlockManager(2 * max_running * max_len // PAGE, PAGE, prefix_caching=prefix_caching),
+            BlockManager(2 * max_running * max_len // BLOCK_SIZE, BLOCK_SIZE, prefix_caching=prefix_caching),
             max_batch_tokens=8192,
             max_running=max_running,
             max_len=max_len,
@@ -60,8 +60,8 @@ class Loop:
         params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
         self.scheduler.add(Request(id=name, prompt=prompt, params=params))
 
-    def turn(self, times: Times) -> None:
-        """Plan a step, and commit the one before."""
+    def step(self, times: Times) -> None:
+        """Plan a step, and commit the previous one."""
         begin = time.perf_counter()
         step = self.scheduler.schedule(begin)
         times.schedule.append(time.perf_counter() - begin)
@@ -77,22 +77,22 @@ class Loop:
 
 
 def answer(step: Step) -> StepResult:
-    """A token for whatever samples; none of them ends a request."""
-    row = (7,) * (len(step.decodes) + sum(piece.sample for piece in step.chunks))
+    """A result with one token per sequence that samples; no token ends a request."""
+    row = (7,) * (len(step.decodes) + sum(chunk.sample for chunk in step.chunks))
     return StepResult(step=step.id, tokens=(row,) * step.iterations)
 
 
 def steady(policy: SchedulingPolicy, running: int, repeat: int, *, prefix_caching: bool) -> list[Times]:
-    most = (repeat + 3) * WINDOW * MOST_STEPS
-    loop = Loop(policy, max_running=running, max_len=128 + most, prefix_caching=prefix_caching)
+    max_tokens = (repeat + 3) * WINDOW * MAX_STEPS
+    loop = Loop(policy, max_running=running, max_len=128 + max_tokens, prefix_caching=prefix_caching)
     for number in range(running):
-        loop.add(str(number), 64 + number % PAGE, most)
+        loop.add(str(number), 64 + number % BLOCK_SIZE, max_tokens)
     windows = []
     for _ in range(repeat + 1):
         windows.append(Times())
         for _ in range(WINDOW):
-            loop.turn(windows[-1])
-    return windows[1:]  # the prompts are in the first
+            loop.step(windows[-1])
+    return windows[1:]  # the first window includes prefill
 
 
 def churn(policy: SchedulingPolicy, repeat: int, *, prefix_caching: bool) -> list[Times]:
@@ -103,20 +103,20 @@ def churn(policy: SchedulingPolicy, repeat: int, *, prefix_caching: bool) -> lis
         for number in range(1000):
             loop.add(str(number), 512, 256)
         while loop.scheduler.has_work or loop.in_flight:
-            loop.turn(rounds[-1])
+            loop.step(rounds[-1])
     return rounds
 
 
-def least(repeats: Sequence[Sequence[float]]) -> float:
-    """Microseconds of all turns together, each at its quickest."""
+def total_of_minima(repeats: Sequence[Sequence[float]]) -> float:
+    """Microseconds of all steps, each at its minimum over the repeats."""
     return 1e6 * sum(min(same) for same in zip(*repeats, strict=True))
 
 
 def rows_of(name: str, repeats: Sequence[Times]) -> list[Row]:
-    """A step of several iterations counts as so many."""
+    """One row per phase and unit; a multi-step step counts once per iteration."""
     rows = []
     for phase in ("schedule", "commit"):
-        spent = least([getattr(times, phase) for times in repeats])
+        spent = total_of_minima([getattr(times, phase) for times in repeats])
         rows.append(Row(metric=f"{name}: {phase}", value=spent / repeats[0].iterations, unit="us/step"))
         rows.append(Row(metric=f"{name}: {phase}", value=spent / repeats[0].tokens, unit="us/request/step"))
     return rows
@@ -126,13 +126,15 @@ def main() -> None:
     """Measure, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="fcfs", help="a registered scheduling policy, with its default options")
-    parser.add_argument("--repeat", type=int, default=30, help="windows of steady decode; a third as many churns")
+    parser.add_argument(
+        "--repeat", type=int, default=30, help="windows of steady decode; churn repeats a third as often"
+    )
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
-    kind = load_plugins().schedulers.get(arguments.policy).load()
-    policy = kind(kind.options_class() if kind.options_class else None)
+    policy_class = load_plugins().schedulers.get(arguments.policy).load()
+    policy = policy_class(policy_class.options_class() if policy_class.options_class else None)
     caching = arguments.prefix_caching
     rows = []
     for running in (1, 64, 256):
@@ -148,7 +150,7 @@ def main() -> None:
         settings = {
             "policy": arguments.policy,
             "prefix_caching": caching,
-            "block_size": PAGE,
+            "block_size": BLOCK_SIZE,
             "repeat": arguments.repeat,
         }
         write(arguments.json, report("scheduler", find_device("cpu").name, rows, settings))

@@ -21,7 +21,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-"""Small, with weights large enough that attention is not nearly even and mistakes show in the logits."""
+"""config.json of a small model. Its weights are large, so that attention is uneven and errors show in the logits."""
 
 LETTERS = "etaoinshrdlucmfw"
 
@@ -42,26 +42,26 @@ def make_checkpoint(
     shards: bool = False,
     **config: Any,
 ) -> Path:
-    """Write a tiny random float32 checkpoint by transformers' own save_pretrained, and return its directory.
+    """Write a tiny random float32 checkpoint with transformers' save_pretrained, and return its directory.
 
-    architecture: llama, mistral, qwen2 or qwen3, or any other model_type that transformers knows.
-    tokenizer: also write a tokenizer of 512 tokens (256 bytes, pairs of letters, special ones) with a chat template;
-        its <|endoftext|> then ends a text.
-    shards: several safetensors files and an index, in place of one file.
-    config: keys of config.json that differ from `TINY`; rope_parameters or the older rope_scaling among them.
+    architecture: llama, mistral, qwen2, qwen3 or any other model_type that transformers knows.
+    tokenizer: also write a tokenizer of 512 tokens (256 bytes, pairs of letters, special tokens) with a chat template;
+        <|endoftext|> is then the end-of-sequence token.
+    shards: write several safetensors files and an index instead of one file.
+    config: keys of config.json that differ from `TINY`, rope_parameters or the older rope_scaling included.
     """
     import torch
     import transformers
 
     target = Path(directory)
     special = {"eos_token_id": TINY["vocab_size"] - len(SPECIAL_TOKENS)} if tokenizer else {}
-    library: Any = transformers  # without types
+    library: Any = transformers  # has no type annotations
     built = library.AutoConfig.for_model(architecture, **{**TINY, **special, **config})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide mistakes
+            if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide errors
                 torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
     model.save_pretrained(target, max_shard_size="100KB" if shards else "50GB")
     if tokenizer:
@@ -79,7 +79,7 @@ def _write_tokenizer(directory: Path) -> None:
     raw = Tokenizer(models.BPE(vocab={symbol: token for token, symbol in enumerate(symbols)}, merges=pairs))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
-    library: Any = transformers  # without types
+    library: Any = transformers  # has no type annotations
     fast = library.PreTrainedTokenizerFast(
         tokenizer_object=raw,
         eos_token=SPECIAL_TOKENS[0],

@@ -1,4 +1,4 @@
-"""Pytest fixtures for plugin authors; pytest finds them by entry point, so nothing heavy is imported here."""
+"""Pytest fixtures for plugin authors. Pytest finds them by entry point, so importing this module must be cheap."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def engine_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_engine(engine_checkpoint: Path) -> Iterator[Callable[..., Engine]]:
-    """`make_engine(*plugins, **settings)`: an Engine over the tiny checkpoint that knows these plugin objects too.
+    """`make_engine(*plugins, **settings)`: an Engine over the tiny checkpoint with these plugin objects loaded too.
 
-    It has a small KV cache, computes in float32 on the CPU unless told otherwise, and is closed after the test.
+    Unless `settings` say otherwise, the engine has a small KV cache and computes in float32 on the CPU. It is closed
+    after the test.
     """
     from engine.core.engine import Engine
     from engine.core.plugin_host import load_plugins

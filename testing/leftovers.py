@@ -1,4 +1,4 @@
-"""What this process has, so that a test can tell what something has left behind: threads, processes, open files."""
+"""Lists threads, child processes, open files and shared memory, so that a test can find what was left behind."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pathlib import Path
 from attrs import frozen
 
 PATIENCE = 20.0
-"""Seconds that what is ending gets to be gone."""
+"""Seconds to wait for threads, processes and files that are being closed."""
 
 
 @frozen(kw_only=True)
 class Belongings:
-    """At one moment. On systems other than Linux there are threads alone."""
+    """What this process owns at one moment. On systems other than Linux, only threads are listed."""
 
     threads: Counter[str]
     """By name."""
     processes: Counter[str]
-    """Started by this one and those, as "number command"; dead ones that nobody has reaped too."""
+    """Descendants of this process as "pid command", exited ones that are not reaped included."""
     descriptors: Counter[str]
-    """What files are open, without numbers."""
+    """Open files, sockets and pipes, without their numbers."""
     shared_memory: Counter[str]
     """Names in /dev/shm."""
 
     def more_than(self, other: Belongings) -> list[str]:
-        """What `other` lacks, in words."""
+        """What `other` lacks, one description each."""
         kinds = (
             ("thread", self.threads - other.threads),
             ("process", self.processes - other.processes),
@@ -43,8 +43,8 @@ class Belongings:
 
 
 def belongings() -> Belongings:
-    """What there is now."""
-    gc.collect()  # what nobody refers to is closed by that
+    """What this process owns now."""
+    gc.collect()  # closes files that only unreachable objects hold open
     return Belongings(
         threads=Counter(thread.name for thread in threading.enumerate()),
         processes=Counter(_descendants(os.getpid())),
@@ -54,19 +54,24 @@ def belongings() -> Belongings:
 
 
 def assert_nothing_left(before: Belongings, whose: str, excused: Sequence[str] = ()) -> None:
-    """Fail if, after a while, there is still more than before.
+    """Fail if the process still owns more than `before` after PATIENCE seconds.
 
-    excused: regular expressions of what need not be gone, in the words of `more_than`.
+    whose: who is to blame, for the message. excused: regular expressions of `more_than` descriptions to ignore.
     """
+
+    def leftovers() -> list[str]:
+        found = belongings().more_than(before)
+        return [item for item in found if not any(re.search(pattern, item) for pattern in excused)]
+
     deadline = time.monotonic() + PATIENCE
-    while left := [one for one in belongings().more_than(before) if not any(re.search(how, one) for how in excused)]:
+    while left := leftovers():
         assert time.monotonic() < deadline, f"{whose} left behind: {'; '.join(left)}"
         time.sleep(0.05)
 
 
 def _descendants(process: int) -> Iterator[str]:
     for task in _listed(f"/proc/{process}/task"):
-        with contextlib.suppress(OSError):  # it may end meanwhile
+        with contextlib.suppress(OSError):  # the process may exit meanwhile
             for child in Path(f"/proc/{process}/task/{task}/children").read_text(encoding="utf-8").split():
                 yield f"{child} {Path(f'/proc/{child}/comm').read_text(encoding='utf-8').strip()}"
                 yield from _descendants(int(child))
@@ -74,7 +79,7 @@ def _descendants(process: int) -> Iterator[str]:
 
 def _descriptors() -> Iterator[str]:
     for descriptor in _listed("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the directory itself is among them
+        with contextlib.suppress(OSError):  # the listing includes the directory's own descriptor, closed by now
             name = os.readlink(f"/proc/self/fd/{descriptor}")
             yield name.partition(":")[0] if name.startswith(("socket:", "pipe:", "anon_inode:")) else name
 

@@ -1,4 +1,4 @@
-"""Conformance suite for scheduling policies: answers within the contract, and a random workload to its end."""
+"""Conformance suite for scheduling policies: valid answers, and a random workload that must complete."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class View:
 
 
 class PolicyConformance:
-    """Derive a class named Test... from this one and set `policy`."""
+    """Derive a class named Test... from this class and set `policy`."""
 
     policy: ClassVar[type[SchedulingPolicy]]
     options: ClassVar[Any] = None
-    """Passed to the policy; None: the defaults of its options_class."""
+    """Options passed to the policy; None: the defaults of its options_class."""
 
     def make(self) -> SchedulingPolicy:
         """A fresh policy."""
@@ -42,38 +42,38 @@ class PolicyConformance:
 
     @pytest.mark.parametrize("seed", range(5))
     def test_order(self, seed: int) -> None:
-        """Only waiting requests, each once, the same each time, and nothing is changed."""
+        """order() returns only waiting requests, each once, the same on each call, and changes nothing."""
         waiting = self.views(seed)
         order = list(self.make().order(tuple(waiting), 100.0))
         assert len({view.id for view in order}) == len(order), "order() names a request twice"
-        assert all(any(view is one for one in waiting) for view in order), "order() names what does not wait"
+        assert all(any(view is one for one in waiting) for view in order), "order() names a request that is not waiting"
         assert list(self.make().order(tuple(waiting), 100.0)) == order, "order() differs from call to call"
         assert waiting == self.views(seed), "order() changed a request"
         assert list(self.make().order((), 100.0)) == []
 
     @pytest.mark.parametrize("seed", range(5))
     def test_victim(self, seed: int) -> None:
-        """A running request, the same each time."""
+        """victim() returns a running request, the same on each call."""
         running = self.views(seed)
         victim = self.make().victim(tuple(running))
-        assert any(victim is one for one in running), "victim() names what does not run"
+        assert any(victim is one for one in running), "victim() names a request that is not running"
         assert self.make().victim(tuple(running)) is victim, "victim() differs from call to call"
         assert self.make().victim((running[0],)) is running[0]
 
     @pytest.mark.parametrize("seed", range(5))
     def test_preempts(self, seed: int) -> None:
-        """None or a running request, and never two that would displace one another for ever."""
+        """preempts() returns None or a running request, and never lets two requests preempt each other forever."""
         candidate, *running = self.views(seed)
         policy = self.make()
         victim = policy.preempts(candidate, tuple(running))
         if victim is None:
             return
-        assert any(victim is one for one in running), "preempts() names what does not run"
-        assert policy.preempts(victim, (candidate,)) is None, "two requests would displace one another for ever"
+        assert any(victim is one for one in running), "preempts() names a request that is not running"
+        assert policy.preempts(victim, (candidate,)) is None, "two requests would preempt each other forever"
 
     @pytest.mark.parametrize("seed", range(5))
     def test_split_and_decode_steps(self, seed: int) -> None:
-        """Shares and step counts of the right kind."""
+        """split() returns shares and decode_steps() a number, both valid."""
         views = self.views(seed)
         running, waiting = tuple(views[:3]), tuple(views[3:])
         split = self.make().split(64, waiting, running)
@@ -81,12 +81,12 @@ class PolicyConformance:
         assert isinstance(split.decode, int) and split.decode >= 0, f"decode share {split.decode!r}"  # noqa: PT018
         assert isinstance(split.prefill, int) and split.prefill >= 0, f"prefill share {split.prefill!r}"  # noqa: PT018
         steps = self.make().decode_steps(running, waiting)
-        assert isinstance(steps, int) and steps >= 1, f"decode_steps() answered {steps!r}"  # noqa: PT018
+        assert isinstance(steps, int) and steps >= 1, f"decode_steps() returned {steps!r}"  # noqa: PT018
 
     @pytest.mark.parametrize("num_blocks", [4, 12, 64])
     @pytest.mark.parametrize("seed", range(4))
-    def test_every_request_ends(self, seed: int, num_blocks: int) -> None:
-        """The real scheduler, short of blocks, runs a random workload to its end and stays within its budgets."""
+    def test_every_request_finishes(self, seed: int, num_blocks: int) -> None:
+        """The real scheduler, short of blocks, completes a random workload and stays within its budgets."""
         pick = random.Random(seed)
         blocks = BlockManager(num_blocks, 4)
         scheduler = Scheduler(
@@ -94,7 +94,7 @@ class PolicyConformance:
         )
         arrivals = [self.request(pick, number) for number in range(24)]
         wanted: set[str] = set()
-        ended: set[str] = set()
+        finished: set[str] = set()
         for now in range(5000):
             for request in arrivals[: pick.randint(0, 3)]:
                 arrivals.remove(request)
@@ -102,29 +102,29 @@ class PolicyConformance:
                     scheduler.add(request)
                     wanted.add(request.id)
                 except InvalidRequestError:
-                    continue  # it would never fit into so few blocks
-            if wanted - ended and pick.random() < 0.05:
-                name = pick.choice(sorted(wanted - ended))
+                    continue  # the request would never fit into this few blocks
+            if wanted - finished and pick.random() < 0.05:
+                name = pick.choice(sorted(wanted - finished))
                 assert scheduler.abort(name) is not None
-                ended.add(name)
+                finished.add(name)
             step = scheduler.schedule(float(now))
             if step is None:
                 if not arrivals and not scheduler.has_work:
                     break
-                assert not scheduler.has_work, f"nothing runs, but {sorted(wanted - ended)} wait"
+                assert not scheduler.has_work, f"no step is planned, but {sorted(wanted - finished)} wait"
                 continue
-            num_tokens = len(step.decodes) + sum(piece.count for piece in step.chunks)
+            num_tokens = len(step.decodes) + sum(chunk.count for chunk in step.chunks)
             assert num_tokens <= 16, "more tokens than the budget"
-            assert len(step.decodes) + len(step.chunks) <= 5, "more sequences than may run"
+            assert len(step.decodes) + len(step.chunks) <= 5, "more sequences than max_running"
             for output in scheduler.commit(step, self.result(pick, step), float(now)):
                 if output.finish_reason is not None:
-                    ended.add(output.request)
+                    finished.add(output.request)
             scheduler.check()
-        assert ended == wanted, f"never ended: {sorted(wanted - ended)}"
-        assert scheduler.stats().blocks_used == 0, "blocks are in use though nothing runs"
+        assert finished == wanted, f"never finished: {sorted(wanted - finished)}"
+        assert scheduler.stats().blocks_used == 0, "blocks are in use but no request runs"
 
     def views(self, seed: int) -> list[View]:
-        """Six requests in the order of their arrival."""
+        """Six requests in order of arrival."""
         pick = random.Random(seed)
         return [
             View(
@@ -140,7 +140,7 @@ class PolicyConformance:
         ]
 
     def request(self, pick: random.Random, number: int) -> Request:
-        """A request of random lengths."""
+        """A request with a random prompt and max_tokens."""
         return Request(
             id=f"r{number}",
             prompt=tuple(pick.choices(range(1, 4), k=pick.randint(1, 24))),
@@ -150,7 +150,7 @@ class PolicyConformance:
         )
 
     def result(self, pick: random.Random, step: Step) -> StepResult:
-        """Random tokens for a step; 0 ends a request."""
-        columns = len(step.decodes) + sum(piece.sample for piece in step.chunks)
+        """A result of random tokens for a step; token 0 ends a request."""
+        columns = len(step.decodes) + sum(chunk.sample for chunk in step.chunks)
         tokens = tuple(tuple(pick.choices(range(12), k=columns)) for _ in range(step.iterations))
         return StepResult(step=step.id, tokens=tokens)

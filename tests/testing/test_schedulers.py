@@ -107,4 +107,4 @@ def test_workload_raises_on_an_invalid_answer() -> None:
 
     suite: Any = type("Suite", (PolicyConformance,), {"policy": Impossible})()
     with pytest.raises(PluginError, match="Impossible"):
-        suite.test_every_request_ends(0, 12)
+        suite.test_every_request_finishes(0, 12)
