@@ -7,9 +7,9 @@ from types import TracebackType
 
 
 class PhaseTimer:
-    """Total seconds spent in its `with` blocks, those that raise included. Not reentrant.
+    """Adds up the seconds spent in its `with` blocks, including blocks that raise. Not reentrant.
 
-    Entering and leaving a block costs about 0.3 us, no more than a function that times the call of another.
+    Entering and leaving a block costs about 0.3 us.
     """
 
     __slots__ = ("_begin", "seconds")

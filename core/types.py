@@ -72,11 +72,11 @@ class SamplingParams:
     frequency_penalty: float = field(default=0.0, validator=_bounded(-2, 2))
     """Subtracted from the logit of each token once per occurrence in the output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, bias) pairs: added to the logits."""
+    """(token, bias) pairs: the bias is added to the logit of the token."""
     seed: int | None = field(default=None, validator=_bounded(0, MAX_SEED))
     """The same seed gives the same tokens, whatever else is in the batch; None: a random seed per request."""
     logprobs: int | None = field(default=None, validator=_bounded(0, 1000))
-    """Return each sampled token's log probability and those of this many most likely tokens; None: return none."""
+    """Return log probabilities of each sampled token and of this many most likely tokens; None: return none."""
     prompt_logprobs: int | None = field(default=None, validator=_bounded(0, 1000))
     """As `logprobs`, for each prompt token after the first."""
     stop: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ Invariants:
 - Hence a block may be reused as soon as its sequence is no longer part of the plan. A step in flight may still write to
   the block, but the new owner writes later, in a later step.
 - A prefilling sequence is computed in chunks, as the policy and the token budget allow. The last chunk samples the
-  first token, and from then on the sequence decodes.
+  next token, and from then on the sequence decodes.
 - A decoding sequence is in every step and gains one token per iteration (`DecodeSet`), until all its output tokens are
   planned. It is left out only while the policy allows fewer decodes than there are.
 - A decoding sequence has room in its blocks for the next token before each step that includes it. The iteration at

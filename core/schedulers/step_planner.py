@@ -58,7 +58,7 @@ class StepPlanner:
     def iterations(self) -> int:
         """Number of iterations of the planned step: as many as the policy wants, and outputs and blocks allow."""
         queues = self._queues
-        if queues.prefilling or not self._policy.overrides_decode_steps:
+        if queues.prefilling or not self._policy.overrides_decode_steps:  # a multi-step step has no chunks
             return 1
         wanted = min(self._policy.decode_steps(queues.running_views, queues.waiting_views), MAX_DECODE_STEPS)
         count = 1

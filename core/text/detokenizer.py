@@ -33,7 +33,7 @@ class Detokenizer:
     """Turns one request's outputs into text that ends before the first stop string.
 
     Text that may be the beginning of a stop string is held until it is known whether it is one. Of several stop strings
-    the one completed first ends the text; of those completed by the same character, the one that begins first. So the
+    the one completed first ends the text; if one character completes several, the one that begins first. So the
     result does not depend on how the text is split into tokens. A stop string completed by one of the first min_tokens
     tokens is ordinary text. The cost per token does not depend on the length of the output.
     """

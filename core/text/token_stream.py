@@ -20,7 +20,7 @@ class TokenStream:
     """Decodes tokens one by one into text that later tokens do not change. The cost per token is constant.
 
     Tokens that stand for bytes go through an incremental UTF-8 decoder. Other tokens are decoded together with a few
-    previous ones, since their text depends on those: decoded alone, a token would lose its space or gain one.
+    previous ones, since the text depends on the neighbours: alone, a token would lose its space or gain one.
 
     DecodeStream of the `tokenizers` library is not used: it holds invalid bytes back as long as more of them follow,
     loses them when the text ends, and is slower than a table of bytes.

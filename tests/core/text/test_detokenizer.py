@@ -116,12 +116,12 @@ def test_push_returns_each_character_when_it_is_complete(name: str, text: str, d
     assume(REPLACEMENT not in text)
     prompt, tokens = tokenizer.encode("the"), tokenizer.encode("the" + text)
     assume(tokens[: len(prompt)] == prompt)
-    stream, told, seen = TokenStream(tokenizer, False, prompt), "", b""
+    stream, emitted, seen = TokenStream(tokenizer, False, prompt), "", b""
     for token in tokens[len(prompt) :]:
-        told += stream.push(token)
+        emitted += stream.push(token)
         seen += bytes_of(token)
-        assert told == seen.decode("utf-8", "ignore")
-    assert told + stream.flush() == text
+        assert emitted == seen.decode("utf-8", "ignore")
+    assert emitted + stream.flush() == text
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -129,8 +129,8 @@ def test_invalid_bytes_do_not_accumulate(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     lead = next(token for token in range(tokenizer.vocab_size) if BYTES_OF[name](token) == b"\xf0")
     stream = TokenStream(tokenizer, True)
-    told = "".join(stream.push(lead) for _ in range(100))
-    assert told == REPLACEMENT * 99
+    emitted = "".join(stream.push(lead) for _ in range(100))
+    assert emitted == REPLACEMENT * 99
     assert len(stream._window) < 10
     assert stream.flush() == REPLACEMENT
 
@@ -242,14 +242,14 @@ def test_stop_strings_are_found_at_any_position_and_split(
 @given(text=small_texts, stops=stop_lists)
 def test_held_text_is_always_the_beginning_of_a_stop_string(text: str, stops: list[str]) -> None:
     tokenizer = TOKENIZERS["byte_level"]
-    detokenizer, told, seen = Detokenizer(tokenizer, (), SamplingParams(stop=tuple(stops))), "", b""
+    detokenizer, emitted, seen = Detokenizer(tokenizer, (), SamplingParams(stop=tuple(stops))), "", b""
     for token in tokenizer.encode(text):
         delta = detokenizer.feed(Output(request="r", tokens=(token,)))
-        told += delta.text
+        emitted += delta.text
         seen += tokenizer.token_bytes(token)
         if delta.stop_string:
             return
-        held = seen.decode("utf-8", "ignore").removeprefix(told)
+        held = seen.decode("utf-8", "ignore").removeprefix(emitted)
         assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
 
 
