@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
+from typing import Any
 
 import attrs
 
@@ -59,7 +60,7 @@ class Engine:
         config: EngineConfig | None = None,
         attention: str | type[AttentionBackend] | None = None,
         quant: str | type[QuantMethod] | None = None,
-        scheduler: str | type[SchedulingPolicy] | SchedulingPolicy | None = None,
+        scheduler: str | type[SchedulingPolicy[Any]] | SchedulingPolicy[Any] | None = None,
         executor: str | type[Executor] | None = None,
         plugins: Plugins | None = None,
         on_progress: Listener | None = None,

@@ -60,7 +60,7 @@ class Parts:
 
     attention: type[AttentionBackend]
     quant: type[QuantMethod]
-    policy: SchedulingPolicy
+    policy: SchedulingPolicy[Any]
     executor: type[Executor]
     model: type[Model]
     options: Mapping[str, Any]
