@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from attrs import Factory, define
 
@@ -44,7 +45,7 @@ class Times:
 class Loop:
     """Runs a scheduler as Engine.step does."""
 
-    def __init__(self, policy: SchedulingPolicy, *, max_running: int, max_len: int, prefix_caching: bool) -> None:
+    def __init__(self, policy: SchedulingPolicy[Any], *, max_running: int, max_len: int, prefix_caching: bool) -> None:
         self.scheduler = Scheduler(
             policy,
             BlockManager(2 * max_running * max_len // BLOCK_SIZE, BLOCK_SIZE, prefix_caching=prefix_caching),
@@ -82,7 +83,7 @@ def answer(step: Step) -> StepResult:
     return StepResult(step=step.id, tokens=(row,) * step.iterations)
 
 
-def steady(policy: SchedulingPolicy, running: int, repeat: int, *, prefix_caching: bool) -> list[Times]:
+def steady(policy: SchedulingPolicy[Any], running: int, repeat: int, *, prefix_caching: bool) -> list[Times]:
     max_tokens = (repeat + 3) * WINDOW * MAX_STEPS
     loop = Loop(policy, max_running=running, max_len=128 + max_tokens, prefix_caching=prefix_caching)
     for number in range(running):
@@ -95,7 +96,7 @@ def steady(policy: SchedulingPolicy, running: int, repeat: int, *, prefix_cachin
     return windows[1:]  # the first window includes prefill
 
 
-def churn(policy: SchedulingPolicy, repeat: int, *, prefix_caching: bool) -> list[Times]:
+def churn(policy: SchedulingPolicy[Any], repeat: int, *, prefix_caching: bool) -> list[Times]:
     rounds = []
     for _ in range(repeat):
         rounds.append(Times())

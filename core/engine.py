@@ -61,7 +61,7 @@ class Engine:
         config: EngineConfig | None = None,
         attention: str | type[AttentionBackend[Any, Any]] | None = None,
         quant: str | type[QuantMethod[Any]] | None = None,
-        scheduler: str | type[SchedulingPolicy] | SchedulingPolicy | None = None,
+        scheduler: str | type[SchedulingPolicy[Any]] | SchedulingPolicy[Any] | None = None,
         executor: str | type[Executor] | None = None,
         plugins: Plugins | None = None,
         on_progress: Listener | None = None,

@@ -1,4 +1,10 @@
-"""The hooks a plugin can implement. They are called while an engine starts or stops, never during a step."""
+"""The hooks a plugin can implement. They are called while an engine starts or stops, never during a step.
+
+The register hooks are called once per process, when its plugins are loaded: in every command that needs plugins, in the
+engine process and in each worker. They must return None. An exception makes the plugin fail to load: nothing of the
+plugin is registered, one warning is logged, and an error follows only if the configuration selects something that the
+plugin offers. For a plugin passed in from Python the exception is raised immediately, as a PluginError.
+"""
 
 from __future__ import annotations
 
@@ -58,27 +64,42 @@ def lazy(path: str) -> Callable[[], type]:
 
 @hookspec
 def register_attention(register: Register) -> None:
-    """Register attention backends (engine.core.attention.AttentionBackend). Called when plugins are loaded."""
+    """Register attention backends (engine.core.attention.AttentionBackend): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec
 def register_quant(register: Register) -> None:
-    """Register quantization methods (engine.core.quant.QuantMethod). Called when plugins are loaded."""
+    """Register quantization methods (engine.core.quant.QuantMethod): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec
 def register_schedulers(register: Register) -> None:
-    """Register scheduling policies (engine.core.schedulers.SchedulingPolicy). Called when plugins are loaded."""
+    """Register scheduling policies (engine.core.schedulers.SchedulingPolicy): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec
 def register_executors(register: Register) -> None:
-    """Register executors (engine.core.executors.Executor). Called when plugins are loaded."""
+    """Register executors (engine.core.executors.Executor): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec
 def register_models(register: Register) -> None:
-    """Register model architectures (engine.core.models.Model). Called when plugins are loaded."""
+    """Register model architectures (engine.core.models.Model): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
 
 
 @hookspec

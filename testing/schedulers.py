@@ -29,11 +29,11 @@ class View:
 class PolicyConformance:
     """Derive a class named Test... from this class and set `policy`."""
 
-    policy: ClassVar[type[SchedulingPolicy]]
+    policy: ClassVar[type[SchedulingPolicy[Any]]]
     options: ClassVar[Any] = None
     """Options passed to the policy; None: the defaults of its options_class."""
 
-    def make(self) -> SchedulingPolicy:
+    def make(self) -> SchedulingPolicy[Any]:
         """A fresh policy."""
         options = self.options
         if options is None and self.policy.options_class is not None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -140,7 +140,7 @@ def warm_up(engine: Engine) -> None:
 
 @contextmanager
 def opened(
-    config: EngineConfig, policy: SchedulingPolicy | None = None, executor: type[Executor] | None = None
+    config: EngineConfig, policy: SchedulingPolicy[Any] | None = None, executor: type[Executor] | None = None
 ) -> Iterator[Engine]:
     """An engine that is warm. As in a server, the garbage collector leaves alone what start-up made.
 

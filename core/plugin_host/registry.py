@@ -191,7 +191,7 @@ class Plugins:
         return self.seams["quant"]
 
     @property
-    def schedulers(self) -> Registry[SchedulingPolicy]:
+    def schedulers(self) -> Registry[SchedulingPolicy[Any]]:
         """Scheduling policies."""
         return self.seams["schedulers"]
 

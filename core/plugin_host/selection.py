@@ -59,7 +59,7 @@ class Parts:
 
     attention: type[AttentionBackend[Any, Any]] | AttentionPair
     quant: type[QuantMethod[Any]]
-    policy: SchedulingPolicy
+    policy: SchedulingPolicy[Any]
     executor: type[Executor]
     model: type[Model]
     options: Mapping[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from engine.core.errors import PluginError
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
@@ -22,7 +22,7 @@ class CheckedPolicy:
     the scheduler need not call it, nor build the views it would be shown.
     """
 
-    def __init__(self, policy: SchedulingPolicy, requests: Mapping[str, RequestState]) -> None:
+    def __init__(self, policy: SchedulingPolicy[Any], requests: Mapping[str, RequestState]) -> None:
         self._policy = policy
         self._requests = requests
         cls = type(policy)

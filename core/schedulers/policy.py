@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from attrs import frozen
 
 API = "1"
+
+OptionsT = TypeVar("OptionsT")
 
 MAX_DECODE_STEPS = 128
 """Maximum iterations of one step; a policy that asks for more gets this many."""
@@ -55,8 +57,10 @@ class Split:
     prefill: int
 
 
-class SchedulingPolicy(ABC):
+class SchedulingPolicy(ABC, Generic[OptionsT]):
     """Decides the order of admission, which request to preempt, and the shares of a step's tokens.
+
+    OptionsT: the policy's own settings, an object of `options_class`; None for a policy without any.
 
     No answer, however wrong, can corrupt the cache or stop the engine. Core never changes a sequence passed to a policy
     while the policy runs, and calls it from one thread. An answer that names a request outside the sequence passed
@@ -71,7 +75,7 @@ class SchedulingPolicy(ABC):
         """A sentence that says why this policy cannot be used here and what would work; None if it can."""
         return None
 
-    def __init__(self, options: Any = None) -> None:
+    def __init__(self, options: OptionsT = None) -> None:  # type: ignore[assignment]  # None: no options_class
         self.options = options
 
     @abstractmethod

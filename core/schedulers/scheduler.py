@@ -26,7 +26,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -69,7 +69,7 @@ class Scheduler:
 
     def __init__(
         self,
-        policy: SchedulingPolicy,
+        policy: SchedulingPolicy[Any],
         blocks: BlockManager,
         *,
         max_batch_tokens: int,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from engine.core.schedulers import RequestView, SchedulingPolicy
 
+OptionsT = TypeVar("OptionsT")
 
-class FirstComeFirstServed(SchedulingPolicy):
-    """Admits requests in order of arrival, and preempts the one admitted last."""
+
+class FirstComeFirstServed(SchedulingPolicy[OptionsT]):
+    """Admits requests in order of arrival, and preempts the one admitted last. Has no options of its own."""
 
     api = "1"
 

@@ -41,7 +41,7 @@ class MultiStepOptions:
             raise ValueError(f'max_steps bounds steps = "{AUTO}", but steps is {self.steps}; give only one of them')
 
 
-class MultiStep(FirstComeFirstServed):
+class MultiStep(FirstComeFirstServed[MultiStepOptions]):
     """Admits as fcfs does, but each step runs k decode iterations, feeding back each token, before the next plan.
 
     The host plans and commits one step per k tokens of each sequence. The price: a stop, an abort or an arrival takes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.core.schedulers import RequestView, SchedulingPolicy
 
 
-class Priority(SchedulingPolicy):
+class Priority(SchedulingPolicy[None]):
     """Admits requests of the lowest priority number first, equal ones in order of arrival.
 
     A waiting request preempts a running one of a higher number if there is no room for both.
