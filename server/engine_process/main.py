@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +19,8 @@ import zmq
 
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, EngineError, InvalidRequestError, PluginError, PluginFaultError
+from engine.core.executors import MessageDecoder, encode
 from engine.core.types import FINISH_ERROR, EngineStats, Output
-from engine.server.engine_process.channel import Channel
 from engine.server.engine_process.output_routes import OutputRoutes
 from engine.server.engine_process.prober import Prober
 from engine.server.shared.heartbeat import Heartbeat
@@ -30,7 +31,9 @@ from engine.server.shared.messages import (
     EngineLaunch,
     Failed,
     FrontEndExited,
+    FrontEndToEngine,
     Hello,
+    Outputs,
     Probe,
     Shutdown,
     Started,
@@ -46,6 +49,8 @@ STATS_INTERVAL = 0.25
 """Minimum seconds between two reports of statistics while the engine is busy."""
 IDLE_CHECK_MS = 1000
 """Interval at which an idle engine checks its executor, milliseconds."""
+MAX_MESSAGES = 32
+"""Maximum number of front end messages read between two steps: a burst of requests must not delay running ones."""
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +120,57 @@ def _run(
         return 1
     finally:
         engine.close()
+
+
+class Channel:
+    """Sends outputs to front ends; receives messages from front ends and the supervisor."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+        """path: of the ZeroMQ socket."""
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)  # sending never waits for a front end
+        self._socket.bind(f"ipc://{path}")
+        self._decoder: MessageDecoder[FrontEndToEngine] = MessageDecoder(FrontEndToEngine)
+        # Wakes `wait` from the supervisor link's thread: a ZeroMQ socket belongs to one thread.
+        self._wake_sender, self._wake_receiver = (context.socket(zmq.PAIR) for _ in range(2))
+        self._wake_receiver.bind("inproc://supervisor")
+        self._wake_sender.connect("inproc://supervisor")
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_receiver, zmq.POLLIN)
+        self._from_supervisor: deque[SupervisorToEngine] = deque()
+
+    def put(self, message: SupervisorToEngine) -> None:
+        """Queue a message of the supervisor; called from the supervisor link's thread."""
+        self._from_supervisor.append(message)
+        self._wake_sender.send(b"")
+
+    def send(self, peer: bytes, message: Outputs) -> None:
+        """Queue a message to a front end; a no-op if it has exited. Never blocks."""
+        self._socket.send(peer, zmq.SNDMORE)
+        self._socket.send(encode(message))
+
+    def wait(self, milliseconds: int) -> None:
+        """Wait until a message has come, at most `milliseconds`."""
+        if self._wake_receiver in dict(self._poller.poll(milliseconds)):
+            self._wake_receiver.recv()
+
+    def receive(self) -> Iterator[tuple[bytes, FrontEndToEngine | SupervisorToEngine]]:
+        """Yield (sender, message) for each waiting message; the sender is a ZeroMQ identity, b"" for the supervisor."""
+        while self._from_supervisor:
+            yield b"", self._from_supervisor.popleft()
+        for _ in range(MAX_MESSAGES):
+            try:
+                peer = self._socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            yield peer, self._decoder.decode(self._socket.recv())
+
+    def close(self) -> None:
+        """Close the sockets; messages already queued have one second to leave."""
+        self._socket.close(linger=1000)
+        self._wake_sender.close(linger=0)
+        self._wake_receiver.close(linger=0)
 
 
 def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval: float) -> None:

@@ -79,8 +79,6 @@ class _ChatJob(Job[ChatBody]):
         self._texts: list[list[str]] = [[] for _ in requests]
         self._token_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
         self._finish_reasons: list[str | None] = [None] * len(requests)
-        self._not_begun = set(range(len(requests)))
-        """Choices whose role has not been streamed."""
 
     def _add(self, delta: Delta) -> None:
         self._texts[delta.choice].append(delta.text)
@@ -104,8 +102,7 @@ class _ChatJob(Job[ChatBody]):
     def _delta_events(self, delta: Delta) -> bytes:
         """The role before a choice's first text, then the text, then the finish reason, each an event of its own."""
         events = b""
-        if delta.choice in self._not_begun:
-            self._not_begun.discard(delta.choice)
+        if self._is_first(delta.choice):
             events += self._delta_event(delta.choice, {"role": "assistant", "content": ""})
         if delta.text or delta.logprobs:
             events += self._delta_event(delta.choice, {"content": delta.text}, self._logprobs(delta.logprobs))

@@ -114,8 +114,6 @@ class _CompletionJob(Job[CompletionBody]):
         super().__init__(service, body, name, requests, len(prompts))
         self._prompts = prompts
         self._whole_choices = [_text_choice(choice, "") for choice in range(len(requests))]
-        self._not_begun = set(range(len(requests)))
-        """Choices of which no delta has come."""
 
     def _add(self, delta: Delta) -> None:
         _extend(self._whole_choices[delta.choice], self._choice(delta))
@@ -134,8 +132,7 @@ class _CompletionJob(Job[CompletionBody]):
         """A delta as an element of `choices`; with echo, the prompt precedes the first text of a choice."""
         prompt, tokenizer = self._prompts[delta.choice // self.choices_per_prompt], self.service.tokenizer
         text, logprobs = delta.text, None
-        echo = bool(self.body.echo) and delta.choice in self._not_begun
-        self._not_begun.discard(delta.choice)
+        echo = self._is_first(delta.choice) and bool(self.body.echo)
         if self.body.logprobs is not None:
             prompt_chars = len(prompt.text) if self.body.echo else 0
             entries: list[TokenLogprobs | None] = list(delta.logprobs)

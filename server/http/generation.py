@@ -10,9 +10,8 @@ from attrs import define, field
 
 from engine.core.text import Detokenizer, Tokenizer
 from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request, TokenLogprobs
-from engine.server.front_end.engine_client import EngineClient
+from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
-from engine.server.front_end.request_group import OutputEvent, RequestGroup
 
 _json = msgspec.json.Encoder().encode
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-from engine.server.shared.heartbeat import Fault
+from engine.server.shared.heartbeat import Fault, HealthStatus
 
 State = float | Fault | None
 """State of one replica: its fault, or the seconds that a requested step took, or None if no step was requested."""
-Status = Literal["ok", "degraded", "starting", "failed", "draining"]
-"""`status` in the answer."""
 
 
 def report(states: Sequence[State]) -> tuple[int, dict[str, Any]]:
@@ -22,7 +20,7 @@ def report(states: Sequence[State]) -> tuple[int, dict[str, Any]]:
     faults = [state for state in states if isinstance(state, Fault)]
     if len(faults) == len(states):  # the server has been down since its last replica failed
         return 503, {**max(faults, key=lambda fault: fault.since).body(), "replicas": replicas}
-    status: Status = "degraded" if faults else "ok"
+    status: HealthStatus = "degraded" if faults else "ok"
     return 200, {"status": status, "replicas": replicas}
 
 

@@ -36,6 +36,7 @@ class Job(ABC, Generic[BodyT]):
         self._num_prompts = num_prompts
         self._created = int(time.time())
         self._name = name
+        self._begun: set[int] = set()
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
 
@@ -62,6 +63,13 @@ class Job(ABC, Generic[BodyT]):
     @abstractmethod
     def _delta_events(self, delta: Delta) -> bytes:
         """The events of any other delta; empty when the delta holds nothing to send."""
+
+    def _is_first(self, choice: int) -> bool:
+        """Whether this is the first call for a choice."""
+        if choice in self._begun:
+            return False
+        self._begun.add(choice)
+        return True
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         """The event of one chunk; choice: the element of its `choices`."""

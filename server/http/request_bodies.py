@@ -129,23 +129,26 @@ async def read(request: Request, kind: type[T], max_bytes: int) -> T:
 
 
 async def _body(request: Request, max_bytes: int) -> bytes:
-    too_large = ApiError(
-        413,
-        f"the body is larger than {max_bytes} bytes (server.max_body_bytes); send a smaller one",
-        headers={"connection": "close"},
-    )
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > max_bytes:
-        raise too_large
+        raise _too_large(max_bytes)
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
             if len(body) > max_bytes:
-                raise too_large
+                raise _too_large(max_bytes)
     except ClientDisconnect:
         raise invalid("the client disconnected before sending the whole body") from None
     return bytes(body)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than {max_bytes} bytes (server.max_body_bytes); send a smaller one",
+        headers={"connection": "close"},
+    )
 
 
 def decode(body: bytes, kind: type[T]) -> T:

@@ -25,6 +25,8 @@ worker's loop; that worker's rank; when a step was requested that has not comple
 completed. Times are time.monotonic(), which all processes share; 0 is none."""
 
 FaultLevel = Literal["process", "loop", "step"]
+HealthStatus = Literal["ok", "degraded", "starting", "failed", "draining"]
+"""`status` in the answers of /health."""
 
 
 @frozen(kw_only=True)
@@ -44,8 +46,8 @@ class Fault:
     def body(self) -> dict[str, str]:
         """The JSON object that /health answers."""
         since = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="milliseconds")
-        status = "starting" if self.starting else "failed"
-        body = {"status": status, "level": self.level, "reason": self.reason, "since": since}
+        status: HealthStatus = "starting" if self.starting else "failed"
+        body: dict[str, str] = {"status": status, "level": self.level, "reason": self.reason, "since": since}
         return body | ({"restart": self.restart} if self.restart else {})
 
 

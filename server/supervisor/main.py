@@ -37,7 +37,10 @@ log = logging.getLogger(__name__)
 
 @frozen(kw_only=True)
 class Commands:
-    """Command lines that start the two kinds of child processes."""
+    """Command lines that start the two kinds of child processes.
+
+    -P keeps the working directory off the import path: a user's own engine.py there must not be imported.
+    """
 
     engine: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.engine_process.main")
     front_end: Sequence[str] = (sys.executable, "-P", "-m", "engine.server.front_end.main")

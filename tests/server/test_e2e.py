@@ -187,7 +187,7 @@ def test_streams_closed_by_clients_free_their_blocks(server: Any) -> None:
 
     pieces = asyncio.run(all_of_them())
     assert all(count > 0 for count in pieces)
-    assert pieces[::3] == [1] * 22  # those were closed, and the engine aborts them:
+    assert pieces[::3] == [1] * 22  # closed after the first piece; the engine aborts these requests:
     assert server.metrics()['engine_requests_finished_total{finish_reason="abort"}'] > 0
     server.until(lambda: server.metrics()['engine_kv_blocks{state="used"}'] == 0)
     metrics = server.metrics()
@@ -203,10 +203,10 @@ def test_a_killed_engine_process_ends_streams_with_an_error(start: Start, alive:
         lines = response.iter_lines()
         next(lines)
         os.kill(engine, signal.SIGKILL)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         last = [line for line in lines if line][-1]
         # The documented bound, not a measurement.
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - start_time < 2
     assert last.startswith('data: {"error":')
     assert httpx.get(f"{server.url}/health").status_code == 503
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 503

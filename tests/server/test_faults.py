@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 
 ENGINE = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()")
 BODY = {"model": "tiny", "prompt": "once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-SOON = 2.0
+NOTICE_SECONDS = 2.0
 """Seconds within which clients learn of a dead process: the documented bound, not a measurement."""
 
 Start = Callable[..., Any]
@@ -70,7 +70,7 @@ def start(
     for server in servers:
         processes = [*server.children(), *server.worker_pids()] if server.url and server.process.poll() is None else []
         server.stop()
-        server.until(lambda gone=processes: not any(map(alive, gone)))
+        server.until(lambda pids=processes: not any(map(alive, pids)))
         assert server.leftovers() == []
     assert shared_memory() == before
 
@@ -122,16 +122,16 @@ def test_a_plugin_that_fails_at_start_is_named(start: Start, executor: str) -> N
     flags = ["--attention", "faulty", "--attention-option", "at=start", "--attention-option", "do=bug"]
     server = start("--executor", executor, *flags)
     assert server.process.returncode == 2
-    told = "attention 'faulty' of faulty 1.0 failed in its constructor: KeyError: 'tide' ("
-    assert [told in line for line in server.errors.splitlines() if line.startswith("error: ")] == [True]
+    message = "attention 'faulty' of faulty 1.0 failed in its constructor: KeyError: 'tide' ("
+    assert [message in line for line in server.errors.splitlines() if line.startswith("error: ")] == [True]
     assert server.errors.count("in _fault") == 1  # the traceback
 
 
 def test_a_worker_killed_in_prefill_fails_the_request(start: Start) -> None:
     server = start("--attention", "faulty", "--attention-option", "at=prefill", "--attention-option", "do=kill")
-    begun = time.monotonic()
+    start_time = time.monotonic()
     answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=30)
-    assert time.monotonic() - begun < SOON
+    assert time.monotonic() - start_time < NOTICE_SECONDS
     assert answer.status_code == 503
     assert "the worker of rank 0" in answer.json()["error"]["message"]
     assert_failed(server, "was killed by SIGKILL")
@@ -142,10 +142,10 @@ def test_a_worker_killed_in_decode_fails_the_stream(start: Start, alive: Callabl
     engine, (worker,) = server.engine_pid(), server.worker_pids()
     with stream(server) as lines:
         os.kill(worker, signal.SIGKILL)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         assert f"rank 0 (process {worker}) was killed by SIGKILL" in last_error(lines)
-        assert time.monotonic() - begun < SOON
-    server.until(lambda: not alive(engine), SOON)
+        assert time.monotonic() - start_time < NOTICE_SECONDS
+    server.until(lambda: not alive(engine), NOTICE_SECONDS)
     assert_failed(server, f"process {worker}")
 
 
@@ -153,9 +153,9 @@ def test_a_hanging_worker_fails_the_stream_after_step_timeout(start: Start) -> N
     server = start("--executor-option", "step_timeout=1")
     with stream(server) as lines:
         os.kill(server.worker_pids()[0], signal.SIGSTOP)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         assert "took more than 1 s (option step_timeout); the worker of rank 0" in last_error(lines)
-        assert 1 < time.monotonic() - begun < 1 + 2 * SOON
+        assert 1 < time.monotonic() - start_time < 1 + 2 * NOTICE_SECONDS
     assert_failed(server, "it is stopped (SIGSTOP)")
 
 
@@ -201,10 +201,10 @@ def test_a_killed_front_end_is_replaced_and_a_killed_engine_reported(
     server.until(lambda: server.metrics()['engine_kv_blocks{state="used"}'] == 0)
     with stream(server) as lines:
         os.kill(engine, signal.SIGKILL)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         assert "was killed by SIGKILL" in last_error(lines)
-        assert time.monotonic() - begun < SOON
-    server.until(lambda: not alive(worker), SOON)
+        assert time.monotonic() - start_time < NOTICE_SECONDS
+    server.until(lambda: not alive(worker), NOTICE_SECONDS)
     assert_failed(server, "SIGKILL")
 
 

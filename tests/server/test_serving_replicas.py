@@ -26,7 +26,7 @@ def by_replica(server: Any, name: str, replicas: int = 2) -> list[float]:
     return [metrics[f'engine_{name}{{replica="{replica}"}}'] for replica in range(replicas)]
 
 
-def ask(
+def complete_many(
     server: Any, count: int, during: Callable[[], None] = lambda: None, each: int = 1, **body: Any
 ) -> list[httpx.Response]:
     """Send `count` concurrent completions of `each` engine requests; `during`: called when all of them are running."""
@@ -48,7 +48,9 @@ def ask(
 def test_load_spreads_over_replicas_from_all_front_ends(serve_fake: Serve) -> None:
     with serve_fake(replicas=2, api_workers=2, options={"delay": 0.01}) as server:
         spread: list[float] = []
-        answers = ask(server, 8, lambda: spread.extend(by_replica(server, "num_requests_running")), max_tokens=200)
+        answers = complete_many(
+            server, 8, lambda: spread.extend(by_replica(server, "num_requests_running")), max_tokens=200
+        )
         assert sum(spread) == 8
         assert min(spread) >= 3  # two front ends may choose at the same moment
         assert [answer.status_code for answer in answers] == [200] * 8
@@ -65,7 +67,7 @@ def test_choices_of_a_prompt_stay_together_and_prompts_of_a_request_spread(serve
         def during() -> None:
             spread.extend(by_replica(server, "num_requests_running"))
 
-        (answer,) = ask(server, 1, during, each=4, n=4, max_tokens=150)
+        (answer,) = complete_many(server, 1, during, each=4, n=4, max_tokens=150)
         assert sorted(spread) == [0, 4]
         assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2, 3]
         body = COMPLETION | {"prompt": [f"prompt {index}" for index in range(6)], "max_tokens": 3, "seed": 0}
@@ -82,7 +84,7 @@ def test_requests_fail_only_on_killed_replicas(serve_fake: Serve) -> None:
         def kill() -> None:
             os.kill(second, signal.SIGKILL)
 
-        answers = ask(server, 8, kill, max_tokens=150)
+        answers = complete_many(server, 8, kill, max_tokens=150)
         statuses = [answer.status_code for answer in answers]
         assert set(statuses) == {200, 503}
         assert 3 <= statuses.count(503) <= 5
@@ -90,7 +92,7 @@ def test_requests_fail_only_on_killed_replicas(serve_fake: Serve) -> None:
         assert "replica 1 of the engine failed: its process was killed by SIGKILL" in message
         assert "try again" in message
         assert by_replica(server, "up") == [1, 0]
-        assert [answer.status_code for answer in ask(server, 4, max_tokens=100)] == [200] * 4
+        assert [answer.status_code for answer in complete_many(server, 4, max_tokens=100)] == [200] * 4
         health = httpx.get(f"{server.url}/health", params={"deep": 1})
         assert (health.status_code, health.json()["status"]) == (200, "degraded")
         assert [each["status"] for each in health.json()["replicas"]] == ["ok", "failed"]
@@ -98,7 +100,7 @@ def test_requests_fail_only_on_killed_replicas(serve_fake: Serve) -> None:
         server.until(lambda: len(server.front_end_pids()) == 2)
         with httpx.Client() as one, httpx.Client() as other:
             for client in (one, other):
-                server.until(lambda client=client: by_health(client, server) == (200, "degraded"))
+                server.until(lambda client=client: health_status(client, server) == (200, "degraded"))
                 assert client.post(f"{server.url}/v1/completions", json=COMPLETION).status_code == 200
         os.kill(first, signal.SIGKILL)
         server.until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
@@ -118,7 +120,7 @@ def test_a_killed_replica_ends_the_whole_request_with_several_prompts(serve_fake
             os.kill(server.engine_pids()[0], signal.SIGKILL)
 
         prompts = [f"prompt {index}" for index in range(6)]
-        (answer,) = ask(server, 1, kill, each=6, prompt=prompts, max_tokens=200)
+        (answer,) = complete_many(server, 1, kill, each=6, prompt=prompts, max_tokens=200)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
         server.until(lambda: by_replica(server, "num_requests_running") == [0, 0])
         metrics = server.metrics()
@@ -126,7 +128,7 @@ def test_a_killed_replica_ends_the_whole_request_with_several_prompts(serve_fake
         assert by_replica(server, "generation_tokens_total")[1] < 3 * 200
 
 
-def by_health(client: httpx.Client, server: Any) -> tuple[int, str]:
+def health_status(client: httpx.Client, server: Any) -> tuple[int, str]:
     """HTTP status and `status` of /health."""
     try:
         answer = client.get(f"{server.url}/health")
@@ -215,7 +217,7 @@ def test_two_real_replicas_share_requests_and_one_is_restarted(
         next(iter(stream))
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
-    ends = [how_it_ends(stream) for stream in streams]
+    ends = [final_error(stream) for stream in streams]
     assert time.monotonic() - killed < 10
     assert sorted(end == "" for end in ends) == [False, True]
     assert "replica 1 of the engine failed" in max(ends)
@@ -227,7 +229,7 @@ def test_two_real_replicas_share_requests_and_one_is_restarted(
     server.until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "ok", 60)
     assert by_replica(server, "restarts_total") == [0, 1]
     streams = [openai_client.completions.create(prompt=each, **asked | {"max_tokens": 9}) for each in ("one", "two")]
-    assert [how_it_ends(stream) for stream in streams] == ["", ""]
+    assert [final_error(stream) for stream in streams] == ["", ""]
     server.until(lambda: min(by_replica(server, "generation_tokens_total")) > 0)  # the restarted replica gets its share
     for prompt, text in zip(prompts, texts, strict=False):
         made = openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0)
@@ -238,8 +240,8 @@ def test_two_real_replicas_share_requests_and_one_is_restarted(
     assert server.leftovers() == []
 
 
-def how_it_ends(stream: Any) -> str:
-    """The error that ends a stream; empty: none."""
+def final_error(stream: Any) -> str:
+    """Read a stream to its end; the error that ended it, or an empty string."""
     try:
         for _ in stream:
             pass

@@ -7,65 +7,65 @@ from engine.server.shared.messages import Outputs
 A, B = b"0.1", b"1.2"
 
 
-def routes() -> OutputRoutes:
-    made = OutputRoutes()
+def make_routes() -> OutputRoutes:
+    routes = OutputRoutes()
     for peer in (A, B):
-        made.add_front_end(peer)
-    return made
+        routes.add_front_end(peer)
+    return routes
 
 
-def first(made: OutputRoutes, *requests: str) -> None:
+def send_first_outputs(routes: OutputRoutes, *requests: str) -> None:
     """Send the first outputs, which are never in columns."""
-    list(made.group([Output(request=request, tokens=(1,)) for request in requests], None))
+    list(routes.group([Output(request=request, tokens=(1,)) for request in requests], None))
 
 
 def test_outputs_of_a_step_are_one_message_per_front_end() -> None:
-    made = routes()
-    assert [made.add(A, 7, "x"), made.add(B, 7, "y"), made.add(A, 8, "z")] == [True] * 3
-    first(made, "x", "y", "z")
+    routes = make_routes()
+    assert [routes.add(A, 7, "x"), routes.add(B, 7, "y"), routes.add(A, 8, "z")] == [True] * 3
+    send_first_outputs(routes, "x", "y", "z")
     outputs = [Output(request=name, tokens=tokens) for name, tokens in (("x", (5,)), ("y", (6,)), ("z", (7, 8)))]
-    assert dict(made.group(outputs, None)) == {
+    assert dict(routes.group(outputs, None)) == {
         A: Outputs([7, 8], [1, 2], [5, 7, 8], []),
         B: Outputs([7], [1], [6], []),
     }
-    assert list(made.group([], None)) == []
+    assert list(routes.group([], None)) == []
 
 
 def test_outputs_with_more_than_tokens_are_sent_in_full() -> None:
-    made = routes()
+    routes = make_routes()
     for number, request in enumerate("abc"):
-        made.add(A, number, request)
+        routes.add(A, number, request)
     start = Output(request="a", tokens=(1,), cached_tokens=16)
-    assert dict(made.group([start], None)) == {A: Outputs([], [], [], [(0, start)])}
-    first(made, "b", "c")
+    assert dict(routes.group([start], None)) == {A: Outputs([], [], [], [(0, start)])}
+    send_first_outputs(routes, "b", "c")
     times = RequestTimes(arrival=0, scheduled=1, first_token=2, finished=3)
     end = Output(request="a", tokens=(2,), finish_reason="length", times=times, cached_tokens=16)
     likely = Output(request="b", tokens=(3,), logprobs=(TokenLogprobs(token=3, logprob=-1.0, rank=1),))
     plain = Output(request="c", tokens=(4,), cached_tokens=16)
-    assert dict(made.group([end, likely, plain], None)) == {A: Outputs([2], [1], [4], [(0, end), (1, likely)])}
-    assert list(made.group([plain, Output(request="a", tokens=(9,))], None)) == [(A, Outputs([2], [1], [4], []))]
+    assert dict(routes.group([end, likely, plain], None)) == {A: Outputs([2], [1], [4], [(0, end), (1, likely)])}
+    assert list(routes.group([plain, Output(request="a", tokens=(9,))], None)) == [(A, Outputs([2], [1], [4], []))]
 
 
 def test_statistics_are_sent_to_all_front_ends() -> None:
-    made = routes()
+    routes = make_routes()
     stats = EngineStats(running=1)
-    assert dict(made.group([], stats)) == {peer: Outputs([], [], [], [], stats) for peer in (A, B)}
+    assert dict(routes.group([], stats)) == {peer: Outputs([], [], [], [], stats) for peer in (A, B)}
 
 
 def test_aborted_requests_send_no_outputs() -> None:
-    made = routes()
-    made.add(A, 1, "x")
-    assert list(made.remove(A, (1, 2))) == ["x"]
-    assert list(made.remove(A, (1,))) == []
-    assert list(made.group([Output(request="x", tokens=(1,))], None)) == []
+    routes = make_routes()
+    routes.add(A, 1, "x")
+    assert list(routes.remove(A, (1, 2))) == ["x"]
+    assert list(routes.remove(A, (1,))) == []
+    assert list(routes.group([Output(request="x", tokens=(1,))], None)) == []
 
 
 def test_an_exited_front_end_is_not_added_again() -> None:
-    made = routes()
-    made.add(A, 1, "x")
-    made.add(A, 2, "y")
-    made.add(B, 1, "z")
-    assert made.remove_front_end(A) == ["x", "y"]
-    made.add_front_end(A)
-    assert not made.add(A, 3, "w")
-    assert [peer for peer, _ in made.group([Output(request="x"), Output(request="z", tokens=(1,))], None)] == [B]
+    routes = make_routes()
+    routes.add(A, 1, "x")
+    routes.add(A, 2, "y")
+    routes.add(B, 1, "z")
+    assert routes.remove_front_end(A) == ["x", "y"]
+    routes.add_front_end(A)
+    assert not routes.add(A, 3, "w")
+    assert [peer for peer, _ in routes.group([Output(request="x"), Output(request="z", tokens=(1,))], None)] == [B]

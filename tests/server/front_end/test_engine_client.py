@@ -17,9 +17,8 @@ import pytest
 
 from engine.core.config.tree import EngineConfig
 from engine.core.types import Request, SamplingParams
-from engine.server.front_end.engine_client import EngineClient
+from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
-from engine.server.front_end.request_group import OutputEvent, RequestGroup
 from engine.server.front_end.routing import MAX_OUTPUT_COST
 from engine.server.shared.messages import (
     EngineDown,

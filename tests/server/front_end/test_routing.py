@@ -23,7 +23,7 @@ def prompt(seed: int, blocks: int) -> list[int]:
     return [seed * 10_000 + token for token in range(blocks * BLOCK + 1)]
 
 
-def one(router: Router, tokens: Sequence[int], loads: Sequence[float | None], salt: str = "") -> int:
+def chosen_replica(router: Router, tokens: Sequence[int], loads: Sequence[float | None], salt: str = "") -> int:
     return router.place([request(tokens, salt)], loads)[0].replica
 
 
@@ -34,30 +34,30 @@ def test_a_single_replica_gets_all_requests_and_nothing_is_indexed() -> None:
 
 
 def test_the_least_loaded_replica_is_chosen_without_a_cached_prefix() -> None:
-    assert one(Router([100] * 3, BLOCK), prompt(1, 2), [30, 10, 20]) == 1
-    assert one(Router([100] * 3, BLOCK), [1, 2], [30, 20, 10]) == 2
+    assert chosen_replica(Router([100] * 3, BLOCK), prompt(1, 2), [30, 10, 20]) == 1
+    assert chosen_replica(Router([100] * 3, BLOCK), [1, 2], [30, 20, 10]) == 2
 
 
 def test_a_cached_prefix_is_preferred_while_it_saves_more_than_the_load_difference() -> None:
     saved = 10 * BLOCK
     for difference, expected in ((saved - 1, 1), (saved, 1), (saved + 1, 0)):
         router = Router([100] * 2, BLOCK)
-        assert one(router, prompt(1, 10), [1000, 0]) == 1
-        assert one(router, prompt(1, 10), [0, difference]) == expected
+        assert chosen_replica(router, prompt(1, 10), [1000, 0]) == 1
+        assert chosen_replica(router, prompt(1, 10), [0, difference]) == expected
 
 
 def test_the_longer_cached_prefix_is_preferred() -> None:
     router = Router([100] * 2, BLOCK)
-    assert one(router, prompt(1, 4), [0, 1000]) == 0
-    assert one(router, prompt(1, 8), [1000, 0]) == 1
-    assert one(router, prompt(1, 9), [0, 0]) == 1
+    assert chosen_replica(router, prompt(1, 4), [0, 1000]) == 0
+    assert chosen_replica(router, prompt(1, 8), [1000, 0]) == 1
+    assert chosen_replica(router, prompt(1, 9), [0, 0]) == 1
     assert router.place([request(prompt(1, 9))], [0, 0])[0].prompt_cost == 1
 
 
 def test_a_prompt_sent_to_two_replicas_is_indexed_for_both() -> None:
     router = Router([100] * 2, BLOCK)
     for loads in ([0, 10**6], [10**6, 0]):
-        one(router, prompt(1, 8), loads)
+        chosen_replica(router, prompt(1, 8), loads)
     assert [router.place([request(prompt(1, 8))], loads)[0] for loads in ([0, 1], [1, 0])] == [
         Placement(0, 1, MAX_OUTPUT_COST),
         Placement(1, 1, MAX_OUTPUT_COST),
@@ -66,17 +66,17 @@ def test_a_prompt_sent_to_two_replicas_is_indexed_for_both() -> None:
 
 def test_prefixes_with_different_salts_are_different() -> None:
     router = Router([100] * 2, BLOCK)
-    assert one(router, prompt(1, 8), [0, 1000], "a") == 0
-    assert one(router, prompt(1, 8), [BLOCK, 0], "b") == 1
-    assert one(router, prompt(1, 8), [BLOCK, 0], "a") == 0
+    assert chosen_replica(router, prompt(1, 8), [0, 1000], "a") == 0
+    assert chosen_replica(router, prompt(1, 8), [BLOCK, 0], "b") == 1
+    assert chosen_replica(router, prompt(1, 8), [BLOCK, 0], "a") == 0
 
 
 def test_idle_replicas_share_prompts_and_all_routers_agree() -> None:
     routers = [Router([1000] * 4, BLOCK) for _ in range(2)]
-    chosen = [[one(router, prompt(seed, 3), [0] * 4) for seed in range(200)] for router in routers]
+    chosen = [[chosen_replica(router, prompt(seed, 3), [0] * 4) for seed in range(200)] for router in routers]
     assert chosen[0] == chosen[1]
     assert min(Counter(chosen[0]).values()) > 25
-    assert Counter(one(routers[0], [1], [0] * 4) for _ in range(8)) == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert Counter(chosen_replica(routers[0], [1], [0] * 4) for _ in range(8)) == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
 def test_choices_of_one_prompt_stay_together_and_prompts_spread() -> None:
@@ -92,9 +92,12 @@ def test_choices_of_one_prompt_stay_together_and_prompts_spread() -> None:
 def test_reset_forgets_the_prefixes_of_a_replica() -> None:
     router = Router([100] * 2, BLOCK)
     for seed, loads in ((1, [0, 1000]), (2, [1000, 0])):
-        one(router, prompt(seed, 8), loads)
+        chosen_replica(router, prompt(seed, 8), loads)
     router.reset(1, 100)
-    assert [one(router, prompt(seed, 8), loads) for seed, loads in ((1, [BLOCK, 0]), (2, [0, BLOCK]))] == [0, 0]
+    assert [chosen_replica(router, prompt(seed, 8), loads) for seed, loads in ((1, [BLOCK, 0]), (2, [0, BLOCK]))] == [
+        0,
+        0,
+    ]
     router.reset(0, 4)  # with less memory for its cache
     for _ in range(2):
         places = router.place([request(prompt(3, 8))], [0, None])
@@ -103,8 +106,8 @@ def test_reset_forgets_the_prefixes_of_a_replica() -> None:
 
 def test_only_loads_count_without_prefix_caches() -> None:
     router = Router([0, 0], BLOCK)
-    assert one(router, prompt(1, 50), [0, 1]) == 0
-    assert one(router, prompt(1, 50), [1, 0]) == 1
+    assert chosen_replica(router, prompt(1, 50), [0, 1]) == 0
+    assert chosen_replica(router, prompt(1, 50), [1, 0]) == 1
 
 
 def test_prefixes_are_forgotten_oldest_first_from_their_ends() -> None:

@@ -85,9 +85,9 @@ def test_health_fails_while_a_worker_loop_is_stuck(serve_fake: Serve) -> None:
 def test_health_fails_when_no_step_completes(serve_fake: Serve) -> None:
     with serve_fake(options={"stuck": True}, health_timeout=2.0) as server:
         assert health(server) == (200, {"status": "ok"})
-        begun = time.monotonic()
+        start_time = time.monotonic()
         assert_failed(server, "step", "no step has completed for", deep=1)
-        assert time.monotonic() - begun > 1.9
+        assert time.monotonic() - start_time > 1.9
         assert_failed(server, "step", "no step has completed for")  # without another request for a step
 
 

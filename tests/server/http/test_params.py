@@ -15,14 +15,14 @@ DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20)
 VOCAB = 100
 
 
-def made(**given: Any) -> SamplingParams:
+def sampling_params(**given: Any) -> SamplingParams:
     body = CompletionBody(model="m", prompt="p", **given)
     return params.sampling_params(body, DEFAULTS, LIMITS, VOCAB)
 
 
 def test_missing_parameters_get_the_models_defaults() -> None:
-    assert made() == DEFAULTS
-    assert made(temperature=0.0) == SamplingParams(temperature=0.0, top_p=0.9, top_k=20)
+    assert sampling_params() == DEFAULTS
+    assert sampling_params(temperature=0.0) == SamplingParams(temperature=0.0, top_p=0.9, top_k=20)
 
 
 def test_every_parameter_reaches_sampling_params() -> None:
@@ -39,12 +39,12 @@ def test_every_parameter_reaches_sampling_params() -> None:
         "ignore_eos": True,
         "skip_special_tokens": False,
     }
-    made_params = made(**given, stop=["a", "b"], stop_token_ids=[5], logit_bias={6: 1.5})
-    assert {name: getattr(made_params, name) for name in given} == given
-    assert made_params.stop == ("a", "b")
-    assert made_params.stop_token_ids == (5,)
-    assert made_params.logit_bias == ((6, 1.5),)
-    assert made(stop="a").stop == ("a",)
+    converted = sampling_params(**given, stop=["a", "b"], stop_token_ids=[5], logit_bias={6: 1.5})
+    assert {name: getattr(converted, name) for name in given} == given
+    assert converted.stop == ("a", "b")
+    assert converted.stop_token_ids == (5,)
+    assert converted.logit_bias == ((6, 1.5),)
+    assert sampling_params(stop="a").stop == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_every_parameter_reaches_sampling_params() -> None:
 )
 def test_refusals_name_the_parameter(given: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        made(**given)
+        sampling_params(**given)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

@@ -30,7 +30,7 @@ class FakeGeneration:
         self.generation = self
         self.running = {0}
         self.open = False
-        self._news: list[bytes | Exception] = []
+        self._pending: list[bytes | Exception] = []
         self._last = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -47,16 +47,16 @@ class FakeGeneration:
         asyncio.get_running_loop().call_soon(write, data)
 
     def take(self) -> bytes:
-        news, self._news = self._news, []
+        pending, self._pending = self._pending, []
         if self._last:
             self.running.clear()
-        for each in news:
+        for each in pending:
             if isinstance(each, Exception):
                 raise each
-        return b"".join(each for each in news if isinstance(each, bytes))
+        return b"".join(each for each in pending if isinstance(each, bytes))
 
-    def put(self, news: bytes | Exception, *, last: bool = False) -> None:
-        self._news.append(news)
+    def put(self, data: bytes | Exception, *, last: bool = False) -> None:
+        self._pending.append(data)
         self._last = last
         self._wake()
 
@@ -68,13 +68,13 @@ class Client:
         self.events = FakeGeneration()
         self.connection = FakeConnection()
         self.sent: list[Any] = []
-        self.gone = asyncio.Event()
+        self.disconnected = asyncio.Event()
         scope = {"type": "http", "state": {"connection": self.connection}}
         answer = stream(self.events, {"x-request-id": "r"})  # type: ignore[arg-type]
         self.task = asyncio.ensure_future(answer(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, str]:
-        await self.gone.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
@@ -177,15 +177,15 @@ def test_an_early_error_is_a_response_and_a_late_one_an_event() -> None:
 
 def test_a_disconnect_ends_the_generation() -> None:
     async def main() -> None:
-        for begun in (False, True):
+        for started in (False, True):
             client = Client()
             await client.settle()
-            if begun:
+            if started:
                 client.events.put(b"one")
                 await client.settle()
-            client.gone.set()
+            client.disconnected.set()
             await client.task
             assert not client.events.open
-            assert len(client.sent) == begun
+            assert len(client.sent) == started
 
     asyncio.run(main())

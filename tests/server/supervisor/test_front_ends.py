@@ -37,26 +37,26 @@ def connections(server: Any) -> dict[int, int]:
 def streams(server: Any, count: int, during: Callable[[], None] = lambda: None, **body: Any) -> list[str]:
     """Run `count` concurrent streams; the text of each, or the name of its error. during: called once all run."""
 
-    async def one(client: httpx.AsyncClient, begun: asyncio.Semaphore) -> str:
-        told = ""
+    async def one(client: httpx.AsyncClient, started: asyncio.Semaphore) -> str:
+        text = ""
         try:
             asked = COMPLETION | {"stream": True} | body
             async with client.stream("POST", "/v1/completions", json=asked) as response:
                 async for line in response.aiter_lines():
-                    if not told:
-                        begun.release()
-                    told += line
+                    if not text:
+                        started.release()
+                    text += line
         except httpx.HTTPError as error:
             return type(error).__name__
-        return told
+        return text
 
     async def all_of_them() -> list[str]:
         limits = httpx.Limits(max_connections=None)
-        begun = asyncio.Semaphore(0)
+        started = asyncio.Semaphore(0)
         async with httpx.AsyncClient(base_url=server.url, timeout=30, limits=limits) as client:
-            tasks = [asyncio.create_task(one(client, begun)) for _ in range(count)]
+            tasks = [asyncio.create_task(one(client, started)) for _ in range(count)]
             for _ in range(count):
-                await begun.acquire()
+                await started.acquire()
             await asyncio.to_thread(during)
             return await asyncio.gather(*tasks)
 
@@ -71,11 +71,11 @@ def test_connections_spread_evenly_and_metrics_add_up(serve_fake: Serve) -> None
             spread.extend(connections(server).values())
             server.until(lambda: server.metrics()["engine_num_requests_running"] == 64)
 
-        told = streams(server, 64, during, max_tokens=60)
+        texts = streams(server, 64, during, max_tokens=60)
         assert spread == [32, 32]
-        assert all(text.endswith("data: [DONE]") for text in told)
+        assert all(text.endswith("data: [DONE]") for text in texts)
         server.until(lambda: server.metrics()["engine_num_requests_running"] == 0)
-        with httpx.Client() as one, httpx.Client() as other:  # one connection in each front end
+        with httpx.Client() as one, httpx.Client() as other:  # one connection per front end
             seen = [client.get(f"{server.url}/metrics").text for client in (one, other)]
             assert sum(connections(server).values()) == 2
             assert set(connections(server).values()) == {1}
@@ -101,9 +101,9 @@ def test_a_killed_front_end_is_replaced(serve_fake: Serve) -> None:
                 lambda: server.metrics()["engine_num_requests_running"] == 8
             )  # those of the killed one were aborted
 
-        told = streams(server, 16, during, max_tokens=200)
-        assert sum(text.endswith("data: [DONE]") for text in told) == 8
-        assert sum(text in {"RemoteProtocolError", "ReadError"} for text in told) == 8
+        texts = streams(server, 16, during, max_tokens=200)
+        assert sum(text.endswith("data: [DONE]") for text in texts) == 8
+        assert sum(text in {"RemoteProtocolError", "ReadError"} for text in texts) == 8
         server.until(lambda: len(server.front_end_pids()) == 2)
         assert pids[0] not in server.front_end_pids()
         assert pids[1] in server.front_end_pids()
@@ -131,9 +131,9 @@ def test_all_front_ends_learn_of_a_killed_engine_process(serve_fake: Serve) -> N
             os.kill(server.engine_pid(), signal.SIGKILL)
             killed.append(time.monotonic())
 
-        told = streams(server, 8, during, max_tokens=250)
+        texts = streams(server, 8, during, max_tokens=250)
         assert time.monotonic() - killed[0] < 2  # the documented bound, not a measurement
-        assert all('"code":"engine_failed"' in text.rpartition("data: ")[2] for text in told)
+        assert all('"code":"engine_failed"' in text.rpartition("data: ")[2] for text in texts)
         with httpx.Client() as one, httpx.Client() as other:
             for client in (one, other):
                 assert client.get(f"{server.url}/health").status_code == 503
@@ -154,8 +154,8 @@ def test_sigterm_drains_all_front_ends(serve_fake: Serve, alive: Callable[[int],
                     refused = client.post(f"{server.url}/v1/completions", json=COMPLETION)
                     assert refused.json()["error"]["code"] == "shutting_down"
 
-        told = streams(server, 8, during, max_tokens=200)
-        assert all(text.endswith("data: [DONE]") for text in told)
+        texts = streams(server, 8, during, max_tokens=200)
+        assert all(text.endswith("data: [DONE]") for text in texts)
         assert server.process.wait(10) == 0
         assert not any(map(alive, children))
 

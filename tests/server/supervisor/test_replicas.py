@@ -17,8 +17,8 @@ def config(replicas: int, *, cache: CacheConfig | None = None, **executor: Any) 
     )
 
 
-def devices(made: EngineConfig, gpus: int) -> list[str]:
-    return [each.executor.device for each in replica_configs(made, lambda: gpus, finds_devices)]
+def devices(config: EngineConfig, gpus: int) -> list[str]:
+    return [each.executor.device for each in replica_configs(config, lambda: gpus, finds_devices)]
 
 
 def must_not_count() -> int:

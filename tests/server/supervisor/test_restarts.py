@@ -28,7 +28,7 @@ def health(server: Any) -> tuple[int, dict[str, Any]]:
     return answer.status_code, answer.json()
 
 
-def one(server: Any, replica: int) -> dict[str, Any]:
+def replica_health(server: Any, replica: int) -> dict[str, Any]:
     """The entry of a replica in /health."""
     found: dict[str, Any] = health(server)[1]["replicas"][replica]
     return found
@@ -53,7 +53,7 @@ def complete(server: Any, **body: Any) -> httpx.Response:
 
 
 @contextlib.contextmanager
-def two(serve_fake: Serve, **settings: Any) -> Iterator[Any]:
+def two_replicas(serve_fake: Serve, **settings: Any) -> Iterator[Any]:
     """A server with two replicas that are restarted after 50 ms."""
     with serve_fake(**({"replicas": 2, "replica_restart_pause": 0.05} | settings)) as server:
         yield server
@@ -62,7 +62,7 @@ def two(serve_fake: Serve, **settings: Any) -> Iterator[Any]:
 def test_a_replica_killed_twice_is_restarted_twice(serve_fake: Serve, tmp_path: Path) -> None:
     at_start = tmp_path / "at_start"
     options = {"delay": 0.01, "at_start": str(at_start), "helper": True}
-    with two(serve_fake, options=options) as server:
+    with two_replicas(serve_fake, options=options) as server:
         first, second = server.engine_pids()
         assert by_replica(server, "restarts_total") == [0, 0]
         for time in (1, 2):
@@ -72,9 +72,9 @@ def test_a_replica_killed_twice_is_restarted_twice(serve_fake: Serve, tmp_path: 
             server.until(lambda: statuses(server) == ["ok", "starting"])
             assert health(server)[0] == 200
             assert health(server)[1]["status"] == "degraded"
-            told = one(server, 1)
-            assert told["reason"] == "its process was killed by SIGKILL (out of memory?)"
-            assert told["restart"] == f"try {time} of 5"
+            state = replica_health(server, 1)
+            assert state["reason"] == "its process was killed by SIGKILL (out of memory?)"
+            assert state["restart"] == f"try {time} of 5"
             assert by_replica(server, "up") == [1, 0]
             assert helpers(server, victim) == []  # before the next one starts
             assert complete(server).status_code == 200
@@ -87,7 +87,7 @@ def test_a_replica_killed_twice_is_restarted_twice(serve_fake: Serve, tmp_path: 
             server.until(lambda: all_healthy(server))
             assert server.engine_pids()[0] == first
             assert server.engine_pids()[1] not in (second, victim)
-        assert one(server, 1) == {"replica": 1, "status": "ok"}
+        assert replica_health(server, 1) == {"replica": 1, "status": "ok"}
         assert by_replica(server, "restarts_total") == [0, 2]
         assert by_replica(server, "up") == [1, 1]
         answer = complete(server, prompt=[f"prompt {index}" for index in range(6)], max_tokens=30, seed=0)
@@ -113,14 +113,14 @@ def helpers(server: Any, group: int) -> list[int]:
 
 
 def test_a_replica_is_given_up_after_its_last_try(serve_fake: Serve) -> None:
-    with two(serve_fake, replica_restarts=1) as server:
+    with two_replicas(serve_fake, replica_restarts=1) as server:
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
         server.until(lambda: by_replica(server, "restarts_total") == [0, 1])
         server.until(lambda: all_healthy(server))
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
-        server.until(lambda: "given up" in one(server, 1).get("restart", ""))
-        assert one(server, 1)["status"] == "failed"
-        assert one(server, 1)["restart"] == "none, given up after try 1 of 1 (server.replica_restarts)"
+        server.until(lambda: "given up" in replica_health(server, 1).get("restart", ""))
+        assert replica_health(server, 1)["status"] == "failed"
+        assert replica_health(server, 1)["restart"] == "none, given up after try 1 of 1 (server.replica_restarts)"
         assert by_replica(server, "restarts_total") == [0, 1]
         assert complete(server).status_code == 200
         assert len(server.engine_pids()) == 1
@@ -129,15 +129,17 @@ def test_a_replica_is_given_up_after_its_last_try(serve_fake: Serve) -> None:
 
 def test_a_replica_killed_while_starting_is_restarted(serve_fake: Serve, tmp_path: Path) -> None:
     at_start = tmp_path / "at_start"
-    with two(serve_fake, options={"at_start": str(at_start)}) as server:
+    with two_replicas(serve_fake, options={"at_start": str(at_start)}) as server:
         at_start.write_text("wait")
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
-        server.until(lambda: one(server, 1).get("restart") == "try 1 of 5")
-        since = one(server, 1)["since"]
+        server.until(lambda: replica_health(server, 1).get("restart") == "try 1 of 5")
+        since = replica_health(server, 1)["since"]
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
-        server.until(lambda: one(server, 1).get("restart") == "try 2 of 5")
-        assert one(server, 1)["reason"] == "its process was killed by SIGKILL (out of memory?) while it started"
-        assert one(server, 1)["since"] == since  # the replica accepted no requests meanwhile
+        server.until(lambda: replica_health(server, 1).get("restart") == "try 2 of 5")
+        assert (
+            replica_health(server, 1)["reason"] == "its process was killed by SIGKILL (out of memory?) while it started"
+        )
+        assert replica_health(server, 1)["since"] == since  # the replica accepted no requests meanwhile
         at_start.unlink()
         server.until(lambda: all_healthy(server))
         assert by_replica(server, "restarts_total") == [0, 2]
@@ -145,11 +147,11 @@ def test_a_replica_killed_while_starting_is_restarted(serve_fake: Serve, tmp_pat
 
 def test_a_replica_that_refuses_its_settings_is_not_restarted(serve_fake: Serve, tmp_path: Path) -> None:
     at_start = tmp_path / "at_start"
-    with two(serve_fake, options={"at_start": str(at_start)}) as server:
+    with two_replicas(serve_fake, options={"at_start": str(at_start)}) as server:
         at_start.write_text("refuse")
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
-        server.until(lambda: one(server, 1).get("restart") == "none, it would fail again")
-        assert one(server, 1)["reason"] == "the setting is wrong by now"
+        server.until(lambda: replica_health(server, 1).get("restart") == "none, it would fail again")
+        assert replica_health(server, 1)["reason"] == "the setting is wrong by now"
         assert by_replica(server, "restarts_total") == [0, 1]
         assert complete(server).status_code == 200
         assert server.stop() == 1
@@ -157,7 +159,7 @@ def test_a_replica_that_refuses_its_settings_is_not_restarted(serve_fake: Serve,
 
 def test_all_replicas_are_restarted_when_all_are_killed(serve_fake: Serve, tmp_path: Path) -> None:
     at_start = tmp_path / "at_start"
-    with two(serve_fake, options={"at_start": str(at_start)}) as server:
+    with two_replicas(serve_fake, options={"at_start": str(at_start)}) as server:
         at_start.write_text("wait")
         for pid in server.engine_pids():
             os.kill(pid, signal.SIGKILL)
@@ -186,7 +188,7 @@ def test_shutdown_does_not_wait_for_a_restart(
     serve_fake: Serve, tmp_path: Path, pause: float, alive: Callable[[int], bool]
 ) -> None:
     at_start = tmp_path / "at_start"
-    with two(serve_fake, options={"at_start": str(at_start)}, replica_restart_pause=pause) as server:
+    with two_replicas(serve_fake, options={"at_start": str(at_start)}, replica_restart_pause=pause) as server:
         at_start.write_text("wait")
         os.kill(server.engine_pids()[-1], signal.SIGKILL)
         server.until(lambda: statuses(server) == ["ok", "starting" if pause < 1 else "failed"])
