@@ -250,12 +250,12 @@ def decode_candidates(itemsize: int) -> list[Any]:
 def prefill_candidates() -> list[Any]:
     from engine.ops.attention.paged_prefill import PERSISTENT, PrefillConfig
 
-    persistent = [attrs.evolve(PERSISTENT, keys=keys, stages=stages) for keys, stages in ((128, 2), (128, 3), (64, 4))]
+    persistent = [attrs.evolve(PERSISTENT, block_n=n, num_stages=stages) for n, stages in ((128, 2), (128, 3), (64, 4))]
     sizes = [(128, 64, 8), (128, 128, 8), (128, 64, 4), (128, 32, 4), (64, 64, 4), (64, 128, 4), (64, 32, 4)]
     return persistent + [
-        PrefillConfig(rows=rows, keys=keys, warps=warps, stages=stages)
-        for (rows, keys, warps), stages in itertools.product(sizes, (2, 3))
-        if (rows + stages * 2 * keys) * HEAD_DIM * 2 <= 224 << 10
+        PrefillConfig(block_m=m, block_n=n, num_warps=warps, num_stages=stages)
+        for (m, n, warps), stages in itertools.product(sizes, (2, 3))
+        if (m + stages * 2 * n) * HEAD_DIM * 2 <= 224 << 10
     ]
 
 
@@ -317,8 +317,10 @@ def tuned_prefill(bench: Bench, config: Any) -> Decode:
 
 def compile_one(task: tuple[tuple[int, int], int, Any, str]) -> None:
     """In a process of its own: launch once on next to nothing, which leaves the kernel in Triton's cache on disk."""
+    from engine.ops.attention.paged_prefill import PrefillConfig
+
     heads, sequences, config, kv_dtype = task
-    prompt = hasattr(config, "rows")
+    prompt = isinstance(config, PrefillConfig)
     bench = Bench.make(heads, [(15, 17 if prompt else 1)] * sequences, 1, kv_dtype)
     (tuned_prefill if prompt else tuned_decode)(bench, config)(0, bench.q)
     torch.cuda.synchronize()
