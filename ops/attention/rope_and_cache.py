@@ -185,7 +185,7 @@ def rotate_and_write(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Rotate queries and keys in place in `qkv`, after their norm if `weight` is given; write keys and values to a cache.
+    """Rotate queries and keys in place in `qkv`, after their norm if `weight` is given; cache keys and values.
 
     qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], dense; keys, values: [blocks, block_size, kv_heads, head_dim];
     slots: [tokens] int64, block * block_size + offset; cos, sin: [tokens, rotary_dim / 2] float32, dense;

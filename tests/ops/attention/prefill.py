@@ -29,7 +29,7 @@ def check(
     value_scale=1.0,
     block_size=BLOCK_SIZE,
 ):
-    """Run and compare. lengths: (cached, new) per sequence. Row 0 of q belongs to a decoding sequence and must not change."""
+    """Run and compare. lengths: (cached, new) per sequence. Row 0 of out belongs to a decode and must not change."""
     torch.manual_seed(0)
     kv_dtype = kv_dtype or dtype
     contexts = [cached + new for cached, new in lengths]

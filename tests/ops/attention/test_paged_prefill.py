@@ -1,4 +1,4 @@
-"""The prefill kernel at the edges of its tiles and blocks, and the list of tiles; the conformance suite has the rest."""
+"""The prefill kernel at the edges of its tiles and blocks, and prefill_tiles; the conformance suite has the rest."""
 
 from __future__ import annotations
 
