@@ -20,7 +20,7 @@ import pytest
 from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError, EngineError, ExecutorError, PluginError
-from engine.core.shm import RingSpaceError, RingWriter, segment, side
+from engine.core.shm import RingSpaceError, RingWriter, overflow, segment
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, SamplingParams, Step
 from engine.plugins.executors.multiproc import MultiprocExecutor, Options
@@ -334,7 +334,7 @@ def test_a_full_shared_memory_is_an_error_that_says_so(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(side, "write", full)
+    monkeypatch.setattr(overflow, "write", full)
     prompt = tuple(range(100_000))
     new = NewSequence(sequence=1, tokens=prompt, prompt_len=len(prompt), params=SamplingParams(seed=0))
     with pytest.raises(ExecutorError, match="/dev/shm"):
