@@ -365,7 +365,7 @@ FAULTS: list[tuple[type[Executor], str, str]] = [
     (Backwards, "test_start", "phases took"),
     (Chatty, "test_start", "the listener was told"),
     (Vague, "test_start", "asynchronous is None"),
-    (Raw, "test_a_step_that_fails", str(executors.STRANGER)),
+    (Raw, "test_a_step_that_fails", str(executors.UNKNOWN_SEQUENCE)),
     (Mumbling, "test_a_step_that_fails", "does not say what went wrong: a step failed"),
     (Optimistic, "test_a_step_that_fails", "finds nothing wrong after a step has failed"),
     (Wordless, "test_a_step_that_fails", "does not say what is wrong"),
