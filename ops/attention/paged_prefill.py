@@ -86,7 +86,7 @@ def prefill_config(
     room = shared_memory - 2048
 
     def fits(config: PrefillConfig) -> bool:
-        return (config.block_m + 2 * config.num_stages * config.block_n) * row_bytes <= room
+        return bool((config.block_m + 2 * config.num_stages * config.block_n) * row_bytes <= room)
 
     return next(filter(fits, configs), smallest)
 
