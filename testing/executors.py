@@ -73,9 +73,9 @@ class ExecutorConformance:
 
     def test_start(self, engine_checkpoint: Path) -> None:
         """start() returns a valid CacheInfo and reports Progress."""
-        told: list[Any] = []
+        reports: list[Any] = []
         executor = self.make(engine_checkpoint)
-        executor.watch(told.append)
+        executor.watch(reports.append)
         info = executor.start()
         try:
             health = executor.check()
@@ -84,7 +84,7 @@ class ExecutorConformance:
             assert info.block_size == 16, f"blocks of {info.block_size} tokens, not of cache.block_size, 16"
             assert info.dtype == "float32", f"the model is in {info.dtype}, not in model.dtype, float32"
             assert all(seconds >= 0 for _, seconds in info.phases), f"phases took {info.phases}"
-            assert all(isinstance(one, Progress) for one in told), f"the listener was told {told}"
+            assert all(isinstance(one, Progress) for one in reports), f"the listener received {reports}"
             assert isinstance(executor.asynchronous, bool), f"asynchronous is {executor.asynchronous!r}"
         finally:
             executor.shutdown()
@@ -95,9 +95,9 @@ class ExecutorConformance:
             run(executor, script()[:2], 1)
             with pytest.raises(ExecutorError) as caught:
                 executor.submit(Step(id=3, decodes=(UNKNOWN_SEQUENCE,), chunks=())).result()
-            told = str(caught.value)
-            assert str(UNKNOWN_SEQUENCE) in told, f"the error does not say what went wrong: {told}"
-            assert self.ranks == 1 or "rank" in told, f"the error does not say on which rank: {told}"
+            message = str(caught.value)
+            assert str(UNKNOWN_SEQUENCE) in message, f"the error does not say what went wrong: {message}"
+            assert self.ranks == 1 or "rank" in message, f"the error does not say on which rank: {message}"
             deadline = time.monotonic() + PATIENCE
             while executor.check().ok:
                 assert time.monotonic() < deadline, "check() finds nothing wrong after a step has failed"

@@ -104,12 +104,12 @@ def test_executor_sends_a_long_prompt(make_executor: Make) -> None:
 
 def test_start_reports_progress_by_rank(make_executor: Make) -> None:
     for ranks, named in ((1, {None}), (2, {0, 1})):
-        told: list[Progress] = []
+        reports: list[Progress] = []
         executor = make_executor(ranks)
-        executor.watch(told.append)
+        executor.watch(reports.append)
         assert [phase for phase, _ in executor.start().phases] == ["weights"]
-        assert {one.rank for one in told} == named
-        assert {one.phase for one in told} == {"weights"}
+        assert {one.rank for one in reports} == named
+        assert {one.phase for one in reports} == {"weights"}
 
 
 def test_start_raises_a_worker_error_with_its_class(make_executor: Make, caplog: pytest.LogCaptureFixture) -> None:

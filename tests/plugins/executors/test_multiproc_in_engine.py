@@ -46,8 +46,8 @@ def test_engine_reports_the_phases_of_the_worker(engine: Engine) -> None:
 
 
 def test_model_that_does_not_fit_is_a_capacity_error(engine_checkpoint: Path) -> None:
-    told = r"(?s)^the worker of rank 0 \(process \d+\) failed in memory: .*--kv-memory"
-    with pytest.raises(CapacityError, match=told):
+    message = r"(?s)^the worker of rank 0 \(process \d+\) failed in memory: .*--kv-memory"
+    with pytest.raises(CapacityError, match=message):
         build(engine_checkpoint, executor="multiproc", cache__memory="1KiB")
 
 

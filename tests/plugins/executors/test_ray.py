@@ -176,24 +176,24 @@ def test_one_device_and_plugins_that_its_node_lacks(
         def engine_started(engine: Engine) -> None:
             """Do nothing."""
 
-    told = r"rank 0 .* failed in plugins: this process lacks Here object .*same Python"
-    with pytest.raises(PluginError, match=told):
+    message = r"rank 0 .* failed in plugins: this process lacks Here object .*same Python"
+    with pytest.raises(PluginError, match=message):
         build(engine_checkpoint, address, executor="ray", plugins=load_plugins(extra=[Here()]))
     assert not ray.is_initialized()
 
 
 def test_executor_returns_results_in_order_of_steps(make_executor: Make, make_step: MakeStep) -> None:
-    told: list[Progress] = []
+    reports: list[Progress] = []
     executor = make_executor()
-    executor.watch(told.append)
+    executor.watch(reports.append)
     handler = signal.getsignal(signal.SIGTERM)
     info = executor.start()
     assert signal.getsignal(signal.SIGTERM) is handler  # Ray sets its own
     assert info.num_blocks == 99  # what the smallest has
     assert info.device == "rank 0"
     assert executor.asynchronous
-    assert told[0].phase == "placement"
-    assert {(one.phase, one.rank) for one in told[1:]} == {("weights", 0), ("weights", 1)}
+    assert reports[0].phase == "placement"
+    assert {(one.phase, one.rank) for one in reports[1:]} == {("weights", 0), ("weights", 1)}
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
     with pytest.raises(ExecutorError, match="step 3 was submitted while 2 others"):
         executor.submit(make_step(3))
@@ -270,27 +270,27 @@ def test_check_reports_the_death_of_an_idle_actor(make_executor: Make, make_step
 
 
 @pytest.mark.parametrize(
-    ("do", "told"),
+    ("do", "message"),
     [("sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < "), ("stop", "it gives no stack")],
 )
 def test_hung_step_fails_with_the_stack_of_the_late_rank(
-    make_executor: Make, make_step: MakeStep, caplog: pytest.LogCaptureFixture, do: str, told: str
+    make_executor: Make, make_step: MakeStep, caplog: pytest.LogCaptureFixture, do: str, message: str
 ) -> None:
     executor = make_executor(options={"step_timeout": 3.0}, **{"1": {"at": 2, "do": do}, "0": {"at": -2, "do": do}})
     executor.start()
     executor.submit(make_step(1)).result()
-    expected = rf"^step 2 took more than 3 s \(option step_timeout\); {WORKER.format('[01]')}: {told}"
+    expected = rf"^step 2 took more than 3 s \(option step_timeout\); {WORKER.format('[01]')}: {message}"
     with pytest.raises(ExecutorError, match=expected):
         executor.submit(make_step(2)).result()
     assert caplog.text.count("has not finished step 2") == 2
 
 
 def test_start_fails_when_the_cluster_has_no_room(make_executor: Make) -> None:
-    told = (
+    message = (
         r"^Ray could not place 3 ranks of 1 CPU each within 1 s \(option placement_timeout\); the cluster has "
         r"1 CPU on [\d.]+, 1 CPU on [\d.]+, of which 2 CPU are free; "
     )
-    with pytest.raises(ExecutorError, match=told):
+    with pytest.raises(ExecutorError, match=message):
         make_executor(3, options={"placement_timeout": 1.0}).start()
 
 
@@ -320,18 +320,18 @@ def test_start_fails_on_a_node_without_the_actor_class(make_executor: Make, monk
     monkeypatch.setitem(sys.modules, "only_here", module)
     executor = make_executor(1)
     monkeypatch.setattr(type(executor), "actor", module.Elsewhere)
-    told = (
+    message = (
         r"^the worker of rank 0 could not be started: ModuleNotFoundError: No module named 'only_here'; all nodes must"
     )
-    with pytest.raises(ExecutorError, match=told):
+    with pytest.raises(ExecutorError, match=message):
         executor.start()
 
 
 def test_start_fails_on_a_node_with_another_version(make_executor: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = make_executor(1)
     monkeypatch.setattr(type(executor), "actor", importlib.import_module("fake_actor").OtherVersion)
-    told = rf"^{WORKER.format(0)} could not be started: .*EngineError: a message could not be read; all nodes must"
-    with pytest.raises(ExecutorError, match=told):
+    message = rf"^{WORKER.format(0)} could not be started: .*EngineError: a message could not be read; all nodes must"
+    with pytest.raises(ExecutorError, match=message):
         executor.start()
 
 
