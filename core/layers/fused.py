@@ -107,7 +107,8 @@ class FusedAttention(Attention):
             self.num_heads,
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
-            pool.scales[self.layer],
+            pool.scales[self.layer].key,
+            pool.scales[self.layer].value,
         )
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
