@@ -19,7 +19,7 @@ import triton
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.autotune import AutotunedCall, GraphTimer, Operands, TuningTask, group_calls, measure
-from engine.core.layers import FewRowsTables
+from engine.core.layers import SkinnyGemms
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.activation.silu_and_mul_quantize import silu_and_mul_quantize
@@ -191,7 +191,7 @@ def time_host() -> list[Timed]:
     qkv, pages = randn(1, 48 * 128), torch.empty(2, 4, 16, 8, 128, dtype=DTYPE, device=DEVICE)
     slots, frequencies = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.rand(64, device=DEVICE)
     cos, sin = angles(slots, frequencies, 1.0)
-    table = FewRowsTables("cuda:0").table(GemmShape(epilogue="plain", outputs=4096, inputs=4096, dtype="bfloat16"))
+    table = SkinnyGemms("cuda:0").gemm(GemmShape(epilogue="plain", outputs=4096, inputs=4096, dtype="bfloat16"))
     matrix, wide = randn(4096, 4096), randn(1, 8192)
     launch = table.launches[1]
     assert launch is not None
@@ -254,7 +254,7 @@ def time_alone(timer: GraphTimer, task: TuningTask, tile: Tile | None) -> float:
 def make_tasks(problem: GemmShape) -> list[TuningTask]:
     """Layers enough to be cold."""
     nbytes = problem.weight_rows * problem.inputs * DTYPE.itemsize
-    table = FewRowsTables(str(DEVICE)).table(problem)
+    table = SkinnyGemms(str(DEVICE)).gemm(problem)
     return group_calls(
         AutotunedCall(op=table, operands=Operands(weights={"weight": randn(problem.weight_rows, problem.inputs)}))
         for _ in range(min(max(int(COLD_BYTES / nbytes) + 1, 2), 16))

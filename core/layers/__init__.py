@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         refuses_rope as refuses_rope,
         rotate as rotate,
     )
-    from engine.core.layers.skinny_linear import FewRowsTables as FewRowsTables
+    from engine.core.layers.skinny_linear import SkinnyGemms as SkinnyGemms
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -74,5 +74,5 @@ __getattr__, __dir__, __all__ = exports(
         "refuses_rope",
         "rotate",
     ),
-    skinny_linear=("FewRowsTables",),
+    skinny_linear=("SkinnyGemms",),
 )

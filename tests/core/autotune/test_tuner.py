@@ -14,7 +14,7 @@ from engine.core.autotune.tuner import collect_tasks, tune_tasks
 from engine.core.errors import ExecutorError
 from engine.core.layers import LayerFactory
 from engine.core.layers.linear import Linear
-from engine.core.layers.skinny_linear import BUCKETS, FewRowsTables, SkinnyKernel
+from engine.core.layers.skinny_linear import ROW_CLASSES, SkinnyGemms, SkinnyKernel
 from engine.core.quant.base import LinearPart, LinearSpec
 
 MACHINE = {"device": "GPU 1 / 80 GB", "pytorch": "1", "triton": "2"}
@@ -33,7 +33,7 @@ class FakeTimer:
 
     def seconds(self, task, candidate):
         self.asked.append((task.key, candidate))
-        return 10.0 if candidate is None else self.rule(task.op.problem, task.rows, candidate)
+        return 10.0 if candidate is None else self.rule(task.op.shape, task.rows, candidate)
 
 
 def model():
@@ -62,7 +62,7 @@ def test_collect_tasks_groups_layers_of_one_shape():
     tasks = collect_tasks(model())
     assert {task.key: len(task.operands) for task in tasks} == {
         (key, rows): count
-        for rows in BUCKETS
+        for rows in ROW_CLASSES
         for key, count in {
             "plain 96x64 bfloat16": 2,
             "gated 80x64 bfloat16": 2,
@@ -80,7 +80,7 @@ def test_operands_lack_a_bias_that_is_added_after_the_all_reduce():
         parts=(LinearPart(name="o", out_features=8),), in_features=16, bias=True, dtype="bfloat16", parallel="row"
     )
     for reduce, biased in ((None, True), (lambda y: y, False)):
-        layer = Linear(spec, SkinnyKernel(spec, FewRowsTables("cpu")), reduce)
+        layer = Linear(spec, SkinnyKernel(spec, SkinnyGemms("cpu")), reduce)
         layer.fill({"o.weight": torch.zeros(8, 16), "o.bias": torch.zeros(8)})
         [one] = layer.autotuned_calls()
         assert (one.operands.bias is not None) == biased
@@ -96,7 +96,7 @@ def test_tune_tasks_chooses_the_fastest_and_torch_where_nothing_gains(tmp_path):
 
     layers = model()
     report, timer = run(layers, tmp_path, rule)
-    assert report.measured == len(report.results) == 4 * len(BUCKETS)
+    assert report.measured == len(report.results) == 4 * len(ROW_CLASSES)
     assert timer.prepared == timer.asked
     assert tables(layers, "gated") == tables(layers, "argmax") == [None] * 17
     plain = tables(layers, "plain 96")
@@ -167,7 +167,7 @@ def test_cached_results_are_not_measured_again(tmp_path):
     layers = model()
     layers.linear([("new", 48)], 64).fill({"new.weight": torch.zeros(48, 64, dtype=torch.bfloat16)})
     second, timer = run(layers, tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000)
-    assert second.measured == len(BUCKETS)
+    assert second.measured == len(ROW_CLASSES)
     assert {key for (key, _), _ in timer.asked} == {"plain 48x64 bfloat16"}
     assert set(first.results) < set(second.results)
     layers = model()
@@ -262,7 +262,7 @@ def test_tune_on_a_gpu(tmp_path):
         layer.fill({name: torch.randn(spec.shape).to("cuda", torch.bfloat16) / 32 for name, spec in names})
     with torch.inference_mode():
         report = tune(layers, str(tmp_path))
-        assert report.measured == 3 * len(BUCKETS)
+        assert report.measured == 3 * len(ROW_CLASSES)
         assert all(0 < result.seconds < 1e-3 for result in report.results)
         assert tune(layers, str(tmp_path)).measured == 0
         for rows in (1, 3, 16, 17):

@@ -7,7 +7,7 @@ import torch
 
 from engine.core.distributed import PartialSum
 from engine.core.layers import LayerFactory, RotarySpec
-from engine.core.layers.skinny_linear import BUCKETS, SkinnyKernel
+from engine.core.layers.skinny_linear import ROW_CLASSES, SkinnyKernel
 from engine.core.quant.float8 import UNSCALED, KVScales
 from engine.ops.gemm.skinny_launch import MOST_ROWS
 from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
@@ -232,11 +232,11 @@ def test_codes_are_by_the_scales_of_the_layer(monkeypatch):
 
 def test_a_choice_is_for_all_layers_of_a_shape_and_all_rows_up_to_it():
     layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
-    first, second = (layers.linear([(name, 40)], 64).kernel.few_rows for name in ("a", "b"))
-    other = layers.linear([("c", 41)], 64).kernel.few_rows
+    first, second = (layers.linear([(name, 40)], 64).kernel.skinny_gemm for name in ("a", "b"))
+    other = layers.linear([("c", 41)], 64).kernel.skinny_gemm
     assert first is second
     assert first is not other
-    for rows in BUCKETS:
+    for rows in ROW_CLASSES:
         first.choose(rows, None)
     assert first.launches == [None] * (MOST_ROWS + 1)
     tile = other.launches[1].tile
