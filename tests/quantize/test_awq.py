@@ -37,7 +37,7 @@ def test_shared_scales_are_equal():
         assert scales[shared == number].unique().numel() == 1
 
 
-def test_without_activations_that_stand_out_nothing_gets_worse():
+def test_without_outliers_the_error_does_not_grow():
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     hessian = torch.eye(64)
     scales = search_scales([weight], hessian, torch.ones(64), GRID, 32)

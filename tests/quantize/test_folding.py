@@ -58,7 +58,7 @@ def test_scaling_changes_weights_and_no_outputs(kind, dtype):
     assert torch.equal(norm, norm.to(dtype).float())  # as it will be stored
 
 
-def test_norms_of_zero_are_left():
+def test_norms_of_zero_are_not_scaled():
     layer, run = decoder_layer("llama")
     with torch.no_grad():
         layer.input_layernorm.weight[3] = 0.0
@@ -71,13 +71,13 @@ def test_norms_of_zero_are_left():
     torch.testing.assert_close(run(layer), before, atol=2e-4, rtol=1e-4)
 
 
-def test_an_unknown_layer_is_refused():
+def test_unknown_layer_is_an_error():
     layer, _ = decoder_layer("llama")
     with pytest.raises(CheckpointError, match=r"mlp\.fc1.*--method gptq"):
         find_folds(layer, [("mlp.fc1",)], HEAD_DIM)
 
 
-def test_a_layer_with_the_names_of_a_llama_but_other_norms_is_refused():
+def test_layer_with_llama_names_but_other_norms_is_an_error():
     layer, run = decoder_layer("llama")
     folds = find_folds(layer, MERGED, HEAD_DIM)
     check_exact(layer, folds, run, torch.float32)

@@ -107,7 +107,7 @@ def test_scales_are_those_of_the_quantized_model(model, calibration, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_engine_and_the_library_read_the_same_model(case, model, calibration, tmp_path, caplog):
+def test_engine_and_library_read_the_same_model(case, model, calibration, tmp_path, caplog):
     """A float8 cache without being asked for and without a warning; the log probabilities of compressed-tensors'."""
     method, options = CASES[case]
     settings = Settings.choose(method, **options, kv_cache="fp8")
@@ -158,7 +158,7 @@ class StopAtSecond(Progress):
 
 
 @pytest.mark.parametrize("method", ["none", "int8", "rtn"])
-def test_a_run_that_goes_on_keeps_them(method, model, calibration, tmp_path):
+def test_resumed_run_keeps_the_scales(method, model, calibration, tmp_path):
     options = {"group_size": 32} if method == "rtn" else {}
     settings = Settings.choose(method, **options, kv_cache="fp8")
     arguments = {"calibration": calibration, "device": "cpu"}
@@ -174,14 +174,14 @@ def test_a_run_that_goes_on_keeps_them(method, model, calibration, tmp_path):
     assert [one.kv_scales for one in reports[0].layers] == [one.kv_scales for one in reports[1].layers]
 
 
-def test_layers_left_alone_have_scales_too(model, calibration, tmp_path):
+def test_unquantized_layers_have_scales_too(model, calibration, tmp_path):
     settings = Settings.choose("int8", ignore=("model.layers.1",), kv_cache="fp8")
     report = quantize(model, tmp_path / "out", settings, calibration=calibration, device="cpu")
     assert not report.layers[1].linears
     assert len(stored_scales(tmp_path / "out")) == 3
 
 
-def test_peaks_are_of_all_that_is_seen():
+def test_peaks_are_over_all_keys_and_values():
     found = KVPeaks()
     keys, values = torch.tensor([1.0, -896.0]), torch.zeros(2)
     assert found.update(keys, values, 0) == (keys, values)
@@ -214,7 +214,7 @@ def test_refusals_write_nothing(model, calibration, tmp_path, monkeypatch):
     assert not out.exists()
 
 
-def test_a_checkpoint_of_a_cache_alone_is_quantized_already(model, calibration, tmp_path):
+def test_checkpoint_with_a_quantized_cache_only_counts_as_quantized(model, calibration, tmp_path):
     once = tmp_path / "once"
     quantize(model, once, ALONE, calibration=calibration, device="cpu")
     with pytest.raises(CheckpointError, match=r"is quantized already \(compressed-tensors\)"):

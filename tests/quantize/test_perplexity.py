@@ -22,7 +22,7 @@ def test_each_token_but_the_first_is_scored_once(count, context, stride):
     assert scored == list(range(1, count))
 
 
-def test_against_transformers(model):
+def test_perplexity_equals_transformers(model):
     """Window by window, each token's loss by itself."""
     tokens = [(7 * i + i * i) % 500 for i in range(150)]
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -38,7 +38,7 @@ def test_against_transformers(model):
     assert found.loss == pytest.approx(total / 149, rel=1e-4)
 
 
-def test_what_cannot_be_measured_is_refused(model):
+def test_windows_that_do_not_fit_are_an_error(model):
     settings = {"executor__device": "cpu", "cache__memory": "8MiB"}
     with pytest.raises(ConfigError, match=r"--context 512 does not fit the model's 512; use 511"):
         perplexity(model, "some text", context=512, stride=256, **settings)

@@ -39,7 +39,7 @@ def test_defaults_are_among_the_choices(method):
         ("none", {"kv_cache": "fp8", "ignore": ("lm_head",)}, "--ignore means nothing to none"),
     ],
 )
-def test_what_does_not_fit_is_refused(method, given, sentence):
+def test_settings_that_do_not_fit_are_an_error(method, given, sentence):
     with pytest.raises(ConfigError) as caught:
         Settings.choose(method, **given)
     assert sentence in str(caught.value)

@@ -45,7 +45,7 @@ def test_angles_equal_transformers(parameters):
 
 
 @pytest.mark.parametrize("kind", ["default", "linear"])
-def test_frequencies_are_equal_to_the_last_bit(kind):
+def test_frequencies_equal_transformers_to_the_last_bit(kind):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -56,7 +56,7 @@ def test_frequencies_are_equal_to_the_last_bit(kind):
     assert factor == 1.0
 
 
-def test_rotation_turns_each_pair_by_its_angle():
+def test_rotate_turns_each_pair_by_its_angle():
     spec = RotarySpec(rotary_dim=8, type="default", parameters={"rope_theta": 100.0})
     frequencies, _ = spec.frequencies()
     positions = torch.tensor([0, 3, 1000])
@@ -69,7 +69,7 @@ def test_rotation_turns_each_pair_by_its_angle():
     assert torch.equal(turned[0], x[0])
 
 
-def test_only_a_part_of_each_head_may_turn():
+def test_rotate_leaves_dimensions_beyond_rotary_dim():
     spec = RotarySpec.from_config({"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, 16)
     assert spec.rotary_dim == 8
     x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0))
@@ -79,7 +79,7 @@ def test_only_a_part_of_each_head_may_turn():
     torch.testing.assert_close(turned[..., :8], rotate(x[..., :8], angles))
 
 
-def test_angles_have_the_models_type():
+def test_angles_have_the_models_dtype():
     spec = RotarySpec(rotary_dim=8, type="default", parameters={})
     exact = Rotary(spec, "float32", "cpu").angles(torch.tensor([7777]))
     for ours, precise in zip(Rotary(spec, "bfloat16", "cpu").angles(torch.tensor([7777])), exact, strict=True):
@@ -87,7 +87,7 @@ def test_angles_have_the_models_type():
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 2.0}, YARN])
-def test_both_layouts_mean_the_same(scaling):
+def test_both_layouts_of_parameters_are_equivalent(scaling):
     older = {key: value for key, value in scaling.items() if key != "rope_type"} | {"type": scaling["rope_type"]}
     common = {"max_position_embeddings": 8192}
     new = RotarySpec.from_config({**common, "rope_parameters": {**scaling, "rope_theta": 5e5}}, 64)
@@ -98,7 +98,7 @@ def test_both_layouts_mean_the_same(scaling):
 
 
 @pytest.mark.parametrize("config", [{}, {"rope_scaling": None}, {"rope_parameters": None, "rope_scaling": {}}])
-def test_nothing_said_is_the_default(config):
+def test_missing_parameters_mean_the_default_type(config):
     spec = RotarySpec.from_config(config, 64)
     assert spec.type == "default"
     assert float(spec.frequencies()[0][-1]) == pytest.approx(10000 ** (-62 / 64))
@@ -125,6 +125,6 @@ def test_unknown_types_are_refused_by_name():
         ({"rope_type": "default", "partial_rotary_factor": 1.5}, "96 of 64 dimensions"),
     ],
 )
-def test_parameters_missing_or_wrong(parameters, said):
+def test_missing_or_wrong_parameters_are_an_error(parameters, said):
     with pytest.raises(CheckpointError, match=said):
         RotarySpec.from_config({"rope_parameters": parameters}, 64)

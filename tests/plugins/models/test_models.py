@@ -113,7 +113,7 @@ def test_logits_equal_transformers(case, tmp_path):
     assert difference(chunked, expected) < 1e-5
 
 
-def test_the_comparison_can_fail(tmp_path):
+def test_comparison_fails_for_a_wrong_model(tmp_path):
     directory = make_checkpoint(tmp_path, "mistral", sliding_window=24)
     expected = reference(directory, prompt())
     edit(directory, sliding_window=25)
@@ -149,7 +149,7 @@ def test_the_comparison_can_fail(tmp_path):
         ),
     ],
 )
-def test_older_layout_of_rope_parameters(architecture, older, tmp_path):
+def test_older_layout_of_rope_parameters_gives_the_same_logits(architecture, older, tmp_path):
     directory = make_checkpoint(tmp_path, architecture)
     edit(directory, rope_parameters=..., **older)
     expected = reference(directory, prompt())
@@ -186,7 +186,7 @@ def config_of(architecture: str, **changes) -> dict:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_each_accepts_only_its_own(architecture):
+def test_each_model_accepts_only_its_own_architecture(architecture):
     config = config_of(architecture)
     assert [name for name, model in MODELS.items() if model.refuses(config) is None] == [architecture]
     unnamed = config_of(architecture, architectures=...)
@@ -234,13 +234,13 @@ def test_refusals_name_the_reason(architecture, changes, said):
         ),
     ],
 )
-def test_a_config_that_lacks_something_is_an_error_naming_it(architecture, changes, said):
+def test_missing_key_is_an_error_naming_it(architecture, changes, said):
     with pytest.raises(CheckpointError, match=r"config\.json") as caught:
         MODELS[architecture].spec(config_of(architecture, **changes))
     assert said in str(caught.value)
 
 
-def test_spec():
+def test_spec_of_a_config():
     spec = Qwen2.spec(
         config_of(
             "qwen2", num_hidden_layers=3, use_sliding_window=True, sliding_window=8, max_window_layers=2, head_dim=...
@@ -264,5 +264,5 @@ def test_spec():
         ({"type": "yarn", "original_max_position_embeddings": 128}, 512),
     ],
 )
-def test_yarn_stretches_the_longest_context(scaling, longest):
+def test_yarn_extends_the_longest_context(scaling, longest):
     assert Llama.spec(config_of("llama", rope_scaling=scaling)).max_len == longest
