@@ -115,7 +115,7 @@ def test_layers_without_scales_are_warned_about_once(readers, missing, caplog) -
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert f"no scales for the keys and values of {missing} of 2 layers" in record.message
-    assert "beyond 448 is cut off" in record.message
+    assert "values beyond 448 are clipped" in record.message
     assert "--kv-dtype bfloat16" in record.message
 
 
