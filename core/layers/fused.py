@@ -22,7 +22,7 @@ from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import FewRowsTables, SkinnyKernel
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
-from engine.ops.gemm.skinny_launch import MOST_ROWS, GemmShape
+from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS, Epilogue, GemmShape
 from engine.ops.norm.all_reduce_rms_norm import sum_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from engine.core.models.forward_pass import ForwardPass
     from engine.core.quant.base import LinearKernel, LinearSpec
     from engine.ops.norm.all_reduce_rms_norm import RowSums
+
+HEAD_EPILOGUES: tuple[Epilogue, Epilogue] = ("plain", "argmax")
 
 
 class FusedRMSNorm(RMSNorm):
@@ -129,7 +131,7 @@ class FusedLMHead(LMHead):
         outputs, inputs = table.rows, table.shape[1]
         self.few_rows, self.few_rows_greedy = (
             tables.table(GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype))
-            for epilogue in ("plain", "argmax")
+            for epilogue in HEAD_EPILOGUES
         )
 
     @property
@@ -139,13 +141,13 @@ class FusedLMHead(LMHead):
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """See LMHead."""
-        launch = self.few_rows.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
+        launch = self.few_rows.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
         return F.linear(hidden, self._weight) if launch is None else launch(hidden, self._weight)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See LMHead. Up to 16 rows are compared before logits are rounded to the model's type, so that logits equal
         there may still differ here; then this takes the likelier, not the first."""
-        launch = self.few_rows_greedy.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
+        launch = self.few_rows_greedy.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
         return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:

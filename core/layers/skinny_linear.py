@@ -15,10 +15,10 @@ from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.common import launch
 from engine.ops.gemm import skinny, skinny_launch
 from engine.ops.gemm.skinny_launch import (
-    MOST_ROWS,
+    SKINNY_MAX_ROWS,
     GemmShape,
     SkinnyLaunch,
-    Tile,
+    SkinnyTile,
     Workspace,
     candidates,
     default_tile,
@@ -26,24 +26,24 @@ from engine.ops.gemm.skinny_launch import (
 )
 from engine.ops.sampling.argmax import argmax_rows
 
-BUCKETS = (1, 2, 4, 8, MOST_ROWS)
+BUCKETS = (1, 2, 4, 8, SKINNY_MAX_ROWS)
 """Numbers of rows for which a kernel is chosen; others take the next one's."""
 
 
-class FewRows(AutotunedOp[Tile | None]):
+class FewRows(AutotunedOp[SkinnyTile | None]):
     """How one multiplication is done, by its number of rows: `launches[rows]`, None for torch's own."""
 
-    def __init__(self, problem: GemmShape, workspace: Workspace) -> None:
-        self.problem = problem
-        self.launches: list[SkinnyLaunch | None] = [None] * (MOST_ROWS + 1)
+    def __init__(self, shape: GemmShape, workspace: Workspace) -> None:
+        self.shape = shape
+        self.launches: list[SkinnyLaunch | None] = [None] * (SKINNY_MAX_ROWS + 1)
         self._workspace = workspace
         for rows in BUCKETS:
-            self.choose(rows, default_tile(problem, rows, workspace.device))
+            self.choose(rows, default_tile(shape, rows, workspace.device))
 
     @property
     def key(self) -> str:
         """See AutotunedOp."""
-        return str(self.problem)
+        return str(self.shape)
 
     @property
     def version(self) -> str:
@@ -53,54 +53,54 @@ class FewRows(AutotunedOp[Tile | None]):
     @property
     def inputs(self) -> int:
         """See AutotunedOp."""
-        return self.problem.inputs
+        return self.shape.inputs
 
     @property
     def dtype(self) -> torch.dtype:
         """See AutotunedOp."""
-        return torch_dtype(self.problem.dtype)
+        return torch_dtype(self.shape.dtype)
 
     @property
     def row_classes(self) -> Sequence[int]:
         """See AutotunedOp."""
         return BUCKETS
 
-    def candidates(self, rows: int) -> Sequence[Tile | None]:
+    def candidates(self, rows: int) -> Sequence[SkinnyTile | None]:
         """Torch's own first."""
-        return [None, *candidates(self.problem, rows, self._workspace.device)]
+        return [None, *candidates(self.shape, rows, self._workspace.device)]
 
-    def refine(self, rows: int, ranked: Sequence[Tile | None]) -> Sequence[Tile | None]:
+    def refine(self, rows: int, ranked: Sequence[SkinnyTile | None]) -> Sequence[SkinnyTile | None]:
         """The best number of bytes to fetch in advance with the fastest tile."""
         fastest = next((tile for tile in ranked if tile is not None), None)
-        return [] if fastest is None else with_ahead(fastest, self.problem, self.dtype.itemsize)
+        return [] if fastest is None else with_ahead(fastest, self.shape, self.dtype.itemsize)
 
-    def name(self, candidate: Tile | None) -> str:
+    def name(self, candidate: SkinnyTile | None) -> str:
         """See AutotunedOp."""
         return "library" if candidate is None else str(candidate)
 
-    def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
+    def compile(self, rows: int, candidate: SkinnyTile | None, operands: Operands) -> None:
         """See AutotunedOp."""
         if candidate is not None:
             weight = operands.weights["weight"]
             self.make(rows, candidate).compile(weight.new_empty(rows, weight.shape[1]), weight, operands.bias)
 
-    def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+    def run(self, candidate: SkinnyTile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
         """See AutotunedOp; the largest outputs for argmax."""
         weight = operands.weights["weight"]
         if candidate is None:
-            return by_torch(self.problem, x, weight, operands.bias)
+            return by_torch(self.shape, x, weight, operands.bias)
         kernel = self.make(x.shape[0], candidate)
-        return kernel.peaks(x, weight)[0] if self.problem.epilogue == "argmax" else kernel(x, weight, operands.bias)
+        return kernel.peaks(x, weight)[0] if self.shape.epilogue == "argmax" else kernel(x, weight, operands.bias)
 
-    def choose(self, rows: int, candidate: Tile | None) -> None:
+    def choose(self, rows: int, candidate: SkinnyTile | None) -> None:
         """Set the kernel of a bucket; None: torch's own."""
         below = max((bucket for bucket in BUCKETS if bucket < rows), default=0)
         made = None if candidate is None else self.make(rows, candidate)
         self.launches[below + 1 : rows + 1] = [made] * (rows - below)
 
-    def make(self, rows: int, tile: Tile) -> SkinnyLaunch:
+    def make(self, rows: int, tile: SkinnyTile) -> SkinnyLaunch:
         """A kernel that is not chosen yet."""
-        return SkinnyLaunch(self.problem, tile, rows, self._workspace)
+        return SkinnyLaunch(self.shape, tile, rows, self._workspace)
 
 
 class FewRowsTables:
@@ -111,11 +111,11 @@ class FewRowsTables:
         self._workspace = Workspace(self.device)
         self._tables: dict[GemmShape, FewRows] = {}
 
-    def table(self, problem: GemmShape) -> FewRows:
+    def table(self, shape: GemmShape) -> FewRows:
         """The table of a shape, made when it is first asked for."""
-        if problem not in self._tables:
-            self._tables[problem] = FewRows(problem, self._workspace)
-        return self._tables[problem]
+        if shape not in self._tables:
+            self._tables[shape] = FewRows(shape, self._workspace)
+        return self._tables[shape]
 
 
 class SkinnyKernel(PlainKernel):
@@ -148,22 +148,22 @@ class SkinnyKernel(PlainKernel):
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """x: [..., in_features] -> [..., out_features]."""
-        launch = self._plain[x.shape[0]] if x.dim() == 2 and x.shape[0] <= MOST_ROWS else None
+        launch = self._plain[x.shape[0]] if x.dim() == 2 and x.shape[0] <= SKINNY_MAX_ROWS else None
         return F.linear(x, weights["weight"], bias) if launch is None else launch(x, weights["weight"], bias)
 
     def apply_gated(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
         """See LinearKernel."""
-        launch = self._gated[x.shape[0]] if x.dim() == 2 and x.shape[0] <= MOST_ROWS else None
+        launch = self._gated[x.shape[0]] if x.dim() == 2 and x.shape[0] <= SKINNY_MAX_ROWS else None
         if launch is None:
             return silu_and_mul(F.linear(x, weights["weight"], bias))
         return launch(x, weights["weight"], bias)
 
 
-def by_torch(problem: GemmShape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def by_torch(shape: GemmShape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The same multiplication without a kernel for few rows: what one must be faster than."""
     y = F.linear(x, weight, bias)
-    if problem.epilogue == "gated":
+    if shape.epilogue == "gated":
         return silu_and_mul(y)
-    return argmax_rows(y)[0] if problem.epilogue == "argmax" else y
+    return argmax_rows(y)[0] if shape.epilogue == "argmax" else y
