@@ -24,7 +24,7 @@ from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.activation.silu_and_mul_quantize import silu_and_mul_quantize
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
-from engine.ops.gemm.skinny_launch import GemmShape, Tile
+from engine.ops.gemm.skinny_launch import GemmShape, SkinnyTile
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
 from engine.ops.sampling.argmax import argmax_rows
@@ -219,28 +219,28 @@ def time_host() -> list[Timed]:
     return found
 
 
-def time_linear(timer: GraphTimer, problem: GemmShape, show: int) -> list[Row]:
+def time_linear(timer: GraphTimer, gemm_shape: GemmShape, show: int) -> list[Row]:
     """Torch next to the best tile, at each number of rows. Prints `show` tiles."""
-    tasks = make_tasks(problem)
+    tasks = make_tasks(gemm_shape)
     floor = tasks[0].operands[0].nbytes / BANDWIDTH
     found = []
     for task, pairs in zip(tasks, measure(tasks, timer), strict=True):
         rows = task.rows
         ranked = sorted((tile for tile in pairs if tile is not None), key=lambda tile: pairs[tile])
-        line = [f"{problem!s:<32}{rows:>3} rows  floor {floor * 1e6:6.1f}"]
+        line = [f"{gemm_shape!s:<32}{rows:>3} rows  floor {floor * 1e6:6.1f}"]
         for name, tile in (("torch", None), ("best", ranked[0])):
             pair, alone = pairs[tile], time_alone(timer, task, tile)
             rate = floor * BANDWIDTH / alone / 1e12
             line.append(f"{name} pair {pair * 1e6:6.1f} alone {alone * 1e6:6.1f} ({rate:4.2f} TB/s)")
-            found.append(Row(metric=f"{problem} {rows} rows, {name}, pair", value=pair * 1e6, unit="us"))
-            found.append(Row(metric=f"{problem} {rows} rows, {name}, alone", value=alone * 1e6, unit="us"))
+            found.append(Row(metric=f"{gemm_shape} {rows} rows, {name}, pair", value=pair * 1e6, unit="us"))
+            found.append(Row(metric=f"{gemm_shape} {rows} rows, {name}, alone", value=alone * 1e6, unit="us"))
         print("  ".join(line), flush=True)
         for tile in ranked[:show]:
             print(f"        {pairs[tile] * 1e6:6.1f}  {tile}")
     return found
 
 
-def time_alone(timer: GraphTimer, task: TuningTask, tile: Tile | None) -> float:
+def time_alone(timer: GraphTimer, task: TuningTask, tile: SkinnyTile | None) -> float:
     """Seconds of one GEMM in a sequence of equal ones."""
     x = randn(task.rows, task.op.inputs)
 
@@ -251,12 +251,12 @@ def time_alone(timer: GraphTimer, task: TuningTask, tile: Tile | None) -> float:
     return timer.replayed(calls) / len(task.operands)
 
 
-def make_tasks(problem: GemmShape) -> list[TuningTask]:
+def make_tasks(gemm_shape: GemmShape) -> list[TuningTask]:
     """A task with enough layers that caches are cold."""
-    nbytes = problem.weight_rows * problem.inputs * DTYPE.itemsize
-    table = SkinnyGemms(str(DEVICE)).gemm(problem)
+    nbytes = gemm_shape.weight_rows * gemm_shape.inputs * DTYPE.itemsize
+    table = SkinnyGemms(str(DEVICE)).gemm(gemm_shape)
     return group_calls(
-        AutotunedCall(op=table, operands=Operands(weights={"weight": randn(problem.weight_rows, problem.inputs)}))
+        AutotunedCall(op=table, operands=Operands(weights={"weight": randn(gemm_shape.weight_rows, gemm_shape.inputs)}))
         for _ in range(min(max(int(COLD_BYTES / nbytes) + 1, 2), 16))
     )
 
@@ -297,8 +297,8 @@ def main() -> None:
             rows += show(time_host())
         if "linear" in arguments.only:
             for epilogue, outputs, inputs in LINEARS:
-                problem = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype="bfloat16")
-                rows += time_linear(timer, problem, 3 if arguments.tune else 0)
+                gemm_shape = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype="bfloat16")
+                rows += time_linear(timer, gemm_shape, 3 if arguments.tune else 0)
                 torch.cuda.empty_cache()
     if arguments.json is not None:
         machine = f"{torch.cuda.get_device_name(DEVICE)}, triton {triton.__version__}"

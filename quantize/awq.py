@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.plugins.quant.w4a16 import Quantized, Scheme
+from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight
 from engine.quantize.grid import Grid, grouped, round_to_nearest
 
 EXPONENTS = 20
@@ -59,9 +59,9 @@ def search_scales(
     return best
 
 
-def plain(quantized: Quantized, grid: Grid, group_size: int) -> torch.Tensor:
+def plain(quantized: QuantizedWeight, grid: Grid, group_size: int) -> torch.Tensor:
     """The dequantized weight: [outputs, inputs] float32."""
-    return quantized.dequantize(Scheme(bits=grid.bits, group_size=group_size))
+    return quantized.dequantize(GroupScheme(bits=grid.bits, group_size=group_size))
 
 
 def _centred(scales: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.pack_quantized import PackQuantized
 from engine.plugins.quant.packing import AWQ_ORDER, WORD
 from engine.plugins.quant.rounding import BLOCK, FP8, dequantize, quantize, static_scale
-from engine.plugins.quant.w4a16 import Quantized
+from engine.plugins.quant.w4a16 import QuantizedWeight
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.quantize.grid import Grid
 from engine.quantize.settings import AWQ, GPTQ, NONE, STATIC, Settings
@@ -56,8 +56,8 @@ class Format(ABC):
         self.dtype = dtype
 
     @abstractmethod
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
-        """quantization_config. left_alone: names of linear layers in decoder layers that are not quantized."""
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+        """quantization_config. unquantized: names of linear layers in decoder layers that are not quantized."""
 
 
 class EightBit(Format):
@@ -80,7 +80,7 @@ class EightBit(Format):
         """The dequantized weight, float32."""
         return dequantize(tensors["weight"], tensors["weight_scale"], torch.float32)
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         settings = self.settings
         kind = "float" if settings.method == "fp8" else "int"
         weights = _number(8, kind, settings.granularity)
@@ -91,13 +91,13 @@ class EightBit(Format):
             inputs = _number(8, kind, "group", group_size=BLOCK, dynamic=True)
         else:
             inputs = _number(8, kind, "token", dynamic=True)
-        return _compressed(self.settings, f"{kind}-quantized", weights, inputs, left_alone)
+        return _compressed(self.settings, f"{kind}-quantized", weights, inputs, unquantized)
 
 
 class Plain(Format):
     """compressed-tensors with unquantized weights: describes the KV cache only."""
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         return {
             "quant_method": "compressed-tensors",
             "format": "dense",
@@ -132,7 +132,7 @@ class Packed(Format):
         )
 
     @abstractmethod
-    def encode(self, weight: Quantized) -> Tensors:
+    def encode(self, weight: QuantizedWeight) -> Tensors:
         """Pack a weight."""
 
     def decode(self, tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ class GptqFormat(Packed):
     method = Gptq
     least_zero = 1
 
-    def encode(self, weight: Quantized) -> Tensors:
+    def encode(self, weight: QuantizedWeight) -> Tensors:
         bits, zeros = self.settings.bits, _zeros(weight)
         inputs = weight.values.shape[1]
         side_by_side = torch.arange(inputs) // (inputs if self.settings.group_size == -1 else self.settings.group_size)
@@ -163,10 +163,10 @@ class GptqFormat(Packed):
             "g_idx": side_by_side.to(torch.int32) if weight.group_of is None else weight.group_of,
         }
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         """As Format; unquantized layers are patterns of `dynamic`, as GPTQModel writes them."""
         settings = self.settings
-        left: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in left_alone}
+        left: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in unquantized}
         return {
             "quant_method": "gptq",
             "bits": settings.bits,
@@ -186,21 +186,21 @@ class AwqFormat(Packed):
 
     method = Awq
 
-    def encode(self, weight: Quantized) -> Tensors:
+    def encode(self, weight: QuantizedWeight) -> Tensors:
         return {
             "qweight": pack(weight.values.T, 4, 1, AWQ_ORDER),
             "qzeros": pack(_zeros(weight), 4, 1, AWQ_ORDER),
             "scales": weight.scales,
         }
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         return {
             "quant_method": "awq",
             "bits": 4,
             "group_size": self.settings.group_size,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": [HEAD, *left_alone],
+            "modules_to_not_convert": [HEAD, *unquantized],
         }
 
 
@@ -213,7 +213,7 @@ class PackedTensors(Packed):
     def scale_dtype(self) -> torch.dtype:
         return self.dtype
 
-    def encode(self, weight: Quantized) -> Tensors:
+    def encode(self, weight: QuantizedWeight) -> Tensors:
         bits = self.settings.bits
         tensors = {
             "weight_packed": pack(weight.values, bits, 1),
@@ -224,7 +224,7 @@ class PackedTensors(Packed):
             tensors["weight_zero_point"] = pack(_zeros(weight).T, bits, 0)
         return tensors
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         settings = self.settings
         weights = _number(settings.bits, "int", "group" if settings.group_size > 0 else "channel")
         weights["symmetric"] = settings.symmetric
@@ -232,7 +232,7 @@ class PackedTensors(Packed):
             weights["group_size"] = settings.group_size
             if settings.act_order != "none":
                 weights["actorder"] = settings.act_order
-        return _compressed(self.settings, "pack-quantized", weights, None, left_alone)
+        return _compressed(self.settings, "pack-quantized", weights, None, unquantized)
 
 
 def make_format(settings: Settings, dtype: torch.dtype) -> EightBit | Packed | Plain:
@@ -245,7 +245,7 @@ def make_format(settings: Settings, dtype: torch.dtype) -> EightBit | Packed | P
     return kinds.get(settings.format, PackedTensors)(settings, dtype)
 
 
-def _zeros(weight: Quantized) -> torch.Tensor:
+def _zeros(weight: QuantizedWeight) -> torch.Tensor:
     assert weight.zeros is not None
     return weight.zeros
 
@@ -265,7 +265,7 @@ def _compressed(
     stored: str,
     weights: dict[str, Any],
     inputs: dict[str, Any] | None,
-    left_alone: Sequence[str],
+    unquantized: Sequence[str],
 ) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
@@ -273,6 +273,6 @@ def _compressed(
         "format": stored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "format": stored}},
-        "ignore": [HEAD, *left_alone],
+        "ignore": [HEAD, *unquantized],
         "kv_cache_scheme": _kv_cache_scheme(settings),
     }

@@ -12,7 +12,7 @@ import math
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.plugins.quant.w4a16 import Quantized
+from engine.plugins.quant.w4a16 import QuantizedWeight
 from engine.quantize.clipping import clip
 from engine.quantize.grid import Grid, assemble
 
@@ -22,7 +22,7 @@ BLOCK = 128
 
 def gptq(
     weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, group_size: int, *, act_order: str, damp: float
-) -> Quantized:
+) -> QuantizedWeight:
     """weight: [outputs, inputs] float32; hessian: [inputs, inputs], X^T X times any number.
 
     act_order and damp: see Settings. With "weight" ranges are clipped (clipping.py); otherwise a group's scale is

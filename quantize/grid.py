@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 
 from engine.core.errors import CheckpointError
-from engine.plugins.quant.w4a16 import Quantized
+from engine.plugins.quant.w4a16 import QuantizedWeight
 
 TINY = {torch.float16: 2.0**-20}
 """Smallest scale by dtype, for groups of zeros. The next smaller ones have hardly any digits left in float16."""
@@ -64,7 +64,7 @@ def grouped(weight: torch.Tensor, group_size: int) -> torch.Tensor:
 
 def round_to_nearest(
     weight: torch.Tensor, grid: Grid, group_size: int, bounds: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> Quantized:
+) -> QuantizedWeight:
     """Quantize weight, [outputs, inputs] float32, by rounding to nearest.
 
     bounds: smallest and largest weight of each group, [outputs, groups]; None: taken from the weight.
@@ -77,9 +77,9 @@ def round_to_nearest(
 
 def assemble(
     codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grid: Grid, group_of: torch.Tensor | None = None
-) -> Quantized:
+) -> QuantizedWeight:
     """codes: [outputs, inputs]; scale and zero: [outputs, groups]; all float32 -> the dtypes that formats store."""
-    return Quantized(
+    return QuantizedWeight(
         values=codes.to(torch.uint8),
         scales=scale.T.to(grid.scale_dtype).contiguous(),
         zeros=zero.T.to(torch.uint8).contiguous(),

@@ -105,7 +105,7 @@ def quantize(
         progress.phase("writing the checkpoint")
         config = {
             **source.checkpoint.config,
-            "quantization_config": make_format(settings, source.dtype).config(blueprint.left_alone),
+            "quantization_config": make_format(settings, source.dtype).config(blueprint.unquantized),
         }
         others = {name: (nbytes(source.stored(name)), partial(source.read, name)) for name in blueprint.others}
         size = target.finish(others, total, config, source.checkpoint.path, shard_bytes)

@@ -96,7 +96,7 @@ class Blueprint:
     """The decoder layers to quantize, and the other tensors."""
 
     layers: tuple[DecoderLayer, ...]
-    left_alone: tuple[str, ...]
+    unquantized: tuple[str, ...]
     """Full names of linear layers in decoder layers that are not quantized."""
     others: tuple[str, ...]
     """Names of tensors outside the decoder layers."""
@@ -123,7 +123,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
         parts.model(checkpoint.config, factory, parts.options["models"])
     linears = [layer for layer in factory.layers if isinstance(layer, Linear)]
     merged: dict[str, list[tuple[str, ...]]] = {}
-    left_alone: list[str] = []
+    unquantized: list[str] = []
     for layer in linears:
         names = [part.name for part in layer.spec.parts]
         ignored = [name for name in names if settings.method == NONE or is_listed(name, settings.ignore)]
@@ -132,7 +132,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
                 f"--ignore leaves {ignored[0]} alone but not {next(iter(set(names) - set(ignored)))}; they are"
                 f" multiplied as one matrix, so ignore all of {', '.join(names)}, or none"
             )
-        left_alone += ignored
+        unquantized += ignored
         for part in layer.spec.parts:
             _check_tensor(source, part.name, (part.out_features, layer.spec.in_features))
             if not ignored:
@@ -155,7 +155,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
     scales = [name for reader in factory.kv_scales for name in (reader.names.keys[0], reader.names.values[0])]
     return Blueprint(
         layers=tuple(_layers(source.names, merged, scales)),
-        left_alone=tuple(left_alone),
+        unquantized=tuple(unquantized),
         others=tuple(name for name in source.names if LAYER.match(name) is None),
         spec=shape_of(parts.model, checkpoint.config, parts.owner("models")),
     )

@@ -24,7 +24,7 @@ from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import SkinnyGemms, SkinnyKernel
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
-from engine.ops.gemm.skinny_launch import MOST_ROWS, GemmShape
+from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS, Epilogue, GemmShape
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.models.forward_pass import ForwardPass
     from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
+
+HEAD_EPILOGUES: tuple[Epilogue, Epilogue] = ("plain", "argmax")
 
 
 class FusedRMSNorm(RMSNorm):
@@ -122,7 +124,7 @@ class FusedLMHead(LMHead):
         outputs, inputs = table.rows, table.shape[1]
         self.logits_gemm, self.argmax_gemm = (
             gemms.gemm(GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype))
-            for epilogue in ("plain", "argmax")
+            for epilogue in HEAD_EPILOGUES
         )
 
     @property
@@ -130,13 +132,13 @@ class FusedLMHead(LMHead):
         return self._weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        launch = self.logits_gemm.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
+        launch = self.logits_gemm.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
         return F.linear(hidden, self._weight) if launch is None else launch(hidden, self._weight)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Up to 16 rows are compared before logits are rounded to the model's dtype. Logits that are equal once rounded
         # may differ here; then the token is that of the larger one, not the first.
-        launch = self.argmax_gemm.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
+        launch = self.argmax_gemm.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
         return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:

@@ -1,4 +1,4 @@
-"""Unquantized linear layers with autotuned Triton kernels for skinny GEMMs, which have up to MOST_ROWS rows of x."""
+"""Unquantized linear layers with autotuned Triton kernels for skinny GEMMs: up to SKINNY_MAX_ROWS rows of x."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.common import launch
 from engine.ops.gemm import skinny, skinny_launch
 from engine.ops.gemm.skinny_launch import (
-    MOST_ROWS,
+    SKINNY_MAX_ROWS,
     GemmShape,
     SkinnyLaunch,
-    Tile,
+    SkinnyTile,
     Workspace,
     candidates,
     default_tile,
@@ -26,16 +26,16 @@ from engine.ops.gemm.skinny_launch import (
 )
 from engine.ops.sampling.argmax import argmax_rows
 
-ROW_CLASSES = (1, 2, 4, 8, MOST_ROWS)
+ROW_CLASSES = (1, 2, 4, 8, SKINNY_MAX_ROWS)
 """Numbers of rows for which a kernel is chosen; other numbers use the kernel of the next larger one."""
 
 
-class SkinnyGemm(AutotunedOp[Tile | None]):
+class SkinnyGemm(AutotunedOp[SkinnyTile | None]):
     """A GEMM of one shape. `launches[rows]` is the kernel chosen for that many rows; None: the library's."""
 
     def __init__(self, shape: GemmShape, workspace: Workspace) -> None:
         self.shape = shape
-        self.launches: list[SkinnyLaunch | None] = [None] * (MOST_ROWS + 1)
+        self.launches: list[SkinnyLaunch | None] = [None] * (SKINNY_MAX_ROWS + 1)
         self._workspace = workspace
         for rows in ROW_CLASSES:
             self.choose(rows, default_tile(shape, rows, workspace.device))
@@ -60,24 +60,24 @@ class SkinnyGemm(AutotunedOp[Tile | None]):
     def row_classes(self) -> Sequence[int]:
         return ROW_CLASSES
 
-    def candidates(self, rows: int) -> Sequence[Tile | None]:
+    def candidates(self, rows: int) -> Sequence[SkinnyTile | None]:
         """As AutotunedOp.candidates; the library's GEMM first."""
         return [None, *candidates(self.shape, rows, self._workspace.device)]
 
-    def refine(self, rows: int, ranked: Sequence[Tile | None]) -> Sequence[Tile | None]:
+    def refine(self, rows: int, ranked: Sequence[SkinnyTile | None]) -> Sequence[SkinnyTile | None]:
         """The fastest tile with different numbers of bytes to prefetch."""
         fastest = next((tile for tile in ranked if tile is not None), None)
         return [] if fastest is None else with_ahead(fastest, self.shape, self.dtype.itemsize)
 
-    def name(self, candidate: Tile | None) -> str:
+    def name(self, candidate: SkinnyTile | None) -> str:
         return "library" if candidate is None else str(candidate)
 
-    def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
+    def compile(self, rows: int, candidate: SkinnyTile | None, operands: Operands) -> None:
         if candidate is not None:
             weight = operands.weights["weight"]
             self.make(rows, candidate).compile(weight.new_empty(rows, weight.shape[1]), weight, operands.bias)
 
-    def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+    def run(self, candidate: SkinnyTile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
         """As AutotunedOp.run; returns the max logits if the epilogue is argmax."""
         weight = operands.weights["weight"]
         if candidate is None:
@@ -85,13 +85,13 @@ class SkinnyGemm(AutotunedOp[Tile | None]):
         kernel = self.make(x.shape[0], candidate)
         return kernel.peaks(x, weight)[0] if self.shape.epilogue == "argmax" else kernel(x, weight, operands.bias)
 
-    def choose(self, rows: int, candidate: Tile | None) -> None:
+    def choose(self, rows: int, candidate: SkinnyTile | None) -> None:
         """Set the kernel of a row class; None: the library's."""
         below = max((other for other in ROW_CLASSES if other < rows), default=0)
         kernel = None if candidate is None else self.make(rows, candidate)
         self.launches[below + 1 : rows + 1] = [kernel] * (rows - below)
 
-    def make(self, rows: int, tile: Tile) -> SkinnyLaunch:
+    def make(self, rows: int, tile: SkinnyTile) -> SkinnyLaunch:
         """A kernel for up to that many rows, without choosing it."""
         return SkinnyLaunch(self.shape, tile, rows, self._workspace)
 
@@ -112,7 +112,7 @@ class SkinnyGemms:
 
 
 class SkinnyKernel(PlainKernel):
-    """Unquantized weights: skinny GEMM kernels up to MOST_ROWS rows, torch's linear beyond."""
+    """Unquantized weights: skinny GEMM kernels up to SKINNY_MAX_ROWS rows, torch's linear beyond."""
 
     def __init__(self, spec: LinearSpec, gemms: SkinnyGemms) -> None:
         super().__init__(spec)
@@ -139,13 +139,13 @@ class SkinnyKernel(PlainKernel):
         return [AutotunedCall(op=self.skinny_gemm, operands=Operands(weights=weights, bias=bias))]
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        launch = self._plain[x.shape[0]] if x.dim() == 2 and x.shape[0] <= MOST_ROWS else None
+        launch = self._plain[x.shape[0]] if x.dim() == 2 and x.shape[0] <= SKINNY_MAX_ROWS else None
         return F.linear(x, weights["weight"], bias) if launch is None else launch(x, weights["weight"], bias)
 
     def apply_gated(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        launch = self._gated[x.shape[0]] if x.dim() == 2 and x.shape[0] <= MOST_ROWS else None
+        launch = self._gated[x.shape[0]] if x.dim() == 2 and x.shape[0] <= SKINNY_MAX_ROWS else None
         if launch is None:
             return silu_and_mul(F.linear(x, weights["weight"], bias))
         return launch(x, weights["weight"], bias)

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from engine.core import Engine, SamplingParams
-from engine.plugins.quant.w4a16 import Quantized
+from engine.plugins.quant.w4a16 import QuantizedWeight
 from engine.quantize.formats import AwqFormat, GptqFormat, PackedTensors, pack
 from engine.quantize.run import quantize
 from engine.quantize.settings import Settings
@@ -53,7 +53,7 @@ def test_tensors_equal_a_reference_packer(kind, ordered):
         "rtn", format={GptqFormat: "gptq", AwqFormat: "awq"}.get(kind), group_size=32, symmetric=False
     )
     form = kind(settings, torch.float16)
-    quantized = Quantized(
+    quantized = QuantizedWeight(
         values=torch.from_numpy(made.values).to(torch.uint8),
         scales=made.scales,
         zeros=torch.from_numpy(made.zeros).to(torch.uint8),

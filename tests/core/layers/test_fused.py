@@ -9,7 +9,7 @@ from engine.core.distributed import PartialSum
 from engine.core.layers import LayerFactory, RotarySpec
 from engine.core.layers.skinny_linear import ROW_CLASSES, SkinnyKernel
 from engine.core.quant.float8 import UNSCALED, KVScales
-from engine.ops.gemm.skinny_launch import MOST_ROWS
+from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS
 from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 from engine.testing.ranks import LoneRank
 
@@ -238,7 +238,7 @@ def test_choice_is_for_all_layers_of_a_shape_and_all_rows_of_its_class():
     assert first is not other
     for rows in ROW_CLASSES:
         first.choose(rows, None)
-    assert first.launches == [None] * (MOST_ROWS + 1)
+    assert first.launches == [None] * (SKINNY_MAX_ROWS + 1)
     tile = other.launches[1].tile
     first.choose(4, tile)
     assert [launch is not None for launch in first.launches[:6]] == [False, False, False, True, True, False]
