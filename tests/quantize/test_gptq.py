@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,7 @@ GRIDS = [Grid(bits=4, symmetric=symmetric, scale_dtype=torch.float32) for symmet
 @pytest.mark.parametrize("grid", GRIDS, ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("act_order", "grouping"), [("none", "order"), ("weight", "neighbours"), ("group", "order")])
 @pytest.mark.parametrize("size", [16, 48])
-def test_quantized_values_equal_the_formula(grid, act_order, grouping, size):
+def test_quantized_values_equal_the_formula(grid: Any, act_order: Any, grouping: Any, size: int) -> None:
     weight, hessian = problem()
     found = gptq(weight, hessian.float(), grid, size, act_order=act_order, damp=0.01)
     order = list(range(48))
@@ -49,7 +51,7 @@ def test_quantized_values_equal_the_formula(grid, act_order, grouping, size):
 
 
 @pytest.mark.parametrize("size", [16, 64, 128, -1])
-def test_result_does_not_depend_on_blocks(size, monkeypatch):
+def test_result_does_not_depend_on_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of several blocks, against one block for all."""
     weight, hessian = problem(4, 256, 400)
     split = gptq(weight, hessian.float(), GRIDS[0], size, act_order="none", damp=0.05)
@@ -59,7 +61,7 @@ def test_result_does_not_depend_on_blocks(size, monkeypatch):
 
 
 @pytest.mark.parametrize("act_order", ["none", "weight", "group"])
-def test_error_is_smaller_than_by_rounding(act_order):
+def test_error_is_smaller_than_by_rounding(act_order: Any) -> None:
     weight, hessian = problem(32, 256, 1000)
     grid = GRIDS[0]
     errors = [
@@ -72,13 +74,13 @@ def test_error_is_smaller_than_by_rounding(act_order):
     assert errors[0] < 0.85 * errors[1]
 
 
-def test_without_correlation_gptq_equals_rounding():
+def test_without_correlation_gptq_equals_rounding() -> None:
     weight, _ = problem()
     found = gptq(weight, torch.eye(48), GRIDS[0], 16, act_order="none", damp=0.01)
     assert torch.equal(found.values, round_to_nearest(weight, GRIDS[0], 16).values)
 
 
-def test_inputs_that_are_always_zero_get_no_weight():
+def test_inputs_that_are_always_zero_get_no_weight() -> None:
     weight, hessian = problem()
     hessian[:, 5] = hessian[5] = 0
     weight[:, 5] = 1e4
@@ -87,7 +89,7 @@ def test_inputs_that_are_always_zero_get_no_weight():
     assert float((found - weight)[:, 6:].norm()) < float(weight[:, 6:].norm())
 
 
-def test_hessian_with_nan_is_an_error():
+def test_hessian_with_nan_is_an_error() -> None:
     weight, hessian = problem()
     with pytest.raises(CheckpointError, match="positive definite"):
         gptq(weight, hessian.float() * float("nan"), GRIDS[0], 16, act_order="none", damp=0.01)

@@ -1,6 +1,7 @@
 """Fused layers equal plain layers. On the CPU in Triton's interpreter."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_norm_equals_plain():
+def test_norm_equals_plain() -> None:
     plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5))
     x, residual = randn(3, 48), randn(3, 48) + 1
     for one, other in zip(fused(x, residual.clone()), plain(x, residual), strict=True):
@@ -109,7 +110,7 @@ class NextLinear:
         return "made", given
 
 
-def test_norm_is_quantized_for_the_next_layer():
+def test_norm_is_quantized_for_the_next_layer() -> None:
     norm = both(lambda layers: layers.norm("norm", 48, 1e-5))[1]
     x, residual = randn(3, 48), randn(3, 48) + 1
     assert norm.quantized_for(NextLinear(), x, residual) == ("made", (x, residual, norm.weight, 1e-5, "its weights"))
@@ -119,7 +120,7 @@ def test_norm_is_quantized_for_the_next_layer():
     assert torch.equal(normed, norm(total)[0])
 
 
-def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces():
+def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces() -> None:
     def build(layers):
         return layers.norm("norm", 48, 1e-5)
 
@@ -140,7 +141,7 @@ def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces():
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 16, 17, 40])
 @pytest.mark.parametrize(("bias", "parallel", "ranks"), [(False, "none", 1), (True, "column", 2), (True, "row", 2)])
-def test_linear_equals_plain(rows, bias, parallel, ranks):
+def test_linear_equals_plain(rows: int, bias: bool, parallel: Any, ranks: int) -> None:
     def build(layers):
         return layers.linear([("a", 40), ("b", 24)], 64, bias=bias, parallel=parallel)
 
@@ -153,7 +154,7 @@ def test_linear_equals_plain(rows, bias, parallel, ranks):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 9, 20])
-def test_gated_equals_plain(rows):
+def test_gated_equals_plain(rows: int) -> None:
     def build(layers):
         return layers.linear([("gate", 40), ("up", 40)], 64, bias=True, parallel="column", gated=True)
 
@@ -164,7 +165,7 @@ def test_gated_equals_plain(rows):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 17])
-def test_lm_head_equals_plain(rows):
+def test_lm_head_equals_plain(rows: int) -> None:
     plain, fused = both(lambda layers: layers.lm_head("lm_head", 100, 32))
     hidden = randn(rows, 32)
     logits = plain(hidden)
@@ -180,7 +181,7 @@ def test_lm_head_equals_plain(rows):
     [(16, {}), (8, {}), (16, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})],
 )
 @pytest.mark.parametrize("normed", [False, True])
-def test_attention_equals_plain(rotary_dim, scaling, normed):
+def test_attention_equals_plain(rotary_dim: int, scaling: Any, normed: bool) -> None:
     spec = RotarySpec(rotary_dim=rotary_dim, type=scaling.get("rope_type", "default"), parameters=scaling)
 
     def build(layers):
@@ -214,7 +215,7 @@ def test_attention_equals_plain(rotary_dim, scaling, normed):
         close(one, other)
 
 
-def test_attention_quantizes_by_the_scales_of_its_layer(monkeypatch):
+def test_attention_quantizes_by_the_scales_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr("engine.core.layers.fused.rotate_and_write", lambda *arguments: calls.append(arguments))
     layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
@@ -230,7 +231,7 @@ def test_attention_quantizes_by_the_scales_of_its_layer(monkeypatch):
     assert calls[0][-1] == KVScales(key=0.5, value=0.25)
 
 
-def test_choice_is_for_all_layers_of_a_shape_and_all_rows_of_its_class():
+def test_choice_is_for_all_layers_of_a_shape_and_all_rows_of_its_class() -> None:
     layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
     first, second = (layers.linear([(name, 40)], 64).kernel.skinny_gemm for name in ("a", "b"))
     other = layers.linear([("c", 41)], 64).kernel.skinny_gemm

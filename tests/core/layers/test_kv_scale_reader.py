@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import attrs
 import pytest
@@ -64,7 +65,7 @@ def reader(layer: int = 0, **scales: float) -> KVScaleReader:
         ({}, None),
     ],
 )
-def test_the_first_name_in_the_checkpoint_is_read(scales, expected) -> None:
+def test_the_first_name_in_the_checkpoint_is_read(scales: Any, expected: Any) -> None:
     assert reader(**scales).scales == expected
 
 
@@ -86,7 +87,7 @@ def test_scales_are_optional_and_not_sharded() -> None:
         ({"k": 1.0, "v": -1.0}, "tensor a.v is -1.0"),
     ],
 )
-def test_invalid_scales_are_an_error(scales, message) -> None:
+def test_invalid_scales_are_an_error(scales: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         reader(**scales)
 
@@ -102,14 +103,16 @@ def test_factory_asks_the_method_by_the_name_in_the_checkpoint() -> None:
     assert set(made.tensors()) == {"layers.1.k", "layers.1.v"}
 
 
-def test_no_warning_if_no_scale_is_missing(caplog) -> None:
+def test_no_warning_if_no_scale_is_missing(caplog: pytest.LogCaptureFixture) -> None:
     found = find_kv_scales(SPEC, [reader(1, k=3.0, v=4.0), reader(0, k=1.0, v=2.0)])
     assert found == (KVScales(key=1.0, value=2.0), KVScales(key=3.0, value=4.0))
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("readers", "missing"), [([], 2), ([reader(0), reader(1, k=3.0, v=4.0)], 1)])
-def test_layers_without_scales_are_warned_about_once(readers, missing, caplog) -> None:
+def test_layers_without_scales_are_warned_about_once(
+    readers: Any, missing: int, caplog: pytest.LogCaptureFixture
+) -> None:
     found = find_kv_scales(SPEC, readers)
     assert found.count(UNSCALED) == missing
     [record] = caplog.records
@@ -119,7 +122,7 @@ def test_layers_without_scales_are_warned_about_once(readers, missing, caplog) -
     assert "--kv-dtype bfloat16" in record.message
 
 
-def test_unused_scales_are_warned_about_once(caplog) -> None:
+def test_unused_scales_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     spec = attrs.evolve(SPEC, kv_dtype="bfloat16")
     assert find_kv_scales(spec, [reader(0, k=1.0, v=2.0), reader(1, k=1.0, v=2.0)]) == ()
     [record] = caplog.records

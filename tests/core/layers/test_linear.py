@@ -1,5 +1,7 @@
 """Linear layers, their kernels, and the factory that chooses them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ def make(**changes):
     return LayerFactory(**{"dtype": "float32", "device": "cpu", **changes})
 
 
-def test_factory_asks_the_quantization_method_for_each_linear():
+def test_factory_asks_the_quantization_method_for_each_linear() -> None:
     quant = Chosen()
     layers = make(quant=quant)
     special = layers.linear([("special", 3)], 3, bias=True)
@@ -63,7 +65,7 @@ def test_factory_asks_the_quantization_method_for_each_linear():
 
 
 @pytest.mark.parametrize("parallel", ["none", "column", "row"])
-def test_plain_linear_reads_weights_and_biases_of_its_parts(parallel):
+def test_plain_linear_reads_weights_and_biases_of_its_parts(parallel: Any) -> None:
     linear = make().linear([("a", 4), ("b", 2)], 6, bias=True, parallel=parallel)
     shapes = {name: spec.shape for name, spec in linear.tensors().items()}
     assert shapes == {"a.weight": (4, 6), "b.weight": (2, 6), "a.bias": (4,), "b.bias": (2,)}
@@ -72,13 +74,13 @@ def test_plain_linear_reads_weights_and_biases_of_its_parts(parallel):
     assert shards == {"a.weight": weight, "b.weight": weight, "a.bias": bias, "b.bias": bias}
 
 
-def test_single_weight_is_not_copied():
+def test_single_weight_is_not_copied() -> None:
     linear = make().linear([("a", 4)], 6)
     weight = torch.randn(4, 6, device="meta")  # weights on a CPU are packed, see test_matmul.py
     assert linear.kernel.prepare({"a.weight": weight})["weight"] is weight
 
 
-def test_gated_linear_activates_unless_its_kernel_does():
+def test_gated_linear_activates_unless_its_kernel_does() -> None:
     class Both(Doubled):
         def apply_gated(self, x, weights, bias):
             return x + 100
@@ -102,7 +104,7 @@ def test_gated_linear_activates_unless_its_kernel_does():
     torch.testing.assert_close(summed.gated(x), silu_and_mul(x))
 
 
-def test_only_row_parallel_layers_reduce_and_the_bias_is_added_once():
+def test_only_row_parallel_layers_reduce_and_the_bias_is_added_once() -> None:
     calls = []
 
     class Group(LoneRank):
@@ -130,13 +132,13 @@ def test_partial_linear_adds_the_bias_on_rank_0_only(rank: int) -> None:
 
 
 @pytest.mark.parametrize(("parallel", "said"), [("column", "3 outputs of b"), ("row", "5 inputs of a")])
-def test_sizes_that_ranks_do_not_divide_are_an_error(parallel, said):
+def test_sizes_that_ranks_do_not_divide_are_an_error(parallel: Any, said: str) -> None:
     layers = make(group=LoneRank(0, 2))
     with pytest.raises(ConfigError, match=f"2 ranks cannot share {said} evenly"):
         layers.linear([("a", 4), ("b", 3)], 5, parallel=parallel)
 
 
-def test_unknown_dtype_is_an_error():
+def test_unknown_dtype_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot compute in 'int8'; use one of float32"):
         make(dtype="int8")
 
@@ -184,7 +186,7 @@ def linear(kernel, **settings):
     return layer
 
 
-def test_gated_output_is_quantized_for_the_rows_that_the_next_kernel_supports():
+def test_gated_output_is_quantized_for_the_rows_that_the_next_kernel_supports() -> None:
     down = linear(Particular())
     x = torch.randn(3, 8)
     for gate_up in (linear(Doubled()), linear(PlainKernel(down.spec))):
@@ -200,7 +202,7 @@ def test_gated_output_is_quantized_for_the_rows_that_the_next_kernel_supports():
     assert torch.equal(summed(made), 1.5 * (made.rows + 7))
 
 
-def test_gated_layer_takes_a_quantized_activation():
+def test_gated_layer_takes_a_quantized_activation() -> None:
     gate_up, down = linear(Particular()), linear(Particular())
     made, _ = gate_up.fused_input_quantization(torch.ones(2, 8)).norm_and_quantize(
         torch.randn(2, 8), None, torch.ones(8), 1e-5, gate_up.weights
@@ -211,7 +213,7 @@ def test_gated_layer_takes_a_quantized_activation():
     assert torch.equal(gate_up.gated_quantized_for(linear(Doubled()), made), silu_and_mul(y))
 
 
-def test_kernel_that_fuses_gating_is_preferred_to_fused_input_quantization():
+def test_kernel_that_fuses_gating_is_preferred_to_fused_input_quantization() -> None:
     down = linear(Particular())
     x = torch.randn(2, 8)
 
@@ -225,12 +227,12 @@ def test_kernel_that_fuses_gating_is_preferred_to_fused_input_quantization():
     assert Doubled().fused_input_quantization() is None
 
 
-def test_activation_quantized_for_another_layer_is_an_error():
+def test_activation_quantized_for_another_layer_is_an_error() -> None:
     with pytest.raises(TypeError, match="a takes tensors only; this activation was quantized for another layer"):
         linear(Doubled())(Made(torch.ones(2, 8)))
 
 
-def test_plain_norm_does_not_quantize():
+def test_plain_norm_does_not_quantize() -> None:
     layers = make()
     norm = layers.norm("norm", 8, 1e-5)
     norm.fill({"norm.weight": torch.randn(8)})
