@@ -1,23 +1,24 @@
-"""Groups of inputs that share a scale: which input is in which group, on this rank, and whether that can be served."""
+"""Assigns this rank's inputs to groups that share a scale, and checks that the assignment can be served."""
 
 from __future__ import annotations
 
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.plugins.quant.w4a16 import Scheme
+from engine.plugins.quant.w4a16 import GroupScheme
 
 
 def group_of(
-    name: str, stored: torch.Tensor | None, scheme: Scheme, inputs: int, total: int, *, ordered: bool
+    name: str, stored: torch.Tensor | None, scheme: GroupScheme, inputs: int, total: int, *, ordered: bool
 ) -> torch.Tensor | None:
-    """The group of each of this rank's inputs: [inputs] int32; None: they lie side by side.
+    """The group of each of this rank's inputs: [inputs] int32. None: groups are consecutive inputs.
 
-    name: of the tensor; stored: this rank's part of it, of all inputs' groups; None or empty: they lie side by side.
-    inputs: this rank's; total: over all ranks. ordered: whether the rank has the scales of all groups; else those of
-    its own, and inputs of one group must not be on several ranks.
-    Raises CheckpointError for a tensor of another size, groups that are not there or of unequal size, and for a rank
-    that has the scales of some groups and inputs of others.
+    name: of the tensor (g_idx). stored: this rank's part of it; None or empty: groups are consecutive. inputs: this
+    rank's; total: over all ranks. ordered: act-order; the rank then has the scales of all groups. Otherwise it has the
+    scales of its own groups, and a group must not span ranks.
+
+    Raises CheckpointError for a tensor of another size, for groups that do not exist or of unequal size, and for a rank
+    whose scales and inputs are of different groups.
     """
     shared = inputs != total
     if stored is None or stored.numel() == 0:
@@ -56,7 +57,7 @@ def group_of(
 
 
 def check_scales(name: str, scales: torch.Tensor) -> torch.Tensor:
-    """The same scales. Raises CheckpointError for one that is no finite number."""
+    """Return the scales. Raises CheckpointError if any is not finite."""
     if not bool(torch.isfinite(scales).all()):
         raise CheckpointError(f"tensor {name} holds scales that are infinite or no number; the file is damaged")
     return scales

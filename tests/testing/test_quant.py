@@ -1,4 +1,4 @@
-"""The quantization suite finds the mistakes it is there to find, and passes correct methods."""
+"""The quantization suite finds faulty methods, and passes correct ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALVED = {"quant_method": "halved"}
 
 
 class Kernel(LinearKernel):
-    """Codes are halves of the weight; a scale an output makes up for it. Faulty ones below change one thing."""
+    """Stores halves of the weight and a scale of 2 per output. The faulty kernels below change one thing each."""
 
     def __init__(self, spec):
         self.spec = spec
@@ -93,7 +93,7 @@ class Made(QuantizedActivation):
 
 
 class Fused(FusedInputQuantization):
-    """By the definition; takes some rows."""
+    """Computes the definition; supports more than one row."""
 
     def __init__(self, kernel):
         self.kernel = kernel
@@ -406,53 +406,63 @@ FAULTS = [
     (method_of(Backwards), "test_merged_parts", (), "part 0: relative error"),
     (method_of(BlockOfRank), "test_merged_parts", (), r"shape \[17, 64\], not \[17, 128\]"),
     (method_of(UpAlone), "test_gated", (17,), "gated, 17 rows: relative error"),
-    (method_of(Undecided), "test_gated", (1,), "no truth value"),
+    (method_of(Undecided), "test_gated", (1,), "does not return a bool"),
     (method_of(shared(None, None)), "test_column_parallel", (), "size of tensor"),
     (method_of(shared(0, None)), "test_column_parallel", (), "size of tensor"),
     (method_of(Backwards), "test_column_parallel", (), "2 ranks, part 0: relative error"),
     (method_of(FirstInputs), "test_row_parallel", (), "the sum over 2 ranks: relative error"),
     (method_of(shared(0, None)), "test_row_parallel", (), "shapes cannot be multiplied"),
-    (method_of(OwnCopies), "test_fewer_key_and_value_heads_than_ranks", (), "rank 0 of 4, shape"),
-    (method_of(InPlace), "test_nothing_is_changed", (), r"apply\(\) changed x"),
-    (method_of(GrowingWeights), "test_nothing_is_changed", (), r"apply\(\) changed scale"),
-    (method_of(BiasInPlace), "test_nothing_is_changed", (), r"apply\(\) changed the bias"),
-    (method_of(GatedInPlace), "test_nothing_is_changed", (), r"apply_gated\(\) changed x"),
-    (method_of(Centring), "test_nothing_is_changed", (), r"prepare\(\) changed gate.codes"),
-    (method_of(Remembering), "test_a_call_depends_on_its_arguments_alone", (), "17 rows after others: relative"),
-    (method_of(FirstWeights), "test_a_call_depends_on_its_arguments_alone", (), "17 rows after others: relative"),
-    (method_of(Accumulating), "test_a_call_depends_on_its_arguments_alone", (), "17 rows after others: relative"),
+    (method_of(OwnCopies), "test_kv_head_replicas", (), "rank 0 of 4, shape"),
+    (method_of(InPlace), "test_arguments_are_not_modified", (), r"apply\(\) changed x"),
+    (method_of(GrowingWeights), "test_arguments_are_not_modified", (), r"apply\(\) changed scale"),
+    (method_of(BiasInPlace), "test_arguments_are_not_modified", (), r"apply\(\) changed the bias"),
+    (method_of(GatedInPlace), "test_arguments_are_not_modified", (), r"apply_gated\(\) changed x"),
+    (method_of(Centring), "test_arguments_are_not_modified", (), r"prepare\(\) changed gate.codes"),
+    (method_of(Remembering), "test_calls_are_independent", (), "17 rows after others: relative"),
+    (method_of(FirstWeights), "test_calls_are_independent", (), "17 rows after others: relative"),
+    (method_of(Accumulating), "test_calls_are_independent", (), "17 rows after others: relative"),
     (method_of(preparing(Residual)), "test_fused_input_quantization", (17,), "the sum of 17 rows with a residual"),
     (method_of(preparing(SumAlone)), "test_fused_input_quantization", (17,), "the sum of 17 rows with a residual"),
     (method_of(preparing(Unweighted)), "test_fused_input_quantization", (2,), "the norm of 2 rows without a residual"),
     (method_of(preparing(Swapped)), "test_fused_input_quantization", (2,), "the activation of 2 rows"),
     (method_of(AnyShape), "test_wrong_shapes_are_refused", (), "is not refused"),
     (method_of(Nameless), "test_wrong_shapes_are_refused", (), "is refused without its name"),
-    (method_of(Unscaled), "test_lacking_tensors_are_refused", (), "without a.scale: relative error"),
-    (method_of(Silent), "test_lacking_tensors_are_refused", (), "a.scale, lacking, is refused without its name"),
-    (refusing(lambda checkpoint: None), "test_refusals", (), "answered None to a method"),
+    (method_of(Unscaled), "test_missing_tensors_are_refused", (), "without a.scale: relative error"),
+    (method_of(Silent), "test_missing_tensors_are_refused", (), "a.scale, missing, is refused without its name"),
+    (refusing(lambda checkpoint: None), "test_refusals", (), "returned None to an unknown method"),
     (refusing(lambda checkpoint: "no"), "test_refusals", (), "refuses its checkpoint on cpu: no"),
-    (refusing(lambda checkpoint: checkpoint != HALVED or None), "test_refusals", (), "answered True"),
+    (refusing(lambda checkpoint: checkpoint != HALVED or None), "test_refusals", (), "returned True"),
     (refusing(lambda checkpoint: "" if checkpoint != HALVED else None), "test_refusals", (), "an empty string"),
-    (named(kv_dtype=classmethod(lambda cls, checkpoint: "fp8")), "test_scales_of_the_cache", (), "answered 'fp8'"),
-    (scaled(("k_scale", "v_scale")), "test_scales_of_the_cache", (), "answered"),
-    (scaled(KVScaleNames(keys=("k",), values=())), "test_scales_of_the_cache", (), "no name of a scale of values"),
-    (scaled(KVScaleNames(keys=(), values=("v",))), "test_scales_of_the_cache", (), "no name of a scale of keys"),
+    (
+        named(kv_dtype=classmethod(lambda cls, checkpoint: "fp8")),
+        "test_kv_cache_dtype_and_scales",
+        (),
+        "returned 'fp8'",
+    ),
+    (scaled(("k_scale", "v_scale")), "test_kv_cache_dtype_and_scales", (), "returned"),
+    (
+        scaled(KVScaleNames(keys=("k",), values=())),
+        "test_kv_cache_dtype_and_scales",
+        (),
+        "no name of a scale of values",
+    ),
+    (scaled(KVScaleNames(keys=(), values=("v",))), "test_kv_cache_dtype_and_scales", (), "no name of a scale of keys"),
 ]
 
 
 @pytest.mark.parametrize(
     ("method", "test", "arguments", "told"), FAULTS, ids=[f"{fault[0].kernel.__name__}-{fault[1]}" for fault in FAULTS]
 )
-def test_a_fault_is_found(
+def test_suite_finds_faults(
     method: type[QuantMethod[Any]], test: str, arguments: tuple[Any, ...], told: str, tmp_path: Path
 ) -> None:
     suite = type("Suite", (Halved,), {"method": method})()
-    needs = () if test in ("test_refusals", "test_scales_of_the_cache") else (tmp_path,)
+    needs = () if test in ("test_refusals", "test_kv_cache_dtype_and_scales") else (tmp_path,)
     with pytest.raises((AssertionError, RuntimeError), match=told):
         getattr(suite, test)(*needs, *arguments)
 
 
-def test_what_cannot_be_shared_is_skipped_with_its_sentence(tmp_path: Path) -> None:
+def test_suite_skips_refused_sharding_with_the_refusal(tmp_path: Path) -> None:
     def linear(self, spec):
         if spec.ranks > 2:
             raise CheckpointError("4 ranks would cut blocks of 32")
@@ -463,7 +473,7 @@ def test_what_cannot_be_shared_is_skipped_with_its_sentence(tmp_path: Path) -> N
         suite.test_row_parallel(tmp_path)
 
 
-def test_a_method_that_leaves_all_to_core_may_say_so(tmp_path: Path) -> None:
+def test_suite_accepts_a_method_that_quantizes_nothing(tmp_path: Path) -> None:
     method = named(linear=lambda self, spec: None, refuses=classmethod(lambda cls, checkpoint, device: None))
     suite = type("Suite", (QuantConformance,), {"method": method})()
     with pytest.raises(AssertionError, match="lacks a kernel for a plain layer"):
@@ -473,7 +483,7 @@ def test_a_method_that_leaves_all_to_core_may_say_so(tmp_path: Path) -> None:
     suite.test_product(tmp_path, 17, True)
 
 
-def test_an_error_that_is_allowed_for(tmp_path: Path) -> None:
+def test_suite_allows_the_stated_error(tmp_path: Path) -> None:
     members = {"method": method_of(OneScale), "error": 0.02}
     suite = type("Suite", (Halved,), members)()
     suite.test_product(tmp_path, 17, True)
@@ -482,7 +492,7 @@ def test_an_error_that_is_allowed_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_replay_that_does_not_follow_its_input_is_found(tmp_path: Path) -> None:
+def test_suite_finds_a_replay_of_stale_input(tmp_path: Path) -> None:
     class Stale(Kernel):
         """Multiplies the x that it saw first of each size."""
 
