@@ -64,7 +64,7 @@ def test_parts_of_a_packed_layer(method, ordered):
     loaded = {name: tensor.to(device) for name, tensor in tensors_of(weights, method).items()}
     assert set(kernel.tensors()) >= set(loaded)
     packed = kernel.pack_weights(loaded)
-    matrices = sum(name.startswith("words") for name in packed)
+    matrices = sum(name.startswith("packed") for name in packed)
     assert matrices == {"none": 1, "equal": 1, "each": 3, "some": 2}[ordered]
     plain = torch.cat([weight.plain for weight in weights.values()]).to(device)
     generator = torch.Generator().manual_seed(0)
