@@ -184,7 +184,7 @@ def row_warps(rows: int, inputs: int) -> int:
 def empty_quantized(
     rows: int, inputs: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for quantized and scales of so many rows."""
+    """Allocate values and scales for a number of rows."""
     padded = -(-inputs // BLOCK) * BLOCK
     quantized = torch.empty((rows, padded), dtype=dtype, device=device)
     return quantized, torch.empty((rows,), dtype=torch.float32, device=device)

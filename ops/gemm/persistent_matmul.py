@@ -207,12 +207,12 @@ def launch(
     compile_only: compile in the threads of an active triton.AsyncCompileMode, without a launch. tile: of 128 or 256
     outputs.
     """
-    codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    numbers = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    layout_8_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    layout_16_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     arguments = (
-        TensorDescriptor.from_tensor(out, [tile.rows, PIECE], numbers),
-        TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k], codes),
-        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k], codes),
+        TensorDescriptor.from_tensor(out, [tile.rows, PIECE], layout_16_bit),
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k], layout_8_bit),
+        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k], layout_8_bit),
         x_scale,
         scale,
         scale if bias is None else bias,

@@ -244,7 +244,7 @@ def candidates(shape: WeightOnlyShape, rows: int, sms: int, shared: int) -> list
     sms: multiprocessors of the GPU. shared: bytes of shared memory per program.
     """
     default = tensor_core_tile(shape, rows, sms, shared)
-    if default is None:  # no tile fits_workspace
+    if default is None:  # no tile fits
         return [None]
     wanted = [
         WeightOnlyTile(rows=tile_rows, columns=default.columns, warps=warps, stages=stages)

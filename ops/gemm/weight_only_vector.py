@@ -1,7 +1,7 @@
 """Weight-only GEMV: what weight_only.matmul_kernel computes, for one row of x, bound by the latency of reading W.
 
 A program holds words of a few rows of W in registers, multiplies element by element and sums at the end. Programs are
-small and need no shared memory, so that the next kernel's programs fit next to them and load their first words while
+small and exchange no data, so that the next kernel's programs fit next to them and load their first words while
 this kernel ends (programmatic dependent launch).
 
 Two words are read as one 32-bit pair and multiplied by pairs of x. An integer's bits are put into the fraction of 1.0,
@@ -106,9 +106,9 @@ def _float16s(pairs, ASM: tl.constexpr):
 
 
 @triton.jit
-def _float16(code):
+def _float16(value):
     """The bits of the float16 equal to the float8 in the lowest 8 bits; not for NaN."""
-    bits = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.int16)
+    bits = (((value & 0x80) << 8) | ((value & 0x7F) << 7)).to(tl.int16)
     number = (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(tl.float16)
     return number.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 

@@ -57,7 +57,7 @@ class Fp8(W8Method[Fp8Options]):
             raise CheckpointError("the checkpoint has int8 weights and no float8 ones; choose --quant int8 or auto")
         raise CheckpointError(
             f"the checkpoint's weights are quantized by {method!r} already, and quantizing them again would only lose"
-            " digits; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
+            " precision; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
         )
 
 

@@ -24,33 +24,34 @@ def group_of(
     if stored is None or stored.numel() == 0:
         if shared and ordered:
             raise CheckpointError(
-                f"the checkpoint lacks {name}, but says that groups of inputs have an order of their own (act-order),"
-                f" and {total // inputs} ranks share these inputs; use one rank"
+                f"the checkpoint lacks {name}, which act-order needs where {total // inputs} ranks share the inputs;"
+                " use one rank"
             )
         return None
     if tuple(stored.shape) != (inputs,):
         raise CheckpointError(f"tensor {name} has shape {list(stored.shape)}; the model expects [{inputs}] or none")
     size = total if scheme.group_size == -1 else scheme.group_size
-    side_by_side = torch.arange(inputs, device=stored.device, dtype=torch.int64) // size
+    consecutive = torch.arange(inputs, device=stored.device, dtype=torch.int64) // size
     found = stored.to(torch.int64)
     if shared and ordered:
         if int(found.min()) < 0 or int(found.max()) >= scheme.groups(total):
             raise CheckpointError(
-                f"tensor {name} has groups {int(found.min())} to {int(found.max())}; there are {scheme.groups(total)}"
+                f"tensor {name} has groups {int(found.min())} to {int(found.max())}; expected 0 to"
+                f" {scheme.groups(total) - 1}"
             )
         return found.to(torch.int32)
     if shared:
-        if not torch.equal(found - found[0], side_by_side):
+        if not torch.equal(found - found[0], consecutive):
             raise CheckpointError(
-                f"tensor {name} gives inputs to groups in an order of its own, which quantization_config does not say"
-                f" (desc_act, actorder), so that {total // inputs} ranks cannot share these inputs; use one rank"
+                f"tensor {name} has act-order, which quantization_config does not say (desc_act, actorder), so that"
+                f" {total // inputs} ranks cannot share these inputs; use one rank"
             )
         return None
-    if torch.equal(found, side_by_side):
+    if torch.equal(found, consecutive):
         return None
-    if not torch.equal(found.sort().values, side_by_side):
+    if not torch.equal(found.sort().values, consecutive):
         raise CheckpointError(
-            f"tensor {name} must give {size} inputs to each of {scheme.groups(inputs)} groups (fewer to the last); it"
+            f"tensor {name} must assign {size} inputs to each of {scheme.groups(inputs)} groups (fewer to the last); it"
             f" has groups {int(found.min())} to {int(found.max())} of unequal size"
         )
     return found.to(torch.int32)
@@ -59,5 +60,5 @@ def group_of(
 def check_scales(name: str, scales: torch.Tensor) -> torch.Tensor:
     """Return the scales. Raises CheckpointError if any is not finite."""
     if not bool(torch.isfinite(scales).all()):
-        raise CheckpointError(f"tensor {name} holds scales that are infinite or no number; the file is damaged")
+        raise CheckpointError(f"tensor {name} has scales that are not finite; the file is damaged")
     return scales

@@ -35,5 +35,5 @@ class Int8(W8Method[ActivationOptions]):
             raise CheckpointError("the checkpoint has float8 weights; choose --quant fp8 or auto")
         raise CheckpointError(
             f"the checkpoint's weights are quantized by {method!r} already, and quantizing them again would only lose"
-            " digits; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
+            " precision; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
         )

@@ -4,7 +4,7 @@ from attrs import evolve
 
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.plugins.quant.w8a8_matmul import LARGE_TILE, MIDDLE_TILES, SMALL_TILES, matmul_tile
+from engine.plugins.quant.w8a8_matmul import LARGE_TILE, MEDIUM_TILES, SMALL_TILES, matmul_tile
 
 from .w8a8 import Operands, check_close
 
@@ -72,8 +72,8 @@ def test_no_rows(device, half, workspace):
 
 def test_default_tiles_occupy_all_multiprocessors_if_possible():
     assert [matmul_tile(64, outputs, 132) for outputs in (4096, 6144, 28672)] == [SMALL_TILES[0]] * 2 + [SMALL_TILES[1]]
-    assert [matmul_tile(128, outputs, 132) for outputs in (4096, 6144, 28672)] == [MIDDLE_TILES[0]] * 2 + [LARGE_TILE]
-    assert [matmul_tile(256, outputs, 132) for outputs in (4096, 6144, 8192)] == [*MIDDLE_TILES, MIDDLE_TILES[1]]
+    assert [matmul_tile(128, outputs, 132) for outputs in (4096, 6144, 28672)] == [MEDIUM_TILES[0]] * 2 + [LARGE_TILE]
+    assert [matmul_tile(256, outputs, 132) for outputs in (4096, 6144, 8192)] == [*MEDIUM_TILES, MEDIUM_TILES[1]]
     assert matmul_tile(512, 6144, 132) == LARGE_TILE
 
 
@@ -83,7 +83,7 @@ def test_default_tiles_occupy_all_multiprocessors_if_possible():
 def test_real_sizes(rows, weight_rows, inputs, device, half, workspace):
     for kind in ("fp8", "int8"):
         operands = Operands(kind, rows, weight_rows, inputs, device, half=half)
-        for tile in (*SMALL_TILES, *MIDDLE_TILES, LARGE_TILE):
+        for tile in (*SMALL_TILES, *MEDIUM_TILES, LARGE_TILE):
             check(operands, tile, half, workspace)
             for splits in (2, 4):
                 split = evolve(tile, splits=splits)

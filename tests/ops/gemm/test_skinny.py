@@ -39,7 +39,7 @@ def padded(rows, columns, dtype, device):
 
 
 class Operands:
-    """Random operands of one gemm_shape, and what it comes to in float64."""
+    """Random operands of one GEMM shape, and the exact result in float64."""
 
     def __init__(self, epilogue, rows, outputs, inputs, device, dtype=torch.float32, biased=False):
         self.gemm_shape = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=NAMES[dtype])

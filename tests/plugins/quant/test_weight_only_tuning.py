@@ -186,7 +186,7 @@ def test_a_chosen_tile_serves_its_row_class(matmul, device, half, monkeypatch):
     op.choose(64, None)
     assert {rows: multiply(rows) for rows in usual} == {**usual, 9: mine, 16: mine, 40: None}
     other = WeightOnlyOp(matmul, evolve(gemm_shape, gated=True))
-    other.default_tile(8, mine)
+    other.choose(8, mine)
     assert multiply(8) == usual[8]
 
 
