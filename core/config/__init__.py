@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EngineConfig as EngineConfig,
         ExecutorConfig as ExecutorConfig,
         ModelConfig as ModelConfig,
+        PluginsConfig as PluginsConfig,
         ServerConfig as ServerConfig,
     )
 
@@ -40,6 +41,7 @@ __getattr__, __dir__, __all__ = exports(
         "EngineConfig",
         "ExecutorConfig",
         "ModelConfig",
+        "PluginsConfig",
         "ServerConfig",
     ),
 )
