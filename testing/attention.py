@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
 import numpy as np
 import pytest
 import torch
-from attrs import frozen
 
 from engine.core.attention import AttentionBackend, AttentionPair, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
-from engine.core.quant import FLOAT8, KVScales
+from engine.core.quant import FLOAT8
+from engine.testing.attention_cases import BATCHES, Case, Lengths, dense_attention, scales_of, stored, unpack
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Type of queries -> maximum relative norm of the error."""
 
 FLOAT8_NAN = 0x7F
 """Byte of a float8_e4m3fn NaN."""
-
-Lengths = tuple[tuple[int, int], ...]
-"""Per sequence: number of cached tokens, number of new tokens."""
-
-BATCHES: dict[str, Lengths] = {
-    "prefill": ((0, 7), (0, 33), (0, 1)),
-    "chunked prefill": ((16, 16), (5, 9), (40, 1)),
-    "decode": ((1, 1), (15, 1), (16, 1), (70, 1)),
-    "one token": ((0, 1),),
-    "mixed": ((31, 1), (3, 1), (0, 20), (17, 6)),
-}
-
-
-@frozen
-class Case:
-    """One forward pass: the batch, the inputs per layer, and the expected outputs."""
-
-    batch: ForwardBatch
-    pool: KVPool
-    inputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    expected: Sequence[torch.Tensor]
-    """Per layer: [tokens, heads, head_dim] float64."""
 
 
 class AttentionConformance:
@@ -434,49 +412,3 @@ class AttentionConformance:
             return self.device
         kind, _, index = self.device.partition(":")
         return DeviceInfo(type="cuda" if kind == "cuda" else "cpu", index=int(index or 0))
-
-
-def scales_of(spec: AttentionSpec) -> tuple[KVScales, ...]:
-    """Return scales of a float8 cache for values of about 1, some of which are clamped; none for other caches."""
-    if spec.kv_dtype != FLOAT8:
-        return ()
-    return tuple(KVScales(key=0.006 + 0.02 * layer, value=0.05 - 0.013 * layer) for layer in range(spec.num_layers))
-
-
-def stored(pool: KVPool, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dequantize the keys and values in `slots`: [slots, kv_heads, head_dim] float64 each."""
-    scales = pool.scales[layer]
-    k, v = (part[layer].double().flatten(0, 1)[slots].cpu() for part in (pool.keys, pool.values))
-    return k * scales.key, v * scales.value
-
-
-def unpack(spec: AttentionSpec, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return views of q, k and v; packed: [tokens, heads + 2 * kv_heads, head_dim]."""
-    q, k, v = torch.split(packed, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
-    return q, k, v
-
-
-def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, window: int | None
-) -> torch.Tensor:
-    """Compute causal attention of one sequence by its definition, as the reference.
-
-    q: [new, heads, head_dim], the last tokens of the sequence; k, v: [context, kv_heads, head_dim].
-    Returns [new, heads, head_dim] float64.
-    """
-    new, context = len(q), len(k)
-    group = spec.num_heads // spec.num_kv_heads
-    out = torch.empty(q.shape, dtype=torch.float64)
-    at = torch.arange(context)
-    for head in range(spec.num_heads):
-        keys, values = k[:, head // group].double(), v[:, head // group].double()
-        for row in range(new):
-            position = context - new + row
-            scores = keys @ q[row, head].double() * spec.scale
-            if spec.softcap is not None:
-                scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            seen = at <= position
-            if window is not None:
-                seen &= at > position - window
-            out[row, head] = scores[seen].softmax(0) @ values[seen]
-    return out

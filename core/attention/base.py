@@ -82,10 +82,10 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     api: ClassVar[str]
     """Version of the contract that the class was written for."""
     kv_layout: ClassVar[KVLayout] = "NHD"
-    """Layout of the KV cache that the backend reads."""
+    """Layout of the KV cache that the backend reads; NHD is the only one."""
     graphs: GraphSupport = "none"
-    """Which batches may be captured in a CUDA graph. The class states the maximum; an instance may set less, depending
-    on the spec. The runner asks the instance."""
+    """Which batches may be captured in a CUDA graph: none, decode (decode batches) or any. The class states the
+    maximum; an instance may set less, depending on the spec. The runner asks the instance."""
     block_sizes: ClassVar[tuple[int, ...] | None] = None
     """KV block sizes that the backend can read, the preferred one first; None: any."""
     reads_float8: ClassVar[bool] = False

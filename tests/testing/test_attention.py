@@ -10,7 +10,8 @@ import torch
 
 from engine.core.attention.base import AttentionBackend, AttentionSpec
 from engine.core.quant.float8 import UNSCALED, KVScales
-from engine.testing.attention import BATCHES, AttentionConformance, dense_attention
+from engine.testing.attention import AttentionConformance
+from engine.testing.attention_cases import BATCHES, dense_attention
 
 
 class Plain(AttentionBackend[Any, Any]):

@@ -8,7 +8,7 @@ import triton
 
 from engine.core.attention.base import AttentionSpec
 from engine.ops.attention.paged_prefill import PrefillConfig, paged_prefill, prefill_tiles
-from engine.testing.attention import dense_attention
+from engine.testing.attention_cases import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 BLOCK_SIZE = 16
