@@ -18,7 +18,6 @@ from engine.core.device import find_device
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
-from engine.core.plugin_host.faults import CONSTRUCTOR, TRACEBACK, blame
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import max_len, resolve, settle, shape_of
 from engine.core.quant.base import QuantMethod
@@ -43,7 +42,7 @@ class Engine:
 
     model: directory of a Hugging Face checkpoint.
     config: a whole configuration; `settings` are then laid over it.
-    attention, quant, scheduler, executor: a plugin's name, or a class that implements the seam's contract (for the
+    attention, quant, scheduler, executor: a plugin's name, or a class that implements the contract (for the
         scheduler an instance too), which need not be registered.
     plugins: plugins already loaded; by default all that are installed.
     on_progress: told what happens while the engine starts.
@@ -66,7 +65,9 @@ class Engine:
         **settings: object,
     ) -> None:
         named = {"attention": attention, "quant": quant, "scheduler": scheduler, "executor": executor}
-        given: dict[str, object] = {f"{seam}.name": choice for seam, choice in named.items() if isinstance(choice, str)}
+        given: dict[str, object] = {
+            f"{section}.name": choice for section, choice in named.items() if isinstance(choice, str)
+        }
         given |= {key.replace("__", "."): value for key, value in settings.items()}
         if model is not None:
             given["model.path"] = model
@@ -88,20 +89,17 @@ class Engine:
             self.config = settle(self.config, self.device)
         with phases.phase("plugins"):
             self.plugins = plugins or load_plugins(self.config.plugins)
-            objects = {seam: choice for seam, choice in named.items() if not isinstance(choice, str | None)}
+            objects = {section: choice for section, choice in named.items() if not isinstance(choice, str | None)}
             self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
 
-        model_spec = shape_of(self.parts.model, self.checkpoint.config, self.parts.owner("models"))
+        model_spec = shape_of(self.parts.model, self.checkpoint.config)
         self.max_len = max_len(self.config, model_spec)
         self.vocab_size = model_spec.vocab_size
         with phases.phase("executor"):
-            with self.parts.blame("executors", CONSTRUCTOR):
-                self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
+            self._executor = self.parts.executor(self.config, self.parts, self.parts.options["executors"])
             if on_progress is not None:
-                with self.parts.blame("executors", "watch()"):
-                    self._executor.watch(on_progress)
-            with blame(f"{self.parts.owner('executors')}, or what it runs,", "start()", TRACEBACK):
-                info = self._executor.start()
+                self._executor.watch(on_progress)
+            info = self._executor.start()
             phases.include(info.phases)
         try:
             self._begin(attrs.evolve(info, phases=phases.seconds))
@@ -123,8 +121,7 @@ class Engine:
             eos_tokens=self.checkpoint.eos_tokens(),
         )
         overlap = self.config.scheduler.overlap
-        with self.parts.blame("executors", "asynchronous"):
-            self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
+        self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._seconds: dict[str, float] = {"schedule": 0.0, "submit": 0.0, "wait": 0.0, "commit": 0.0}
         self._async: AsyncGenerator | None = None

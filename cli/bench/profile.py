@@ -141,7 +141,7 @@ def merged(spans: Iterator[Span]) -> list[Span]:
 
 def check(engine: Engine) -> None:
     """Raises ConfigError for an executor whose kernels another process launches."""
-    [executor] = [choice.name for choice in engine.parts.choices if choice.seam == "executors"]
+    [executor] = [choice.name for choice in engine.parts.choices if choice.extension_point == "executors"]
     if executor != "uniproc":
         raise ConfigError(f"--profile sees only this process, and executor {executor} may use others; use uniproc")
 

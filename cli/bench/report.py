@@ -49,7 +49,7 @@ def engine_settings(engine: Engine) -> dict[str, object]:
     return {
         "model": Path(config.model.path).name,
         "dtype": engine.cache_info.dtype,
-        "plugins": {choice.seam: choice.name for choice in engine.parts.choices},
+        "plugins": {choice.extension_point: choice.name for choice in engine.parts.choices},
         "kernels": config.executor.kernels,
         "graphs": config.executor.graphs,
         "overlap": config.scheduler.overlap,

@@ -204,7 +204,7 @@ def measured_roofline(engine: Engine, bandwidth: float | None, matmul: float | N
     free for the measurement.
     """
     info = engine.cache_info
-    [quant] = [choice.name for choice in engine.parts.choices if choice.seam == "quant"]
+    [quant] = [choice.name for choice in engine.parts.choices if choice.extension_point == "quant"]
     try:
         work = make_work(
             engine.checkpoint.config,

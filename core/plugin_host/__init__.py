@@ -7,10 +7,11 @@ from engine.core.lazy import exports
 if TYPE_CHECKING:
     from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
     from engine.core.plugin_host.faults import CONSTRUCTOR as CONSTRUCTOR
+    from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
     from engine.core.plugin_host.registry import HOME as HOME, Plugins as Plugins, load_plugins as load_plugins
     from engine.core.plugin_host.selection import (
         DTYPES as DTYPES,
-        Choice as Choice,
+        ChosenPlugin as ChosenPlugin,
         Parts as Parts,
         Question as Question,
         ask as ask,
@@ -33,13 +34,17 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     extension_points=("EXTENSION_POINTS",),
     faults=("CONSTRUCTOR",),
+    guard=(
+        "STARTUP_CALLS",
+        "guarded",
+    ),
     registry=(
         "HOME",
         "Plugins",
         "load_plugins",
     ),
     selection=(
-        "Choice",
+        "ChosenPlugin",
         "DTYPES",
         "Parts",
         "Question",

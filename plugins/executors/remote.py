@@ -24,10 +24,10 @@ class RemoteExecutor(Executor):
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
         """Raises PluginError if a part that ranks need was passed in from Python: it is in this process alone."""
         for choice in parts.choices:
-            if choice.seam in ("attention", "quant", "models") and choice.provenance == "object":
+            if choice.extension_point in ("attention", "quant", "models") and choice.provenance == "object":
                 raise PluginError(
-                    f"{choice.seam} {choice.name!r} was passed in as an object, which other processes cannot have; "
-                    "offer it as an installed plugin, or use --executor uniproc"
+                    f"{choice.extension_point} {choice.name!r} was passed in as an object, which other processes "
+                    "cannot have; offer it as an installed plugin, or use --executor uniproc"
                 )
         self._config = config
         self._manifest = parts.manifest

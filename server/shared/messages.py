@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.core.config import EngineConfig
-from engine.core.plugin_host import Choice
+from engine.core.plugin_host import ChosenPlugin
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
 
 SOCKET = "engine-{}.{}"
@@ -56,7 +56,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     replica: int = 0
     life: int = 0
     cache: CacheInfo
-    choices: tuple[Choice, ...]
+    choices: tuple[ChosenPlugin, ...]
     max_len: int
     """Longest context, tokens."""
     vocab_size: int

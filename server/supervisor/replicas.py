@@ -63,7 +63,7 @@ def finds_devices(config: EngineConfig) -> bool:
     """Executor.finds_devices of the one that is named; auto takes none that does. Raises PluginError."""
     if config.executor.name == AUTO:
         return False
-    executor: type[Executor] = load_plugins(config.plugins).seams["executors"].get(config.executor.name).load()
+    executor: type[Executor] = load_plugins(config.plugins).executors.get(config.executor.name).load()
     return executor.finds_devices
 
 

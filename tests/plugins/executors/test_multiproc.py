@@ -346,7 +346,7 @@ def test_who_runs_where() -> None:
 
 
 def test_an_object_is_refused() -> None:
-    choice = SimpleNamespace(seam="attention", name="Mine", provenance="object")
+    choice = SimpleNamespace(extension_point="attention", name="Mine", provenance="object")
     parts: Any = SimpleNamespace(choices=(choice,), manifest=())
     with pytest.raises(PluginError, match="'Mine' was passed in as an object, which other processes cannot have"):
         MultiprocExecutor(EngineConfig(), parts, Options())

@@ -71,6 +71,6 @@ def test_what_it_is_given() -> None:
     parts: Any = SimpleNamespace(choices=(), manifest=())
     with pytest.raises(ConfigError, match="on a node of the cluster itself, not behind a Ray Client"):
         RayExecutor(EngineConfig(), parts, Options(address="ray://127.0.0.1:10001"))
-    parts.choices = (SimpleNamespace(seam="models", name="Mine", provenance="object"),)
+    parts.choices = (SimpleNamespace(extension_point="models", name="Mine", provenance="object"),)
     with pytest.raises(PluginError, match="models 'Mine' was passed in as an object, which other processes cannot"):
         RayExecutor(EngineConfig(), parts, Options())
