@@ -45,8 +45,9 @@ class Engine:
     attention, quant, scheduler, executor: a plugin's name, or a class that implements the contract (for the
         scheduler an instance too), which need not be registered.
     plugins: plugins already loaded; by default all that are installed.
-    on_progress: told what happens while the engine starts.
-    settings: any other setting, with "__" for the dot (cache__block_size=32).
+    on_progress: called with the progress of each phase while the engine starts.
+    settings: any other setting, with "__" for the dot (cache__block_size=32), or by the name of its option or an alias
+        of it (max_running=64, max_model_len=4096).
 
     Raises ConfigError, PluginError, CheckpointError or CapacityError when it cannot be built.
     """

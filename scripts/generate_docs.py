@@ -40,7 +40,7 @@ def settings_tables() -> str:
                     " or ".join(map(code, setting.choices)) or setting.type_name,
                     code(show(setting.default)[0]),
                     code(setting.flag or ""),
-                    setting.help,
+                    setting.help + also(setting),
                 )
                 for setting in settings
             ),
@@ -49,14 +49,21 @@ def settings_tables() -> str:
     )
 
 
+def also(setting: Setting) -> str:
+    """The other names of a setting, as a sentence."""
+    names = [*setting.aliases, *setting.alias_flags]
+    return f" Also {', '.join(map(code, names))}." if names else ""
+
+
 def command_reference() -> str:
     """Every command with its own arguments and options; those made from the configuration are named once."""
     flags = {setting.flag for setting in describe() if setting.flag}
+    aliases = {flag for setting in describe() for flag in setting.alias_flags}
     parts = []
     for path, command in commands(typer.main.get_command(app), "engine"):
         # A command with --set has its options from the configuration; one without may have one of the same name.
         configuration = flags if any("--set" in param.opts for param in command.params) else set()
-        own = [param for param in command.params if not configuration & set(param.opts)]
+        own = [param for param in command.params if not (configuration | aliases) & set(param.opts)]
         rows = [
             (", ".join(map(code, names(param))), getattr(param, "help", "") or "")
             for param in own
