@@ -35,7 +35,7 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON line: text, token_ids, finish_reason, usage.")
     ] = False,
 ) -> None:
-    """Continue a prompt. The text is printed as it comes."""
+    """Continue a prompt, printing the text as it comes."""
     text = read_prompt(prompt, prompt_file)
     if "logprobs" in sampling and not as_json:
         raise InvalidRequestError("--logprobs needs --json, where they are printed", "logprobs")

@@ -19,7 +19,7 @@ from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
 from engine.core.plugin_host.registry import Plugins, load_plugins
-from engine.core.plugin_host.selection import max_len, resolve, settle, shape_of
+from engine.core.plugin_host.selection import check_names, max_len, resolve, settle, shape_of
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import SchedulingPolicy
@@ -83,14 +83,16 @@ class Engine:
         with phases.phase("checkpoint"):
             path, generation = self.config.model.path, self.config.model.generation_config
             self.checkpoint = Checkpoint.open(path, generation_config=generation)
+        objects = {section: choice for section, choice in named.items() if not isinstance(choice, str | None)}
+        with phases.phase("plugins"):
+            self.plugins = plugins or load_plugins(self.config.plugins)
+            check_names(self.config, self.plugins, objects)
         with phases.phase("import"):
             import torch  # noqa: F401  (the slowest import of all, counted where it happens)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)
             self.config = settle(self.config, self.device)
         with phases.phase("plugins"):
-            self.plugins = plugins or load_plugins(self.config.plugins)
-            objects = {section: choice for section, choice in named.items() if not isinstance(choice, str | None)}
             self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
 
         model_spec = shape_of(self.parts.model, self.checkpoint.config)

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer.main
 
-from engine.cli.main import app
+from engine.cli.main import Commands, app
 from engine.cli.options import purpose
 from engine.core.config import Setting, describe, show
 
@@ -60,7 +60,10 @@ def command_reference() -> str:
     flags = {setting.flag for setting in describe() if setting.flag}
     aliases = {flag for setting in describe() for flag in setting.alias_flags}
     parts = []
-    for path, command in commands(typer.main.get_command(app), "engine"):
+    root = typer.main.get_command(app)
+    assert isinstance(root, Commands)
+    root.load_builtins()
+    for path, command in commands(root, "engine"):
         # A command with --set has its options from the configuration; one without may have one of the same name.
         configuration = flags if any("--set" in param.opts for param in command.params) else set()
         own = [param for param in command.params if not (configuration | aliases) & set(param.opts)]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         describe as describe,
         flatten as flatten,
         load_config as load_config,
+        parse_bytes as parse_bytes,
     )
     from engine.core.config.structure import show as show
     from engine.core.config.tree import (
@@ -35,6 +36,7 @@ __getattr__, __dir__, __all__ = exports(
         "describe",
         "flatten",
         "load_config",
+        "parse_bytes",
     ),
     structure=("show",),
     tree=(

@@ -147,8 +147,8 @@ def _spellings() -> Mapping[_Path, _Path]:
         if setting.flag and setting.type is not dict:
             flags = (setting.flag, *setting.alias_flags)
             found |= {(flag.removeprefix("--").replace("-", "_"),): setting.path for flag in flags}
-    for section in attrs.fields(EngineConfig):
-        found.pop((section.name,), None)
+    for name in attrs.fields_dict(EngineConfig):
+        found.pop((name,), None)
     return found
 
 

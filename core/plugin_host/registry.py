@@ -231,17 +231,17 @@ class Plugins:
         )
 
 
-def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object] = ()) -> Plugins:
+def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object] = (), quiet: bool = False) -> Plugins:
     """Load the plugins of all installed distributions, the built-ins first, then `extra`, modules or objects.
 
-    A plugin that fails is logged as one warning and kept in `failures`; selecting an implementation of it raises its
-    error. Raises ConfigError for a name in [plugins] allow or deny that is no entry point, and PluginError for a plugin
-    of `extra` that fails.
+    A plugin that fails is logged as one warning, unless `quiet`, and kept in `failures`; selecting an implementation of
+    it raises its error. Raises ConfigError for a name in [plugins] allow or deny that is no entry point, and
+    PluginError for a plugin of `extra` that fails.
     """
     host = _Host()
     for point in _entry_points(config or PluginsConfig()):
         host.load_entry_point(point)
-    for failure in host.failures:
+    for failure in host.failures if not quiet else ():
         _log.warning("%s", failure)
     for plugin in extra:
         name = getattr(plugin, "__name__", type(plugin).__name__)

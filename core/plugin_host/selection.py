@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
     from engine.core.executors.base import Executor
     from engine.core.models.base import Model
-    from engine.core.plugin_host.registry import Manifest, Plugins, Registry
+    from engine.core.plugin_host.registry import Manifest, Plugins, Registration, Registry
     from engine.core.quant.base import QuantMethod
     from engine.core.schedulers.policy import SchedulingPolicy
 
@@ -112,13 +112,10 @@ def resolve(
 
     def choose(section: str, refuses: Question) -> None:
         point = sections[section]
-        wanted = getattr(config, section)
-        found, choice = _choose(point, plugins.registries[point.name], wanted.name, overrides.get(section), refuses)
+        found, choice = _choose(config, plugins, point, overrides.get(section), refuses)
         if isinstance(found, type):
-            where = f"{section} {choice.name!r}: {section}.options"
-            with blame(str(choice), "its options_class"):
-                options[point.name] = structure_options(wanted.options, getattr(found, "options_class", None), where)
-        elif wanted.options:
+            options[point.name] = _options(config, found, choice)
+        elif getattr(config, section).options:
             raise ConfigError(
                 f"{section}.options is set, but the {section} was passed in as an instance; "
                 "give the options to its constructor"
@@ -142,6 +139,24 @@ def resolve(
         choices=tuple(choices),
         manifest=plugins.manifest(),
     )
+
+
+def check_names(config: EngineConfig, plugins: Plugins, overrides: Collection[str] = ()) -> None:
+    """Raise what `resolve` raises for an unknown name and for options that the scheduler refuses.
+
+    Much earlier than `resolve`: this needs neither a device nor, unless a scheduling policy imports it, torch.
+    overrides: sections whose plugin is passed in.
+    """
+    for point in EXTENSION_POINTS:
+        name, registry = getattr(config, point.section).name, plugins.registries[point.name]
+        if point.section in overrides:
+            continue
+        if point.pairs and "," in name:
+            _pair(point, registry, name)
+        elif name != AUTO:
+            registry.get(name)
+        if point.section == "scheduler":
+            _options(config, *_choose(config, plugins, point, None, lambda cls: cls.refuses()))
 
 
 def model_question(checkpoint: Mapping[str, Any]) -> Question:
@@ -181,7 +196,7 @@ def find_quant(
     """Choose the quantization method alone. Raises as `resolve`."""
     [point] = [point for point in EXTENSION_POINTS if point.section == "quant"]
     question = quant_question(checkpoint, device)
-    found: type[QuantMethod] = _choose(point, plugins.registries[point.name], config.quant.name, None, question)[0]
+    found: type[QuantMethod] = _choose(config, plugins, point, None, question)[0]
     return found
 
 
@@ -325,11 +340,12 @@ def attention_spec(
 
 
 def _choose(
-    point: ExtensionPoint, registry: Registry[Any], name: str, override: object, refuses: Question
+    config: EngineConfig, plugins: Plugins, point: ExtensionPoint, override: object, refuses: Question
 ) -> tuple[Any, ChosenPlugin]:
     """The guarded class (or the instance passed in) of an extension point. Raises PluginError."""
     if override is not None:
         return _passed_in(point, override, refuses)
+    name, registry = getattr(config, point.section).name, plugins.registries[point.name]
 
     def chosen(plugin: str, provenance: str, reason: str) -> ChosenPlugin:
         return ChosenPlugin(extension_point=point.name, name=plugin, provenance=provenance, reason=reason)
@@ -364,16 +380,30 @@ def _choose(
     return cls, choice
 
 
+def _options(config: EngineConfig, cls: type, choice: ChosenPlugin) -> Any:
+    """The options of the chosen plugin, as an instance of its options_class. Raises ConfigError."""
+    [section] = [point.section for point in EXTENSION_POINTS if point.name == choice.extension_point]
+    where = f"{section} {choice.name!r}: {section}.options"
+    with blame(str(choice), "its options_class"):
+        return structure_options(getattr(config, section).options, getattr(cls, "options_class", None), where)
+
+
 def load_pair(point: ExtensionPoint, registry: Registry[Any], name: str) -> tuple[type, str]:
     """The class that combines the two plugins of "first,second", and their provenance. Raises PluginError."""
+    first, second = _pair(point, registry, name)
+    cls = point.pair((first.name, second.name), (first.load(), second.load()))
+    return cls, " and ".join(dict.fromkeys((first.plugin.provenance, second.plugin.provenance)))
+
+
+def _pair(point: ExtensionPoint, registry: Registry[Any], name: str) -> tuple[Registration[Any], Registration[Any]]:
+    """The two plugins of "first,second". Raises PluginError."""
     names = [part.strip() for part in name.split(",")]
     if len(names) != 2 or not all(names) or AUTO in names:
         raise PluginError(
             f"{point.section} {name!r} does not name two plugins; write it as {point.pairs}, both by name"
         )
     first, second = map(registry.get, names)
-    cls = point.pair((first.name, second.name), (first.load(), second.load()))
-    return cls, " and ".join(dict.fromkeys((first.plugin.provenance, second.plugin.provenance)))
+    return first, second
 
 
 def _passed_in(point: ExtensionPoint, override: object, refuses: Question) -> tuple[Any, ChosenPlugin]:

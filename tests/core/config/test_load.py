@@ -212,7 +212,7 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"cache.memory": "3GiX"}, "--kv-memory: '3GiX' is no size"),
+        ({"cache.memory": "3GiX"}, "--kv-memory: '3GiX' is not a size"),
         ({"cache.memory": "1GiB", "cache.memory_fraction": "0.5"}, "--memory-fraction: cache.memory .* leave out one"),
         ({"server.api_key": "k "}, "--api-key: "),
         ({"server.host": ""}, "--host: the address is empty"),
