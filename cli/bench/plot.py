@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli.bench.load import say
 from engine.core.errors import ConfigError
+from engine.core.extras import install_command
 
 if TYPE_CHECKING:
     from engine.cli.bench.latency import Latency
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def check_plot(path: Path) -> None:
     """Raises ConfigError, before anything is measured, when the figure could not be drawn or written."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install it with `pip install 'pluggable-llm-engine[plot]'`")
+        raise ConfigError(f"--plot needs matplotlib; install it with `{install_command('plot')}`")
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--plot {path} is no PNG; give a name that ends in .png")
     if not path.parent.is_dir():

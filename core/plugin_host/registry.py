@@ -15,6 +15,7 @@ from attrs import evolve, field, frozen
 from engine.core import hooks
 from engine.core.config.tree import AUTO, PluginsConfig
 from engine.core.errors import ConfigError, PluginError, near_misses
+from engine.core.extras import DISTRIBUTION
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import blame
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GROUP = "engine"
 """Entry point group of plugins."""
-HOME = "pluggable-llm-engine"
+HOME = DISTRIBUTION
 """The distribution of this engine; its entry points are the built-in plugins."""
 OBJECT = "object"
 """The distribution of a plugin passed in from Python, which has none."""

@@ -12,6 +12,7 @@ from engine.core.device import DeviceInfo, find_device
 from engine.core.distributed import Rendezvous
 from engine.core.errors import ConfigError, ExecutorError
 from engine.core.executors import Health, PendingResult, encode
+from engine.core.extras import install_command
 from engine.core.plugin_host import Parts
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo, Step
@@ -50,7 +51,7 @@ class RayExecutor(RemoteExecutor):
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
         """The absence of Ray, and a GPU that was asked for by number."""
         if find_spec("ray") is None:
-            return "Ray is not installed; pip install 'pluggable-llm-engine[ray]'"
+            return f"Ray is not installed; `{install_command('ray')}`"
         if ":" in config.executor.device:
             return f"Ray chooses the GPUs, and {config.executor.device} cannot be asked for; use --device cuda"
         return None
