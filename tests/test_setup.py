@@ -226,7 +226,7 @@ def test_an_engine_py_of_the_user_changes_nothing_for_the_command_and_its_proces
 
 
 def test_type_checkers_of_other_projects_follow_an_editable_install() -> None:
-    """For packages below one directory setuptools writes a path; for others an import hook, which no checker follows."""
+    """setuptools writes a path for packages below one directory; for others, a hook that checkers do not follow."""
     assert PROJECT["tool"]["setuptools"]["package-dir"] == {"": "src"}
     assert PROJECT["tool"]["pyright"]["extraPaths"] == ["src"]
     assert (ROOT / "src" / "engine" / "py.typed").exists()
