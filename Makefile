@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 installed = $(VENV)/.installed-$(1)
 
 .DEFAULT_GOAL := check
-.PHONY: check lint format types tests test serve docs format-fix clean
+.PHONY: check lint format types tests test serve docs site linkcheck format-fix clean
 
 check: lint format types tests ## lint, format, types and tests
 
@@ -44,12 +44,19 @@ serve: $(call installed,server) ## answer on 127.0.0.1:8000 with the demo model
 docs: $(call installed,server) ## write the generated parts of README.md and docs/
 	$(BIN)/python scripts/generate_docs.py
 
+site: $(call installed,docs) ## build docs/ into build/site; a link to a page or heading that is not there is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/site
+	@echo "open build/site/index.html"
+
+linkcheck: $(call installed,docs) ## ask the servers that docs/ links to (needs the network)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --builder linkcheck docs build/linkcheck
+
 format-fix: $(call installed,dev) ## format, and apply what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and all caches
-	rm -rf $(VENV) .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -29,7 +29,14 @@ from attrs import evolve, frozen
 from triton.runtime.errors import OutOfResources
 
 from engine.cli.bench.report import Row, report, write
-from engine.core.autotune import AutotunedCall, GraphTimer, Operands, tuner as tuning
+from engine.core.autotune import (
+    AutotunedCall,
+    GraphTimer,
+    Operands,
+    decide,
+    group,
+    measure as measure_tasks,
+)
 from engine.core.quant import LinearPart, LinearSpec
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.activation.silu_and_mul import silu_and_mul
@@ -139,12 +146,12 @@ class Layers:
 
     def choose(self, rows: Sequence[int], timer: GraphTimer, *, show: bool) -> None:
         """As at the start of an engine that multiplies so many rows, but for the cache."""
-        works = tuning.group(self.autotuned_calls())
+        works = group(self.autotuned_calls())
         wanted = {next((work.rows for work in works if work.rows >= count), None) for count in rows}
         works = [work for work in works if work.rows in wanted]
         begin = time.perf_counter()
-        for work, timings in zip(works, tuning.measure(works, timer), strict=True):
-            candidate, choice = tuning.decide(work, timings)
+        for work, timings in zip(works, measure_tasks(works, timer), strict=True):
+            candidate, choice = decide(work, timings)
             work.choose(candidate)
             if show:
                 print(f"    {choice}, of {len(timings)}", *(f"left out: {name}" for name in work.failures))

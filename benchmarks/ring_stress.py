@@ -22,8 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.core.shm import Ring, RingClosedError, RingHandle, RingWriter
-from engine.core.shm.ring import IMPLEMENTATIONS
+from engine.core.shm import IMPLEMENTATIONS, Ring, RingClosedError, RingHandle, RingWriter
 
 MIB = 2**20
 PATIENCE = 60.0

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from contract_reference import contract_reference
 
 from engine.cli.main import Commands, app
 from engine.cli.options import purpose
-from engine.core.config import Setting, describe, show
+from engine.core.config import PluginsConfig, Setting, describe, show
+from engine.core.plugin_host import load_plugins
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -98,25 +100,24 @@ def names(param: Any) -> list[str]:
     return [*param.opts, *param.secondary_opts]
 
 
-def results_table() -> str:
-    """The figures in benchmarks/results that were measured against something."""
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]
+FEATURES = {
+    "models": "model architectures",
+    "quant": "quantization methods",
+    "attention": "attention backends",
+    "schedulers": "scheduling policies",
+    "executors": "executors",
+}
+"""Extension point -> what README calls its implementations."""
+
+
+def features_table() -> str:
+    """What the built-in plugins offer, from their registrations."""
+    registries = load_plugins(PluginsConfig(allow=("builtin",))).registries
     rows = [
-        (
-            report["benchmark"],
-            row["metric"],
-            f"{number(row['value'])} {row['unit']}",
-            f"{number(row['baseline'])} {row['unit']} ({row['baseline_name']})",
-            f"{row['value'] / row['baseline']:.2f} x",
-            f"{report['machine']}, {report['date']}, commit {report['commit']}",
-        )
-        for report in reports
-        for row in report["rows"]
-        if row.get("baseline")
+        (title, "; ".join(f"{code(one.name)}: {one.summary}" for one in registries[name]))
+        for name, title in FEATURES.items()
     ]
-    if not rows:
-        return "None yet: no file in `benchmarks/results/` compares the engine with anything."
-    return table(("benchmark", "metric", "engine", "baseline", "ratio", "measured"), rows)
+    return table(("", "built in"), rows)
 
 
 def load_result(name: str) -> dict[str, Any] | None:
@@ -125,38 +126,38 @@ def load_result(name: str) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def headline_table() -> str:
-    """Of each model compared on the H200, the rows that have a goal."""
-    references = json.loads(REFERENCES.read_text(encoding="utf-8"))
-    parts = []
-    for prefix, versions in (("models", references["versions"]), ("server", {"vllm": references["versions"]["vllm"]})):
-        for key, model in references[prefix].items():
-            name = key.replace(":", "-")
-            report = load_result(f"h200-{name}" if prefix == "models" else f"h200-serve-{name}")
-            rows = [row for row in model["rows"] if row["goal"] is not None]
-            if report is not None and rows:
-                title = model["title"] + (", served over HTTP" if prefix == "server" else "")
-                parts.append(f"**{title}**\n\n{compared(report, rows, versions)}")
-    return "\n\n".join(parts)
+def transformers_table() -> str:
+    """The engine next to transformers on a CPU."""
+    report = load_result("cpu-transformers")
+    if report is None:
+        return ""
+    rows = [
+        (row["metric"], number(row["value"]), number(row["baseline"]), f"{row['value'] / row['baseline']:.2f} x")
+        for row in report["rows"]
+        if row.get("baseline")
+    ]
+    baseline = report["rows"][0]["baseline_name"]
+    columns = ("output tokens per second", "engine", baseline, "ratio")
+    return section("On a CPU", f"The demo model. {where(report)}", [table(columns, rows)])
 
 
 def compared_tables() -> str:
-    """Each model's figures on the H200 beside those of vLLM and SGLang; only models with a result."""
+    """Each model's figures on the H200 next to those of vLLM and SGLang; only models with a result."""
     references = json.loads(REFERENCES.read_text(encoding="utf-8"))
     parts = []
     for key, model in references["models"].items():
         report = load_result(f"h200-{key.replace(':', '-')}")
         if report is not None:
-            lead = (
-                f"Reading the weights once takes {number(model['floor_ms'])} ms. {where(report)}"
-                f" Roofline: {report['settings']['ceilings']}."
-            )
+            settings = report["settings"]
+            floor = settings.get("weights_floor_ms")
+            reading = f" Reading the weights once takes {number(floor)} ms at this rate." if floor else ""
+            lead = f"{where(report)} Roofline: {settings['ceilings']}.{reading}"
             parts.append(f"### {model['title']}\n\n{lead}\n\n{compared(report, model['rows'], references['versions'])}")
-    return section("Beside vLLM and SGLang", references["source"], parts)
+    return section("Next to vLLM and SGLang", references["source"], parts)
 
 
 def served_tables() -> str:
-    """Figures of the HTTP server on the H200 beside those of vLLM's; only models with a result."""
+    """Figures of the HTTP server on the H200 next to those of vLLM; only models with a result."""
     references = json.loads(REFERENCES.read_text(encoding="utf-8"))
     versions = {"vllm": references["versions"]["vllm"]}
     parts = []
@@ -168,6 +169,10 @@ def served_tables() -> str:
             )
     text = "Streaming completions over HTTP, 512 tokens in, 128 out, server and load on one machine."
     return section("The HTTP server", text, parts)
+
+
+LABELS = {"start-up": "first start of the engine on a new machine, without imports, s"}
+"""Metrics whose name alone says too little."""
 
 
 def compared(report: dict[str, Any], references: list[dict[str, Any]], versions: dict[str, str]) -> str:
@@ -183,15 +188,14 @@ def compared(report: dict[str, Any], references: list[dict[str, Any]], versions:
         best = (min if smaller else max)(others)
         rows.append(
             (
-                label(reference["metric"], reference["case"], reference["unit"]),
+                LABELS.get(reference["metric"]) or label(reference["metric"], reference["case"], reference["unit"]),
                 number(row["value"]),
                 *(number(reference[other]) if reference[other] is not None else "" for other in versions),
                 f"{best / row['value'] if smaller else row['value'] / best:.2f} x",
-                number(reference["goal"]) if reference["goal"] is not None else "",
                 f"{row['share']:.0%}" if row["share"] is not None else "",
             )
         )
-    return table(("", "engine", *versions.values(), "against the better", "goal", "of roofline"), rows)
+    return table(("", "engine", *versions.values(), "against the better", "of roofline"), rows)
 
 
 def methods_tables() -> str:
@@ -217,7 +221,7 @@ def methods_tables() -> str:
             if metric in metrics and not (metric == metrics[2] and case.startswith("batch"))
         ]
         parts.append(f"### {title}\n\n{where(reports['bfloat16'])}\n\n{table(('', *reports), rows)}")
-    text = "The same workloads as in [performance](performance.md), which has them beside vLLM and SGLang."
+    text = "The same workloads as in [performance](performance.md), next to vLLM and SGLang."
     return section("Speed by method", text, parts)
 
 
@@ -236,7 +240,7 @@ SERVED_METRICS = ("output tokens a second", "TTFT p50", "TPOT p50", "CPU cores o
 
 
 def ranks_table() -> str:
-    """Steps and serving of a model that several devices share, beside one."""
+    """Steps and serving of a model that several devices share, next to one device."""
     report = load_result("h200-x4-tensor-parallel")
     if report is None:
         return ""
@@ -284,7 +288,10 @@ def startup_table() -> str:
     ]
     if not reports:
         return ""
-    text = f"Seconds from the start of the process, in a median start. {where(reports[0][1])}"
+    text = (
+        "Seconds from the start of the process to the first token, imports included: a median start with warm caches"
+        f" (kernels compiled and measured before, random weights). {where(reports[0][1])}"
+    )
     return section("Start-up", text, [table(("", *(name for name, _ in reports)), rows)])
 
 
@@ -379,8 +386,8 @@ def code(text: str) -> str:
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/configuration.md", settings_tables),
     "commands": ("docs/cli.md", command_reference),
-    "results": ("README.md", results_table),
-    "headline": ("README.md", headline_table),
+    "features": ("README.md", features_table),
+    "transformers": ("docs/performance.md", transformers_table),
     "compared": ("docs/performance.md", compared_tables),
     "served": ("docs/performance.md", served_tables),
     "ranks": ("docs/performance.md", ranks_table),
@@ -390,6 +397,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "methods": ("docs/quantization.md", methods_tables),
     "ring": ("docs/executors.md", ring_table),
     "timeline": ("docs/performance.md", timeline_figure),
+    "reference": ("docs/reference.md", contract_reference),
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,112 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
         for file in found
         for name in imports(file)
         if name.split(".")[0] == "engine" and len(name.split(".")) > 1 and name.split(".")[1] not in ALLOWED[package]
+    ]
+    assert not wrong
+
+
+ROOMS = sorted(file.parent.name for file in (ROOT / "core").glob("*/__init__.py"))
+"""The folders of core."""
+
+
+@pytest.mark.parametrize("package", [*sorted({*PACKAGES} - {"core"}), "benchmarks", "scripts", "tests/sample_plugin"])
+def test_code_outside_core_imports_only_the_public_names_of_its_rooms(package: str) -> None:
+    """A room's __init__ lists them; its modules are its own business."""
+    inside = {f"engine.core.{room}.{file.stem}" for room in ROOMS for file in (ROOT / "core" / room).glob("*.py")}
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {name}"
+        for file in modules(package)
+        for name in imports(file)
+        if name.rpartition(".")[0] in inside or name in inside
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_public_names_of_a_room_are_there_for_type_checkers_too(room: str) -> None:
+    package = importlib.import_module(f"engine.core.{room}")
+    file = ROOT / "core" / room / "__init__.py"
+    listed = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+        if node.module.startswith(f"engine.core.{room}.")
+    }
+    assert sorted(listed) == sorted(getattr(package, "__all__", []))
+    for name, module in listed.items():
+        assert getattr(package, name) is getattr(importlib.import_module(module), name)
+
+
+def imported_at_run_time(body: list[ast.stmt], known: set[str]) -> Iterator[str]:
+    """Modules that importing a module imports: not what stands in functions, or for type checkers alone."""
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from imported_at_run_time(node.body + node.orelse, known)
+        elif isinstance(node, ast.ClassDef | ast.Try | ast.With):
+            yield from imported_at_run_time(node.body, known)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    files = {
+        ".".join(
+            ("engine", *(file.parent if file.stem == "__init__" else file.with_suffix("")).relative_to(ROOT).parts)
+        ): file
+        for package in PACKAGES
+        for file in modules(package)
+    }
+    graph = {
+        name: set(imported_at_run_time(ast.parse(file.read_text(encoding="utf-8")).body, set(files)))
+        & set(files) - {name}
+        for name, file in files.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"these import each other: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_public_method_says_what_it_does_unless_it_overrides_one_that_does(package: str) -> None:
+    """Classes of all packages by name: a method needs a docstring unless a base class of that name documents it."""
+    classes = {
+        node.name: node
+        for name in PACKAGES
+        for file in modules(name)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def methods(node: ast.ClassDef) -> dict[str, bool]:
+        return {
+            one.name: ast.get_docstring(one) is not None
+            for one in node.body
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+            if not any(ast.unparse(decorator).endswith(".setter") for decorator in one.decorator_list)
+        }
+
+    def overrides(node: ast.ClassDef, method: str) -> bool:
+        for base in node.bases:
+            name = ast.unparse(base).partition("[")[0].rpartition(".")[2]
+            if name not in classes:
+                return True  # of another library, which documents it
+            if methods(classes[name]).get(method) or overrides(classes[name], method):
+                return name != "Generic"
+        return False
+
+    wrong = [
+        f"{file.relative_to(ROOT)}: {node.name}.{method}"
+        for file in modules(package)
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        for method, documented in methods(node).items()
+        if not documented and not method.startswith("_") and not overrides(node, method)
     ]
     assert not wrong
 

@@ -306,3 +306,28 @@ def test_the_tests_of_the_page_pass(folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout
+
+
+def test_the_tutorial_builds_a_plugin_that_passes_its_tests(tmp_path: Path) -> None:
+    """Its files as they stand there, installed as pip would: a package, and its entry point."""
+    text = (Path(__file__).parent.parent / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    files = {
+        name: source
+        for _, name, source in re.findall(r"^```(\w+)\n# (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    }
+    for name, source in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    [(entry, module)] = project["entry-points"]["engine"].items()
+    (info / "entry_points.txt").write_text(f"[engine]\n{entry} = {module}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "test_patient.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    listed = [sys.executable, "-c", "from engine.cli.main import main; main()", "plugins", "list"]
+    done = subprocess.run(listed, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "patient" in done.stdout
+    assert "engine-patient" in done.stdout

@@ -125,7 +125,7 @@ def test_an_old_or_missing_python_is_an_error(fresh, script):
 def test_ci_runs_the_tests_and_all_checks():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert "set -euo pipefail" in script
-    for step in ("make test", "lint", "format", "types"):
+    for step in ("make test", "lint", "format", "types", "site"):
         assert step in script
     for path in (".ci/run", "scripts/typecheck"):
         assert os.access(ROOT / path, os.X_OK), f"{path} is not executable"

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
         version_of as version_of,
     )
     from engine.core.autotune.timer import GraphTimer as GraphTimer
-    from engine.core.autotune.tuner import TuningTask as TuningTask, group as group, measure as measure
+    from engine.core.autotune.tuner import (
+        TuningTask as TuningTask,
+        decide as decide,
+        group as group,
+        measure as measure,
+    )
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -25,6 +30,7 @@ __getattr__, __dir__, __all__ = exports(
     timer=("GraphTimer",),
     tuner=(
         "TuningTask",
+        "decide",
         "group",
         "measure",
     ),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         EngineConfig as EngineConfig,
         ExecutorConfig as ExecutorConfig,
         ModelConfig as ModelConfig,
+        PluginsConfig as PluginsConfig,
         ServerConfig as ServerConfig,
     )
 
@@ -44,6 +45,7 @@ __getattr__, __dir__, __all__ = exports(
         "EngineConfig",
         "ExecutorConfig",
         "ModelConfig",
+        "PluginsConfig",
         "ServerConfig",
     ),
 )

@@ -78,8 +78,8 @@ class SampledTokens:
         """Begin the copy to the host.
 
         tokens: [rows] int64; peaks: [rows] float32, each row's greatest logit, NaN where any is. Both may be buffers of
-        a CUDA graph: what is replayed later overwrites them in stream order, after the copy. (`tokens` is then the buffer
-        itself.)
+        a CUDA graph: what is replayed later overwrites them in stream order, after the copy. (`tokens` is then the
+        buffer itself.)
         """
         tensors = [tokens, peaks]
         if ranks is not None:

@@ -1,9 +1,10 @@
 """Messages between processes of one machine: a ring in shared memory for one writer and many readers."""
 
 from engine.core.shm.errors import RingClosedError, RingError, RingSpaceError, RingTimeoutError
-from engine.core.shm.ring import Ring, RingHandle, RingReader, RingWriter
+from engine.core.shm.ring import IMPLEMENTATIONS, Ring, RingHandle, RingReader, RingWriter
 
 __all__ = [
+    "IMPLEMENTATIONS",
     "Ring",
     "RingClosedError",
     "RingError",

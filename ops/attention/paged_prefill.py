@@ -121,8 +121,8 @@ def paged_prefill(
     """Causal attention of the rows of q that the tiles cover into the same rows of out.
 
     q, out: [tokens, heads, head_dim], last two dimensions dense; keys, values: [blocks, block_size, kv_heads,
-    head_dim]; tables: [sequences, most blocks] int32; tiles: [tiles, 4] int32, of `prefill_tiles` with config.tokens(group). What
-    is in `values` counts value_scale times.
+    head_dim]; tables: [sequences, most blocks] int32; tiles: [tiles, 4] int32, of `prefill_tiles` with
+    config.tokens(group). What is in `values` counts value_scale times.
     """
     if config.persistent:
         persistent_prefill.launch(

@@ -32,17 +32,22 @@ def nearest(weight, bits, size, symmetric):
     return codes, numbers
 
 
-def optimal_brain_quantization(weight, hessian, bits, size, symmetric, damp, order, grouping, bounds):
-    """GPTQ without blocks or Cholesky: input after input, with the inverse of the Hessian of those that are left.
+def optimal_brain_quantization(weight, hessian, bits, size, symmetric, damp, order, grouping, bounds, found):
+    """GPTQ without blocks or Cholesky: input after input, with the inverse of the Hessian of the inputs left.
 
-    Equation 2 of arXiv:2210.17323 for each; the inverse is computed anew each time, which is what equation 3 saves.
-    order: the inputs as they are taken. grouping: "neighbours" (of the ranges in `bounds`, [rows, groups] each) or
-    "order" (groups of inputs that are taken one after the other, ranges of the weights as they are then).
+    Equation 2 of arXiv:2210.17323 for each input; the inverse is computed again each time, which is what equation 3
+    saves. order: the inputs as they are taken. grouping: "neighbours" (of the ranges in `bounds`, [rows, groups] each)
+    or "order" (groups of inputs that are taken one after the other, ranges of the weights as they are then).
+
+    found: the quantized values of the implementation under test, [rows, inputs]. Each number is left as they say, so
+    that where one lies in the middle between two values, the choice there does not change what is right afterwards.
+    Returns how far each number to be rounded lies from the value found, in steps of the grid, and the numbers that the
+    values found stand for.
     """
     rows, inputs = weight.shape
     weight = weight.astype(np.float64).copy()
     hessian = hessian.astype(np.float64) + damp * np.mean(np.diag(hessian)) * np.eye(inputs)
-    codes, numbers = np.zeros(weight.shape), np.zeros(weight.shape)
+    distances, numbers = np.zeros(weight.shape), np.zeros(weight.shape)
     grids = {}
     for step, j in enumerate(order):
         left = order[step:]
@@ -55,8 +60,8 @@ def optimal_brain_quantization(weight, hessian, bits, size, symmetric, damp, ord
                     low, high = bounds[0][row, group], bounds[1][row, group]
                 grids[row, group] = fit(low, high, bits, symmetric)
             scale, zero = grids[row, group]
-            codes[row, j] = to_code(weight[row, j], scale, zero, bits)
-            numbers[row, j] = (codes[row, j] - zero) * scale
+            distances[row, j] = abs(np.clip(weight[row, j] / scale + zero, 0, 2**bits - 1) - found[row, j])
+            numbers[row, j] = (found[row, j] - zero) * scale
             error = weight[row, j] - numbers[row, j]
             weight[row, left] -= error / inverse[0, 0] * inverse[0]
-    return codes, numbers
+    return distances, numbers

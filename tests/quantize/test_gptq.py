@@ -29,19 +29,20 @@ GRIDS = [Grid(bits=4, symmetric=symmetric, scale_dtype=torch.float32) for symmet
 @pytest.mark.parametrize("grid", GRIDS, ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("act_order", "grouping"), [("none", "order"), ("weight", "neighbours"), ("group", "order")])
 @pytest.mark.parametrize("size", [16, 48])
-def test_codes_are_those_of_the_formula(grid, act_order, grouping, size):
+def test_each_value_is_the_nearest_to_what_the_formula_rounds(grid, act_order, grouping, size):
     weight, hessian = problem()
     found = gptq(weight, hessian.float(), grid, size, act_order=act_order, damp=0.01)
     order = list(range(48))
     if act_order != "none":
         order = np.argsort(-np.diag(hessian.numpy()), kind="stable").tolist()
     bounds = [one.double().numpy() for one in clip(weight, hessian.float(), grid, size)]
-    codes, numbers = optimal_brain_quantization(
-        weight.numpy(), hessian.numpy(), grid.bits, size, grid.symmetric, 0.01, order, grouping, bounds
+    values = found.values.numpy().astype(np.float64)
+    distances, numbers = optimal_brain_quantization(
+        weight.numpy(), hessian.numpy(), grid.bits, size, grid.symmetric, 0.01, order, grouping, bounds, values
     )
-    # Sums in another order decide otherwise where a number lies in the middle between two codes.
-    assert (found.values.numpy() == codes).mean() > 0.99
-    assert np.linalg.norm(plain(found, grid, size).numpy() - numbers) < 0.02 * np.linalg.norm(numbers)
+    # Nearest, but for the rounding of float32 sums: a thousandth of a step, which differs from processor to processor.
+    assert distances.max() < 0.501
+    assert np.linalg.norm(plain(found, grid, size).numpy() - numbers) < 1e-4 * np.linalg.norm(numbers)
     if act_order == "group" and size < 48:
         assert found.group_of.tolist() == [order.index(j) // size for j in range(48)]
     else:
@@ -49,13 +50,26 @@ def test_codes_are_those_of_the_formula(grid, act_order, grouping, size):
 
 
 @pytest.mark.parametrize("size", [16, 64, 128, -1])
-def test_blocks_do_not_matter(size, monkeypatch):
-    """Inputs of several blocks, against one block for all."""
+def test_inputs_of_several_blocks_are_rounded_as_the_formula_says(size, monkeypatch):
+    """With blocks, and with one block for all."""
     weight, hessian = problem(4, 256, 400)
-    split = gptq(weight, hessian.float(), GRIDS[0], size, act_order="none", damp=0.05)
-    monkeypatch.setattr("engine.quantize.gptq._block", lambda size: 256)
-    whole = gptq(weight, hessian.float(), GRIDS[0], size, act_order="none", damp=0.05)
-    assert (split.values == whole.values).float().mean() > 0.99
+    for block in (None, 256):
+        if block is not None:
+            monkeypatch.setattr("engine.quantize.gptq._block", lambda size: 256)
+        found = gptq(weight, hessian.float(), GRIDS[0], size, act_order="none", damp=0.05)
+        distances, _ = optimal_brain_quantization(
+            weight.numpy(),
+            hessian.numpy(),
+            4,
+            256 if size == -1 else size,
+            True,
+            0.05,
+            list(range(256)),
+            "order",
+            None,
+            found.values.numpy().astype(np.float64),
+        )
+        assert distances.max() < 0.501
 
 
 @pytest.mark.parametrize("act_order", ["none", "weight", "group"])
