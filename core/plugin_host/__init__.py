@@ -6,7 +6,6 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
-    from engine.core.plugin_host.faults import CONSTRUCTOR as CONSTRUCTOR
     from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
     from engine.core.plugin_host.registry import HOME as HOME, Plugins as Plugins, load_plugins as load_plugins
     from engine.core.plugin_host.selection import (
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = exports(
     __name__,
     extension_points=("EXTENSION_POINTS",),
-    faults=("CONSTRUCTOR",),
     guard=(
         "STARTUP_CALLS",
         "guarded",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -74,10 +73,6 @@ class Parts:
     choices: tuple[ChosenPlugin, ...]
     manifest: Manifest = ()
     """The plugins this process has loaded; other processes of the engine compare theirs (Plugins.verify)."""
-
-    def blame(self, extension_point: str, call: str) -> AbstractContextManager[None]:
-        """Report an unintended error in the `with` block as the fault of this extension point's plugin."""
-        return blame(self.owner(extension_point), call)
 
     def owner(self, extension_point: str) -> str:
         """The plugin of an extension point, as errors name it."""
@@ -255,7 +250,6 @@ def resolve_kv_dtype(
     checkpoint: Mapping[str, Any],
     quant: type[QuantMethod],
     device: DeviceInfo,
-    owner: str = "",
 ) -> str:
     """Dtype of keys and values; auto: what the checkpoint asks for if the device supports it, else `dtype`."""
     wanted = config.cache.dtype
@@ -423,7 +417,7 @@ def _passed_in(point: ExtensionPoint, override: object, refuses: Question) -> tu
     return kind if override is cls else override, choice
 
 
-def shape_of(model: type[Model], checkpoint: Mapping[str, Any], owner: str = "") -> ModelSpec:
+def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
     """The shape that a model class reads from a config.json.
 
     Raises CheckpointError, and PluginError for a class that cannot describe its shape.

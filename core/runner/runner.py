@@ -17,7 +17,7 @@ from engine.core.errors import CapacityError, ConfigError, ExecutorError
 from engine.core.layers import LayerFactory
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.models.forward_pass import ForwardPass
-from engine.core.plugin_host.faults import CONSTRUCTOR, TRACEBACK, blame
+from engine.core.plugin_host.faults import TRACEBACK, blame
 from engine.core.plugin_host.selection import (
     Parts,
     attention_spec,
@@ -119,7 +119,7 @@ class Runner:
         if config.executor.threads:
             torch.set_num_threads(config.executor.threads)
         self._name = device.torch_name
-        self._model_spec = shape_of(parts.model, checkpoint.config, parts.owner("models"))
+        self._model_spec = shape_of(parts.model, checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
         ranks = self._group.ranks
@@ -131,7 +131,7 @@ class Runner:
             config,
             self._dtype,
             max_len(config, self._model_spec),
-            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device, parts.owner("quant")),
+            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device),
             ranks,
         )
         self._kv_scales: tuple[KVScales, ...] = ()
@@ -147,18 +147,16 @@ class Runner:
                 free //= self._group.ranks  # which all take theirs from the same
             config = self.config
             parts, options = self.parts, self.parts.options
-            with parts.blame("quant", "from_checkpoint()"):
-                quant = parts.quant.from_checkpoint(self.checkpoint.quantization, options["quant"])
+            quant = parts.quant.from_checkpoint(self.checkpoint.quantization, options["quant"])
             layers = LayerFactory(
                 dtype=self._dtype,
                 device=self._name,
                 quant=quant,
                 group=self._group,
                 fused=self._fused,
-                owners={seam: parts.owner(seam) for seam in ("quant", "models")},
+                owners={point: parts.owner(point) for point in ("quant", "models")},
             )
-            with parts.blame("models", CONSTRUCTOR):
-                self._model = parts.model(self.checkpoint.config, layers, options["models"])
+            self._model = parts.model(self.checkpoint.config, layers, options["models"])
         with phases.phase("weights"):
             dummy = config.model.load_format == "dummy"
             source = DummySource(config.model.seed) if dummy else SafetensorsSource(self.checkpoint)
@@ -251,8 +249,7 @@ class Runner:
         """The KV pool and all that is kept between steps."""
         max_running, device = self.config.scheduler.max_running, torch.device(self._name)
         self._pool = KVPool(self._spec, num_blocks, self._name, self._kv_scales)
-        with self.parts.blame("attention", CONSTRUCTOR):
-            self._attention = self.parts.attention(self._spec, self._pool, self.parts.options["attention"])
+        self._attention = self.parts.attention(self._spec, self._pool, self.parts.options["attention"])
         self._persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,
