@@ -18,8 +18,9 @@ from engine.core.device import find_device
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
+from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.registry import Plugins, load_plugins
-from engine.core.plugin_host.selection import check_names, max_len, resolve, settle, shape_of
+from engine.core.plugin_host.selection import check_names, resolve
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import SchedulingPolicy

@@ -17,9 +17,7 @@ from engine.core.errors import CapacityError, ConfigError, ExecutorError
 from engine.core.layers import LayerFactory
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.models.forward_pass import ForwardPass
-from engine.core.plugin_host.faults import TRACEBACK, blame
-from engine.core.plugin_host.selection import (
-    Parts,
+from engine.core.plugin_host.derived import (
     attention_spec,
     fused_kernels,
     max_len,
@@ -29,6 +27,8 @@ from engine.core.plugin_host.selection import (
     shape_of,
     use_graphs,
 )
+from engine.core.plugin_host.faults import TRACEBACK, blame
+from engine.core.plugin_host.selection import Parts
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.build_batch import build_batch
 from engine.core.runner.cuda_graphs import DecodeGraphs, Recorder

@@ -24,17 +24,9 @@ from engine.core.errors import CheckpointError, ConfigError, PluginError
 from engine.core.executors.base import Executor
 from engine.core.hooks import hookimpl
 from engine.core.models.base import Model, ModelSpec
+from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
 from engine.core.plugin_host.registry import Plugins, load_plugins
-from engine.core.plugin_host.selection import (
-    Parts,
-    attention_spec,
-    find_quant,
-    max_len,
-    resolve,
-    resolve_dtype,
-    resolve_kv_dtype,
-    use_graphs,
-)
+from engine.core.plugin_host.selection import Parts, find_quant, resolve
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.policy import SchedulingPolicy
 
