@@ -17,5 +17,7 @@ def install_command(extra: str) -> str:
     except PackageNotFoundError:  # a checkout on the path that was never installed
         return f"pip install -e '.[{extra}]' in the checkout"
     found = [line.partition(";") for line in lines]
-    names = [name.strip() for name, _, marker in found if marker.split() == ["extra", "==", f'"{extra}"']]
+    names = [
+        name.strip() for name, _, marker in found if marker.replace("'", '"').split() == ["extra", "==", f'"{extra}"']
+    ]
     return " ".join(["pip install", *(f"'{name}'" for name in names)])

@@ -144,8 +144,8 @@ def fused_kernels(config: EngineConfig, device: DeviceInfo) -> bool:
         return False
     if not installed:
         raise ConfigError(
-            "executor.kernels (--kernels) is fused, but Triton is not installed; use --kernels plain, or"
-            f" `{install_command('triton')}`"
+            "executor.kernels (--kernels) is fused, but Triton is not installed; use --kernels plain, or install it"
+            f" with `{install_command('triton')}`"
         )
     if device.type == "cpu":
         import triton

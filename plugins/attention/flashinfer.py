@@ -110,7 +110,7 @@ class FlashInferAttention(AttentionBackend):
         if device.type != "cuda":
             return f"FlashInfer runs on NVIDIA GPUs, not on {device.torch_name}; use another backend or --device cuda"
         if importlib.util.find_spec("flashinfer") is None:
-            return f"FlashInfer is not installed; `{install_command('flashinfer')}`"
+            return f"FlashInfer is not installed; install it with `{install_command('flashinfer')}`"
         if device.capability is not None and device.capability < (8, 0):
             version = ".".join(map(str, device.capability))
             return f"FlashInfer needs compute capability 8.0, and this GPU has {version}; use another backend"

@@ -47,7 +47,7 @@ class TritonAttention(AttentionBackend):
         if device.type != "cuda":
             return f"its kernels run on a GPU, not on {device.torch_name}; use another backend or --device cuda"
         if importlib.util.find_spec("triton") is None:
-            return f"triton is not installed; use another backend, or `{install_command('triton')}`"
+            return f"triton is not installed; use another backend, or install it with `{install_command('triton')}`"
         if device.capability is not None and device.capability < (8, 0):
             return (
                 f"it needs compute capability 8.0, and {device.torch_name} has {_dotted(device)}; use another backend"

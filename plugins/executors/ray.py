@@ -51,7 +51,7 @@ class RayExecutor(RemoteExecutor):
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
         """The absence of Ray, and a GPU that was asked for by number."""
         if find_spec("ray") is None:
-            return f"Ray is not installed; `{install_command('ray')}`"
+            return f"Ray is not installed; install it with `{install_command('ray')}`"
         if ":" in config.executor.device:
             return f"Ray chooses the GPUs, and {config.executor.device} cannot be asked for; use --device cuda"
         return None

@@ -48,7 +48,7 @@ def test_steps_that_come_in_several_threads() -> None:
 
 def test_the_extra_is_named_where_ray_is_missing(monkeypatch: pytest.MonkeyPatch, engine_checkpoint: Path) -> None:
     monkeypatch.setattr(executor, "find_spec", lambda name: None)
-    with pytest.raises(PluginError, match=r"Ray is not installed; pip install 'pluggable-llm-engine\[ray\]'"):
+    with pytest.raises(PluginError, match=r"Ray is not installed; install it with `pip install 'ray>="):
         Engine(model=str(engine_checkpoint), executor="ray", executor__device="cpu")
 
 
