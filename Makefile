@@ -1,17 +1,21 @@
-# `make` checks everything; `make serve` and `make test` set up what they need by themselves.
-#   PYTHON=python3.12       which Python makes the virtual environment (3.11 to 3.13)
-#   CONSTRAINTS=            install without constraints.txt, for example to get torch with CUDA
+# `make` checks everything; `make serve` and `make test` first install what they need, into a virtual environment.
+#   PYTHON=python3.12       the Python of the virtual environment (3.11 to 3.13)
+#   TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#                           where torch comes from; this is the CPU build, of about 0.2 GB
+#   CONSTRAINTS=            install without the versions of constraints.txt
 #   ARGS="--port 9000"      more options for `engine serve` or pytest
 #   WORKERS=2               processes that run the tests; 0: all in one, as for --pdb
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+TORCH_INDEX ?=
 ARGS ?=
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
-# The empty file that notes an extra of pyproject.toml as installed; it is older than a changed list of requirements.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+# The empty file that marks an extra of pyproject.toml as installed; make installs again when the requirements are newer.
 installed = $(VENV)/.installed-$(1)
 
 .DEFAULT_GOAL := check
@@ -47,7 +51,7 @@ site: $(call installed,docs) ## build docs/ into build/site; a link to a page or
 linkcheck: $(call installed,docs) ## ask the servers that docs/ links to (needs the network)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --builder linkcheck docs build/linkcheck
 
-format-fix: $(call installed,dev) ## format, and mend what ruff can mend
+format-fix: $(call installed,dev) ## format, and apply what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -60,5 +64,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]' $(CONSTRAINTS:%=--constraint %)
+ifeq ($(TORCH_INDEX),)
+	@echo "Downloading the requirements of [$*] from your package index. torch is the largest: on PyPI for Linux the" \
+		"CUDA build, several GB. For the CPU build, about 0.2 GB: make TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+else
+	@echo "Downloading torch from $(TORCH_INDEX), then the other requirements of [$*] from your package index."
+	$(PIP) torch --index-url $(TORCH_INDEX) $(CONSTRAINTS:%=--constraint %)
+endif
+	$(PIP) --editable '.[$*]' $(CONSTRAINTS:%=--constraint %)
 	@touch $@

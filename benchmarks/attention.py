@@ -184,7 +184,7 @@ def prefill_tflops(spent: float, heads: int, sequences: int, length: int) -> flo
 
 
 def run_decodes(names: Iterable[str], chosen: Iterable[Shape], kv_dtype: str) -> list[dict[str, Any]]:
-    classes = {name: load_plugins().seams["attention"].get(name).load() for name in names}
+    classes = {name: load_plugins().attention.get(name).load() for name in names}
     rows = []
     for shape in chosen:
         bench = Bench.decode(shape, kv_dtype)
@@ -210,7 +210,7 @@ def run_prefills(names: Iterable[str], kv_dtype: str, sequences: int, length: in
     rows = []
     for heads, name in itertools.product(HEADS, names):
         bench = Bench.make(heads, [(0, length)] * sequences, 2, kv_dtype)
-        cls = load_plugins().seams["attention"].get(name).load()
+        cls = load_plugins().attention.get(name).load()
         backend = bench.backend(cls)
         plan = backend.plan(bench.batch)
         none = bench.q[:, :0]

@@ -28,7 +28,7 @@ import attrs
 import engine.demo
 from engine.core.config import EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
 from engine.core.executors import Health
-from engine.core.plugin_host import Choice
+from engine.core.plugin_host import ChosenPlugin
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
 
 VOCAB = 400
@@ -37,7 +37,9 @@ PROMPT_TOKENS = 512
 
 @attrs.define
 class Parts:
-    choices: tuple[Choice, ...] = (Choice(seam="executors", name="paced", provenance="benchmark", reason="a stand-in"),)
+    choices: tuple[ChosenPlugin, ...] = (
+        ChosenPlugin(extension_point="executors", name="paced", provenance="benchmark", reason="a stand-in"),
+    )
 
 
 class PacedEngine:

@@ -1,4 +1,4 @@
-"""`engine chat`: a conversation on the terminal, or one user message a line from a pipe."""
+"""`engine chat`: a conversation on the terminal, or one user message per line from a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HELP = "/reset forgets the conversation, /exit ends it (as Ctrl-D does), Ctrl-C 
 def chat(
     resolved: Resolved,
     sampling: dict[str, Any],
-    system: Annotated[str, typer.Option(help="Message that tells the model how to behave.", show_default=False)] = "",
+    system: Annotated[str, typer.Option(help="System message of the conversation.", show_default=False)] = "",
 ) -> None:
     """Talk to a model. Piped in, each line is one message; /reset and /exit work in both."""
     with open_engine(resolved) as engine:
@@ -42,7 +42,7 @@ def chat(
 def converse(
     engine: Engine, params: SamplingParams, lines: Iterator[str], system: str = "", *, forgiving: bool = False
 ) -> None:
-    """Answer each line. With `forgiving`, a message that cannot be answered is dropped and the conversation goes on."""
+    """Answer each line. With `forgiving`, drop a message that cannot be answered and continue."""
     beginning: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(beginning)
     for line in lines:
@@ -61,11 +61,11 @@ def converse(
                 if not forgiving:
                     raise
                 messages.pop()
-                typer.echo(f"error: {error} (/reset begins anew)", err=True)
+                typer.echo(f"error: {error} (/reset starts a new conversation)", err=True)
 
 
 def answer(engine: Engine, params: SamplingParams, messages: list[Message]) -> str:
-    """Print the model's answer as it comes and return it; Ctrl-C ends it early."""
+    """Print the model's answer as it is generated and return the answer; Ctrl-C stops it."""
     parts: list[str] = []
     try:
         for delta in engine.stream(engine.tokenizer.chat(messages), params):
@@ -88,7 +88,7 @@ def piped_lines() -> Iterator[str]:
 
 
 def prompted_lines() -> Iterator[str]:
-    """Lines typed at a prompt, with history where the platform has readline; Ctrl-D ends them."""
+    """Lines typed at a prompt, with history where readline is available; Ctrl-D ends the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() uses it once it is imported)
     while True:

@@ -1,4 +1,4 @@
-"""`engine config`: what the settings are, and where each one came from."""
+"""`engine config`: shows the settings and the origin of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HIDDEN = "(set, not shown)"
 
-app = typer.Typer(help="Show the settings and where each one came from.", no_args_is_help=True)
+app = typer.Typer(help="Show the settings and the origin of each.", no_args_is_help=True)
 
 
 @app.command()
@@ -49,7 +49,7 @@ def show(
 
 
 def secrets(config: EngineConfig) -> set[str]:
-    """Settings whose values are there and must not be shown."""
+    """Secret settings that are set; their values must not be shown."""
     flat = flatten(config)
     return {setting.key for setting in describe() if setting.secret and flat[setting.key]}
 

@@ -29,13 +29,13 @@ def generate(
         str | None, typer.Argument(help="Text to continue; - or none: standard input.", show_default=False)
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the text to continue, taken as it is.", metavar="FILE")
+        Path | None, typer.Option(help="File with the text to continue, unchanged.", metavar="FILE")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON line: text, token_ids, finish_reason, usage.")
     ] = False,
 ) -> None:
-    """Continue a prompt. The text is printed as it comes."""
+    """Continue a prompt, printing the text as it comes."""
     text = read_prompt(prompt, prompt_file)
     if "logprobs" in sampling and not as_json:
         raise InvalidRequestError("--logprobs needs --json, where they are printed", "logprobs")
@@ -65,7 +65,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def print_json(engine: Engine, prompt: str, params: SamplingParams) -> None:
-    """One line with the whole completion."""
+    """Print the completion as one line of JSON."""
     done = engine.generate([prompt], params)[0]
     result: dict[str, Any] = {
         "text": done.text,
@@ -83,7 +83,7 @@ def print_json(engine: Engine, prompt: str, params: SamplingParams) -> None:
 
 
 def print_stream(engine: Engine, prompt: str, params: SamplingParams) -> None:
-    """The text as it comes, and a newline behind it."""
+    """Print the text as it is generated, then a newline."""
     for delta in engine.stream(prompt, params):
         typer.echo(delta.text, nl=False)
         sys.stdout.flush()

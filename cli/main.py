@@ -1,15 +1,16 @@
-"""The `engine` command: its parts, its errors, and the commands that plugins add."""
+"""The `engine` command: imports the command that is called, reports errors, and adds the commands of plugins."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import traceback
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from engine.cli import bench, chat, config, generate, plugins, quantize, serve
 from engine.core.errors import EngineError, ExecutorError
 
 if TYPE_CHECKING:
@@ -18,26 +19,74 @@ if TYPE_CHECKING:
 DEBUG = "engine.debug"
 
 
+class Builtin(NamedTuple):
+    """A built-in command, imported when it is called."""
+
+    target: str
+    """MODULE:NAME in engine.cli, a function or a typer.Typer."""
+    summary: str
+    """The first line of the command's own help."""
+
+    def load(self, name: str) -> Any:
+        """Import the command."""
+        module, _, attribute = self.target.partition(":")
+        found = getattr(import_module(f"engine.cli.{module}"), attribute)
+        if not isinstance(found, typer.Typer):
+            function, found = found, typer.Typer(add_completion=False)
+            found.command(name)(function)
+            return typer.main.get_command(found)
+        group = typer.main.get_group(found)
+        group.name = name
+        return group
+
+
+BUILTINS = {
+    "serve": Builtin(
+        "serve:serve", "Serve the OpenAI protocol over HTTP, with the demo model unless --model names another."
+    ),
+    "generate": Builtin("generate:generate", "Continue a prompt, printing the text as it comes."),
+    "chat": Builtin("chat:chat", "Talk to a model. Piped in, each line is one message; /reset and /exit work in both."),
+    "quantize": Builtin("quantize:quantize", "Write a quantized copy of a checkpoint, layer by layer."),
+    "bench": Builtin("bench:app", "Measure speed on this machine."),
+    "config": Builtin("config:app", "Show the settings and the origin of each."),
+    "plugins": Builtin("plugins:app", "List and check the installed plugins."),
+}
+
+
 class Commands(TyperGroup):
     """The root of the command line.
 
-    Plugins are looked up only for `--help` and for a command that is none of the built-in ones. An EngineError becomes
-    one sentence on stderr: exit status 2 for what the user can mend, 1 for a failure while running.
+    A built-in command is imported when it is called; `--help` needs only its name. Plugins are loaded only for `--help`
+    and for a command that is not built in. An EngineError becomes one sentence on stderr, with exit status 2 for a
+    mistake of the user, 1 for a failure while running.
     """
 
-    _complete = False
-    """Whether the commands of plugins are in."""
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._has_plugin_commands = False
+        for name, builtin in BUILTINS.items():
+            self.add_command(TyperCommand(name, help=builtin.summary))
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All commands, those of plugins last."""
-        self._add_late()
+        self._add_plugin_commands()
         return super().list_commands(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name, or None."""
+        """The command of this name, or None; of a built-in command only name and help."""
         if cmd_name not in self.commands:
-            self._add_late()
+            self._add_plugin_commands()
         return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name, imported."""
+        self.load_builtins(args[:1])
+        return super().resolve_command(ctx, args)
+
+    def load_builtins(self, names: Iterable[str] = BUILTINS) -> None:
+        """Import the built-in commands of these names; other names are ignored."""
+        for name in BUILTINS.keys() & set(names):
+            self.commands[name] = BUILTINS[name].load(name)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the arguments name."""
@@ -49,21 +98,28 @@ class Commands(TyperGroup):
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1 if isinstance(error, ExecutorError) else 2) from error
 
-    def _add_late(self) -> None:
+    def _add_plugin_commands(self) -> None:
+        if self._has_plugin_commands:
+            return
+        self._has_plugin_commands = True
+        if not other_plugins_installed():
+            return
         from engine.core.plugin_host import load_plugins
 
-        if self._complete:
-            return
-        self._complete = True
-        for plugin, command in late_commands(load_plugins()):
+        for plugin, command in plugin_commands(load_plugins()):
             if command.name in self.commands:
                 _warn(f"plugin {plugin} offers a command {command.name!r}, a name that is taken; it is left out")
             else:
                 self.add_command(command)
 
 
-def late_commands(plugins: Plugins) -> list[tuple[str, Any]]:
-    """(plugin, command) of the commands that plugins register. One that raises gets a warning and adds nothing."""
+def other_plugins_installed() -> bool:
+    """Whether any plugin but the built-in ones, which have no commands, is installed; needs no plugin host."""
+    return any(point.name != "builtin" for point in entry_points(group="engine"))
+
+
+def plugin_commands(plugins: Plugins) -> list[tuple[str, Any]]:
+    """(plugin, command) of each command that plugins register. A plugin that raises gets a warning and adds nothing."""
     found: list[tuple[str, Any]] = []
     for hook in plugins.hook.register_commands.get_hookimpls():
         own = typer.Typer(callback=lambda: None)  # with a callback, even one command makes a group
@@ -86,20 +142,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(serve.serve)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(quantize.quantize)
-app.add_typer(bench.app, name="bench")
-app.add_typer(config.app, name="config")
-app.add_typer(plugins.app, name="plugins")
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from engine.core.plugin_host import HOME
+        import engine
 
-        typer.echo(f"engine {importlib.metadata.version(HOME)}")
+        typer.echo(f"engine {engine.__version__}")
         raise typer.Exit
 
 

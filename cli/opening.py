@@ -1,4 +1,4 @@
-"""The engine of a command that serves nobody."""
+"""Starts the engine of a command without a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def open_engine(resolved: Resolved) -> Engine:
-    """Make it; a terminal shows meanwhile how far it is. Raises what Engine raises."""
+    """Make the engine, showing the progress on a terminal. Raises what Engine raises."""
     from engine.core.engine import Engine
     from engine.core.startup_display import show_startup
 

@@ -1,4 +1,4 @@
-"""Command-line options made from the configuration tree and from SamplingParams: no setting is written twice."""
+"""Command-line options, generated from the configuration tree and from SamplingParams."""
 
 from __future__ import annotations
 
@@ -15,50 +15,49 @@ from typing import Annotated, Any
 import attrs
 import typer
 
-from engine.core.config import EngineConfig, Resolved, Setting, describe, load_config
+from engine.core.config import EngineConfig, Resolved, Setting, canonical_key, describe, load_config
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import SamplingParams
 
 DEMO_MODEL = "default (demo model)"
-"""Origin of model.path when nobody named a model."""
+"""Origin of model.path where no model is named."""
 
 SECTIONS = tuple(attrs.fields_dict(EngineConfig))
 OFFLINE = ("server",)
-"""Sections without meaning for a command that serves nobody: `configured(without=OFFLINE)`."""
+"""Sections without meaning for a command without a server: `configured(without=OFFLINE)`."""
 
 Command = Callable[..., Any]
 
 
 def purpose(section: str) -> str:
-    """What a section of the configuration is for, in a few words."""
+    """The purpose of a section of the configuration, from its docstring."""
     doc = inspect.getdoc(type(getattr(EngineConfig(), section))) or ""
     return doc.partition("\n")[0].rpartition("]: ")[2].rstrip(".")
 
 
 def _default_text(setting: Setting) -> str:
-    """A setting's default as one types it; nothing for an empty one."""
+    """A setting's default as typed on the command line; "" for an empty one."""
     if setting.type is bool:
         return "on" if setting.default else "off"
     return str(setting.default) if setting.default not in ("", {}, ()) else ""
 
 
 def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Decorator: gives the command's parameter `resolved` from --config, --set and one option for each setting.
+    """Decorator: builds the command's parameter `resolved` from --config, --set and one option per setting.
 
     without: sections that get no options.
     """
-    offered = {name: one for name, one in _setting_options().items() if one[0].path[0] not in without}
-    flags = {name: setting for name, (setting, _) in offered.items()}
+    offered = {name: one for name, one in _setting_options().items() if one.setting.path[0] not in without}
     parameters = [
-        _option("config", Path | None, "--config", help="TOML or YAML file of settings.", metavar="FILE"),
+        _option("files", list[Path] | None, "--config", help="TOML or YAML file of settings.", metavar="FILE"),
         _option(
             "assignments",
             list[str] | None,
             "--set",
-            help="Any setting, as server.max_n=8.",
+            help="Any setting, as server.max_n=8 or plugins.deny=[a,b]. Repeat for more.",
             metavar="SECTION.KEY=VALUE",
         ),
-        *(option for _, option in offered.values()),
+        *(one.parameter for one in offered.values()),
     ]
 
     def resolve(given: Mapping[str, Any]) -> Resolved:
@@ -69,24 +68,30 @@ def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]
                 raise ConfigError(f"{key} is given twice, by {overrides[key][1]} and by {origin}; give it once")
             overrides[key] = (value, origin)
 
-        for name, setting in flags.items():
-            value = given[name]
+        for name, one in offered.items():
+            setting, value = one.setting, given[name]
             if setting.type is dict:
                 for text in value or ():
-                    option, typed = key_value(text, str(setting.flag))
-                    override(f"{setting.key}.{option}", typed, str(setting.flag))
+                    option, typed = key_value(text, one.flag)
+                    override(f"{setting.key}.{option}", typed, one.flag)
             elif value is not None:
-                override(setting.key, value, str(setting.flag))
+                override(setting.key, value, one.flag)
         for text in given["assignments"] or ():
             key, typed = key_value(text, "--set")
-            override(key, typed, "--set")
-        return load_config(given["config"], overrides, {"model.path": (_demo_model(), DEMO_MODEL)})
+            override(canonical_key(key), typed, "--set")
+        files = given["files"] or [None]
+        if len(files) > 1:
+            raise ConfigError(
+                f"--config is given twice, as {files[0]} and as {files[1]}; a command reads one file: "
+                "put the settings into one, or give those of the other by options"
+            )
+        return load_config(files[0], overrides, {"model.path": (_demo_model(), DEMO_MODEL)})
 
     return lambda command: _with_options(command, "resolved", parameters, resolve)
 
 
 def sampled(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Decorator: gives the command's parameter `sampling`, the SamplingParams fields that were on the command line.
+    """Decorator: builds the command's parameter `sampling`, the SamplingParams fields given on the command line.
 
     without: fields that get no options.
     """
@@ -123,7 +128,7 @@ def _with_options(
     options: Sequence[inspect.Parameter],
     build: Callable[[Mapping[str, Any]], object],
 ) -> Command:
-    """`command` with its `parameter` replaced by `options`, from whose values `build` makes the argument."""
+    """Replace the `parameter` of a command by `options`; `build` makes the argument from their values."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
     names = [option.name for option in options]
 
@@ -148,18 +153,34 @@ def _option(name: str, hint: Any, *declarations: str, **settings: Any) -> inspec
     )
 
 
+@attrs.frozen
+class _SettingOption:
+    """An option of the command line that gives a setting."""
+
+    setting: Setting
+    flag: str
+    parameter: inspect.Parameter
+
+
 @functools.cache
-def _setting_options() -> dict[str, tuple[Setting, inspect.Parameter]]:
-    """Parameter name -> setting and option, for each setting that has a flag; the same for all commands."""
-    names = {setting.key.replace(".", "__"): setting for setting in describe() if setting.flag}
-    return {name: (setting, _setting_option(name, setting)) for name, setting in names.items()}
+def _setting_options() -> dict[str, _SettingOption]:
+    """Parameter name -> option, for every flag and alias of a setting; the same for all commands."""
+    flags = [(one, flag) for one in describe() if one.flag for flag in (one.flag, *one.alias_flags)]
+    names = [flag.removeprefix("--").replace("-", "_") + "_setting" for _, flag in flags]
+    return {
+        name: _SettingOption(setting, flag, _setting_option(name, setting, flag))
+        for name, (setting, flag) in zip(names, flags, strict=True)
+    }
 
 
-def _setting_option(name: str, setting: Setting) -> inspect.Parameter:
-    flag = str(setting.flag)
+def _setting_option(name: str, setting: Setting, flag: str) -> inspect.Parameter:
+    """The option `flag` of a setting. Options that are aliases are hidden; the help of the first names them."""
+    hidden = flag != setting.flag
     hint: Any = str | None  # load_config converts and checks, so that a file and an option get the same error
     metavar = setting.type_name.upper()
     help_text = f"{setting.help} ({', '.join(setting.choices)})" if setting.choices else setting.help
+    if setting.alias_flags:
+        help_text += f" Also {', '.join(setting.alias_flags)}."
     if setting.type is bool:
         hint, flag, metavar = bool | None, _on_off(flag), " "
     elif setting.type is dict:
@@ -171,6 +192,7 @@ def _setting_option(name: str, setting: Setting) -> inspect.Parameter:
         flag,
         help=help_text,
         metavar=metavar,
+        hidden=hidden,
         show_default=_default_text(setting) or False,
         rich_help_panel=f"{section}: {purpose(section)}",
     )
@@ -198,12 +220,12 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(value)
     except ValueError:
-        raise InvalidRequestError(f"--logit-bias {text!r} is not a token number = a number", "logit_bias") from None
+        raise InvalidRequestError(f"--logit-bias {text!r} is not of the form TOKEN=NUMBER", "logit_bias") from None
 
 
 @functools.cache
 def _attribute_docs(cls: type) -> dict[str, str]:
-    """The string below each attribute of a class, which Python itself does not keep; first paragraph, one line."""
+    """The docstring below each attribute of a class, read from the source (Python does not keep them), on one line."""
     body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
     docs = {}
     for field, below in itertools.pairwise(body):

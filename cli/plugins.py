@@ -1,10 +1,10 @@
-"""`engine plugins`: which plugins are installed, and which of them would work here."""
+"""`engine plugins`: lists the installed plugins and checks which of them work on this machine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from attrs import asdict, frozen
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from engine.core.config import EngineConfig
     from engine.core.plugin_host import Plugins, Question
 
+    Asked = Question | str
+    """How to ask a plugin's class whether it refuses, or a sentence that says why it cannot be asked."""
+
 app = typer.Typer(help="List and check the installed plugins.", no_args_is_help=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -25,40 +28,40 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 @configured(without=SECTIONS)
 def list_plugins(resolved: Resolved, as_json: AsJson = False) -> None:
-    """List what each plug point has to offer. Loads no implementation."""
+    """List the plugins of each extension point, without importing any implementation."""
     from engine.core.plugin_host import load_plugins
 
     plugins = load_plugins(resolved.config.plugins)
     columns = ("name", "summary", "distribution", "version", "preference")
     failures = [str(failure) for failure in plugins.failures]
     offers = {
-        seam: [{column: getattr(one, column) for column in columns} for one in registry]
-        for seam, registry in plugins.seams.items()
+        point: [{column: getattr(one, column) for column in columns} for one in registry]
+        for point, registry in plugins.registries.items()
     }
     if as_json:
-        typer.echo(json.dumps({"seams": offers, "failures": failures}, indent=2))
+        typer.echo(json.dumps({"extension_points": offers, "failures": failures}, indent=2))
         return
-    for seam, rows in offers.items():
-        print_table(columns, [tuple(row.values()) for row in rows], title=seam)
+    for point, rows in offers.items():
+        print_table(columns, [tuple(row.values()) for row in rows], title=point)
     for failure in failures:
         typer.echo(f"failed: {failure}")
 
 
 @frozen(kw_only=True)
 class Verdict:
-    """What `plugins check` says of one plugin."""
+    """Whether one plugin works here, as `plugins check` reports it."""
 
-    seam: str
+    extension_point: str
     name: str
-    status: str
-    """usable, refused, broken, or loads where the question cannot be put."""
+    status: Literal["usable", "refused", "broken", "loads"]
+    """loads: the class can be imported, but not asked whether it refuses."""
     reason: str = ""
 
 
 @app.command()
 @configured(without=OFFLINE)
 def check(resolved: Resolved, as_json: AsJson = False) -> None:
-    """Load every plugin and say whether it would serve this model on this machine. Exit status 1 if one is broken."""
+    """Load every plugin and report whether it can serve this model on this machine. Exit status 1 if one is broken."""
     from engine.core.plugin_host import load_plugins
 
     plugins = load_plugins(resolved.config.plugins)
@@ -68,7 +71,8 @@ def check(resolved: Resolved, as_json: AsJson = False) -> None:
         typer.echo(json.dumps({"plugins": [asdict(one) for one in verdicts], "failures": failures}, indent=2))
     else:
         print_table(
-            ("name", "seam", "status", "reason"), [(one.name, one.seam, one.status, one.reason) for one in verdicts]
+            ("name", "extension point", "status", "reason"),
+            [(one.name, one.extension_point, one.status, one.reason) for one in verdicts],
         )
         for failure in failures:
             typer.echo(f"failed: {failure}")
@@ -77,61 +81,59 @@ def check(resolved: Resolved, as_json: AsJson = False) -> None:
 
 
 def check_all(config: EngineConfig, plugins: Plugins) -> list[Verdict]:
-    """Load each class and ask it whether it refuses this machine, and this model if one can be read."""
+    """Load each class and ask whether it refuses this machine, and this model if its checkpoint can be read."""
+    from engine.core.plugin_host import STARTUP_CALLS, guarded
+
     classes: dict[tuple[str, str], type[Any]] = {}
     broken: dict[tuple[str, str], str] = {}
-    for seam, registry in plugins.seams.items():
+    for point, registry in plugins.registries.items():
         for one in registry:
             try:
-                classes[seam, one.name] = one.load()
+                classes[point, one.name] = guarded(one.load(), f"{point} {one.name!r}", STARTUP_CALLS[point])
             except PluginError as error:
-                broken[seam, one.name] = str(error)
-    questions = _questions(config, plugins, [cls for (seam, _), cls in classes.items() if seam == "models"])
+                broken[point, one.name] = str(error)
+    questions = _questions(config, plugins, [cls for (point, _), cls in classes.items() if point == "models"])
     verdicts = []
-    for seam, registry in plugins.seams.items():
+    for point, registry in plugins.registries.items():
         for name in registry.names():
-            if (seam, name) in broken:
-                verdicts.append(Verdict(seam=seam, name=name, status="broken", reason=broken[seam, name]))
+            if (point, name) in broken:
+                verdicts.append(Verdict(extension_point=point, name=name, status="broken", reason=broken[point, name]))
             else:
-                verdicts.append(_ask(seam, name, classes[seam, name], questions[seam]))
+                verdicts.append(_ask(point, name, classes[point, name], questions[point]))
     return verdicts + _check_pairs(config, plugins, questions)
 
 
-def _check_pairs(
-    config: EngineConfig, plugins: Plugins, questions: Mapping[str, Callable[[type[Any]], str | None] | str]
-) -> list[Verdict]:
-    """The same for two plugins that the configuration names together."""
+def _check_pairs(config: EngineConfig, plugins: Plugins, questions: Mapping[str, Asked]) -> list[Verdict]:
+    """The verdict on two plugins that the configuration names together."""
     from engine.core.plugin_host import EXTENSION_POINTS, load_pair
 
     verdicts = []
-    for seam in EXTENSION_POINTS:
-        name = getattr(config, seam.section).name
-        if seam.pairs and "," in name:
+    for point in EXTENSION_POINTS:
+        name = getattr(config, point.section).name
+        if point.pairs and "," in name:
             try:
-                cls, _ = load_pair(seam, plugins.seams[seam.name], name)
+                pair, _ = load_pair(point, plugins.registries[point.name], name)
             except PluginError as error:
-                verdicts.append(Verdict(seam=seam.name, name=name, status="broken", reason=str(error)))
+                verdicts.append(Verdict(extension_point=point.name, name=name, status="broken", reason=str(error)))
             else:
-                verdicts.append(_ask(seam.name, name, cls, questions[seam.name]))
+                verdicts.append(_ask(point.name, name, pair, questions[point.name]))
     return verdicts
 
 
-def _ask(seam: str, name: str, cls: Any, question: Callable[[type[Any]], str | None] | str) -> Verdict:
+def _ask(point: str, name: str, cls: Any, question: Asked) -> Verdict:
     from engine.core.plugin_host import ask
 
     if isinstance(question, str):
-        return Verdict(seam=seam, name=name, status="loads", reason=question)
+        return Verdict(extension_point=point, name=name, status="loads", reason=question)
     try:
-        reason = ask(cls, f"{seam} {name!r}", question)
+        reason = ask(cls, question)
     except EngineError as error:
-        return Verdict(seam=seam, name=name, status="broken", reason=str(error))
-    return Verdict(seam=seam, name=name, status="refused" if reason else "usable", reason=reason or "")
+        return Verdict(extension_point=point, name=name, status="broken", reason=str(error))
+    return Verdict(extension_point=point, name=name, status="refused" if reason else "usable", reason=reason or "")
 
 
-def _questions(
-    config: EngineConfig, plugins: Plugins, models: list[type[Any]]
-) -> dict[str, Callable[[type[Any]], str | None] | str]:
-    """How to ask a class of each seam whether it refuses; a sentence where it cannot be asked."""
+def _questions(config: EngineConfig, plugins: Plugins, models: list[type[Any]]) -> dict[str, Asked]:
+    """Extension point -> how to ask its classes whether they refuse."""
     from engine.core.device import find_device
     from engine.core.plugin_host import (
         EXTENSION_POINTS,
@@ -144,7 +146,7 @@ def _questions(
     from engine.core.weights import Checkpoint
 
     device = find_device(config.executor.device)
-    questions: dict[str, Question | str] = dict(questions_of_machine(config, device))
+    questions: dict[str, Asked] = dict(questions_of_machine(config, device))
     try:
         checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config).config
         questions["model"] = ask_model = model_question(checkpoint)
@@ -154,7 +156,7 @@ def _questions(
         questions["quant"] = quant_question(checkpoint, device)
         quant = find_quant(config, plugins, device, checkpoint)
         questions["attention"] = attention_question(config, device, checkpoint, model, quant)
-    except Exception as error:  # of a checkpoint that cannot be read, or of a plugin's own code
+    except Exception as error:  # of an unreadable checkpoint or a plugin's own code
         for section in ("model", "quant", "attention"):
-            questions.setdefault(section, f"not asked whether it would serve this model: {error}")
-    return {seam.name: questions[seam.section] for seam in EXTENSION_POINTS}
+            questions.setdefault(section, f"not asked whether it can serve this model: {error}")
+    return {point.name: questions[point.section] for point in EXTENSION_POINTS}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine.cli.tables import print_table
+from engine.core.config import parse_bytes
 from engine.core.errors import ConfigError
 from engine.quantize.progress import Progress
 from engine.quantize.settings import Settings
@@ -16,9 +16,8 @@ from engine.quantize.settings import Settings
 if TYPE_CHECKING:
     from engine.quantize.report import LayerReport, Report
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-WEIGHTS = "weights of 4 or 8 bits: rtn, gptq, awq"
-EIGHT = "weights and activations of 8 bits: fp8, int8"
+WEIGHTS = "4- or 8-bit weights: rtn, gptq, awq"
+EIGHT = "8-bit weights and activations: fp8, int8"
 TEXT = "text"
 FILES = "files"
 
@@ -26,13 +25,13 @@ FILES = "files"
 def quantize(
     model: Annotated[Path, typer.Argument(help="Directory of the checkpoint, unquantized.", show_default=False)],
     output: Annotated[
-        Path, typer.Argument(help="Directory to write; it must be new, or hold an unfinished run.", show_default=False)
+        Path, typer.Argument(help="Directory to write: a new one, or that of an unfinished run.", show_default=False)
     ],
     method: Annotated[
         str,
         typer.Option(
-            help="fp8, int8 (weights and activations), rtn (weights to the nearest), gptq, awq (weights, chosen by"
-            " calibration text), or none (weights as they are, for --kv-cache alone).",
+            help="fp8 or int8 (weights and activations), rtn (weights, rounded to nearest), gptq or awq (weights, with"
+            " calibration text), or none (weights unchanged, for --kv-cache alone).",
             show_default=False,
         ),
     ],
@@ -40,24 +39,22 @@ def quantize(
         str | None,
         typer.Option(
             "--format",
-            help="compressed-tensors, gptq or awq. Not given: that of the method's name, else compressed-tensors.",
+            help="compressed-tensors, gptq or awq. Default: the one named like the method, else compressed-tensors.",
             show_default=False,
         ),
     ] = None,
     bits: Annotated[
-        int | None, typer.Option(help="4 or 8. Not given: 4.", show_default=False, rich_help_panel=WEIGHTS)
+        int | None, typer.Option(help="4 or 8. Default: 4.", show_default=False, rich_help_panel=WEIGHTS)
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(
-            help="Inputs that share a scale; -1: all. Not given: 128.", show_default=False, rich_help_panel=WEIGHTS
-        ),
+        typer.Option(help="Inputs per scale; -1: all. Default: 128.", show_default=False, rich_help_panel=WEIGHTS),
     ] = None,
     symmetric: Annotated[
         bool | None,
         typer.Option(
             "--symmetric/--no-symmetric",
-            help="Whether zero points are fixed. Not given: yes, but no for awq.",
+            help="Whether zero points are fixed. Default: yes, but no for awq.",
             show_default=False,
             rich_help_panel=WEIGHTS,
         ),
@@ -65,8 +62,8 @@ def quantize(
     act_order: Annotated[
         str | None,
         typer.Option(
-            help="gptq: which inputs come first: none (in their order), weight (those of large activations) or group"
-            " (so too, and groups are made in that order: desc_act). Not given: weight.",
+            help="gptq: order in which inputs are quantized: none (their own), weight (largest activations first) or"
+            " group (the same, and groups follow that order: desc_act). Default: weight.",
             show_default=False,
             rich_help_panel=WEIGHTS,
         ),
@@ -74,7 +71,7 @@ def quantize(
     damp: Annotated[
         float | None,
         typer.Option(
-            help="gptq: added to the Hessian's diagonal, as a share of its mean. Not given: 0.01.",
+            help="gptq: share of the mean of the Hessian's diagonal added to the diagonal. Default: 0.01.",
             show_default=False,
             rich_help_panel=WEIGHTS,
         ),
@@ -82,7 +79,7 @@ def quantize(
     granularity: Annotated[
         str | None,
         typer.Option(
-            help="What shares a scale of weights: tensor, channel or block (fp8), channel (int8). Not given: channel.",
+            help="Weights per scale: tensor, channel or block (fp8), channel (int8). Default: channel.",
             show_default=False,
             rich_help_panel=EIGHT,
         ),
@@ -90,8 +87,8 @@ def quantize(
     activations: Annotated[
         str | None,
         typer.Option(
-            help="dynamic (a scale a token, found as it comes) or static (one, from calibration text). Not given:"
-            " dynamic.",
+            help="Scales of activations: dynamic (one per token, computed at run time) or static (one per tensor,"
+            " from calibration text). Default: dynamic.",
             show_default=False,
             rich_help_panel=EIGHT,
         ),
@@ -99,15 +96,15 @@ def quantize(
     kv_cache: Annotated[
         str | None,
         typer.Option(
-            help="fp8: scales for a float8 KV cache, found by calibration text, which is then served with such a cache;"
-            " in the format compressed-tensors, with any method.",
+            help="fp8: store scales for a float8 KV cache, from calibration text; the checkpoint is then served with"
+            " such a cache. Format compressed-tensors, any method.",
             show_default=False,
         ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
-            help='Module to leave alone, by name or as "re:PATTERN"; the LM head always is. Repeat for more.',
+            help='Module that stays unquantized, by name or as "re:PATTERN"; the LM head always does. Repeat for more.',
             metavar="NAME",
             show_default=False,
         ),
@@ -115,39 +112,43 @@ def quantize(
     calibration: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text to run through the model; gptq, awq, static activations and --kv-cache need it, others report"
-            " errors of outputs by it. Repeat for more.",
+            help="Text to run through the model; required by gptq, awq, static activations and --kv-cache; other"
+            " methods use it to report the error of the outputs. Repeat for more.",
             metavar="FILE",
             show_default=False,
             rich_help_panel=TEXT,
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Pieces of calibration text.", rich_help_panel=TEXT)] = 128,
-    sample_length: Annotated[int, typer.Option(help="Tokens of a piece.", rich_help_panel=TEXT)] = 2048,
-    seed: Annotated[int, typer.Option(help="Chooses the pieces.", rich_help_panel=TEXT)] = 0,
+    samples: Annotated[int, typer.Option(help="Calibration samples.", rich_help_panel=TEXT)] = 128,
+    sample_length: Annotated[int, typer.Option(help="Tokens per sample.", rich_help_panel=TEXT)] = 2048,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of samples.", rich_help_panel=TEXT)] = 0,
     held_out: Annotated[
         Path | None,
         typer.Option(
-            help="Text to measure perplexity on, before and after; none of the calibration text.",
+            help="Text on which to measure perplexity, before and after; must not be calibration text.",
             metavar="FILE",
             show_default=False,
             rich_help_panel=TEXT,
         ),
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window of held-out text.", rich_help_panel=TEXT)] = 1024,
+    context: Annotated[int, typer.Option(help="Tokens per window of held-out text.", rich_help_panel=TEXT)] = 1024,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     max_shard_size: Annotated[
-        str, typer.Option(help="Largest safetensors file, as 500MB or 2GiB.", rich_help_panel=FILES)
+        str, typer.Option(help="Maximum size of a safetensors file, as 500MB or 2GiB.", rich_help_panel=FILES)
     ] = "5GB",
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Throw away what an unfinished run has left in OUTPUT.", rich_help_panel=FILES),
+        typer.Option(
+            "--restart",
+            help="Delete the results of an unfinished run in OUTPUT and start again.",
+            rich_help_panel=FILES,
+        ),
     ] = False,
 ) -> None:
     """Write a quantized copy of a checkpoint, layer by layer.
 
-    Called again after it was killed, with the same options, it goes on behind the last finished layer. Errors and
-    perplexity are printed, and written to OUTPUT/quantize_report.json.
+    After an interruption, the same command continues after the last finished layer. Errors and perplexity are printed
+    and written to OUTPUT/quantize_report.json.
     """
     settings = Settings.choose(
         method,
@@ -162,7 +163,10 @@ def quantize(
         granularity=granularity,
         activations=activations,
     )
-    shard_bytes = parse_size(max_shard_size)
+    try:
+        shard_bytes = parse_bytes(max_shard_size)
+    except ConfigError as error:
+        raise ConfigError(f"--max-shard-size: {error}") from error
 
     from engine.quantize.calibration import Calibration, read_text
     from engine.quantize.run import HeldOut, quantize as run
@@ -186,43 +190,32 @@ def quantize(
 
 
 class Lines(Progress):
-    """A line on standard error for each step."""
+    """Prints a line on standard error for each step."""
 
     def resumed(self, done: int, total: int) -> None:
-        """See Progress."""
-        self.phase(f"going on behind layer {done} of {total}")
+        self.phase(f"continuing after layer {done} of {total}")
 
     def layer(self, report: LayerReport, total: int) -> None:
-        """See Progress."""
         errors = {"weights": report.mean("weight_error"), "outputs": report.mean("output_error")}
-        done = [f"{what} off by {percent(error)}" for what, error in errors.items() if error is not None]
+        done = [f"error of {what} {percent(error)}" for what, error in errors.items() if error is not None]
         if report.kv_scales is not None:
-            done.append(f"scales {report.kv_scales.key:.3g} of keys, {report.kv_scales.value:.3g} of values")
-        self.phase(f"layer {report.number + 1} of {total}: {', '.join(done) or 'left alone'}, {report.seconds:.1f} s")
+            done.append(f"KV scales {report.kv_scales.key:.3g} and {report.kv_scales.value:.3g}")
+        self.phase(f"layer {report.number + 1} of {total}: {', '.join(done) or 'unchanged'}, {report.seconds:.1f} s")
 
     def phase(self, text: str) -> None:
-        """See Progress."""
         typer.echo(text, err=True)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "5GB", "2GiB" or "1000". Raises ConfigError for what is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in UNITS:
-        raise ConfigError(f"--max-shard-size {text!r} is no size; write it as 500MB, 5GB or 2GiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
 def print_report(report: Report, output: Path) -> None:
-    """Errors and KV scales of each layer, and what the whole has become."""
+    """Print the errors and KV scales of each layer, then size, perplexity and time of the run."""
     columns, rows = ["layer"], [[str(layer.number)] for layer in report.layers]
     if any(layer.linears for layer in report.layers):
-        columns += ["weights off by", "outputs off by", "most in"]
+        columns += ["error of weights", "error of outputs", "worst in"]
         for row, layer in zip(rows, report.layers, strict=True):
             name = "" if layer.worst is None else layer.worst.name.partition(f".layers.{layer.number}.")[2]
             row.extend((percent(layer.mean("weight_error")), percent(layer.mean("output_error")), name))
     if any(layer.kv_scales for layer in report.layers):
-        columns += ["scale of keys", "scale of values"]
+        columns += ["key scale", "value scale"]
         for row, layer in zip(rows, report.layers, strict=True):
             found = layer.kv_scales
             row.extend(("", "") if found is None else (f"{found.key:.4g}", f"{found.value:.4g}"))
@@ -238,10 +231,10 @@ def print_report(report: Report, output: Path) -> None:
 
 
 def percent(error: float | None) -> str:
-    """An error in a table; nothing for one that is not known."""
+    """An error as a cell of a table; "" for an unknown one."""
     return "" if error is None else f"{error:.2%}"
 
 
 def megabytes(size: int) -> str:
-    """Bytes as one reads them."""
+    """Bytes, for people to read."""
     return f"{size / 1e6:,.1f} MB"

@@ -10,7 +10,10 @@ from engine.core.config import Resolved
 
 @configured()
 def serve(resolved: Resolved) -> None:
-    """Answer the OpenAI protocol over HTTP, with the demo model unless --model names another."""
+    """Serve the OpenAI protocol over HTTP, with the demo model unless --model names another."""
+    from engine.core.plugin_host import check_names, load_plugins
     from engine.server import run
 
+    # A wrong name is reported here immediately, rather than by an engine process after it has imported torch.
+    check_names(resolved.config, load_plugins(resolved.config.plugins, quiet=True))
     raise typer.Exit(run(resolved.config))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 PIPE_WIDTH = 240
-"""Columns when the output is no terminal, so that a line stays a line for grep."""
+"""Width of the output when it is not a terminal: wide, so that a row stays one line for grep."""
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "") -> None:

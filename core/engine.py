@@ -20,9 +20,9 @@ from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.deployment import Deployment, make_executor
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
 from engine.core.phase_timer import PhaseTimer
-from engine.core.plugin_host.faults import CONSTRUCTOR, TRACEBACK, blame
+from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.registry import Plugins, load_plugins
-from engine.core.plugin_host.selection import max_len, resolve, settle, shape_of
+from engine.core.plugin_host.selection import check_names, resolve
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import SchedulingPolicy
@@ -49,7 +49,8 @@ class Engine:
         the extension point (for the scheduler an instance too).
     plugins: plugins already loaded; default: all that are installed.
     on_progress: called with the progress of each start-up phase.
-    settings: any other setting, with "__" for the dot (cache__block_size=32).
+    settings: any other setting, with "__" for the dot (cache__block_size=32), or by the name of its option or an
+        alias of it (max_running=64, max_model_len=4096).
 
     Raises ConfigError, PluginError, CheckpointError or CapacityError when the engine cannot be built.
     """
@@ -76,15 +77,17 @@ class Engine:
         with phases.phase("checkpoint"):
             path, generation = self.config.model.path, self.config.model.generation_config
             self.checkpoint = Checkpoint.open(path, generation_config=generation)
+        with phases.phase("plugins"):
+            self.plugins = plugins or load_plugins(self.config.plugins)
+            check_names(self.config, self.plugins, objects)
         with phases.phase("import"):
             import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)
             self.config = settle(self.config, self.device)
         with phases.phase("plugins"):
-            self.plugins = plugins or load_plugins(self.config.plugins)
             self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
-        model_spec = shape_of(self.parts.model, self.checkpoint.config, self.parts.owner("models"))
+        model_spec = shape_of(self.parts.model, self.checkpoint.config)
         self.max_len = max_len(self.config, model_spec)
         self.vocab_size = model_spec.vocab_size
         with phases.phase("executor"):
@@ -100,13 +103,10 @@ class Engine:
 
     def _start_executor(self, on_progress: Listener | None) -> CacheInfo:
         """Build the executor and let it load the model and allocate the KV cache."""
-        with self.parts.blame("executors", CONSTRUCTOR):
-            self._executor = make_executor(Deployment(self.config, self.parts, self.checkpoint, self.device))
+        self._executor = make_executor(Deployment(self.config, self.parts, self.checkpoint, self.device))
         if on_progress is not None:
-            with self.parts.blame("executors", "watch()"):
-                self._executor.watch(on_progress)
-        with blame(f"{self.parts.owner('executors')}, or what it runs,", "start()", TRACEBACK):
-            return self._executor.start()
+            self._executor.watch(on_progress)
+        return self._executor.start()
 
     def _start_scheduling(self) -> None:
         """Build the scheduler over the executor's KV cache, and the state of the step loop."""
@@ -121,8 +121,7 @@ class Engine:
             eos_tokens=self.checkpoint.eos_tokens(),
         )
         overlap = self.config.scheduler.overlap
-        with self.parts.blame("executors", "asynchronous"):
-            self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
+        self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
         self._async: AsyncGenerator | None = None

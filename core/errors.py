@@ -1,6 +1,5 @@
 """The errors that the engine raises. Each message says what happened and what would work."""
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -42,6 +41,8 @@ class ExecutorError(EngineError):
 
 def near_misses(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: similar names, and all known ones."""
+    import difflib  # takes milliseconds, for errors alone
+
     names = list(known)
     close = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""

@@ -16,7 +16,7 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError
 from engine.core.layers import LayerFactory, Linear, torch_dtype
 from engine.core.models import ModelSpec
-from engine.core.plugin_host import CONSTRUCTOR, DTYPES, load_plugins, resolve, shape_of
+from engine.core.plugin_host import DTYPES, load_plugins, resolve, shape_of
 from engine.core.weights import INDEX, SINGLE, Checkpoint, StoredTensor, TensorFile, read_json
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.none import Unquantized
@@ -119,8 +119,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
     parts = resolve(config, load_plugins(config.plugins), device, checkpoint.config)
     quant = Unquantized(KVCacheScheme(has_scales=settings.kv_cache is not None))
     factory = LayerFactory(dtype="float32", device="cpu", quant=quant)
-    with parts.blame("models", CONSTRUCTOR):
-        parts.model(checkpoint.config, factory, parts.options["models"])
+    parts.model(checkpoint.config, factory, parts.options["models"])
     linears = [layer for layer in factory.layers if isinstance(layer, Linear)]
     merged: dict[str, list[tuple[str, ...]]] = {}
     unquantized: list[str] = []
@@ -157,7 +156,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
         layers=tuple(_layers(source.names, merged, scales)),
         unquantized=tuple(unquantized),
         others=tuple(name for name in source.names if LAYER.match(name) is None),
-        spec=shape_of(parts.model, checkpoint.config, parts.owner("models")),
+        spec=shape_of(parts.model, checkpoint.config),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import typer.main
 from contract_reference import contract_reference
 
-from engine.cli.main import app
+from engine.cli.main import Commands, app
 from engine.cli.options import purpose
 from engine.core.config import PluginsConfig, Setting, describe, show
 from engine.core.plugin_host import load_plugins
@@ -42,7 +42,7 @@ def settings_tables() -> str:
                     " or ".join(map(code, setting.choices)) or setting.type_name,
                     code(show(setting.default)[0]),
                     code(setting.flag or ""),
-                    setting.help,
+                    setting.help + also(setting),
                 )
                 for setting in settings
             ),
@@ -51,14 +51,24 @@ def settings_tables() -> str:
     )
 
 
+def also(setting: Setting) -> str:
+    """The other names of a setting, as a sentence."""
+    names = [*setting.aliases, *setting.alias_flags]
+    return f" Also {', '.join(map(code, names))}." if names else ""
+
+
 def command_reference() -> str:
     """Every command with its own arguments and options; those made from the configuration are named once."""
     flags = {setting.flag for setting in describe() if setting.flag}
+    aliases = {flag for setting in describe() for flag in setting.alias_flags}
     parts = []
-    for path, command in commands(typer.main.get_command(app), "engine"):
+    root = typer.main.get_command(app)
+    assert isinstance(root, Commands)
+    root.load_builtins()
+    for path, command in commands(root, "engine"):
         # A command with --set has its options from the configuration; one without may have one of the same name.
         configuration = flags if any("--set" in param.opts for param in command.params) else set()
-        own = [param for param in command.params if not configuration & set(param.opts)]
+        own = [param for param in command.params if not (configuration | aliases) & set(param.opts)]
         rows = [
             (", ".join(map(code, names(param))), getattr(param, "help", "") or "")
             for param in own
@@ -102,7 +112,7 @@ FEATURES = {
 
 def features_table() -> str:
     """What the built-in plugins offer, from their registrations."""
-    registries = load_plugins(PluginsConfig(allow=("builtin",))).seams
+    registries = load_plugins(PluginsConfig(allow=("builtin",))).registries
     rows = [
         (title, "; ".join(f"{code(one.name)}: {one.summary}" for one in registries[name]))
         for name, title in FEATURES.items()

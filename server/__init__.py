@@ -37,12 +37,11 @@ def run(
     when the server cannot start.
     """
     from engine.core.errors import ConfigError
+    from engine.core.extras import install_command
 
     missing = [name for name in REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"serving needs {', '.join(missing)}; install them with `pip install 'pluggable-llm-engine[server]'`"
-        )
+        raise ConfigError(f"serving needs {', '.join(missing)}; install with `{install_command('server')}`")
     from engine.server.supervisor import main
 
     return main.serve(config, announce=announce or _print, commands=commands or main.Commands())

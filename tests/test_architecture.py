@@ -41,8 +41,8 @@ NO_PLUGIN_NAMES = {
     ("layers/matmul.py", "none"): "oneDNN's post-operation",
     ("autotune/cache.py", "triton"): "the name of a package in a file's key",
     ("quant/base.py", "none"): "LinearSpec.parallel",
-    ("plugin_host/selection.py", "none"): "AttentionBackend.graphs",
-    ("plugin_host/selection.py", "triton"): "the package to look for",
+    ("plugin_host/derived.py", "none"): "AttentionBackend.graphs",
+    ("plugin_host/derived.py", "triton"): "the package to look for",
     ("weights/tensor_file.py", "int8"): "TensorSpec.dtypes",
 }
 """(file in core, string) -> the field it is a value of there; such a word reads like a plugin's name and is none."""

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+import engine
+from engine.cli.bench import serve, server_process, startup
+from engine.server.supervisor.main import Commands
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = sorted(link.name for link in (ROOT / "src" / "engine").iterdir() if link.is_symlink())
@@ -19,7 +23,17 @@ PACKAGES = sorted(link.name for link in (ROOT / "src" / "engine").iterdir() if l
 
 def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run this repository's Makefile in `directory`."""
-    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON", "VENV", "CONSTRAINTS", "ARGS")
+    outer = (
+        "MAKEFLAGS",
+        "MFLAGS",
+        "MAKELEVEL",
+        "MAKEOVERRIDES",
+        "PYTHON",
+        "VENV",
+        "CONSTRAINTS",
+        "ARGS",
+        "TORCH_INDEX",
+    )
     settled = {key: value for key, value in os.environ.items() if key not in outer}
     return subprocess.run(
         ["make", "-f", str(ROOT / "Makefile"), *arguments],
@@ -56,6 +70,20 @@ def test_a_target_sets_up_what_it_needs(fresh, target, extra, runs):
     venv, install, run = lines.index("-m venv"), lines.index("pip install"), lines.rindex(runs)
     assert venv < install < run
     assert f"--editable '.[{extra}]' --constraint constraints.txt" in lines
+    assert "--quiet" not in lines
+    assert "several GB" in lines
+    assert "download.pytorch.org/whl/cpu" in lines
+    assert "--index-url" not in lines
+
+
+def test_torch_can_come_from_its_own_index(fresh: Path) -> None:
+    index = "https://download.pytorch.org/whl/cpu"
+    lines = make(fresh, "--dry-run", "serve", f"TORCH_INDEX={index}").stdout
+    torch = lines.index(
+        f"pip install --disable-pip-version-check torch --index-url {index} --constraint constraints.txt"
+    )
+    assert torch < lines.index("--editable '.[server]' --constraint constraints.txt")
+    assert "several GB" not in lines
 
 
 def test_a_target_sets_up_only_once(installed):
@@ -123,18 +151,44 @@ def test_the_type_checker_sees_every_package():
     assert PROJECT["tool"]["mypy"]["mypy_path"] == "src"
 
 
-def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the wheel is built from."""
+    source = tmp_path_factory.mktemp("source")
     for directory in PACKAGES:
         shutil.copytree(ROOT / directory, source / directory, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copytree(ROOT / "src", source / "src", symlinks=True, ignore=shutil.ignore_patterns("*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", *(["setup.py"] if (ROOT / "setup.py").exists() else [])):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "setup.py"):
         shutil.copy(ROOT / name, source)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path, source],
+    return source
+
+
+def build_wheel(source: Path, target: Path, **environment: str) -> tuple[Path, str]:
+    """The wheel, and what pip printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", "-w", target, source],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
         check=True,
     )
-    [wheel] = tmp_path.glob("*.whl")
+    shutil.rmtree(source / "build")
+    [wheel] = target.glob("*.whl")
+    return wheel, done.stdout + done.stderr
+
+
+def test_a_wheel_built_without_a_compiler_says_so_and_fits_any_platform(source: Path, tmp_path: Path) -> None:
+    wheel, printed = build_wheel(source, tmp_path, CC="false")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "engine.ops.attention._paged was not built: attention on a CPU is slower" in printed
+    assert "engine.core.shm._ring was not built" in printed
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+def test_the_wheel_holds_all_packages_and_their_data(source: Path, tmp_path: Path) -> None:
+    wheel, printed = build_wheel(source, tmp_path)
+    assert "was not built" not in printed
+    assert "none-any" not in wheel.name
     held = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     wanted = {
         Path("engine", file.relative_to(source))
@@ -148,9 +202,31 @@ def test_the_wheel_holds_all_packages_and_their_data(tmp_path):
         *wanted,
         *data,
         Path("engine/__init__.py"),
+        Path("engine/__main__.py"),
         Path("engine/py.typed"),
     }
     scripts = next(path for path in held if path.name == "entry_points.txt")
     text = zipfile.ZipFile(wheel).read(str(scripts)).decode()
     assert "engine = engine.cli.main:main" in text
     assert "builtin = engine.plugins:BUILTINS" in text
+
+
+def test_python_dash_m_the_command_and_the_package_agree_on_the_version() -> None:
+    run = [sys.executable, "-P", "-m", "engine", "--version"]
+    assert subprocess.check_output(run, text=True) == f"engine {engine.__version__}\n"
+    assert engine.__version__ == PROJECT["project"]["version"]
+
+
+def test_an_engine_py_of_the_user_changes_nothing_for_the_command_and_its_processes(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text("raise SystemExit('the wrong engine')")
+    script = [sys.executable, "-P", "-c", "from engine.cli.main import main; main()", "--version"]
+    assert subprocess.check_output(script, text=True, cwd=tmp_path) == f"engine {engine.__version__}\n"
+    started = [startup.COMMAND, server_process.COMMAND, serve.COMMAND, Commands().engine, Commands().front_end]
+    assert all("-P" in command for command in started)
+
+
+def test_type_checkers_of_other_projects_follow_an_editable_install() -> None:
+    """setuptools writes a path for packages below one directory; for others, a hook that checkers do not follow."""
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == {"": "src"}
+    assert PROJECT["tool"]["pyright"]["extraPaths"] == ["src"]
+    assert (ROOT / "src" / "engine" / "py.typed").exists()

@@ -1,4 +1,4 @@
-"""What a device can do: the bandwidth of its memory and its rate of multiplying, measured or given."""
+"""Limits of a device: memory bandwidth and matmul rate, measured or given."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ MatmulRate = Annotated[
 
 @frozen(kw_only=True)
 class Ceilings:
-    """What a device can do."""
+    """Limits of a device."""
 
     bandwidth: float
-    """Bytes a second, those read and those written."""
+    """Bytes per second, read and written."""
     flops: float
-    """Floating-point operations a second of a large matmul."""
+    """Floating-point operations per second of a large matmul."""
     source: str
-    """How they are known, in words."""
+    """How the limits are known, for people to read."""
 
 
 def find_ceilings(
     device: DeviceInfo, dtype: str, weight_bits: float, bandwidth: float | None, matmul: float | None
 ) -> Ceilings:
-    """The ceilings given (TB/s, TFLOP/s), or else measured now.
+    """The given limits (TB/s, TFLOP/s), or measured ones.
 
     Layers of 8-bit weights are compared with an 8-bit matmul, where the device has one.
     """
@@ -63,7 +63,7 @@ def find_ceilings(
 
 
 def _release(device: str) -> None:
-    """Free what a closed engine has left on a GPU."""
+    """Free the memory that a closed engine has left on a GPU."""
     if device.startswith("cuda"):
         import torch
 
@@ -72,7 +72,7 @@ def _release(device: str) -> None:
 
 
 def copy_rate(device: str, size: int = 0) -> float:
-    """Bytes a second that a copy of `size` bytes (0: far beyond any cache) reads and writes."""
+    """Bytes per second that a copy of `size` bytes reads and writes; size 0: far beyond any cache."""
     import torch
 
     size = size or (2**30 if device.startswith("cuda") else 2**27)
@@ -82,7 +82,7 @@ def copy_rate(device: str, size: int = 0) -> float:
 
 
 def matmul_rate(device: str, dtype: str, size: int = 0) -> float:
-    """Operations a second of a square matmul; size 0: 8192 on a GPU, 1024 elsewhere."""
+    """Operations per second of a square matmul; size 0: 8192 on a GPU, 1024 elsewhere."""
     import torch
 
     size = size or (8192 if device.startswith("cuda") else 1024)
@@ -102,7 +102,7 @@ def matmul_rate(device: str, dtype: str, size: int = 0) -> float:
 
 
 def _best(device: str, work: Callable[[], object], rounds: int = 5) -> float:
-    """Least seconds of one call."""
+    """Minimum seconds per call."""
     import torch
 
     calls = 10 if device.startswith("cuda") else 1

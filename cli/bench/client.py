@@ -1,8 +1,8 @@
-"""A load process of `engine bench serve`: streams completions over HTTP/1.1 and notes when each event came.
+"""A load process of `engine bench serve`: streams completions over HTTP/1.1 and records the time of each event.
 
-Measuring must not be what limits the server, so an answer is not parsed beyond counting its events; tokens are taken
-from the usage at its end. Standard input brings a line with the `Job` as JSON and, after the answer "ready", a line
-with time.monotonic() at which to begin; the answer is one line of `Answers`.
+The load generator must not limit the server, so it only counts the events of an answer and reads the number of tokens
+from the usage at the end. Protocol: a line with the `Job` as JSON on standard input, "ready" on standard output, a line
+with the time.monotonic() of the start on standard input, one line of `Answers` on standard output.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from attrs import define, field, frozen
 from engine.cli.bench.load import random_tokens
 
 MARK = b"\ndata: "
-"""Begins an event: within JSON a line's end is escaped, and the first event follows that of a header or chunk size."""
+"""Start of an event. JSON escapes line ends; before the first event comes the line end of a header or chunk size."""
 USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 KEPT = 2048
-"""Bytes at the end of an answer in which the usage is looked for."""
+"""Bytes at the end of an answer that are searched for the usage."""
 
 
 @frozen(kw_only=True)
 class Job:
-    """What one process does."""
+    """The work of one load process."""
 
     host: str
     port: int
@@ -41,21 +41,21 @@ class Job:
     vocab_size: int
     requests: int
     connections: int
-    """How many requests run at once; 0: as many as have come by `rate`."""
+    """Concurrent requests; 0: as many as arrive at `rate`."""
     rate: float
-    """Requests a second, at random intervals (Poisson); 0: one follows the other on each connection."""
+    """Requests per second, at random intervals (Poisson); 0: each connection sends the next after an answer."""
     seed: int
     timeout: float
-    """Seconds for the whole job."""
+    """Timeout of the whole job, seconds."""
 
 
 @frozen(kw_only=True)
 class Answered:
-    """One request. Times are time.monotonic()."""
+    """Result of one request. Times are time.monotonic()."""
 
     sent: float
     events: tuple[float, ...] = ()
-    """When each event with text came."""
+    """Arrival times of the events with text."""
     tokens: int = 0
     error: str = ""
 
@@ -66,34 +66,34 @@ class Answered:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None where there is none."""
+        """Seconds per output token after the first; None without a second token."""
         return (self.events[-1] - self.events[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
 
 @frozen(kw_only=True)
 class Answers:
-    """What one process saw."""
+    """Results of one load process."""
 
     answers: tuple[Answered, ...]
     cpu: float
-    """Seconds of CPU this process used from begin to end."""
+    """CPU seconds of the process during the job."""
 
 
 @define
 class Reply:
-    """An HTTP response to a streamed completion, as far as it has come."""
+    """Parser of the HTTP response to a streamed completion."""
 
     expected: int
-    """Output tokens asked for."""
+    """Requested output tokens."""
     status: int = 0
     times: list[float] = field(factory=list)
     _head: bytes | None = b""
     _left: int | None = None
-    """Bytes of the body still to come; None: it is chunked."""
+    """Remaining bytes of the body; None: the body is chunked."""
     _end: bytes = b""
 
     def feed(self, data: bytes, now: float) -> bool:
-        """Take what came; whether the response is complete."""
+        """Parse received bytes; returns whether the response is complete."""
         if self._head is not None:
             self._head += data
             head, blank, data = self._head.partition(b"\r\n\r\n")
@@ -132,7 +132,7 @@ class Reply:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, which carries one request at a time."""
+    """A connection with at most one request in flight."""
 
     def __init__(self) -> None:
         self.open = False
@@ -151,23 +151,20 @@ class Connection(asyncio.Protocol):
         return self._done
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport, self.open = transport, True
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         now = time.monotonic()
         if self._reply is not None and self._reply.feed(data, now):
             self._finish(self._reply.answered(self._sent))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self.open = False
         self._finish(Answered(sent=self._sent, error=f"the connection was lost: {exc or 'closed by the server'}"))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
@@ -178,7 +175,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Runs a job."""
+    """Runs a `Job`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -191,7 +188,7 @@ class Client:
         self._over = False
 
     async def run(self, begin: float) -> tuple[Answered, ...]:
-        """All requests, from time.monotonic() == begin on; those open at the timeout are errors."""
+        """Run all requests from time.monotonic() == begin on; requests still open at the timeout are errors."""
         loop = asyncio.get_running_loop()
         count = 0 if self._job.rate else min(self._job.connections, self._job.requests)
         self._idle = [await self._connect() for _ in range(count)]
@@ -203,7 +200,7 @@ class Client:
         for connection in self._all:
             connection.close()
         if not done:
-            await asyncio.wait({task}, timeout=5)  # closing ends what waits for an answer
+            await asyncio.wait({task}, timeout=5)  # closing a connection ends its request
             task.cancel()
         missing = self._job.requests - len(self._answers)
         late = Answered(sent=begin, error=f"no answer within {self._job.timeout:g} s")
@@ -212,7 +209,7 @@ class Client:
         return (*self._answers, *[late] * missing)
 
     async def _closed_loop(self, count: int) -> None:
-        """Each connection sends its next request when the last is answered."""
+        """Closed loop: each connection sends its next request after an answer."""
         waiting = list(reversed(self._payloads))
 
         async def one_after_the_other() -> None:
@@ -222,7 +219,7 @@ class Client:
         await asyncio.gather(*(one_after_the_other() for _ in range(count)))
 
     async def _arrivals(self) -> None:
-        """Requests come when they come."""
+        """Open loop: send each request at its random arrival time."""
         due, tasks = time.monotonic(), []
         for gap, payload in zip(self._gaps, self._payloads, strict=True):
             due += gap
@@ -273,7 +270,7 @@ class Client:
 
 
 def main(read: Callable[[], str] = sys.stdin.readline) -> None:
-    """The whole life of the process."""
+    """Entry point of the load process."""
     client = Client(Job(**json.loads(read())))
     print("ready", flush=True)
     begin = float(read())

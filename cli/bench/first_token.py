@@ -1,4 +1,4 @@
-"""A fresh process of `engine bench startup`: makes an engine, computes one token, and reports when it had done what.
+"""A process of `engine bench startup`: starts an engine, computes one token, and reports the time of each phase.
 
 Standard input brings the configuration (msgpack); the argument is time.monotonic() at which the process was started.
 """
@@ -13,7 +13,7 @@ BEGUN = time.monotonic()
 
 
 def main() -> None:
-    """Print one JSON line: phases as [name, seconds], and what the engine says of itself."""
+    """Print one JSON line: phases as [name, seconds], size of the weights, and device."""
     from engine.cli.bench.load import Load, run_load
     from engine.core.config import EngineConfig
     from engine.core.engine import Engine

@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from engine.core.engine import Engine
 
 COMPUTE = ("launch", "sample")
-"""Phases in which a device that computes within `submit` (a CPU) is busy."""
+"""Phases during which a device that computes inside `submit` (a CPU) is busy."""
 
 
 @frozen(kw_only=True)
 class Decode:
-    """A decode step of one batch."""
+    """Time of a decode step at one batch size."""
 
     batch: int
     step: float
-    """Seconds: the time of a run with many output tokens less that of one with a single token, over the difference."""
+    """Seconds per step: the difference between a run with many output tokens and one with a single token, per token."""
     phases: Mapping[str, float]
-    """Seconds of a step by phase, by the same difference."""
+    """Phase -> seconds per step, by the same difference."""
     host: float
-    """Seconds of a step in which the host does not wait: the most that can keep the device idle."""
+    """Seconds per step in which the host does not wait: an upper bound of the idle time of the device."""
     context: float
-    """Tokens a sequence, on average."""
+    """Average context length, tokens per sequence."""
 
 
 @frozen(kw_only=True)
 class Prefill:
-    """Prompts computed together."""
+    """Time of prompts computed together."""
 
     count: int
     length: int
@@ -51,24 +51,24 @@ class Prefill:
 
     @property
     def name(self) -> str:
-        """As it stands in tables."""
+        """The prefill, as tables show it."""
         return f"prefill {self.count} x {self.length}"
 
     @property
     def rate(self) -> float:
-        """Prompt tokens a second."""
+        """Prompt tokens per second."""
         return self.count * self.length / self.seconds
 
 
 @frozen(kw_only=True)
 class Latency:
-    """All that is measured here."""
+    """All measurements of the command."""
 
     decodes: tuple[Decode, ...]
     prefill: Prefill | None
 
     def rows(self, roofline: Roofline | None) -> Iterator[Row]:
-        """The figures."""
+        """The figures as rows of a report."""
         for one in self.decodes:
             share = None if roofline is None else roofline.decode(one.batch, one.context) / one.step
             name = f"batch {one.batch}"
@@ -92,10 +92,10 @@ def measure(
     prefill: tuple[int, int] | None = (16, 2048),
     repeat: int = 2,
 ) -> Latency:
-    """Decode steps by batch, then a prefill of (prompts, tokens each); of each run the fastest of `repeat` counts."""
+    """Measure decode steps by batch, then a prefill of (prompts, tokens each); the fastest of `repeat` runs counts."""
     limit = engine.config.scheduler.max_running
     if max(batches) > limit:
-        raise ConfigError(f"a batch of {max(batches)} never runs: at most {limit} sequences do; use --max-running")
+        raise ConfigError(f"a batch of {max(batches)} cannot run: at most {limit} sequences can; raise --max-running")
     decodes = [measure_decode(engine, batch, inputs, steps, repeat) for batch in batches]
     measured = None
     if prefill is not None:
@@ -106,13 +106,13 @@ def measure(
 
 
 def measure_decode(engine: Engine, batch: int, inputs: int, steps: int, repeat: int) -> Decode:
-    """A decode step of `batch` sequences with prompts of `inputs` tokens, over `steps` steps."""
+    """Measure a decode step of `batch` sequences with prompts of `inputs` tokens, over `steps` steps."""
     short = _fastest(engine, batch, inputs, 1, repeat)
     long = _fastest(engine, batch, inputs, 1 + steps, repeat)
     step = (long.seconds - short.seconds) / steps
     phases = {phase: (spent - short.phases.get(phase, 0.0)) / steps for phase, spent in long.phases.items()}
     device = sum(phases.get(phase, 0.0) for phase in COMPUTE) if engine.device.type == "cpu" else 0.0
-    say(f"batch {batch}: {step * 1e3:.3f} ms a decode step")
+    say(f"batch {batch}: {step * 1e3:.3f} ms per decode step")
     return Decode(
         batch=batch,
         step=step,
@@ -129,7 +129,7 @@ def _fastest(engine: Engine, count: int, inputs: int, outputs: int, repeat: int)
 
 
 def parse_prefill(text: str) -> tuple[int, int] | None:
-    """ "16x2048" as (prompts, tokens each); None for "none". Raises ConfigError."""
+    """Parse "16x2048" as (prompts, tokens each); None for "none". Raises ConfigError."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None and text != "none":
         raise ConfigError(f"--prefill {text!r} is neither PROMPTSxTOKENS, as 16x2048, nor none")
@@ -139,18 +139,18 @@ def parse_prefill(text: str) -> tuple[int, int] | None:
 @configured(without=OFFLINE)
 def latency(
     *,
-    batch: Annotated[str, typer.Option(help="Sequences that decode together, as 1,8,32.")] = "1,8,32,64,128,256",
-    input_len: Annotated[int, typer.Option(help="Prompt tokens of a sequence that decodes.", min=1)] = 128,
+    batch: Annotated[str, typer.Option(help="Batch sizes of decode steps, as 1,8,32.")] = "1,8,32,64,128,256",
+    input_len: Annotated[int, typer.Option(help="Prompt tokens per decoding sequence.", min=1)] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps to time.", min=1)] = 128,
     prefill: Annotated[str, typer.Option(help="Prompts to compute together, PROMPTSxTOKENS; or none.")] = "16x2048",
-    repeat: Annotated[int, typer.Option(help="Runs of each kind; the fastest counts.", min=1)] = 2,
+    repeat: Annotated[int, typer.Option(help="Runs per measurement; the fastest counts.", min=1)] = 2,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also show which kernels a step spends its time in, and when none runs.")
+        bool, typer.Option("--profile", help="Also show the time of a step by kernel, and the time without a kernel.")
     ] = False,
     profile_steps: Annotated[int, typer.Option(help="Decode steps to profile.", min=1)] = 50,
     trace: Annotated[
         Path | None,
-        typer.Option(help="With --profile: write when each host phase and kernel of some steps ran.", metavar="FILE"),
+        typer.Option(help="With --profile: write the times of host phases and kernels of a few steps.", metavar="FILE"),
     ] = None,
     bandwidth: Bandwidth = None,
     matmul: MatmulRate = None,
@@ -158,7 +158,7 @@ def latency(
     plot: Plot = None,
     resolved: Resolved,
 ) -> None:
-    """Time of a decode step by batch and of a prefill, with the host's share of it."""
+    """Time of a decode step by batch size and of a prefill, with the share of the host."""
     batches, prompts = parse_counts(batch, "--batch"), parse_prefill(prefill)
     if trace is not None and not profile:
         raise ConfigError("--trace writes what --profile records; give both")
@@ -200,7 +200,7 @@ def latency(
 
 
 def print_latency(measured: Latency, roofline: Roofline | None, machine: str) -> None:
-    """A table of decode steps, one of the host's time, and a line for the prefill."""
+    """Print a table of decode steps, one of host times, and a line for the prefill."""
     ceilings = f"; {roofline.ceilings.source}" if roofline is not None else ""
     print_table(
         ("batch", "ms a step", "tokens/s", "weights, ms", "roofline, ms", "of roofline"),

@@ -1,4 +1,4 @@
-"""One level of load on a server: what was answered, in how much time."""
+"""Results of one level of load on a server: answers, errors, rates and latencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.cli.tables import print_table
 
 @frozen(kw_only=True)
 class Spread:
-    """A quantity over all requests or tokens, in ms."""
+    """Mean and percentiles of a latency, in ms."""
 
     mean: float
     p50: float
@@ -26,7 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
-        """Of measured seconds; all zero without any."""
+        """Statistics of measured seconds; all zero for no measurement."""
         ordered = sorted(seconds) or [0.0]
         mean = sum(ordered) / len(ordered)
         return cls(mean=mean * 1e3, **{f"p{part}": percentile(ordered, part / 100) * 1e3 for part in (50, 90, 99)})
@@ -34,46 +34,46 @@ class Spread:
 
 @frozen(kw_only=True)
 class Level:
-    """What a server did under one level of load."""
+    """Results of a server under one level of load."""
 
     name: str
-    """As it stands in tables: "concurrency 64" or "10 requests/s"."""
+    """The level, as tables show it: "concurrency 64" or "10 requests/s"."""
     answers: tuple[Answered, ...]
     seconds: float
-    """From the first request sent to the last token."""
+    """Time from the first request sent to the last token."""
     input_len: int
     cores: float | None
-    """CPU cores that the server's processes used, on average; None: not known."""
+    """Average CPU cores used by the processes of the server; None: unknown."""
     load_cores: float
-    """The same of the busiest load process: near 1 it is the load, not the server, that was measured."""
+    """Average CPU cores used by the busiest load process; near 1, the load generator limits the result."""
     good: int | None
-    """Requests within the service level objective; None: there is none."""
+    """Requests that met the service level objective; None: no objective."""
     share: float | None = None
-    """Of the roofline."""
+    """Share of the roofline."""
 
     @property
     def served(self) -> list[Answered]:
-        """The requests without error."""
+        """The requests that succeeded."""
         return [one for one in self.answers if not one.error]
 
     @property
     def errors(self) -> Counter[str]:
-        """How often each error came."""
+        """Number of requests per error."""
         return Counter(one.error for one in self.answers if one.error)
 
     @property
     def output_rate(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return sum(one.tokens for one in self.served) / self.seconds
 
     @property
     def total_rate(self) -> float:
-        """Prompt and output tokens a second."""
+        """Prompt and output tokens per second."""
         return sum(one.tokens + self.input_len for one in self.served) / self.seconds
 
     @property
     def request_rate(self) -> float:
-        """Requests a second."""
+        """Requests per second."""
         return len(self.served) / self.seconds
 
     @property
@@ -83,16 +83,16 @@ class Level:
 
     @property
     def tpot(self) -> Spread:
-        """Time a token after the first, one value a request."""
+        """Time per output token after the first, one value per request."""
         return Spread.of([tpot for one in self.served if (tpot := one.tpot) is not None])
 
     @property
     def itl(self) -> Spread:
-        """Time between two events."""
+        """Inter-token latency: time between two events."""
         return Spread.of([after - before for one in self.served for before, after in pairwise(one.events)])
 
     def rows(self) -> Iterator[Row]:
-        """The figures."""
+        """The figures as rows of a report."""
         yield Row(
             metric="output tokens a second", case=self.name, value=self.output_rate, unit="tokens/s", share=self.share
         )
@@ -111,7 +111,7 @@ class Level:
 
 
 def percentile(ordered: Sequence[float], part: float) -> float:
-    """Of ascending values; linear between neighbours."""
+    """A percentile of ascending values, linear between neighbours."""
     place = part * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -119,12 +119,12 @@ def percentile(ordered: Sequence[float], part: float) -> float:
 
 
 def within(answered: Answered, ttft: float | None, tpot: float | None) -> bool:
-    """Whether a request met the objectives, in ms."""
+    """Whether a request met the objectives (time to first token, time per output token), in ms."""
     return (ttft is None or answered.ttft * 1e3 <= ttft) and (tpot is None or (answered.tpot or 0.0) * 1e3 <= tpot)
 
 
 def print_levels(levels: Sequence[Level], machine: str, input_len: int, output_len: int) -> None:
-    """Two tables: rates, and times; errors on stderr."""
+    """Print a table of rates and one of latencies; errors on stderr."""
     print_table(
         ("load", "requests", "errors", "output tokens/s", "all tokens/s", "requests/s", "goodput, 1/s", "CPU cores",
          "of roofline", "busiest load process, cores"),

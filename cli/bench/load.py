@@ -1,4 +1,4 @@
-"""Loads: requests of random tokens with given lengths, and the time an engine takes for them."""
+"""Loads: requests of random tokens with given lengths, and their run on an engine."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ if TYPE_CHECKING:
     from engine.core.types import EngineStats, Request
 
 TOKENS = (10, 100_000)
-"""Prompts are drawn from these token ids, as far as the vocabulary has them: special tokens often come first."""
+"""Token ids of prompts, as far as the vocabulary has them; the lowest ids are often special tokens."""
 
 
 @frozen(kw_only=True)
 class Load:
-    """Requests of random tokens: (prompt tokens, output tokens) for each."""
+    """Requests of random tokens, as (prompt tokens, output tokens) each."""
 
     name: str
-    """As it stands in tables: "1000 requests, 512 in / 256 out"."""
+    """The load, as tables show it: "1000 requests, 512 in / 256 out"."""
     lengths: tuple[tuple[int, int], ...]
     seed: int = 0
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests."""
+        """Prompt tokens of all requests."""
         return sum(inputs for inputs, _ in self.lengths)
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
+        """Output tokens of all requests."""
         return sum(outputs for _, outputs in self.lengths)
 
     def prompts(self, vocab_size: int, prefix: str = "") -> list[tuple[int, ...]]:
-        """Another prefix draws other tokens, so that no run finds those of an earlier one in the prefix cache."""
+        """Random prompts; each prefix draws other tokens, so that no run hits the prefix cache of an earlier run."""
         draw = random.Random(f"{self.seed} {prefix}")
         return [random_tokens(draw, inputs, vocab_size) for inputs, _ in self.lengths]
 
     def requests(
         self, vocab_size: int, prefix: str = "", *, prompts: list[tuple[int, ...]] | None = None
     ) -> Iterator[Request]:
-        """Greedy requests that go on past end-of-sequence tokens, so that every run does the same work.
+        """Greedy requests that ignore end-of-sequence tokens, so that every run does the same work.
 
         prefix: begins their names, and chooses their tokens unless `prompts` has them.
         """
@@ -81,21 +81,21 @@ class Measured:
     output_tokens: int
     steps: int
     phases: Mapping[str, float]
-    """Seconds in each phase; those of the runner are part of submit or wait."""
+    """Phase -> seconds; the phases of the runner are part of submit or wait."""
 
 
 def random_tokens(draw: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
-    """A prompt."""
+    """A random prompt."""
     low, high = TOKENS
     high = min(high, vocab_size)
     return tuple(draw.randrange(min(low, high - 1), high) for _ in range(count))
 
 
 def parse_range(text: str, flag: str) -> tuple[int, int]:
-    """ "512" or "100-1024" as (low, high). Raises ConfigError naming the flag."""
+    """Parse "512" or "100-1024" as (low, high). Raises ConfigError naming the flag."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None:
-        raise ConfigError(f"{flag} {text!r} is no length; give a number of tokens, or a range as 100-1024")
+        raise ConfigError(f"{flag} {text!r} is not a length; give a number of tokens, or a range as 100-1024")
     bounds = int(match[1]), int(match[2] or match[1])
     if not 1 <= bounds[0] <= bounds[1]:
         raise ConfigError(f"{flag} {text!r} is an empty range")
@@ -103,15 +103,15 @@ def parse_range(text: str, flag: str) -> tuple[int, int]:
 
 
 def parse_counts(text: str, flag: str) -> tuple[int, ...]:
-    """ "1,8,32" as whole numbers from 1, each once and in this order. Raises ConfigError naming the flag."""
+    """Parse "1,8,32" as positive integers, each once and in this order. Raises ConfigError naming the flag."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) for part in parts):
-        raise ConfigError(f"{flag} {text!r} is no list of numbers from 1; give one, or several as 1,8,32")
+        raise ConfigError(f"{flag} {text!r} is not a list of positive integers; give one, or several as 1,8,32")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
 def make_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], seed: int = 0) -> Load:
-    """`count` requests with lengths drawn evenly from the ranges, those of all prompts first."""
+    """`count` requests with lengths drawn uniformly from the ranges, all prompt lengths first."""
     draw = random.Random(seed)
     prompts = [draw.randint(*inputs) for _ in range(count)]
     name = f"{count} request{'s'[: count != 1]}, {_range(inputs)} in / {_range(outputs)} out"
@@ -119,7 +119,7 @@ def make_load(count: int, inputs: tuple[int, int], outputs: tuple[int, int], see
 
 
 def run_load(engine: Engine, load: Load, *, prefix: str = "") -> Measured:
-    """Give the engine all requests at once and wait for the last token."""
+    """Add all requests to the engine, then step until the last token."""
     prompts = load.prompts(engine.vocab_size, prefix)
     before = engine.stats()
     begin = time.perf_counter()
@@ -132,7 +132,7 @@ def run_load(engine: Engine, load: Load, *, prefix: str = "") -> Measured:
 
 
 def warm_up(engine: Engine) -> None:
-    """A few short requests, as short as the engine's context wants them."""
+    """A few short requests that fit the context of the engine."""
     room = max(engine.max_len // 2, 1)
     lengths = tuple((min(inputs, room), min(outputs, room)) for inputs, outputs in WARM_UP.lengths)
     run_load(engine, Load(name=WARM_UP.name, lengths=lengths), prefix="warm-up-")
@@ -142,7 +142,7 @@ def warm_up(engine: Engine) -> None:
 def opened(
     config: EngineConfig, policy: SchedulingPolicy[Any] | None = None, executor: type[Executor] | None = None
 ) -> Iterator[Engine]:
-    """An engine that is warm. As in a server, the garbage collector leaves alone what start-up made.
+    """A warm engine. As in a server, the garbage collector skips the objects of the start-up.
 
     policy, executor: in place of those that `config` names.
     """
@@ -159,7 +159,7 @@ def opened(
 
 
 def say(text: str) -> None:
-    """Progress, on stderr: nothing is drawn while something is measured."""
+    """Print progress on stderr, as plain lines: a progress bar would disturb the measurement."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Figures of measurements, as PNG. matplotlib comes with the extra `plot` and is imported only to draw."""
+"""Draws results as PNG, with matplotlib (extra `plot`), which is imported only to draw."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli.bench.load import say
 from engine.core.errors import ConfigError
+from engine.core.extras import install_command
 
 if TYPE_CHECKING:
     from engine.cli.bench.latency import Latency
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError, before anything is measured, when the figure could not be drawn or written."""
+    """Raise ConfigError, before the measurement, if the figure cannot be drawn or written."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install it with `pip install 'pluggable-llm-engine[plot]'`")
+        raise ConfigError(f"--plot needs matplotlib; install it with `{install_command('plot')}`")
     if path.suffix.lower() != ".png":
-        raise ConfigError(f"--plot {path} is no PNG; give a name that ends in .png")
+        raise ConfigError(f"--plot {path} is not a PNG file; give a name that ends in .png")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: the directory {path.parent} does not exist")
 
 
 def plot_throughput(path: Path, results: Sequence[Result], machine: str) -> None:
-    """Output tokens a second of each load, in front of what the roofline allows."""
+    """Draw the output tokens per second of each load, against the roofline."""
     figure, axes = _figure(f"throughput on {machine}", width=2.5 + 2.2 * len(results))
     places = list(range(len(results)))
     bounds = [one.load.output_tokens / one.floor if one.floor else 0.0 for one in results]
@@ -42,7 +43,7 @@ def plot_throughput(path: Path, results: Sequence[Result], machine: str) -> None
 
 
 def plot_latency(path: Path, measured: Latency, roofline: Roofline | None, machine: str) -> None:
-    """Milliseconds of a decode step over the batch, above its roofline, and the host's part."""
+    """Draw the time of a decode step by batch size, with its roofline and the part of the host."""
     figure, axes = _figure(f"decode step on {machine}")
     batches = [one.batch for one in measured.decodes]
     axes.plot(batches, [one.step * 1e3 for one in measured.decodes], "o-", color="#1f77b4", label="measured")
@@ -59,7 +60,7 @@ def plot_latency(path: Path, measured: Latency, roofline: Roofline | None, machi
 
 
 def plot_serve(path: Path, levels: Sequence[Level], machine: str) -> None:
-    """Output tokens a second over time per output token: each point a level of load."""
+    """Draw output tokens per second against time per output token, one point per level of load."""
     figure, axes = _figure(f"serving on {machine}")
     axes.plot([one.tpot.p50 for one in levels], [one.output_rate for one in levels], "o-", color="#1f77b4", label="p50")
     axes.plot([one.tpot.p99 for one in levels], [one.output_rate for one in levels], "o:", color="#ff7f0e", label="p99")
@@ -73,7 +74,7 @@ def plot_serve(path: Path, levels: Sequence[Level], machine: str) -> None:
 
 
 def plot_startup(path: Path, starts: Sequence[Start], machine: str) -> None:
-    """Seconds to the first token, by phase, one bar a start."""
+    """Draw the seconds to the first token by phase, one bar per start."""
     figure, axes = _figure(f"start-up on {machine}", height=2.0 + 0.6 * len(starts))
     names = list(dict.fromkeys(phase for one in starts for phase, _ in one.phases))
     left = [0.0] * len(starts)

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from engine.core.types import Output
 
 MARK = "engine step"
-"""Name of the annotation around each step, which ties the profiler's clock to ours."""
+"""Name of the annotation around each step, which relates the profiler's clock to ours."""
 HOST_PHASES = ("schedule", "submit", "wait", "commit")
-"""The parts of Engine.step, in the order in which it does them."""
+"""Phases of Engine.step, in order."""
 SETTLE = 4
-"""Decode steps before those that are looked at."""
+"""Decode steps before the profiled ones."""
 SLACK = 32
-"""More output tokens than are needed, so that no sequence ends, also where a step gives several tokens at once."""
+"""Spare output tokens, so that no sequence finishes even if a step yields several tokens."""
 GAP = 5.0
-"""us: idle times from here on are the host's fault; shorter ones lie between the kernels of one launch."""
+"""us: a longer idle time is caused by the host; a shorter one separates kernels of one launch."""
 TOP = 25
 TRACE_STEPS = 10
 
@@ -42,7 +42,7 @@ Step = Callable[[], "list[Output]"]
 
 @frozen
 class Ran:
-    """A kernel, or on a CPU an operator, as it ran. Times in us since the first step began."""
+    """One run of a kernel, or on a CPU of an operator. Times in us since the start of the first step."""
 
     name: str
     lane: int
@@ -50,13 +50,13 @@ class Ran:
     begin: float
     end: float
     own: float
-    """us that count as its own: of a kernel, from when those that ended before it had ended; of an operator, without
-    those called within."""
+    """us of its own: of a kernel, without the time when an earlier kernel still ran; of an operator, without the
+    operators called within."""
 
 
 @frozen
 class HostStep:
-    """One call of Engine.step, in us since the first began."""
+    """One call of Engine.step, in us since the start of the first."""
 
     begin: float
     end: float
@@ -66,40 +66,40 @@ class HostStep:
 
 @frozen(kw_only=True)
 class Profile:
-    """Some steps of one kind."""
+    """Profile of several steps of one kind."""
 
     title: str
     steps: float
-    """How many decode steps (of each sequence) or, in a prefill, engine steps."""
+    """Number of decode steps per sequence or, for a prefill, of engine steps."""
     wall: float
-    """us a step, without the profiler."""
+    """us per step, without the profiler."""
     host: tuple[HostStep, ...]
     ran: tuple[Ran, ...] = field(repr=False)
 
     @property
     def busy(self) -> float:
-        """us a step in which at least one kernel runs; kernels may overlap."""
+        """us per step in which at least one kernel runs; kernels may overlap."""
         return sum(end - begin for begin, end in merged((one.begin, one.end) for one in self.ran)) / self.steps
 
     @property
     def profiled(self) -> float:
-        """us a step from the first kernel to the last, under the profiler."""
+        """us per step from the first kernel to the last, under the profiler."""
         return (max(one.end for one in self.ran) - min(one.begin for one in self.ran)) / self.steps
 
     @property
     def idle(self) -> float:
-        """us a step in which no kernel runs, without the profiler."""
+        """us per step in which no kernel runs, without the profiler."""
         return self.wall - self.busy
 
     def gaps(self) -> tuple[float, float]:
-        """us a step without a kernel, under the profiler: in gaps of `GAP` and more, and in shorter ones."""
+        """us per step without a kernel, under the profiler: (in gaps of at least `GAP`, in shorter gaps)."""
         spans = merged((one.begin, one.end) for one in self.ran)
         lengths = [after[0] - before[1] for before, after in itertools.pairwise(spans)]
         long = sum(length for length in lengths if length >= GAP)
         return long / self.steps, (sum(lengths) - long) / self.steps
 
     def kernels(self) -> list[tuple[str, float, float]]:
-        """(name, calls a step, us a step), the costliest first."""
+        """(name, calls per step, us per step), the most expensive first."""
         spent: dict[str, tuple[int, float]] = {}
         for one in self.ran:
             calls, own = spent.get(one.name, (0, 0.0))
@@ -140,18 +140,18 @@ def merged(spans: Iterator[Span]) -> list[Span]:
 
 
 def check(engine: Engine) -> None:
-    """Raises ConfigError for an executor whose kernels another process launches."""
-    [executor] = [choice.name for choice in engine.parts.choices if choice.seam == "executors"]
+    """Raise ConfigError for an executor that launches kernels in another process."""
+    [executor] = [choice.name for choice in engine.parts.choices if choice.extension_point == "executors"]
     if executor != "uniproc":
-        raise ConfigError(f"--profile sees only this process, and executor {executor} may use others; use uniproc")
+        raise ConfigError(f"--profile records only this process, and executor {executor} may use others; use uniproc")
 
 
 def profile_decode(engine: Engine, batch: int, inputs: int, steps: int) -> Profile:
     """Profile at least `steps` decode steps of `batch` sequences. Raises ExecutorError if the profiler saw nothing."""
     budget = engine.config.scheduler.max_batch_tokens
-    chunks = -(-batch * inputs // max(budget - batch, 1))  # steps in which the first sequences decode already
-    most = 1 + chunks + 2 * (steps + SETTLE) + SLACK
-    load = Load(name="", lengths=((inputs, most),) * batch)
+    chunks = -(-batch * inputs // max(budget - batch, 1))  # steps in which the first sequences already decode
+    max_tokens = 1 + chunks + 2 * (steps + SETTLE) + SLACK
+    load = Load(name="", lengths=((inputs, max_tokens),) * batch)
     names = []
     for request in load.requests(engine.vocab_size, f"profile {batch}-"):
         engine.add(request)
@@ -203,7 +203,7 @@ def profile_prefill(engine: Engine, count: int, length: int) -> Profile:
 
 
 def _recorded(engine: Engine, work: Callable[[Step], int]) -> tuple[int, tuple[HostStep, ...], tuple[Ran, ...]]:
-    """Do `work` with a step that is watched, under the profiler: its result, and what host and device did meanwhile."""
+    """Run `work` with a recorded step, under the profiler; returns its result, and the steps and kernels recorded."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -215,7 +215,7 @@ def _recorded(engine: Engine, work: Callable[[Step], int]) -> tuple[int, tuple[H
             torch.cuda.synchronize(engine.device.torch_name)
 
     settle()
-    with profile(activities=activities):  # the first use sets the device's tracing up, which takes its time
+    with profile(activities=activities):  # the first use sets up the tracing of the device, which takes long
         torch.ones(1, device=engine.device.torch_name).add_(1)
         settle()
 
@@ -244,7 +244,7 @@ def _recorded(engine: Engine, work: Callable[[Step], int]) -> tuple[int, tuple[H
 def _read(
     events: Sequence[Any], phases: Sequence[tuple[tuple[str, float], ...]], *, gpu: bool
 ) -> tuple[tuple[HostStep, ...], tuple[Ran, ...]]:
-    """Steps and kernels of torch's FunctionEvents, whose times are in us."""
+    """Convert torch's FunctionEvents, whose times are in us, to steps and kernels."""
     marks = sorted(
         {
             (event.time_range.start, event.time_range.end)
@@ -282,7 +282,7 @@ def _own_times(kernels: Sequence[Any]) -> list[float]:
 
 
 def rows_of(profile: Profile) -> Iterator[Row]:
-    """The figures of a profile, its costliest kernels among them."""
+    """The figures of a profile and its most expensive kernels, as rows of a report."""
     long, short = profile.gaps()
     for metric, value in (
         ("device busy", profile.busy),
@@ -297,7 +297,7 @@ def rows_of(profile: Profile) -> Iterator[Row]:
 
 
 def print_profile(profile: Profile) -> None:
-    """The costliest kernels, and what a step takes in all."""
+    """Print the most expensive kernels and the total time of a step."""
     kernels = profile.kernels()
     total = sum(spent for _, _, spent in kernels)
     rest = kernels[TOP:]

@@ -1,4 +1,4 @@
-"""Measurements as JSON: the figures with the machine, versions and commit they hold for."""
+"""Reports as JSON: figures with the machine, versions and commit of the measurement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("pluggable-llm-engine", "torch", "transformers", "triton", "flashinf
 
 @frozen(kw_only=True)
 class Row:
-    """One figure, beside what it is measured against if there is such a thing."""
+    """One figure, with its baseline if there is one."""
 
     metric: str
     value: float
@@ -32,24 +32,24 @@ class Row:
     baseline: float | None = None
     baseline_name: str | None = None
     case: str | None = None
-    """Which of several things measured alike, where the metric does not say it."""
+    """Distinguishes figures of one metric: batch, load, phase."""
     share: float | None = None
-    """Of the roofline (roofline.py): 1.0 is the fastest that the machine's bandwidth and matmul allow."""
+    """Share of the roofline (roofline.py); 1.0: the limit of the machine's bandwidth and matmul rate."""
 
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result here.", metavar="FILE")]
+Json = Annotated[Path | None, typer.Option("--json", help="File to write the result to, as JSON.", metavar="FILE")]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the result here, as PNG; needs the extra plot.", metavar="FILE")
+    Path | None, typer.Option("--plot", help="PNG file to draw the result to; needs matplotlib.", metavar="FILE")
 ]
 
 
 def engine_settings(engine: Engine) -> dict[str, object]:
-    """What figures of this engine depend on."""
+    """The settings that the figures of this engine depend on."""
     config = engine.config
     return {
         "model": Path(config.model.path).name,
         "dtype": engine.cache_info.dtype,
-        "plugins": {choice.seam: choice.name for choice in engine.parts.choices},
+        "plugins": {choice.extension_point: choice.name for choice in engine.parts.choices},
         "kernels": config.executor.kernels,
         "graphs": config.executor.graphs,
         "overlap": config.scheduler.overlap,
@@ -61,12 +61,12 @@ def engine_settings(engine: Engine) -> dict[str, object]:
 
 
 def percent(share: float | None) -> str:
-    """A share in a table; nothing for one that is not known."""
+    """A share as a cell of a table; "" for an unknown one."""
     return "" if share is None else f"{share:.0%}"
 
 
 def report(benchmark: str, machine: str, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What goes into benchmarks/results/. machine: the device in words; settings: what the figures depend on."""
+    """A report, as benchmarks/results/ keeps them. machine: the device; settings: what the figures depend on."""
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -85,7 +85,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _commit() -> str:
-    """The commit of the checkout this file is in, "+" behind it when files differ; empty in an installed package."""
+    """The commit of the checkout of this file, with "+" for uncommitted changes; "" in an installed package."""
     here = Path(__file__).resolve().parent
     try:
         head = _git(here, "rev-parse", "--short=12", "HEAD")

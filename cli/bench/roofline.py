@@ -1,4 +1,4 @@
-"""The least time a machine can take for a model's work: bytes over its bandwidth, operations over its matmul rate.
+"""The minimum time of a model's work on a machine: bytes over bandwidth, operations over matmul rate.
 
 What is counted: in a decode step every weight of the linear layers and of the LM head is read once (of the embedding a
 few rows, which do not count; a tied one is the LM head), and the keys and values of every context. Operations are those
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from engine.core.engine import Engine
 
 SCALE_BITS = 16
-"""Of one scale a group of weights."""
+"""Bits of the scale of a group of weights."""
 
 
 @frozen(kw_only=True)
 class Shape:
-    """A dense decoder with a gated MLP."""
+    """Shape of a dense decoder with a gated MLP."""
 
     num_layers: int
     hidden_size: int
@@ -39,11 +39,11 @@ class Shape:
     head_dim: int
     vocab_size: int
     tied: bool
-    """Whether the LM head is the embedding."""
+    """Whether the LM head shares the weights of the embedding."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Shape:
-        """From config.json. Raises CheckpointError for a model of another kind."""
+        """Read the shape from config.json. Raises CheckpointError for another kind of model."""
         for key in ("num_experts", "num_local_experts", "n_routed_experts"):
             if config.get(key):
                 raise CheckpointError(f"a step of a mixture of experts ({key} in config.json) reads no fixed weights")
@@ -62,49 +62,49 @@ class Shape:
 
     @property
     def linear_weights(self) -> int:
-        """Weights of all layers: q, k, v and output projections, gate, up and down."""
+        """Number of weights of all layers: q, k, v and output projections, gate, up and down."""
         attention = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
 
     @property
     def head_weights(self) -> int:
-        """Weights of the LM head."""
+        """Number of weights of the LM head."""
         return self.hidden_size * self.vocab_size
 
     def attention_flops(self, pairs: int) -> int:
-        """Of so many pairs of a query and a key, in all layers: q.k, and the sum over v."""
+        """Operations of `pairs` pairs of a query and a key, in all layers: q.k, and the sum over v."""
         return 4 * self.num_layers * self.num_heads * self.head_dim * pairs
 
 
 @frozen(kw_only=True)
 class Work:
-    """What the steps of one model move and compute."""
+    """Bytes and operations of the steps of one model."""
 
     shape: Shape
     linear_bytes: int
-    """Of the linear layers' weights, scales included."""
+    """Bytes of the weights of the linear layers, scales included."""
     head_bytes: int
     kv_bytes: int
-    """Keys and values of one token in all layers."""
+    """Bytes of the keys and values of one token in all layers."""
 
     @property
     def weight_bytes(self) -> int:
-        """What a decode step must read, whatever its batch."""
+        """Bytes that a decode step reads at any batch size."""
         return self.linear_bytes + self.head_bytes
 
     @property
     def weight_bits(self) -> float:
-        """Bits a weight of a linear layer."""
+        """Bits per weight of a linear layer."""
         return self.linear_bytes * 8 / self.shape.linear_weights
 
     def flops(self, tokens: int, sampled: int) -> int:
-        """Operations of the linear layers for so many tokens, and of the LM head for those sampled."""
+        """Operations of the linear layers for `tokens` tokens, and of the LM head for the sampled ones."""
         return 2 * (self.shape.linear_weights * tokens + self.shape.head_weights * sampled)
 
 
 @frozen(kw_only=True)
 class Roofline:
-    """Least seconds for a model's work on a device."""
+    """Minimum times of a model's work on a device."""
 
     work: Work
     ceilings: Ceilings
@@ -114,7 +114,7 @@ class Roofline:
         return self.work.weight_bytes / self.ceilings.bandwidth
 
     def decode(self, batch: int, context: float) -> float:
-        """Seconds of a decode step; context: tokens a sequence, on average."""
+        """Seconds of a decode step; context: average tokens per sequence."""
         moved = self.work.weight_bytes + self.work.kv_bytes * batch * context
         return self._seconds(
             moved, self.work.flops(batch, batch) + self.work.shape.attention_flops(round(batch * context))
@@ -127,7 +127,7 @@ class Roofline:
         return self._seconds(self.work.weight_bytes, flops + sum(map(self._causal, prompts)))
 
     def load(self, lengths: Sequence[tuple[int, int]], max_running: int) -> float:
-        """Seconds of requests (prompt tokens, output tokens) all given at once, at most max_running in a step.
+        """Seconds of requests (prompt tokens, output tokens) that all wait at the start, at most max_running per step.
 
         The first output token comes with the prompt. Steps that compute prompts and decode at once read the weights
         once for both, so neither bytes nor operations are a bound on top of the other: the larger counts.
@@ -155,7 +155,7 @@ class Roofline:
 def make_work(
     config: Mapping[str, Any], *, dtype: str, kv_dtype: str, quantized: bool, loaded_bytes: int | None = None
 ) -> Work:
-    """The work of a model.
+    """Bytes and operations of a model.
 
     config: its config.json. quantized: whether its linear layers are; how many bits they have, quantization_config
     says, or else loaded_bytes, what all weights take on the device.
@@ -178,7 +178,7 @@ def make_work(
 
 
 def stored_bits(quantization: Mapping[str, Any] | None) -> float | None:
-    """Bits a weight of a linear layer takes by a quantization_config, scales of groups included; None: it says nothing.
+    """Bits per weight of a linear layer by a quantization_config, scales of groups included; None: unknown.
 
     Read: fp8, awq, gptq and the first group of compressed-tensors.
     """
@@ -198,13 +198,13 @@ def stored_bits(quantization: Mapping[str, Any] | None) -> float | None:
 
 
 def measured_roofline(engine: Engine, bandwidth: float | None, matmul: float | None) -> Roofline | None:
-    """The roofline of an engine's model on its device, by the ceilings given (TB/s, TFLOP/s) or measured now.
+    """The roofline of an engine's model on its device, from the given limits (TB/s, TFLOP/s) or measured ones.
 
     None, and why on stderr, for a model that is no dense decoder. The engine should be closed, so that its memory is
     free for the measurement.
     """
     info = engine.cache_info
-    [quant] = [choice.name for choice in engine.parts.choices if choice.seam == "quant"]
+    [quant] = [choice.name for choice in engine.parts.choices if choice.extension_point == "quant"]
     try:
         work = make_work(
             engine.checkpoint.config,
@@ -220,7 +220,7 @@ def measured_roofline(engine: Engine, bandwidth: float | None, matmul: float | N
 
 
 def configured_roofline(config: EngineConfig, bandwidth: float | None, matmul: float | None) -> Roofline | None:
-    """As `measured_roofline`, for an engine in another process that has ended."""
+    """As `measured_roofline`, for an engine that ran in another process."""
     from engine.core.device import find_device
     from engine.core.plugin_host import find_quant, load_plugins, resolve_dtype, resolve_kv_dtype
     from engine.core.weights import Checkpoint

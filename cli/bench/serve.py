@@ -1,4 +1,4 @@
-"""`engine bench serve`: streaming completions from a server under load."""
+"""`engine bench serve`: latency and throughput of streaming completions from a server under load."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 COMMAND = (sys.executable, "-P", "-c", "from engine.cli.bench.client import main; main()")
 CONNECTIONS = 32
-"""Most that one load process serves, unless told otherwise."""
+"""Default maximum of concurrent requests per load process."""
 LEAD = 0.3
-"""Seconds that load processes get to open their connections."""
+"""Timeout in seconds for the load processes to open their connections."""
 
 
 @frozen(kw_only=True)
-class Plan:
+class LoadLevel:
     """One level of load: either `concurrency` requests at a time or `rate` requests a second."""
 
     concurrency: int = 0
@@ -52,11 +52,11 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """As it stands in tables."""
+        """The level, as tables show it."""
         return f"concurrency {self.concurrency}" if self.concurrency else f"{self.rate:g} requests/s"
 
     def jobs(self, server: Server, api_key: str) -> list[Job]:
-        """One job a process, with even shares; no more processes than can have a request each."""
+        """One job per process, of equal size; at most one process per request."""
         count = min(self.processes, self.requests, self.concurrency or self.requests)
         share = attrs.asdict(self, filter=attrs.filters.include("input_len", "output_len", "vocab_size", "timeout"))
         return [
@@ -79,14 +79,14 @@ def _part(total: int, number: int, parts: int) -> int:
     return total // parts + (number < total % parts)
 
 
-def apply_load(server: Server, plan: Plan, api_key: str, slo: tuple[float | None, float | None]) -> Level:
-    """Put one level of load on a server and wait for all answers.
+def apply_load(server: Server, load: LoadLevel, api_key: str, slo: tuple[float | None, float | None]) -> Level:
+    """Apply one level of load to a server and wait for all answers.
 
-    slo: most ms for TTFT and TPOT. Raises ExecutorError when a load process fails.
+    slo: maximum ms for TTFT and TPOT. Raises ExecutorError when a load process fails.
     """
     processes: list[subprocess.Popen[str]] = []
     try:
-        for job in plan.jobs(server, api_key):
+        for job in load.jobs(server, api_key):
             processes.append(subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             _write(processes[-1], json.dumps(attrs.asdict(job)))
         for process in processes:
@@ -107,10 +107,10 @@ def apply_load(server: Server, plan: Plan, api_key: str, slo: tuple[float | None
     last = max((one.events[-1] for one in served), default=time.monotonic())
     seconds = last - min(one.sent for one in answers)
     return Level(
-        name=plan.name,
+        name=load.name,
         answers=answers,
         seconds=seconds,
-        input_len=plan.input_len,
+        input_len=load.input_len,
         cores=None if used is None else used / seconds,
         load_cores=max(one.cpu for one in results) / seconds,
         good=None if slo == (None, None) else sum(within(one, *slo) for one in served),
@@ -127,7 +127,7 @@ def _read(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise ExecutorError(f"a load process ended with status {process.wait()}; its own words are above")
+        raise ExecutorError(f"a load process exited with status {process.wait()}; its output is above")
     return line
 
 
@@ -138,12 +138,12 @@ def _answers(line: str) -> Answers:
     )
 
 
-def with_share(level: Level, roofline: Roofline, plan: Plan, max_running: int) -> Level:
-    """The level beside the roofline of its requests at its concurrency."""
+def with_share(level: Level, roofline: Roofline, load: LoadLevel, max_running: int) -> Level:
+    """The level with its share of the roofline for these requests at this concurrency."""
     if not level.served:
         return level
-    running_at_once = min(plan.concurrency or plan.requests, max_running)
-    floor = roofline.load([(plan.input_len, plan.output_len)] * len(level.served), running_at_once)
+    concurrent = min(load.concurrency or load.requests, max_running)
+    floor = roofline.load([(load.input_len, load.output_len)] * len(level.served), concurrent)
     return attrs.evolve(level, share=floor / level.seconds)
 
 
@@ -152,34 +152,37 @@ def serve(
     *,
     concurrency: Annotated[
         str | None,
-        typer.Option(help="Requests under way at a time, as 1,64,256; by default these.", show_default=False),
+        typer.Option(help="Concurrent requests, as 1,64,256; by default these.", show_default=False),
     ] = None,
     rate: Annotated[
         str | None,
-        typer.Option(help="In place of --concurrency: requests a second at random intervals, as 5,10,20."),
+        typer.Option(help="In place of --concurrency: requests per second, at random intervals, as 5,10,20."),
     ] = None,
     requests: Annotated[
-        int, typer.Option(help="Requests at each level; 0: eight for each under way, or 30 s of a rate.", min=0)
+        int, typer.Option(help="Requests per level; 0: eight per concurrent request, or 30 s of a rate.", min=0)
     ] = 0,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens a request.", min=1)] = 512,
-    output_len: Annotated[int, typer.Option(help="Output tokens a request.", min=1)] = 128,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens per request.", min=1)] = 512,
+    output_len: Annotated[int, typer.Option(help="Output tokens per request.", min=1)] = 128,
     url: Annotated[
-        str, typer.Option(help="Measure the server that runs here, in place of starting one.", show_default=False)
+        str, typer.Option(help="Address of a running server to measure, in place of starting one.", show_default=False)
     ] = "",
     server_pid: Annotated[
-        int, typer.Option(help="With --url: the server's process, to count its CPU time.", show_default=False, min=0)
+        int,
+        typer.Option(help="With --url: the server's process id, to measure CPU time.", show_default=False, min=0),
     ] = 0,
     load_processes: Annotated[
         int,
-        typer.Option(help=f"Processes that make the load; 0: one for each {CONNECTIONS} requests under way.", min=0),
+        typer.Option(help=f"Processes that generate the load; 0: one per {CONNECTIONS} concurrent requests.", min=0),
     ] = 0,
     slo_ttft: Annotated[
-        float | None, typer.Option(help="Most ms to the first token for goodput.", show_default=False)
+        float | None, typer.Option(help="Maximum time to first token for goodput, ms.", show_default=False)
     ] = None,
     slo_tpot: Annotated[
-        float | None, typer.Option(help="Most ms for a later token for goodput.", show_default=False)
+        float | None, typer.Option(help="Maximum time per output token for goodput, ms.", show_default=False)
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each level; what runs then is an error.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(help="Timeout of a level, seconds; running requests become errors.")
+    ] = 600.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts and intervals.")] = 0,
     bandwidth: Bandwidth = None,
     matmul: MatmulRate = None,
@@ -191,7 +194,7 @@ def serve(
     if url:
         _check_remote(resolved)
     elif server_pid:
-        raise ConfigError("--server-pid belongs to --url; a server started here is known")
+        raise ConfigError("--server-pid needs --url; the process of a server started here is known")
     if concurrency is not None and rate is not None:
         raise ConfigError("--concurrency and --rate exclude each other; give one of them")
     if plot is not None:
@@ -200,8 +203,8 @@ def serve(
         check_plot(plot)
     config = resolved.config
     common: dict[str, Any] = {"input_len": input_len, "output_len": output_len, "timeout": timeout}
-    plans = [
-        Plan(
+    loads = [
+        LoadLevel(
             concurrency=count,
             rate=speed,
             requests=requests or 8 * count or max(round(30 * speed), 1),
@@ -217,19 +220,19 @@ def serve(
             server = Server.at(url, config.server.api_key, server_pid or None)
         else:
             server = stack.enter_context(running(served_config(resolved)))
-        levels = run_plans(server, plans, config.server.api_key, (slo_ttft, slo_tpot))
+        levels = run_loads(server, loads, config.server.api_key, (slo_ttft, slo_tpot))
 
     roofline = None if url else configured_roofline(config, bandwidth, matmul)
     if roofline is not None:
-        most = config.scheduler.max_running
-        levels = [with_share(level, roofline, plan, most) for level, plan in zip(levels, plans, strict=True)]
+        max_running = config.scheduler.max_running
+        levels = [with_share(level, roofline, load, max_running) for level, load in zip(levels, loads, strict=True)]
     machine = _machine(config) if not url else f"the server at {url}"
     print_levels(levels, machine, input_len, output_len)
     settings = {
         "model": server.model,
         **common,
-        "requests": [plan.requests for plan in plans],
-        "load_processes": [plan.processes for plan in plans],
+        "requests": [load.requests for load in loads],
+        "load_processes": [load.processes for load in loads],
         "slo_ttft_ms": slo_ttft,
         "slo_tpot_ms": slo_tpot,
         "seed": seed,
@@ -243,23 +246,23 @@ def serve(
 
         plot_serve(plot, levels, machine)
     if any(not level.served for level in levels):
-        raise ExecutorError("a level of load got no answer without an error")
+        raise ExecutorError("every request of a level of load failed")
 
 
-def run_plans(
-    server: Server, plans: Sequence[Plan], api_key: str, slo: tuple[float | None, float | None]
+def run_loads(
+    server: Server, loads: Sequence[LoadLevel], api_key: str, slo: tuple[float | None, float | None]
 ) -> list[Level]:
-    """Warm the server up with the largest level's requests, but few tokens, then run the levels in turn."""
-    largest = max(plans, key=lambda plan: (plan.concurrency, plan.rate))
+    """Warm the server up with the requests of the largest level and few tokens, then run the levels in turn."""
+    largest = max(loads, key=lambda load: (load.concurrency, load.rate))
     count = largest.concurrency or 8
     warm_up = attrs.evolve(
         largest, concurrency=count, rate=0.0, requests=count, output_len=min(16, largest.output_len), seed=0
     )
     apply_load(server, warm_up, api_key, slo)
     levels = []
-    for plan in plans:
-        levels.append(apply_load(server, plan, api_key, slo))
-        say(f"{plan.name}: {levels[-1].output_rate:,.0f} output tokens/s")
+    for load in loads:
+        levels.append(apply_load(server, load, api_key, slo))
+        say(f"{load.name}: {levels[-1].output_rate:,.0f} output tokens/s")
     return levels
 
 
@@ -272,18 +275,18 @@ def levels_of(concurrency: str | None, rate: str | None) -> list[tuple[int, floa
     except ValueError:
         rates = []
     if not rates or not all(0 < one < float("inf") for one in rates):
-        raise ConfigError(f"--rate {rate!r} is no list of requests a second; give one, or several as 5,10,20")
+        raise ConfigError(f"--rate {rate!r} is not a list of requests per second; give one, or several as 5,10,20")
     return [(0, one) for one in rates]
 
 
 def processes_for(concurrency: int) -> int:
-    """Load processes, so many that none of them limits the server, and at most half of the cores."""
+    """Number of load processes: enough that none limits the server, at most half of the cores."""
     wanted = -(-concurrency // CONNECTIONS) if concurrency else 4
     return max(min(wanted, (os.cpu_count() or 1) // 2), 1)
 
 
 def served_config(resolved: Resolved) -> EngineConfig:
-    """The configuration of the server to start: on a free port, unless one was named."""
+    """The configuration of the server to start, on a free port unless one is given."""
     config = resolved.config
     if resolved.origins["server.port"] != DEFAULT:
         return config
@@ -302,14 +305,14 @@ def _given(resolved: Resolved) -> dict[str, object]:
 
 
 def _check_remote(resolved: Resolved) -> None:
-    """Raises ConfigError for settings of a server that runs already."""
+    """Raise ConfigError for settings that cannot reach a server that is already running."""
     wrong = sorted(key for key in _given(resolved) if key != "model.path")
     if wrong:
-        raise ConfigError(f"--url measures a server that has settings of its own; leave out {', '.join(wrong)}")
+        raise ConfigError(f"--url measures a server that is already configured; leave out {', '.join(wrong)}")
 
 
 def _vocab_size(config: EngineConfig) -> int:
-    """Of the model's config.json. With --url and no --model this is the demo model's, small enough for any server."""
+    """Vocabulary size of the model; with --url and no --model that of the demo model, small enough for any server."""
     from engine.core.weights import Checkpoint, read_key
 
     return read_key(Checkpoint.open(config.model.path).config, "vocab_size", int, TOKENS[1], least=1)

@@ -1,4 +1,4 @@
-"""A server to put under load: starting `engine serve`, asking it who it is, and the CPU time of its processes."""
+"""A server under load: starts `engine serve` or connects to one, and measures the CPU time of its processes."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ STOP_TIMEOUT = 60.0
 
 @frozen(kw_only=True)
 class Server:
-    """A server that answers."""
+    """A running server."""
 
     host: str
     port: int
     model: str
-    """Its name for the model it serves."""
+    """Name of the served model."""
     pid: int | None
-    """Of its first process; None: not known, and then neither is its CPU time."""
+    """Process id of the supervisor; None: unknown, and with it the CPU time."""
 
     @classmethod
     def at(cls, url: str, api_key: str, pid: int | None) -> Server:
-        """The server at an address. Raises ConfigError if it does not answer."""
+        """Connect to the server at an address. Raises ConfigError if the server does not answer."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"--url {url!r} is no address of a server; give it as http://127.0.0.1:8000")
+            raise ConfigError(f"--url {url!r} is not an address of a server; write it as http://127.0.0.1:8000")
         host, port = parts.hostname, parts.port or 80
         status, _ = _get(host, port, "/health", api_key)
         if status != 200:
-            raise ConfigError(f"the server at {url} is not well: /health answers with status {status}")
+            raise ConfigError(f"the server at {url} is not healthy: /health answers with status {status}")
         status, body = _get(host, port, "/v1/models", api_key)
         if status != 200:
             raise ConfigError(f"the server at {url} does not name its model (status {status}); is --api-key right?")
@@ -57,7 +57,7 @@ class Server:
 
 @contextmanager
 def running(config: EngineConfig) -> Iterator[Server]:
-    """`engine serve` with this configuration, from when it answers; it is stopped at the end.
+    """Start `engine serve` with this configuration and yield once the server answers; stop it at the end.
 
     Raises ExecutorError when it does not start; its own words are on stderr.
     """
@@ -73,13 +73,13 @@ def running(config: EngineConfig) -> Iterator[Server]:
 
 
 def _announced(process: subprocess.Popen[str]) -> str:
-    """The address that the server prints when it is ready."""
+    """Read the address that the server prints once ready."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("Listening on "):
             threading.Thread(target=process.stdout.read, daemon=True).start()  # so that the pipe never fills
             return line.split()[-1]
-    raise ExecutorError(f"the server did not start: it ended with status {process.wait()}; its own words are above")
+    raise ExecutorError(f"the server did not start: it exited with status {process.wait()}; its output is above")
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
@@ -95,14 +95,14 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process and all that descend from it have used so far. Raises ConfigError if there is none."""
+    """CPU seconds used so far by a process and all its descendants. Raises ConfigError for an unknown process id."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
                 fields = Path(entry.path, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            except (FileNotFoundError, ProcessLookupError):  # the process has exited since
                 continue
             # proc(5): after the name in parentheses come state, ppid, ...; utime and stime are fields 14 and 15.
             parents[int(entry.name)] = int(fields[1])

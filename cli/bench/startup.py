@@ -28,7 +28,7 @@ COMMAND = (sys.executable, "-P", "-m", "engine.cli.bench.first_token")
 
 @frozen(kw_only=True)
 class Start:
-    """One process, from its start to its first token."""
+    """Times of one process, from its start to its first token."""
 
     phases: tuple[tuple[str, float], ...]
     """(phase, seconds), in their order."""
@@ -37,22 +37,22 @@ class Start:
 
     @property
     def seconds(self) -> float:
-        """Of all phases."""
+        """Total of all phases."""
         return sum(spent for _, spent in self.phases)
 
 
 def start(config: EngineConfig) -> Start:
-    """Start an engine in a process of its own. Raises ExecutorError with that process's words if it fails."""
+    """Start an engine in a fresh process. Raises ExecutorError with the output of the process if it fails."""
     from engine.core.executors import encode
 
     done = subprocess.run([*COMMAND, repr(time.monotonic())], input=encode(config), capture_output=True, check=False)
     if done.returncode:
         raise ExecutorError(f"the engine did not start; its process wrote:\n{done.stderr.decode().strip()}")
-    told = json.loads(done.stdout.splitlines()[-1])
+    reported = json.loads(done.stdout.splitlines()[-1])
     return Start(
-        phases=tuple((name, seconds) for name, seconds in told["phases"]),
-        weights_bytes=told["weights_bytes"],
-        device=told["device"],
+        phases=tuple((name, seconds) for name, seconds in reported["phases"]),
+        weights_bytes=reported["weights_bytes"],
+        device=reported["device"],
     )
 
 
@@ -81,7 +81,7 @@ def startup(
         say(f"start {number + 1}: {starts[-1].seconds:.2f} s")
     median = sorted(starts, key=lambda one: one.seconds)[len(starts) // 2]
     rate = bandwidth * 1e12 if bandwidth is not None else copy_rate(find_device(config.executor.device).torch_name)
-    # Whatever a start does, it writes the weights once.
+    # Every start writes the weights at least once.
     share = median.weights_bytes / rate / median.seconds
     print_starts(starts, median, share)
     rows = [
@@ -107,7 +107,7 @@ def startup(
 
 
 def print_starts(starts: Sequence[Start], median: Start, share: float) -> None:
-    """Phases in rows, starts in columns."""
+    """Print phases in rows, starts in columns."""
     names = list(dict.fromkeys(phase for one in starts for phase, _ in one.phases))
     print_table(
         ("phase", *(f"start {number + 1}" for number in range(len(starts))), "median start"),

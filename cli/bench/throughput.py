@@ -1,4 +1,4 @@
-"""`engine bench throughput`: tokens a second over a batch of requests."""
+"""`engine bench throughput`: tokens per second over a batch of requests."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ if TYPE_CHECKING:
     from engine.core.engine import Engine
 
 PRESETS = {"512x256": (1000, (512, 512), (256, 256)), "uneven": (256, (100, 1024), (100, 1024))}
-"""Loads by which engines are often compared: (requests, prompt tokens, output tokens)."""
+"""Usual loads for comparing engines, as (requests, prompt tokens, output tokens)."""
 
 
 @frozen(kw_only=True)
 class Result:
-    """The runs of one load."""
+    """Results of one load over several runs."""
 
     load: Load
     runs: tuple[Measured, ...]
     floor: float | None = None
-    """Least seconds by the roofline."""
+    """Seconds at the roofline."""
 
     @property
     def median(self) -> Measured:
-        """The run in the middle."""
+        """The median run by time."""
         return sorted(self.runs, key=lambda run: run.seconds)[len(self.runs) // 2]
 
     @property
     def spread(self) -> float:
-        """Slowest over fastest run."""
+        """Time of the slowest run over that of the fastest."""
         return max(run.seconds for run in self.runs) / min(run.seconds for run in self.runs)
 
     @property
     def share(self) -> float | None:
-        """Of the roofline."""
+        """Share of the roofline."""
         return None if self.floor is None else self.floor / self.median.seconds
 
     @property
     def output_rate(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return self.median.output_tokens / self.median.seconds
 
     @property
     def total_rate(self) -> float:
-        """Prompt and output tokens a second."""
+        """Prompt and output tokens per second."""
         return (self.median.prompt_tokens + self.median.output_tokens) / self.median.seconds
 
 
 def parse_load(text: str, seed: int) -> Load:
-    """A preset's name, or COUNT:IN:OUT with lengths as `parse_range` reads them. Raises ConfigError."""
+    """Parse a preset's name, or COUNT:IN:OUT with lengths as `parse_range` reads them. Raises ConfigError."""
     if text in PRESETS:
         return make_load(*PRESETS[text], seed)
     count, *lengths = text.split(":")
@@ -80,7 +80,7 @@ def measure(engine: Engine, load: Load, repeat: int) -> Result:
 
 
 def rows_of(result: Result) -> Iterator[Row]:
-    """The figures of one load."""
+    """The figures of one load as rows of a report."""
     median, case = result.median, result.load.name
     steps = max(median.steps, 1)
     for metric, value, unit in (
@@ -96,7 +96,7 @@ def rows_of(result: Result) -> Iterator[Row]:
 
 
 def with_floor(result: Result, roofline: Roofline, max_running: int) -> Result:
-    """The result beside its roofline."""
+    """The result with its roofline."""
     return Result(load=result.load, runs=result.runs, floor=roofline.load(result.load.lengths, max_running))
 
 
@@ -113,17 +113,18 @@ def throughput(
         ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Requests, all given at once; by default 32.", min=1, show_default=False)
+        int | None,
+        typer.Option(help="Requests, all added before the first step; by default 32.", min=1, show_default=False),
     ] = None,
     input_len: Annotated[
         str | None,
         typer.Option(
-            help="Prompt tokens a request: a number, or a range as 100-1024; by default 128.", show_default=False
+            help="Prompt tokens per request: a number, or a range as 100-1024; by default 128.", show_default=False
         ),
     ] = None,
     output_len: Annotated[
         str | None,
-        typer.Option(help="Output tokens a request: a number, or a range; by default 128.", show_default=False),
+        typer.Option(help="Output tokens per request: a number, or a range; by default 128.", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of lengths and prompts.")] = 0,
     repeat: Annotated[int, typer.Option(help="Runs of each load, after a short one to warm up.", min=1)] = 3,
@@ -133,7 +134,7 @@ def throughput(
     plot: Plot = None,
     resolved: Resolved,
 ) -> None:
-    """Tokens a second over a batch of requests, and where the time goes. The median of the runs counts."""
+    """Tokens per second over a batch of requests, and the time by phase. The median run counts."""
     if loads and (requests, input_len, output_len) != (None, None, None):
         raise ConfigError("--load names requests and lengths; leave out --requests, --input-len and --output-len")
     inputs, outputs = parse_range(input_len or "128", "--input-len"), parse_range(output_len or "128", "--output-len")
@@ -165,7 +166,7 @@ def throughput(
 
 
 def print_results(results: Sequence[Result], machine: str) -> None:
-    """Two tables: the rates, and where a mean step's time goes."""
+    """Print a table of rates, and one of the time of a mean step by phase."""
     print_table(
         ("load", "output tokens/s", "all tokens/s", "seconds", "slowest/fastest", "of roofline"),
         [

@@ -10,9 +10,11 @@ if TYPE_CHECKING:
         PATHS as PATHS,
         Resolved as Resolved,
         Setting as Setting,
+        canonical_key as canonical_key,
         describe as describe,
         flatten as flatten,
         load_config as load_config,
+        parse_bytes as parse_bytes,
     )
     from engine.core.config.structure import show as show
     from engine.core.config.tree import (
@@ -31,9 +33,11 @@ __getattr__, __dir__, __all__ = exports(
         "PATHS",
         "Resolved",
         "Setting",
+        "canonical_key",
         "describe",
         "flatten",
         "load_config",
+        "parse_bytes",
     ),
     structure=("show",),
     tree=(

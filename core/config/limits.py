@@ -1,4 +1,4 @@
-"""Which values of the settings are possible, alone and together."""
+"""Checks the values of settings, alone and together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.max_logit_bias": (0, 2**20),
     "server.max_waiting": (1, 2**31),
 }
-"""Least and greatest value of each setting that is a number."""
+"""Minimum and maximum of each setting that is a number."""
 
 _UNITS: Mapping[str, int] = {
     "": 1,
@@ -52,23 +52,23 @@ _UNITS: Mapping[str, int] = {
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "2GiB", "1.5GB", "500MB" or "4096". Raises ConfigError."""
+    """Convert a size such as "2GiB", "1.5GB", "500MB" or "4096" to bytes. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise ConfigError(f"{text!r} is no size in bytes; write it as 2GiB, 500MB or 4096")
+        raise ConfigError(f"{text!r} is not a size; write it as 2GiB, 500MB or 4096")
     return int(float(match[1]) * factor)
 
 
 def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -> None:
-    """Call `complain(key, what is wrong and what to do)` for each rule that types and bounds do not express."""
+    """Check the rules beyond types and bounds; call `complain(key, problem and remedy)` for each broken one."""
     size = config.cache.block_size
     if size & (size - 1):
         complain("cache.block_size", f"{size} is no power of two; use {1 << size.bit_length() - 1}")
     if config.cache.memory != AUTO:
         try:
             if parse_bytes(config.cache.memory) == 0:
-                complain("cache.memory", "a KV cache of 0 bytes holds no token; give more")
+                complain("cache.memory", "a KV cache of 0 bytes holds no token; give it more memory")
         except ConfigError as error:
             complain("cache.memory", str(error))
         if config.cache.memory_fraction:
@@ -76,6 +76,9 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
     for section in ("model", "attention", "quant", "scheduler", "executor"):
         if not getattr(config, section).name:
             complain(f"{section}.name", f"the name is empty; use {AUTO!r} or leave it out")
+    device = config.executor.device
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        complain("executor.device", f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
     if not config.server.host:
         complain("server.host", "the address is empty; use 127.0.0.1, or 0.0.0.0 for all interfaces")
     key = config.server.api_key

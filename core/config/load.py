@@ -1,7 +1,9 @@
-"""Reads settings from defaults, a file and the command line into one EngineConfig; every complaint names its place."""
+"""Reads defaults, a file and the command line into one EngineConfig; every error names the place of the setting."""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +21,7 @@ from engine.core.errors import ConfigError, near_misses
 __all__ = [
     "Resolved",
     "Setting",
+    "canonical_key",
     "describe",
     "flatten",
     "load_config",
@@ -29,7 +32,7 @@ __all__ = [
 
 DEFAULT = "default"
 PATHS = ("model.path", "model.tokenizer", "model.chat_template", "executor.kernel_cache")
-"""Settings that name a file or directory; relative ones in a file start from the file's directory."""
+"""Settings that name a file or directory; in a file of settings, a relative path starts from that file's directory."""
 
 _TYPES: Mapping[type, str] = {
     bool: "true or false",
@@ -46,7 +49,7 @@ _Path = tuple[str, ...]
 
 @frozen(kw_only=True)
 class Setting:
-    """One setting, as the command line and the documentation show it."""
+    """One setting, as the command line and the documentation present it."""
 
     key: str
     """section.name."""
@@ -57,6 +60,8 @@ class Setting:
     default: Any
     help: str
     flag: str | None
+    aliases: tuple[str, ...]
+    """Other names of the key within its section."""
     choices: tuple[str, ...]
     secret: bool
     """Whether its value is never shown."""
@@ -68,23 +73,28 @@ class Setting:
         return section, name
 
     @property
+    def alias_flags(self) -> tuple[str, ...]:
+        """Other names of `flag`; none without a flag."""
+        return tuple("--" + alias.replace("_", "-") for alias in self.aliases) if self.flag else ()
+
+    @property
     def type_name(self) -> str:
-        """The type in words."""
+        """The type, for people to read."""
         return _TYPES[self.type]
 
 
 @frozen(kw_only=True)
 class Resolved:
-    """A configuration, and where each of its values comes from."""
+    """A configuration and the origin of each value."""
 
     config: EngineConfig
     origins: Mapping[str, str]
-    """For each key of `flatten(config)`: default, the file's name, a flag, or what the caller said."""
+    """Key of `flatten(config)` -> default, the file's name, a flag, or the origin that the caller named."""
 
 
 @frozen
 class _Given:
-    """A value that somebody gave."""
+    """A value that is not the default."""
 
     value: Any
     origin: str
@@ -95,6 +105,11 @@ class _Given:
 
 def describe() -> list[Setting]:
     """All settings, in the order of the configuration tree."""
+    return list(_settings())
+
+
+@functools.cache
+def _settings() -> tuple[Setting, ...]:
     found = []
     for section in attrs.fields(EngineConfig):
         cls: Any = type(section.default)
@@ -110,26 +125,56 @@ def describe() -> list[Setting]:
                     default=getattr(section.default, one.name),
                     help=one.metadata["help"],
                     flag=one.metadata["flag"],
+                    aliases=one.metadata["aliases"],
                     choices=one.metadata["choices"],
                     secret=one.metadata["secret"],
                 )
             )
+    return tuple(found)
+
+
+@functools.cache
+def _spellings() -> Mapping[_Path, _Path]:
+    """Every other spelling of a setting -> its section and name.
+
+    A setting can be spelled by an alias in its section (scheduler.max_num_seqs), and by an option's name alone
+    (max_running, max_num_seqs), unless a section has that name.
+    """
+    found: dict[_Path, _Path] = {}
+    for setting in _settings():
+        section, _ = setting.path
+        found |= {(section, alias): setting.path for alias in setting.aliases}
+        if setting.flag and setting.type is not dict:
+            flags = (setting.flag, *setting.alias_flags)
+            found |= {(flag.removeprefix("--").replace("-", "_"),): setting.path for flag in flags}
+    for name in attrs.fields_dict(EngineConfig):
+        found.pop((name,), None)
     return found
 
 
+def _canonical(path: _Path) -> _Path:
+    """The section and name of a setting however it is spelled; other paths unchanged."""
+    return _spellings().get(path, path)
+
+
+def canonical_key(key: str) -> str:
+    """The dotted key of a setting however it is spelled: max_num_seqs -> scheduler.max_running."""
+    return join_key(_canonical(split_key(key)))
+
+
 def join_key(path: Iterable[str]) -> str:
-    """A dotted key; a part that itself has a dot stands in quotes, as in TOML."""
+    """Join the parts of a dotted key; a part that contains a dot is quoted, as in TOML."""
     return ".".join(part if _BARE.fullmatch(part) else show(part)[0] for part in path)
 
 
 def split_key(key: str) -> tuple[str, ...]:
-    """The parts of a dotted key."""
+    """Split a dotted key into its parts."""
     if '"' not in key:
         return tuple(key.split("."))
     try:
         table: Any = tomllib.loads(f"{key} = 0")
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{key} is no dotted key: {error}") from error
+        raise ConfigError(f"{key} is not a dotted key: {error}") from error
     parts: list[str] = []
     while isinstance(table, dict):
         [(part, table)] = table.items()
@@ -138,7 +183,7 @@ def split_key(key: str) -> tuple[str, ...]:
 
 
 def flatten(config: EngineConfig) -> dict[str, Any]:
-    """Dotted key -> value; a plugin's options by their own keys (attention.options.foo)."""
+    """Dotted key -> value; a plugin's options have keys of their own (attention.options.foo)."""
     flat: dict[str, Any] = {}
     for setting in describe():
         flat |= {join_key(path): value for path, value in _leaves(setting, setting.path, _get(config, setting))}
@@ -150,17 +195,23 @@ def load_config(
     overrides: Mapping[str, object] = {},
     defaults: Mapping[str, tuple[object, str]] = {},
 ) -> Resolved:
-    """The configuration made of `defaults` ((value, origin) by dotted key), a TOML or YAML file, and `overrides`.
+    """Build the configuration from `defaults` (dotted key -> (value, origin)), a TOML or YAML file, and `overrides`.
 
     overrides: dotted key -> value, or a pair (value, origin). A string for a setting of another type, and for a
-    plugin's option, is read as typed on a command line: 64, true, off, "a,b" for a list; give lists as lists.
-    Raises ConfigError, which lists all that is wrong.
+    plugin's option, is read as on the command line: 64, true, off, [a, b].
+    A key may be an alias (scheduler.max_num_seqs) or an option's name alone (max_running).
+    Raises ConfigError, which lists all problems.
     """
     settings: dict[_Path, Setting] = {setting.path: setting for setting in describe()}
     given: dict[_Path, _Given] = {}
     problems: list[str] = []
 
-    def put(path: _Path, value: Any, origin: str, where: str) -> None:
+    def put(spelled: _Path, value: Any, origin: str, where: str, spellings: dict[_Path, _Path]) -> None:
+        path = _canonical(spelled)
+        other = spellings.setdefault(path, spelled)
+        if other != spelled:
+            problems.append(f"{where}: {_plain(spelled)} and {_plain(other)} are one setting; give one of them")
+            return
         setting = settings.get(path[:2])
         if setting is None or (len(path) > 2 and setting.type is not dict):
             problems.append(f"{where}: {_unknown(path, settings)}")
@@ -171,22 +222,26 @@ def load_config(
         elif path == setting.path and not isinstance(value, Mapping):
             problems.append(f"{where}: expected a table of options, found {show(value)[0]}")
         for inner, leaf in _leaves(setting, path, value):
-            for other in [one for one in given if one[: len(inner)] == inner or inner[: len(one)] == one]:
-                del given[other]
+            for former in [one for one in given if one[: len(inner)] == inner or inner[: len(one)] == one]:
+                del given[former]
             given[inner] = _Given(leaf, origin, where)
 
+    in_defaults: dict[_Path, _Path] = {}
     for key, (value, origin) in defaults.items():
-        put(split_key(key), value, origin, _place(origin, key))
+        put(split_key(key), value, origin, _place(origin, key), in_defaults)
+    in_file: dict[_Path, _Path] = {}
     if file is not None:
         for path, value in _sections(_read(file)):
-            put(path, _from_file(path, value, file), file.name, f"{file}: {_bracketed(path)}")
+            put(path, _from_file(path, value, file), file.name, f"{file}: {_bracketed(path)}", in_file)
+    in_overrides: dict[_Path, _Path] = {}
     for key, override in overrides.items():
         path = split_key(key)
-        setting = settings.get(path[:2])
+        setting = settings.get(_canonical(path)[:2])
         value, origin = override, setting.flag if setting is not None and setting.flag else "--set"
         if isinstance(override, tuple) and len(override) == 2 and isinstance(override[1], str):
             value, origin = override
-        put(path, _typed(value, setting), origin, origin if _is_flag(setting, origin, path) else _place(origin, key))
+        where = origin if _is_flag(setting, origin, path) else _place(origin, key)
+        put(path, _typed(value, setting), origin, where, in_overrides)
 
     if problems:
         raise ConfigError("\n".join(problems))
@@ -198,7 +253,7 @@ def load_config(
 
 
 def validate(config: EngineConfig) -> None:
-    """Raise ConfigError, which lists all that is wrong, for a tree made in Python with impossible values."""
+    """Raise ConfigError, which lists all problems, for a tree made in Python with impossible values."""
     problems: list[str] = []
     for setting in describe():
         value = _get(config, setting)
@@ -227,7 +282,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _sections(content: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
-    """The keys of a file, each with its section; a section without keys has none, but must be a section."""
+    """(path, value) of each key of a file. A key without a table has a path of one part; an empty section, no key."""
     known = attrs.fields_dict(EngineConfig)
     for section, values in content.items():
         if isinstance(values, Mapping) and values:
@@ -237,18 +292,19 @@ def _sections(content: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
 
 
 def _from_file(path: _Path, value: Any, file: Path) -> Any:
-    """The value, and a path in it seen from the file."""
-    return str(file.parent / value) if ".".join(path) in PATHS and isinstance(value, str) and value else value
+    """The value; if it is a relative path, relative to the file's directory."""
+    is_path = ".".join(_canonical(path)) in PATHS
+    return str(file.parent / value) if is_path and isinstance(value, str) and value else value
 
 
 def _typed(value: Any, setting: Setting | None) -> Any:
-    """A string typed on a command line in the type its setting wants, if it can be read so."""
+    """A string from the command line as the setting's type, if it can be read as that type."""
     if not isinstance(value, str) or setting is None or setting.type is str:
         return value
     if setting.type is bool:
         return _BOOLEANS.get(value.lower(), value)
     if setting.type is tuple:
-        return [part.strip() for part in value.split(",") if part.strip()]
+        return _list(value) if value.startswith("[") else [part.strip() for part in value.split(",") if part.strip()]
     if setting.type is dict:
         return _toml_value(value)
     try:
@@ -258,15 +314,25 @@ def _typed(value: Any, setting: Setting | None) -> Any:
 
 
 def _toml_value(text: str) -> Any:
-    """3, true, "3", [1, 2] as TOML reads them; anything else is a string."""
+    """3, true, "3", [1, 2] as TOML reads them, [a, b] as a list of strings; anything else is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
     except tomllib.TOMLDecodeError:
+        return _list(text)
+
+
+def _list(text: str) -> Any:
+    """[a, b] as a list, its items without quotes as strings; other text unchanged."""
+    if not (text.startswith("[") and text.endswith("]")) or "\n" in text:
         return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return [_toml_value(part.strip()) for part in text[1:-1].split(",") if part.strip()]
 
 
 def _leaves(setting: Setting, path: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
-    """The value, or each value in a table of options."""
+    """(path, value) of the setting; for a table of options, of each value in the table."""
     if setting.type is dict and isinstance(value, Mapping) and (value or path == setting.path):
         for name, inner in value.items():
             yield from _leaves(setting, (*path, str(name)), inner)
@@ -275,7 +341,7 @@ def _leaves(setting: Setting, path: _Path, value: Any) -> Iterator[tuple[_Path, 
 
 
 def _build(given: Mapping[_Path, _Given]) -> EngineConfig:
-    """The defaults with what was given laid over them."""
+    """The default configuration, overridden by the given values."""
     tree: dict[str, Any] = {section.name: {} for section in attrs.fields(EngineConfig)}
     for path, one in given.items():
         place = tree
@@ -287,7 +353,7 @@ def _build(given: Mapping[_Path, _Given]) -> EngineConfig:
 
 
 def _check(setting: Setting, value: Any, where: str) -> tuple[Any, list[str]]:
-    """The value in the setting's type, and what is wrong with it."""
+    """The value converted to the setting's type, and the problems with the value."""
     value, wrong = structure(value, setting.annotation, where)
     if wrong:
         name = setting.path[1]
@@ -308,26 +374,38 @@ def _raise_together(config: EngineConfig, places: Mapping[str, str]) -> None:
 
 
 def _unknown(path: _Path, settings: Iterable[_Path]) -> str:
-    """What to say of a key that no setting has."""
+    """The problem with a key that no setting has."""
     sections = list(dict.fromkeys(one[0] for one in settings))
     if path[0] not in sections:
+        alone = [one for (one, *rest) in _spellings() if not rest]
+        close = difflib.get_close_matches(path[0], alone, n=3, cutoff=0.8) if len(path) == 1 else []
+        if close:
+            return f"there is no setting {path[0]!r}; did you mean {' or '.join(close)}?"
         return f"there is no section {path[0]!r}; {near_misses(path[0], sections)}"
     if len(path) == 1:
         return f"{path[0]} is a section; give its keys as a table"
     name = ".".join(path[1:])
-    elsewhere = [_bracketed(one) for one in settings if one[1] == name]
+    known = [*settings, *_spellings()]
+    elsewhere = dict.fromkeys(_bracketed(_canonical(one)) for one in known if one[1:] == (name,))
     if elsewhere:
         return f"there is no such key here; did you mean {' or '.join(elsewhere)}?"
     return f"there is no such key; {near_misses(name, [one[1] for one in settings if one[0] == path[0]])}"
 
 
 def _is_flag(setting: Setting | None, origin: str, path: _Path) -> bool:
-    """Whether the origin says by itself which setting is meant."""
-    return setting is not None and origin == setting.flag and len(path) == 2
+    """Whether the origin is an option, whose name alone identifies the setting."""
+    flags = () if setting is None else (setting.flag, *setting.alias_flags)
+    return origin in flags and len(_canonical(path)) == 2
 
 
 def _bracketed(path: _Path) -> str:
-    return f"[{path[0]}] {'.'.join(path[1:])}".rstrip()
+    """A key as a TOML file spells it."""
+    return path[0] if path in _spellings() and len(path) == 1 else f"[{path[0]}] {'.'.join(path[1:])}".rstrip()
+
+
+def _plain(path: _Path) -> str:
+    """A key without its section."""
+    return join_key(path[1:] or path)
 
 
 def _place(origin: str, key: str) -> str:

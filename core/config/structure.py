@@ -1,4 +1,4 @@
-"""Untyped values into typed ones, without any silent conversion; errors are sentences that name their place."""
+"""Converts untyped values to typed ones, never silently; errors are sentences that name the place of the value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAMES: Mapping[type, str] = {
 
 
 def structure(value: Any, kind: Any, where: str) -> tuple[Any, list[str]]:
-    """`value` as type `kind`, and sentences about what is wrong with it (the value is then of no use)."""
+    """Convert `value` to the type `kind`. Returns it with the problems, as sentences; with problems, do not use it."""
     try:
         return _converter().structure(value, kind), []
     except Exception as error:
@@ -41,10 +41,10 @@ def structure(value: Any, kind: Any, where: str) -> tuple[Any, list[str]]:
 
 
 def structure_options(options: Mapping[str, Any], cls: type | None, where: str) -> Any:
-    """A plugin's own settings as an instance of `cls`, its options class; None for a plugin without one.
+    """Convert a plugin's options to an instance of its options class `cls`; None for a plugin without such a class.
 
-    where: what to name in errors. Raises ConfigError for an unknown key, a wrong type or what the class itself refuses,
-    by ValueError, TypeError or EngineError. Anything else that it raises is a mistake in it, and comes out as it is.
+    where: the place that errors name. Raises ConfigError for an unknown key, a wrong type, or a refusal of the class
+    itself (ValueError, TypeError or EngineError). Any other exception is a bug of the class and passes unchanged.
     """
     if cls is None:
         if options:
@@ -60,7 +60,7 @@ def structure_options(options: Mapping[str, Any], cls: type | None, where: str) 
 
 
 def show(value: Any) -> tuple[str, str]:
-    """A value as TOML writes it, and the name of its type."""
+    """A value in TOML syntax, and the name of its type."""
     if isinstance(value, bool):
         return str(value).lower(), _NAMES[bool]
     if isinstance(value, str):
@@ -71,14 +71,14 @@ def show(value: Any) -> tuple[str, str]:
 
 
 def load_yaml(text: str, where: str) -> Mapping[str, Any]:
-    """A YAML mapping, refusing a key given twice. Raises ConfigError."""
+    """Parse a YAML mapping. Raises ConfigError, also for a duplicate key."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses what SafeLoader silently drops."""
+        """Refuses duplicate keys, which SafeLoader silently drops."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            """A mapping of distinct keys."""
+            """Build a mapping; refuse a duplicate key."""
             seen = set()
             for key, _ in node.value:
                 if str(key.value) in seen:
@@ -98,16 +98,16 @@ def load_yaml(text: str, where: str) -> Mapping[str, Any]:
 
 
 class _WrongTypeError(Exception):
-    """A value is of another type than its setting."""
+    """A value has another type than its setting."""
 
 
 class _NoMemberError(Exception):
-    """No type of a union takes a value."""
+    """No member of a union accepts a value."""
 
     def __init__(self, message: str, tried: Sequence[tuple[str, Exception]]) -> None:
         super().__init__(message)
         self.tried = tried
-        """(the type in words, why not)."""
+        """(type, for people to read; its error)."""
 
 
 def _converter() -> cattrs.Converter:
@@ -138,13 +138,13 @@ def _is_list(kind: Any) -> bool:
 
 
 def _list_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """A list or tuple, item by item; never a string's characters."""
+    """Converts a list or tuple item by item; refuses a string."""
     arguments = get_args(kind)
     fixed = get_origin(kind) is tuple and arguments[-1:] != (...,)
 
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, list | tuple):
-            raise _WrongTypeError(f"expected {_NAMES[list]}, found {_found(value)}")
+            raise _WrongTypeError(f"expected {_NAMES[list]}, written [a, b], found {_found(value)}")
         if fixed and len(value) != len(arguments):
             raise _WrongTypeError(f"expected a list of {len(arguments)}, found {_found(value)}")
         items, errors = [], []
@@ -162,7 +162,7 @@ def _list_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], A
 
 
 def _table_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """An attrs class from a table; no unknown keys."""
+    """Converts a table to an attrs class; refuses unknown keys."""
     inner = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True)
 
     def hook(value: Any, _: Any) -> Any:
@@ -178,7 +178,7 @@ def _is_union(kind: Any) -> bool:
 
 
 def _union_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """The first type of the union that takes the value as it is."""
+    """Converts to the first member of the union that accepts the value."""
 
     def hook(value: Any, _: Any) -> Any:
         if value is None and type(None) in get_args(kind):
@@ -198,7 +198,7 @@ def _union_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
 
 
 def _name(kind: Any) -> str:
-    """A type in words."""
+    """A type, for people to read."""
     if _is_list(kind):
         return _NAMES[list]
     return _NAMES.get(kind, kind.__name__ if isinstance(kind, type) else str(kind))
@@ -210,16 +210,16 @@ def _found(value: Any) -> str:
 
 
 def _mistake(error: BaseException) -> BaseException | None:
-    """Of a tree of cattrs errors the first that no value could have caused."""
+    """The first error in a tree of cattrs errors that is a bug of the options class rather than a wrong value."""
     if isinstance(error, ClassValidationError | IterableValidationError):
         return next(filter(None, map(_mistake, error.exceptions)), None)
-    # What is about one value has a note that names it; without one, it comes from the class as a whole.
+    # cattrs adds a note to the error of a single value; an error without notes comes from the class as a whole.
     meant = ValueError, TypeError, EngineError, ForbiddenExtraKeysError, _WrongTypeError
     return None if hasattr(error, "__notes__") or isinstance(error, meant) else error
 
 
 def _sentences(error: BaseException, where: str) -> list[str]:
-    """What a tree of cattrs errors says, each with its place."""
+    """The sentences of a tree of cattrs errors, each with its place."""
     if isinstance(error, ClassValidationError | IterableValidationError):
         sentences = []
         for inner in error.exceptions:
@@ -245,6 +245,6 @@ def _sentences(error: BaseException, where: str) -> list[str]:
         return ["; ".join([f"{where}: {error}", *reasons])]
     if isinstance(error, KeyError):
         return [f"{where}: this option has no default; give it"]
-    # Validators of attrs have their sentence first, and what it is about behind it.
-    told = error.args[0] if len(error.args) > 1 and isinstance(error.args[0], str) else str(error)
-    return [f"{where}: {told or type(error).__name__}"]
+    # A validator of attrs puts its message first, then the attribute and the value.
+    message = error.args[0] if len(error.args) > 1 and isinstance(error.args[0], str) else str(error)
+    return [f"{where}: {message or type(error).__name__}"]

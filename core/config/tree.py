@@ -1,7 +1,7 @@
 """The configuration: one frozen tree, resolved once and sent unchanged to every process.
 
-Each setting is defined here and nowhere else: its type, default, help text and command-line flag. The file reader
-(core/config/load.py), the command line (cli/options.py) and docs/configuration.md are made from this tree.
+Each setting is defined here and nowhere else: type, default, help text, option and aliases. The file reader
+(core/config/load.py), the command line (cli/options.py) and docs/configuration.md are generated from this tree.
 """
 
 from __future__ import annotations
@@ -16,15 +16,25 @@ from engine.core.quant.float8 import FLOAT8
 
 AUTO = "auto"
 KV_DTYPES = {"fp8": FLOAT8}
-"""Short names of types of keys and values."""
+"""Short name -> dtype of keys and values."""
 
 
 def setting(
-    default: Any, text: str, *, flag: str | None = None, choices: tuple[str, ...] = (), secret: bool = False
+    default: Any,
+    text: str,
+    *,
+    flag: str | None = None,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    secret: bool = False,
 ) -> Any:
-    """One setting. `flag`: its command-line option; None: set it in the file or by --set. Lists in `choices` are for
-    values that are no plugin names. A `secret` is never shown."""
-    metadata = {"help": text, "flag": flag, "choices": choices, "secret": secret}
+    """Define one setting.
+
+    flag: its command-line option; None: the file or --set sets it. aliases: other names, as other engines call the
+    setting; each is a key of the section and, with dashes, an option. choices: all possible values; never names of
+    plugins, which are open. secret: the value is never shown.
+    """
+    metadata = {"help": text, "flag": flag, "aliases": aliases, "choices": choices, "secret": secret}
     if isinstance(default, dict):
         return attrs.field(factory=dict, metadata=metadata)
     return attrs.field(default=default, metadata=metadata)
@@ -42,11 +52,13 @@ class ModelConfig:
     chat_template: str = setting("", "File of a Jinja chat template; empty: the tokenizer's.", flag="--chat-template")
     dtype: str = setting(
         AUTO,
-        "Type of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU.",
+        "Dtype of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU.",
         flag="--dtype",
         choices=(AUTO, "float32", "bfloat16", "float16"),
     )
-    max_len: int = setting(0, "Longest context in tokens; 0: the model's own.", flag="--max-len")
+    max_len: int = setting(
+        0, "Maximum context length in tokens; 0: the model's own.", flag="--max-len", aliases=("max_model_len",)
+    )
     load_format: str = setting(
         AUTO,
         "auto: safetensors files; dummy: random weights, only config.json is read.",
@@ -54,7 +66,7 @@ class ModelConfig:
         choices=(AUTO, "dummy"),
     )
     load_threads: int = setting(
-        0, "Threads that read the weights; 0: as many as there are processors, up to 8.", flag="--load-threads"
+        0, "Threads that read the weights; 0: one per processor, up to 8.", flag="--load-threads"
     )
     generation_config: str = setting(
         AUTO,
@@ -70,10 +82,13 @@ class ModelConfig:
 
 @frozen(kw_only=True)
 class AttentionConfig:
-    """[attention]: how queries meet the KV cache."""
+    """[attention]: the attention backend."""
 
     name: str = setting(
-        AUTO, "Attention backend; PREFILL,DECODE: one for prompts and one for decodes.", flag="--attention"
+        AUTO,
+        "Attention backend; PREFILL,DECODE: one for prefill and one for decode.",
+        flag="--attention",
+        aliases=("attention_backend",),
     )
     options: Mapping[str, Any] = setting(
         {}, "Settings of the attention backend; of two: prefill.KEY and decode.KEY.", flag="--attention-option"
@@ -82,27 +97,30 @@ class AttentionConfig:
 
 @frozen(kw_only=True)
 class QuantConfig:
-    """[quant]: how weights are stored and multiplied."""
+    """[quant]: the quantization method of the weights."""
 
-    name: str = setting(AUTO, "Quantization method; auto: what the checkpoint says.", flag="--quant")
+    name: str = setting(AUTO, "Quantization method; auto: the checkpoint's.", flag="--quant", aliases=("quantization",))
     options: Mapping[str, Any] = setting({}, "Settings of the quantization method.", flag="--quant-option")
 
 
 @frozen(kw_only=True)
 class SchedulerConfig:
-    """[scheduler]: who runs next, and how much a step may hold."""
+    """[scheduler]: the scheduling policy and the budget of a step."""
 
     name: str = setting(AUTO, "Scheduling policy.", flag="--scheduler")
     options: Mapping[str, Any] = setting({}, "Settings of the scheduling policy.", flag="--scheduler-option")
     max_batch_tokens: int = setting(
         0,
-        "Most tokens in one step; longer prompts are computed in chunks. 0: 8192 on a GPU, 2048 on a CPU.",
+        "Maximum tokens per step; longer prompts are computed in chunks. 0: 8192 on a GPU, 2048 on a CPU.",
         flag="--max-batch-tokens",
+        aliases=("max_num_batched_tokens",),
     )
-    max_running: int = setting(256, "Most sequences in one step.", flag="--max-running")
+    max_running: int = setting(
+        256, "Maximum running requests, all in one step.", flag="--max-running", aliases=("max_num_seqs",)
+    )
     overlap: str = setting(
         AUTO,
-        "Plan the next step while one runs; auto: if the executor runs asynchronously.",
+        "Plan the next step while one runs; auto: on if the executor runs asynchronously.",
         flag="--overlap",
         choices=(AUTO, "on", "off"),
     )
@@ -116,24 +134,27 @@ class ExecutorConfig:
     options: Mapping[str, Any] = setting({}, "Settings of the executor.", flag="--executor-option")
     device: str = setting(AUTO, "auto (a GPU if there is one), cpu, cuda or cuda:N.", flag="--device")
     tensor_parallel: int = setting(
-        1, "Devices that share the weights and the heads of each layer, from executor.device on.", flag="--tp"
+        1,
+        "Tensor parallel ranks: devices that shard the weights and heads of each layer, from executor.device on.",
+        flag="--tp",
+        aliases=("tensor_parallel_size",),
     )
-    threads: int = setting(0, "CPU threads for tensor operations; 0: torch's choice.", flag="--threads")
+    threads: int = setting(0, "CPU threads for tensor operations; 0: PyTorch's default.", flag="--threads")
     kernels: str = setting(
         AUTO,
-        "Norms, rotary embedding, activation, few-row linears and sampling by fused (Triton) kernels or plain (PyTorch)"
+        "fused: Triton kernels for norms, rotary embedding, activation, few-row linears and sampling; plain: PyTorch"
         " operations; auto: fused on a GPU.",
         flag="--kernels",
         choices=(AUTO, "fused", "plain"),
     )
     kernel_cache: str = setting(
         "",
-        "Directory for the measured choice of kernels; empty: engine/kernels under $XDG_CACHE_HOME or ~/.cache.",
+        "Directory of the autotuning results; empty: engine/kernels under $XDG_CACHE_HOME or ~/.cache.",
     )
     graphs: str = setting(
         AUTO,
-        "CUDA graphs: of decode steps, and of what lies between the attention of two layers in small steps with"
-        " prompts; decode: of decode steps only; auto: on where device and attention backend allow it.",
+        "on: CUDA graphs for decode steps, and piecewise CUDA graphs, split at attention, for small steps with prefill;"
+        " decode: for decode steps only; auto: on where device and attention backend allow it.",
         flag="--graphs",
         choices=(AUTO, "on", "decode", "off"),
     )
@@ -143,22 +164,29 @@ class ExecutorConfig:
 class CacheConfig:
     """[cache]: the paged KV cache."""
 
-    block_size: int = setting(16, "Tokens a KV block.", flag="--block-size")
+    block_size: int = setting(16, "Tokens per KV block.", flag="--block-size", aliases=("page_size",))
     memory: str = setting(
         AUTO,
-        'Size of the KV cache, as "2GiB" or "500MB"; auto: what memory_fraction leaves beside weights and activations.',
+        'Size of the KV cache, as "2GiB" or "500MB"; auto: what memory_fraction leaves after weights and activations.',
         flag="--kv-memory",
     )
     memory_fraction: float = setting(
         0.0,
         "Share of the device's free memory for weights, activations and KV cache; 0: 0.9 of a GPU's, 0.5 of a CPU's.",
         flag="--memory-fraction",
+        aliases=("gpu_memory_utilization",),
     )
-    prefix_caching: bool = setting(True, "Reuse the KV blocks of equal prefixes.", flag="--prefix-caching")
+    prefix_caching: bool = setting(
+        True,
+        "Reuse the KV blocks of equal prefixes.",
+        flag="--prefix-caching",
+        aliases=("enable_prefix_caching",),
+    )
     dtype: str = setting(
         AUTO,
-        "Type of keys and values; auto: what the checkpoint asks for, else that of the activations.",
+        "Dtype of keys and values; auto: what the checkpoint asks for, else that of the activations.",
         flag="--kv-dtype",
+        aliases=("kv_cache_dtype",),
         choices=(AUTO, "float32", "bfloat16", "float16", FLOAT8, *KV_DTYPES),
     )
 
@@ -167,7 +195,7 @@ class CacheConfig:
 class PluginsConfig:
     """[plugins]: which installed plugins are loaded."""
 
-    allow: tuple[str, ...] = setting((), "Load only these entry points (and the built-ins); empty: all.")
+    allow: tuple[str, ...] = setting((), "Load only these entry points and the built-ins; empty: all.")
     deny: tuple[str, ...] = setting((), "Do not load these entry points.")
 
 
@@ -179,23 +207,23 @@ class ServerConfig:
     port: int = setting(8000, "Port to listen on; 0: any free one.", flag="--port")
     api_workers: int = setting(
         0,
-        "Processes that answer HTTP and turn text into tokens and back; 0: one for every 4 cores, from 1 to 4.",
+        "Front-end processes, which serve HTTP and tokenize; 0: one per 4 cores, from 1 to 4.",
         flag="--api-workers",
     )
     replicas: int = setting(
         1,
-        "Engines, each with the whole model: on GPUs each on its own one (or executor.tensor_parallel of them), from"
+        "Engines, each with the whole model: each on its own GPU (or executor.tensor_parallel GPUs), from"
         " executor.device on; on a CPU they share the cores.",
         flag="--replicas",
     )
     replica_restarts: int = setting(
         5,
-        "Times that a dead replica, where there are several, is started anew before it is given up; 10 minutes of life"
-        " give all of them back. 0: never.",
+        "Restarts of a dead replica, where there are several, before the supervisor gives it up; the count starts again"
+        " after 10 minutes without a failure. 0: no restart.",
         flag="--replica-restarts",
     )
     replica_restart_pause: float = setting(
-        1.0, "Seconds until a dead replica is started anew; doubled each time, up to a minute."
+        1.0, "Seconds before a dead replica is restarted; doubled each time, up to a minute."
     )
     api_key: str = setting(
         "", "Key that clients must send as a bearer token; empty: none.", flag="--api-key", secret=True
@@ -204,19 +232,19 @@ class ServerConfig:
         30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"
     )
     health_timeout: float = setting(
-        60.0, "Seconds without a round of the engine's loop, or without the step asked for, until /health says 503."
+        60.0, "Seconds without an iteration of the engine loop, or without a probe's step, before /health answers 503."
     )
     health_interval: float = setting(
-        60.0, "Seconds of idleness after which the engine computes one token to see that it can; 0: only on demand."
+        60.0, "Idle seconds after which the engine computes one token as a self-check; 0: only on demand."
     )
-    max_body_bytes: int = setting(8 * 2**20, "Largest request body.")
-    max_n: int = setting(64, "Most choices for one prompt.")
-    max_prompts: int = setting(256, "Most prompts in one completion request.")
-    max_logprobs: int = setting(20, "Most likeliest tokens reported at a position.")
-    max_stop: int = setting(16, "Most stop strings in one request.")
-    max_stop_chars: int = setting(256, "Longest stop string, characters.")
-    max_logit_bias: int = setting(1024, "Most tokens in logit_bias.")
-    max_waiting: int = setting(4096, "Most requests in the engine; one more gets 503.")
+    max_body_bytes: int = setting(8 * 2**20, "Maximum request body, bytes.")
+    max_n: int = setting(64, "Maximum choices per prompt.")
+    max_prompts: int = setting(256, "Maximum prompts per completion request.")
+    max_logprobs: int = setting(20, "Maximum top logprobs per position.")
+    max_stop: int = setting(16, "Maximum stop strings per request.")
+    max_stop_chars: int = setting(256, "Maximum length of a stop string, characters.")
+    max_logit_bias: int = setting(1024, "Maximum tokens in logit_bias.")
+    max_waiting: int = setting(4096, "Maximum requests in the engine; a further one gets 503.")
 
 
 @frozen(kw_only=True)

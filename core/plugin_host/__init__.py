@@ -5,57 +5,66 @@ from typing import TYPE_CHECKING
 from engine.core.lazy import exports
 
 if TYPE_CHECKING:
-    from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
-    from engine.core.plugin_host.faults import CONSTRUCTOR as CONSTRUCTOR
-    from engine.core.plugin_host.registry import HOME as HOME, Plugins as Plugins, load_plugins as load_plugins
-    from engine.core.plugin_host.selection import (
+    from engine.core.plugin_host.derived import (
         DTYPES as DTYPES,
-        Choice as Choice,
-        Parts as Parts,
-        Question as Question,
-        ask as ask,
-        attention_question as attention_question,
         attention_spec as attention_spec,
-        find_quant as find_quant,
         fused_kernels as fused_kernels,
-        load_pair as load_pair,
-        model_question as model_question,
-        quant_question as quant_question,
-        questions_of_machine as questions_of_machine,
-        resolve as resolve,
         resolve_dtype as resolve_dtype,
         resolve_kv_dtype as resolve_kv_dtype,
         settle as settle,
         shape_of as shape_of,
     )
+    from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
+    from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
+    from engine.core.plugin_host.registry import HOME as HOME, Plugins as Plugins, load_plugins as load_plugins
+    from engine.core.plugin_host.selection import (
+        ChosenPlugin as ChosenPlugin,
+        Parts as Parts,
+        Question as Question,
+        ask as ask,
+        attention_question as attention_question,
+        check_names as check_names,
+        find_quant as find_quant,
+        load_pair as load_pair,
+        model_question as model_question,
+        quant_question as quant_question,
+        questions_of_machine as questions_of_machine,
+        resolve as resolve,
+    )
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
+    derived=(
+        "DTYPES",
+        "attention_spec",
+        "fused_kernels",
+        "resolve_dtype",
+        "resolve_kv_dtype",
+        "settle",
+        "shape_of",
+    ),
     extension_points=("EXTENSION_POINTS",),
-    faults=("CONSTRUCTOR",),
+    guard=(
+        "STARTUP_CALLS",
+        "guarded",
+    ),
     registry=(
         "HOME",
         "Plugins",
         "load_plugins",
     ),
     selection=(
-        "Choice",
-        "DTYPES",
+        "ChosenPlugin",
         "Parts",
         "Question",
         "ask",
         "attention_question",
-        "attention_spec",
+        "check_names",
         "find_quant",
-        "fused_kernels",
         "load_pair",
         "model_question",
         "quant_question",
         "questions_of_machine",
         "resolve",
-        "resolve_dtype",
-        "resolve_kv_dtype",
-        "settle",
-        "shape_of",
     ),
 )

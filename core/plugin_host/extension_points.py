@@ -1,4 +1,4 @@
-"""The plug points: for each, its hook, its contract and the section of the configuration that chooses."""
+"""The extension points: for each, its hook, its contract and the section of the configuration that chooses."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from engine.core.errors import PluginError
 
 @frozen
 class ExtensionPoint:
-    """A plug point: where its contract stands, and which section of the configuration chooses."""
+    """A part of the engine that plugins can implement."""
 
     name: str
+    """The room in core that holds the contract; also names the hook and the folder of the built-in plugins."""
     section: str
+    """The section of the configuration that chooses the plugin."""
     contract_name: str
     contract_module: str = "base"
     older_apis: tuple[str, ...] = ()
     """Versions of the contract before the current one that are still accepted."""
     pairs: str = ""
-    """Where two plugins can serve together, named "first,second": what each is for, as the command line writes it."""
+    """Roles of two plugins that can serve together ("PREFILL,DECODE"); empty where one plugin serves."""
 
     @property
     def hook(self) -> str:
-        """The hook that fills it."""
+        """Name of the hook in which plugins register implementations."""
         return f"register_{self.name}"
 
     @property
     def module(self) -> Any:
-        """The module of the contract; importing it imports nothing heavy."""
+        """The contract's module, whose import is cheap (no torch)."""
         return import_module(f"engine.core.{self.name}.{self.contract_module}")
 
     @property
@@ -56,7 +58,7 @@ class ExtensionPoint:
         return f"version {self.api!r}{older}"
 
     def check(self, found: object, owner: str) -> None:
-        """Raise PluginError unless `found` is a concrete class that keeps this seam's contract."""
+        """Raise PluginError unless `found` is a concrete class that fulfils the contract."""
         wanted = f"engine.core.{self.name}.{self.contract_name}"
         if not isinstance(found, type) or not issubclass(found, self.contract):
             raise PluginError(f"{owner} is {found!r}, not a subclass of {wanted}; derive it from that class")
@@ -68,7 +70,7 @@ class ExtensionPoint:
         options = getattr(found, "options_class", None)
         if options is not None and not (isinstance(options, type) and has(options)):
             raise PluginError(
-                f"{owner} has options_class = {options!r}, which is no attrs class; decorate it with @frozen"
+                f"{owner} has options_class = {options!r}, which is not an attrs class; decorate it with @frozen"
             )
         api = getattr(found, "api", None)
         if api not in self.accepted_apis:

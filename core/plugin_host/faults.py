@@ -1,4 +1,4 @@
-"""What a plugin raises without meaning to, while an engine starts, as an error that names the plugin."""
+"""Turns an unintended error of a plugin, raised while an engine starts, into one that names the plugin."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.core.errors import EngineError, ExecutorError, PluginFaultError
 
 CONSTRUCTOR = "its constructor"
 MEMORY = ("MemoryError", "OutOfMemoryError")
-"""Classes, by name as torch need not be imported, that say there is no room: nobody's mistake, and others add hints."""
+"""Names of exceptions for lack of memory, which is no plugin's fault; names, so that torch need not be imported."""
 DEVICE = "AcceleratorError"
-"""What torch raises when a device fails, which may be well the next time."""
+"""Name of torch's exception for a device failure, which may be gone the next time."""
 MEND = "mend it or choose another"
 TRACEBACK = "the traceback says where (engine --debug)"
 INSTALL = "install what it needs in the Python environment that the engine runs in"
@@ -20,10 +20,10 @@ INSTALL = "install what it needs in the Python environment that the engine runs 
 
 @contextmanager
 def blame(owner: str, call: str, hint: str = MEND) -> Iterator[None]:
-    """Whatever is raised in the `with` block is the fault of `owner`, a plugin, in `call`.
+    """Report an unintended error in the `with` block as the fault of the plugin `owner` in `call`.
 
-    It becomes a PluginFaultError with the original as its cause, or an ExecutorError if the device failed. EngineErrors
-    are raised on purpose, and pass as they are; so does lack of memory.
+    Raises PluginFaultError from the original, or ExecutorError if the device failed. EngineErrors are raised on purpose
+    and pass unchanged; so does lack of memory.
     """
     try:
         yield
@@ -32,7 +32,7 @@ def blame(owner: str, call: str, hint: str = MEND) -> Iterator[None]:
         if isinstance(error, EngineError) or any(name in kinds for name in MEMORY):
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"{owner} failed in {call}: {kinds[0]}: {error} ({place.filename}, line {place.lineno})"
+        message = f"{owner} failed in {call}: {kinds[0]}: {error} ({place.filename}, line {place.lineno})"
         if DEVICE in kinds:
-            raise ExecutorError(told) from error
-        raise PluginFaultError(f"{told}; {INSTALL if isinstance(error, ImportError) else hint}") from error
+            raise ExecutorError(message) from error
+        raise PluginFaultError(f"{message}; {INSTALL if isinstance(error, ImportError) else hint}") from error

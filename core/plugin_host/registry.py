@@ -1,4 +1,4 @@
-"""The plugin host: finds plugins, lets each register its implementations, and keeps where everything came from."""
+"""Finds and loads plugins, collects what they register, and records the distribution of each."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from attrs import evolve, field, frozen
 from engine.core import hooks
 from engine.core.config.tree import AUTO, PluginsConfig
 from engine.core.errors import ConfigError, PluginError, near_misses
+from engine.core.extras import DISTRIBUTION
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import blame
 
@@ -28,14 +29,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GROUP = "engine"
 """Entry point group of plugins."""
-HOME = "pluggable-llm-engine"
-"""The distribution that core itself belongs to; its entry points are the built-ins."""
+HOME = DISTRIBUTION
+"""The distribution of this engine; its entry points are the built-in plugins."""
 OBJECT = "object"
-"""What stands for the distribution of a plugin passed in from Python."""
+"""The distribution of a plugin passed in from Python, which has none."""
 Manifest = tuple[tuple[str, str, str], ...]
-"""(plugin, distribution, version) of each plugin loaded, in the order of loading."""
+"""(plugin, distribution, version) of each loaded plugin, in the order of loading."""
 
 _log = logging.getLogger(__name__)
+
+
+def describe_plugin(section: str, name: str, provenance: str) -> str:
+    """A plugin as errors name it: attention 'mine' of my-plugin 1.0."""
+    return f"{section} {name!r} {'passed in from Python' if provenance == OBJECT else f'of {provenance}'}"
 
 
 @frozen(kw_only=True)
@@ -43,7 +49,7 @@ class PluginInfo:
     """One plugin: a module or object with hooks."""
 
     name: str
-    """Its entry point; for a member of a pack, "entry point:module"."""
+    """Its entry point; for one module of several, "entry point:module"."""
     entry_point: str
     distribution: str
     """"object" for one passed in from Python."""
@@ -51,7 +57,7 @@ class PluginInfo:
 
     @property
     def provenance(self) -> str:
-        """Distribution and version, as people read them."""
+        """Distribution and version, for people to read."""
         return f"{self.distribution} {self.version}".strip()
 
     def __str__(self) -> str:
@@ -60,12 +66,12 @@ class PluginInfo:
 
 @frozen(kw_only=True)
 class PluginFailure:
-    """A plugin that could not be loaded. Nothing of it is registered."""
+    """A plugin that failed to load; none of its implementations is registered."""
 
     plugin: PluginInfo
     error: BaseException
     claims: tuple[tuple[str, str], ...] = ()
-    """(seam, name) of what it had registered, or tried to, before it failed."""
+    """(extension point, name) of each implementation that it registered or tried to register."""
 
     def __str__(self) -> str:
         if isinstance(self.error, PluginError):
@@ -77,7 +83,7 @@ class PluginFailure:
 class Registration(Generic[T]):
     """One implementation, not yet imported."""
 
-    seam: ExtensionPoint
+    extension_point: ExtensionPoint
     name: str
     loader: Callable[[], type] = field(repr=False)
     api: str
@@ -87,71 +93,67 @@ class Registration(Generic[T]):
 
     @property
     def distribution(self) -> str:
-        """The distribution it comes from."""
+        """Name of the plugin's distribution."""
         return self.plugin.distribution
 
     @property
     def version(self) -> str:
-        """That distribution's version."""
+        """Version of the plugin's distribution."""
         return self.plugin.version
 
     def __str__(self) -> str:
-        return f"{self.seam.section} {self.name!r} of {self.plugin.provenance}"
+        return describe_plugin(self.extension_point.section, self.name, self.plugin.provenance)
 
     def load(self) -> type[T]:
-        """Import the class. Raises PluginError if that fails or the class breaks the seam's contract."""
+        """Import the class. Raises PluginError if the import fails or the class breaks the contract."""
         try:
             found = self.loader()
         except (Exception, SystemExit) as error:
             raise PluginError(f"{self} could not be imported: {type(error).__name__}: {error}") from error
-        self.seam.check(found, str(self))
+        self.extension_point.check(found, str(self))
         return found
 
 
 @frozen
 class Registry(Generic[T]):
-    """What one seam has to choose from."""
+    """All implementations of one extension point."""
 
-    spec: ExtensionPoint
+    extension_point: ExtensionPoint
     registrations: Mapping[str, Registration[T]]
     """By name, in the order of loading."""
     failures: tuple[PluginFailure, ...] = ()
 
     @property
-    def seam(self) -> str:
-        """Name of the seam."""
-        return self.spec.name
-
-    @property
     def contract(self) -> type[T]:
         """The abstract class that every implementation derives from."""
-        return self.spec.contract
+        return self.extension_point.contract
 
     def names(self) -> tuple[str, ...]:
-        """All names, in the order of loading."""
+        """Names of all implementations, in the order of loading."""
         return tuple(self.registrations)
 
     def __iter__(self) -> Iterator[Registration[T]]:
         return iter(self.registrations.values())
 
     def candidates(self) -> tuple[Registration[T], ...]:
-        """What "auto" considers: the most preferred first, in the order of loading among equals."""
+        """What "auto" considers: the most preferred first, equals in the order of loading."""
         return tuple(sorted((one for one in self if one.preference > 0), key=lambda one: -one.preference))
 
     def get(self, name: str) -> Registration[T]:
         """The implementation of this name.
 
-        Raises PluginError for a name nobody offers (with the names there are) and for one that a broken plugin offers
-        or that two plugins offer (with the cause chained).
+        Raises PluginError for an unknown name (listing the known ones), and for a name offered by a broken plugin or by
+        two plugins (with the cause chained).
         """
         for failure in self.failures:
-            if (self.seam, name) in failure.claims or (
+            if (self.extension_point.name, name) in failure.claims or (
                 name == failure.plugin.entry_point and name not in self.registrations
             ):
-                raise PluginError(f"{self.spec.section} {name!r} is not available: {failure}") from failure.error
+                section = self.extension_point.section
+                raise PluginError(f"{section} {name!r} is not available: {failure}") from failure.error
         if name in self.registrations:
             return self.registrations[name]
-        message = f"there is no {self.spec.section} plugin {name!r}; {near_misses(name, self.names())}"
+        message = f"there is no {self.extension_point.section} plugin {name!r}; {near_misses(name, self.names())}"
         if self.failures:
             message += "".join(f"; {failure}" for failure in self.failures)
             raise PluginError(message) from self.failures[0].error
@@ -162,15 +164,16 @@ class Registry(Generic[T]):
 class Plugins:
     """All plugins of one process."""
 
-    seams: Mapping[str, Registry[Any]]
+    registries: Mapping[str, Registry[Any]]
+    """By name of the extension point."""
     loaded: tuple[PluginInfo, ...]
     failures: tuple[PluginFailure, ...]
     manager: pluggy.PluginManager = field(repr=False)
     managers: tuple[pluggy.PluginManager, ...] = field(repr=False)
-    """As `loaded`, of each plugin by itself."""
+    """One for each plugin in `loaded`, in the same order."""
 
     def call(self, hook: str, **arguments: object) -> None:
-        """Call a hook of all plugins, the last loaded first. Raises PluginFaultError, naming the one that fails."""
+        """Call a hook of all plugins, the last loaded first. Raises PluginFaultError, naming the plugin that fails."""
         for plugin, manager in reversed(list(zip(self.loaded, self.managers, strict=True))):
             with blame(str(plugin), f"{hook}()"):
                 getattr(manager.hook, hook)(**arguments)
@@ -181,36 +184,41 @@ class Plugins:
         return self.manager.hook
 
     @property
+    def seams(self) -> Mapping[str, Registry[Any]]:
+        """`registries`, by its name in 0.1."""
+        return self.registries
+
+    @property
     def attention(self) -> Registry[AttentionBackend[Any, Any]]:
         """Attention backends."""
-        return self.seams["attention"]
+        return self.registries["attention"]
 
     @property
     def quant(self) -> Registry[QuantMethod[Any]]:
         """Quantization methods."""
-        return self.seams["quant"]
+        return self.registries["quant"]
 
     @property
     def schedulers(self) -> Registry[SchedulingPolicy[Any]]:
         """Scheduling policies."""
-        return self.seams["schedulers"]
+        return self.registries["schedulers"]
 
     @property
     def executors(self) -> Registry[Executor]:
         """Executors."""
-        return self.seams["executors"]
+        return self.registries["executors"]
 
     @property
     def models(self) -> Registry[Model]:
         """Architectures."""
-        return self.seams["models"]
+        return self.registries["models"]
 
     def manifest(self) -> Manifest:
-        """What is loaded, as plain data that another process can `verify`."""
+        """The loaded plugins, as plain data for another process to `verify`."""
         return tuple((plugin.name, plugin.distribution, plugin.version) for plugin in self.loaded)
 
     def verify(self, manifest: Iterable[Sequence[str]]) -> None:
-        """Raise PluginError unless this process has loaded just what `manifest` of another process lists."""
+        """Raise PluginError unless this process has loaded exactly the plugins in another process's `manifest`."""
         theirs = [" ".join(entry) for entry in manifest]
         ours = [" ".join(entry) for entry in self.manifest()]
         if ours == theirs:
@@ -224,17 +232,17 @@ class Plugins:
         )
 
 
-def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object] = ()) -> Plugins:
+def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object] = (), quiet: bool = False) -> Plugins:
     """Load the plugins of all installed distributions, the built-ins first, then `extra`, modules or objects.
 
-    A plugin that fails is logged as one warning and kept in `failures`; selecting what it offers raises its error.
-    Raises ConfigError for a name in [plugins] allow or deny that is no entry point, and PluginError for a plugin of
-    `extra` that fails.
+    A plugin that fails is logged as one warning, unless `quiet`, and kept in `failures`; selecting an implementation of
+    it raises its error. Raises ConfigError for a name in [plugins] allow or deny that is no entry point, and
+    PluginError for a plugin of `extra` that fails.
     """
     host = _Host()
     for point in _entry_points(config or PluginsConfig()):
         host.load_entry_point(point)
-    for failure in host.failures:
+    for failure in host.failures if not quiet else ():
         _log.warning("%s", failure)
     for plugin in extra:
         name = getattr(plugin, "__name__", type(plugin).__name__)
@@ -243,9 +251,9 @@ def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object]
         if failed is not None:
             raise PluginError(str(failed)) from failed.error
     failures = tuple(host.failures)
-    seams = {seam.name: Registry(seam, host.registrations[seam.name], failures) for seam in EXTENSION_POINTS}
+    registries = {point.name: Registry(point, host.registrations[point.name], failures) for point in EXTENSION_POINTS}
     return Plugins(
-        seams=seams,
+        registries=registries,
         loaded=tuple(host.loaded),
         failures=failures,
         manager=host.manager,
@@ -254,17 +262,17 @@ def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object]
 
 
 class _Host:
-    """Plugins being loaded."""
+    """Loads plugins one by one and collects their registrations and failures."""
 
     def __init__(self) -> None:
         self.manager = _manager()
         self.managers: list[pluggy.PluginManager] = []
-        self.registrations: dict[str, dict[str, Registration[Any]]] = {seam.name: {} for seam in EXTENSION_POINTS}
+        self.registrations: dict[str, dict[str, Registration[Any]]] = {point.name: {} for point in EXTENSION_POINTS}
         self.loaded: list[PluginInfo] = []
         self.failures: list[PluginFailure] = []
 
     def load_entry_point(self, point: EntryPoint) -> None:
-        """Load the plugin, or each module of the pack, that an entry point leads to; failures are kept."""
+        """Load the plugin, or each of the modules, that an entry point names; keep failures."""
         distribution, version = _provenance(point)
         info = PluginInfo(name=point.name, entry_point=point.name, distribution=distribution, version=version)
         try:
@@ -281,53 +289,58 @@ class _Host:
                 self.failures.append(failure)
 
     def load(self, info: PluginInfo, plugin: object) -> PluginFailure | None:
-        """Load one plugin, a module or its name or another object, whole; or nothing of it."""
+        """Load one plugin (a module, a module's name or an object) completely, or leave no trace and return why."""
         staged: list[Registration[Any]] = []
         claims: list[tuple[str, str]] = []
         try:
             if isinstance(plugin, str):
                 plugin = import_module(plugin)
-            # A manager for this plugin alone: whatever goes wrong in it, nothing has to be undone.
+            # A manager for this plugin alone: a failure leaves nothing to undo.
             trial = _manager()
             trial.register(plugin, name=info.name)
             _check_hooks(trial, plugin, info)
-            for seam in EXTENSION_POINTS:
-                returned = getattr(trial.hook, seam.hook)(register=self._register(seam, info, staged, claims))
+            for extension_point in EXTENSION_POINTS:
+                register = self._register(extension_point, info, staged, claims)
+                returned = getattr(trial.hook, extension_point.hook)(register=register)
                 if returned:
                     raise PluginError(
-                        f"{info} returns {returned[0]!r} from {seam.hook}(), which is read by nobody; call "
+                        f"{info} returns {returned[0]!r} from {extension_point.hook}(), which ignores it; call "
                         "register(name, loader, api=..., summary=...) in it once for each implementation"
                     )
             self.manager.register(plugin, name=f"{info.distribution}/{info.name}/{len(self.loaded)}")
         except (Exception, SystemExit) as error:
             return PluginFailure(plugin=info, error=error, claims=tuple(claims))
         for one in staged:
-            self.registrations[one.seam.name][one.name] = one
+            self.registrations[one.extension_point.name][one.name] = one
         self.loaded.append(info)
         self.managers.append(trial)
         return None
 
     def _register(
-        self, seam: ExtensionPoint, info: PluginInfo, staged: list[Registration[Any]], claims: list[tuple[str, str]]
+        self,
+        point: ExtensionPoint,
+        info: PluginInfo,
+        staged: list[Registration[Any]],
+        claims: list[tuple[str, str]],
     ) -> hooks.Register:
-        """The callback handed to a register hook; it notes what is offered in `staged`."""
+        """The callback of a register hook; appends each offer to `staged`."""
 
         def register(name: str, loader: Callable[[], type], *, api: str, summary: str, preference: int = 0) -> None:
-            what = f"{info} offers {seam.section} {name!r}"
-            claims.append((seam.name, name))
+            what = f"{info} offers {point.section} {name!r}"
+            claims.append((point.name, name))
             if not isinstance(name, str) or not name or name == AUTO or "," in name:
                 raise PluginError(f"{what}; a name is a non-empty string other than {AUTO}, without a comma")
             if not isinstance(api, str):
-                raise PluginError(f"{what} with api = {api!r}; give the version as text, as api={seam.api!r}")
-            if api not in seam.accepted_apis:
+                raise PluginError(f"{what} with api = {api!r}; give the version as text, as api={point.api!r}")
+            if api not in point.accepted_apis:
                 raise PluginError(
-                    f"{what} for version {api!r} of the {seam.name} contract, but this "
-                    f"engine has {seam.versions}; install a version of {info.distribution} made for it"
+                    f"{what} for version {api!r} of the {point.name} contract, but this "
+                    f"engine has {point.versions}; install a version of {info.distribution} made for it"
                 )
             if not callable(loader) or isinstance(loader, type):
                 raise PluginError(
-                    f"{what} with a loader that is no function: {loader!r}; give one that returns the class, as "
-                    '`lambda: Class` or `lazy("module:Class")`'
+                    f"{what} with a loader that is not a function: {loader!r}; "
+                    'give a function that returns the class, as `lambda: Class` or `lazy("module:Class")`'
                 )
             if not isinstance(summary, str):
                 raise PluginError(f"{what} with the summary {summary!r}; give one line of text")
@@ -336,18 +349,24 @@ class _Host:
                     f"{what} with the preference {preference!r}; give a whole number: 0 to be used only when named, 1 "
                     f"or more to be considered by {AUTO}"
                 )
-            if any(one.seam == seam and one.name == name for one in staged):
+            if any(one.extension_point == point and one.name == name for one in staged):
                 raise PluginError(f"{what} twice; give each its own name")
-            rival = self.registrations[seam.name].get(name)
+            rival = self.registrations[point.name].get(name)
             if rival is not None:
                 raise PluginError(
-                    f"two plugins offer {seam.section} {name!r}: {rival.plugin.provenance} (entry point "
+                    f"two plugins offer {point.section} {name!r}: {rival.plugin.provenance} (entry point "
                     f"{rival.plugin.entry_point!r}) and {info.provenance} (entry point {info.entry_point!r}); "
                     f"{_way_out(rival.plugin, info)}"
                 )
             staged.append(
                 Registration(
-                    seam=seam, name=name, loader=loader, api=api, summary=summary, preference=preference, plugin=info
+                    extension_point=point,
+                    name=name,
+                    loader=loader,
+                    api=api,
+                    summary=summary,
+                    preference=preference,
+                    plugin=info,
                 )
             )
 

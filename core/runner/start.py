@@ -14,9 +14,7 @@ from engine.core.errors import CapacityError, ConfigError
 from engine.core.layers import LayerFactory
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.models.base import Model
-from engine.core.plugin_host.faults import CONSTRUCTOR, TRACEBACK, blame
-from engine.core.plugin_host.selection import (
-    Parts,
+from engine.core.plugin_host.derived import (
     attention_spec,
     fused_kernels,
     max_len,
@@ -26,6 +24,8 @@ from engine.core.plugin_host.selection import (
     shape_of,
     use_graphs,
 )
+from engine.core.plugin_host.faults import TRACEBACK, blame
+from engine.core.plugin_host.selection import Parts
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
 from engine.core.runner.device_state import DeviceState, StepGraphs
@@ -64,7 +64,7 @@ class RunnerStart:
         self._device = device
         self._group = group or OneRank()
         self._name = device.torch_name
-        self._model_spec = shape_of(parts.model, checkpoint.config, parts.owner("models"))
+        self._model_spec = shape_of(parts.model, checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
         ranks = self._group.ranks
@@ -76,7 +76,7 @@ class RunnerStart:
             config,
             self._dtype,
             max_len(config, self._model_spec),
-            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device, parts.owner("quant")),
+            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device),
             ranks,
         )
 
@@ -117,18 +117,16 @@ class RunnerStart:
     def _build_model(self) -> tuple[Model, LayerFactory]:
         """The model, its layers still empty, and the factory that made them."""
         parts, options = self._parts, self._parts.options
-        with parts.blame("quant", "from_checkpoint()"):
-            quant = parts.quant.from_checkpoint(self._checkpoint.quantization, options["quant"])
+        quant = parts.quant.from_checkpoint(self._checkpoint.quantization, options["quant"])
         layers = LayerFactory(
             dtype=self._dtype,
             device=self._name,
             quant=quant,
             group=self._group,
             fused=self._fused,
-            owners={seam: parts.owner(seam) for seam in ("quant", "models")},
+            owners={point: parts.owner(point) for point in ("quant", "models")},
         )
-        with parts.blame("models", CONSTRUCTOR):
-            return parts.model(self._checkpoint.config, layers, options["models"]), layers
+        return parts.model(self._checkpoint.config, layers, options["models"]), layers
 
     def _load_weights(self, layers: LayerFactory, phases: Phases) -> None:
         settings = self._config.model
@@ -181,8 +179,7 @@ class RunnerStart:
         """A KV pool of `num_blocks` blocks, and all else that is kept between steps."""
         max_running, device = self._config.scheduler.max_running, torch.device(self._name)
         pool = KVPool(self._spec, num_blocks, self._name, kv_scales)
-        with self._parts.blame("attention", CONSTRUCTOR):
-            attention = self._parts.attention(self._spec, pool, self._parts.options["attention"])
+        attention = self._parts.attention(self._spec, pool, self._parts.options["attention"])
         persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,

@@ -30,6 +30,7 @@ from engine.core.attention import (
 )
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError, PluginError
+from engine.core.extras import install_command
 from engine.core.quant import FLOAT8, has_float8
 from engine.plugins.attention.flashinfer_block_lists import PageLists, page_lists
 from engine.plugins.attention.flashinfer_rules import (
@@ -116,7 +117,7 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
         if device.type != "cuda":
             return f"FlashInfer runs on NVIDIA GPUs, not on {device.torch_name}; use another backend or --device cuda"
         if importlib.util.find_spec("flashinfer") is None:
-            return "FlashInfer is not installed; pip install 'pluggable-llm-engine[flashinfer]'"
+            return f"FlashInfer is not installed; install it with `{install_command('flashinfer')}`"
         if device.capability is not None and device.capability < (8, 0):
             version = ".".join(map(str, device.capability))
             return f"FlashInfer needs compute capability 8.0, and this GPU has {version}; use another backend"

@@ -11,6 +11,7 @@ from attrs import frozen
 
 from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
+from engine.core.extras import install_command
 from engine.core.quant import FLOAT8, has_float8
 
 
@@ -47,7 +48,7 @@ class TritonAttention(AttentionBackend[None, Plan]):
         if device.type != "cuda":
             return f"its kernels run on a GPU, not on {device.torch_name}; use another backend or --device cuda"
         if importlib.util.find_spec("triton") is None:
-            return "triton is not installed; pip install 'pluggable-llm-engine[triton]', or use another backend"
+            return f"triton is not installed; use another backend, or install it with `{install_command('triton')}`"
         if device.capability is not None and device.capability < (8, 0):
             return (
                 f"it needs compute capability 8.0, and {device.torch_name} has {_dotted(device)}; use another backend"

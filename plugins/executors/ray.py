@@ -12,6 +12,7 @@ from engine.core.device import DeviceInfo
 from engine.core.distributed import Rendezvous
 from engine.core.errors import ConfigError, ExecutorError
 from engine.core.executors import Deployment, Health, PendingResult, encode
+from engine.core.extras import install_command
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo, Step
 from engine.plugins.executors.messages import Assignment
@@ -48,7 +49,7 @@ class RayExecutor(RemoteExecutor):
     @classmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
         if find_spec("ray") is None:
-            return "Ray is not installed; pip install 'pluggable-llm-engine[ray]'"
+            return f"Ray is not installed; install it with `{install_command('ray')}`"
         if ":" in config.executor.device:
             return f"Ray chooses the GPUs, and {config.executor.device} cannot be asked for; use --device cuda"
         return None

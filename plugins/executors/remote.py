@@ -22,10 +22,10 @@ class RemoteExecutor(Executor):
     def __init__(self, deployment: Deployment) -> None:
         """Raises PluginError if a plugin that ranks need was passed in from Python: only this process has it."""
         for choice in deployment.parts.choices:
-            if choice.seam in ("attention", "quant", "models") and choice.provenance == "object":
+            if choice.extension_point in ("attention", "quant", "models") and choice.provenance == "object":
                 raise PluginError(
-                    f"{choice.seam} {choice.name!r} was passed in as an object, which other processes cannot have; "
-                    "offer it as an installed plugin, or use --executor uniproc"
+                    f"{choice.extension_point} {choice.name!r} was passed in as an object, which other processes "
+                    "cannot have; offer it as an installed plugin, or use --executor uniproc"
                 )
         self._config = deployment.config
         self._device = deployment.device

@@ -28,7 +28,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.core.config import EngineConfig
-from engine.core.plugin_host import Choice
+from engine.core.plugin_host import ChosenPlugin
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
 
 SOCKET = "engine-{}.{}"
@@ -75,7 +75,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     replica: int = 0
     incarnation: int = 0
     cache: CacheInfo
-    choices: tuple[Choice, ...]
+    choices: tuple[ChosenPlugin, ...]
     """Plugin chosen for each extension point."""
     max_len: int
     """Maximum context length, tokens."""

@@ -67,7 +67,7 @@ def finds_devices(config: EngineConfig) -> bool:
     """Whether the configured executor finds devices itself; `auto` chooses none that does. Raises PluginError."""
     if config.executor.name == AUTO:
         return False
-    executor: type[Executor] = load_plugins(config.plugins).seams["executors"].get(config.executor.name).load()
+    executor: type[Executor] = load_plugins(config.plugins).executors.get(config.executor.name).load()
     return executor.finds_devices
 
 

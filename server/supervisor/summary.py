@@ -23,7 +23,9 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     """
     cache = started.cache
     contexts = cache.num_blocks * cache.block_size / started.max_len
-    plugins = [(choice.seam, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices]
+    plugins = [
+        (choice.extension_point, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices
+    ]
     stored = "" if cache.kv_dtype in ("", cache.dtype) else f", in {cache.kv_dtype}"
     memory = [
         ("weights", format_bytes(cache.weights_bytes), ""),

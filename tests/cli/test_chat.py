@@ -69,7 +69,7 @@ def test_a_message_that_fails_is_dropped_when_forgiving(capsys):
     engine = Parrot(fail_on="long")
     converse(engine, SamplingParams(), iter(["long", "short"]), forgiving=True)
     assert engine.sent[1] == said(("user", "short"))
-    assert capsys.readouterr().err == "error: too long (/reset begins anew)\n"
+    assert capsys.readouterr().err == "error: too long (/reset starts a new conversation)\n"
 
 
 def test_a_message_that_fails_ends_a_piped_conversation():

@@ -7,6 +7,7 @@ import sys
 import pytest
 import typer
 
+from engine.cli.main import BUILTINS
 from engine.core.errors import CapacityError, ExecutorError
 from engine.core.hooks import hookimpl
 from engine.core.plugin_host import registry
@@ -49,6 +50,25 @@ def test_help_lists_every_command(run):
     assert result.exit_code == 0
     for command in ("serve", "generate", "chat", "quantize", "bench", "config", "plugins"):
         assert f" {command} " in result.stdout
+
+
+def test_help_says_of_each_command_what_the_command_says_itself():
+    for name, builtin in BUILTINS.items():
+        assert builtin.load(name).help.partition("\n")[0] == builtin.summary
+
+
+def test_a_wrong_plugin_is_named_before_torch_is_imported():
+    program = (
+        "import sys\nfrom engine.cli.main import app\ntry: app(sys.argv[1:])\nfinally: print('torch' in sys.modules)\n"
+    )
+    for options in (
+        ("serve", "--attention", "nope"),
+        ("serve", "--scheduler", "nope"),
+        ("generate", "hi", "--quant", "nope"),
+    ):
+        done = subprocess.run([sys.executable, "-c", program, *options], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "False\n")
+        assert "plugin 'nope'" in done.stderr
 
 
 def test_version(run):
@@ -128,6 +148,7 @@ def plugged(monkeypatch):
     real = registry.load_plugins
 
     def install(*plugins: object) -> None:
+        monkeypatch.setattr("engine.cli.main.other_plugins_installed", lambda: True)
         monkeypatch.setattr(registry, "load_plugins", lambda *config: real(*config, extra=plugins))
 
     return install

@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from engine.cli.options import DEMO_MODEL, OFFLINE, SECTIONS, configured, purpose, sampled
-from engine.core.config.load import Resolved, describe
+from engine.core.config.load import Resolved, describe, flatten
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import SamplingParams
 
@@ -56,7 +56,7 @@ def test_each_setting_with_a_flag_is_an_option():
     assert flags_of(command) - {"--help", "--install-completion", "--show-completion"} == {
         "--config",
         "--set",
-        *(setting.flag for setting in describe() if setting.flag),
+        *(flag for setting in describe() if setting.flag for flag in (setting.flag, *setting.alias_flags)),
     }
 
 
@@ -107,9 +107,44 @@ def test_set_reaches_settings_without_an_option():
     assert resolved.origins["server.max_n"] == "--set"
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "key", "found"),
+    [
+        ("--max-model-len", "64", "model.max_len", 64),
+        ("--max-num-seqs", "8", "scheduler.max_running", 8),
+        ("--max-num-batched-tokens", "512", "scheduler.max_batch_tokens", 512),
+        ("--tensor-parallel-size", "2", "executor.tensor_parallel", 2),
+        ("--page-size", "32", "cache.block_size", 32),
+        ("--gpu-memory-utilization", "0.8", "cache.memory_fraction", 0.8),
+        ("--kv-cache-dtype", "fp8", "cache.dtype", "fp8"),
+        ("--no-enable-prefix-caching", None, "cache.prefix_caching", False),
+        ("--quantization", "awq", "quant.name", "awq"),
+        ("--attention-backend", "torch", "attention.name", "torch"),
+    ],
+)
+def test_options_of_other_engines_are_understood(flag, value, key, found):
+    resolved = resolve(flag, *([value] if value else []))
+    assert flatten(resolved.config)[key] == found
+    assert resolved.origins[key] == flag.replace("--no-", "--")
+
+
+def test_set_takes_aliases_and_names_of_options():
+    resolved = resolve("--set", "scheduler.max_num_seqs=3", "--set", "max_model_len=64", "--set", "dtype=float16")
+    assert (resolved.config.scheduler.max_running, resolved.config.model.max_len) == (3, 64)
+    assert resolved.config.model.dtype == "float16"
+
+
+def test_one_file_is_read(tmp_path):
+    files = [tmp_path / "one.toml", tmp_path / "two.toml"]
+    with pytest.raises(ConfigError, match=r"--config is given twice, as .*one.toml and as .*two.toml; .*one file"):
+        resolve("--config", str(files[0]), "--config", str(files[1]))
+
+
 def test_plugin_options_are_collected():
     resolved = resolve("--attention-option", "tile=64", "--attention-option", "name=a=b")
     assert resolved.config.attention.options == {"tile": 64, "name": "a=b"}
+    listed = resolve("--attention-option", "sizes=[16, 32]", "--attention-option", "names=[a,b]")
+    assert listed.config.attention.options == {"sizes": [16, 32], "names": ["a", "b"]}
     assert resolved.origins["attention.options.tile"] == "--attention-option"
 
 
@@ -119,6 +154,10 @@ def test_plugin_options_are_collected():
         ("--max-running", "4", "--set", "scheduler.max_running=5"),
         ("--attention-option", "tile=1", "--attention-option", "tile=2"),
         ("--set", "server.max_n=1", "--set", "server.max_n=2"),
+        ("--max-running", "4", "--max-num-seqs", "5"),
+        ("--max-num-seqs", "4", "--set", "scheduler.max_running=5"),
+        ("--max-running", "4", "--set", "scheduler.max_num_seqs=5"),
+        ("--set", "max_num_seqs=4", "--set", "scheduler.max_running=5"),
     ],
 )
 def test_a_setting_given_twice_is_refused(arguments):

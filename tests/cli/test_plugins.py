@@ -59,7 +59,7 @@ class LargePages(TorchAttention):
 
 
 class Extra:
-    """Four policies that have something against working, and a backend that wants other pages."""
+    """Four policies that cannot serve, and a backend that wants other block sizes."""
 
     @hookimpl
     def register_attention(self, register) -> None:
@@ -81,13 +81,18 @@ def with_extra(monkeypatch):
 def test_the_list_names_every_offer_and_where_it_is_from(run):
     offers = json.loads(run("plugins", "list", "--json").stdout)
     plugins = registry.load_plugins()
-    assert {seam: [one["name"] for one in rows] for seam, rows in offers["seams"].items()} == {
-        seam: list(one.names()) for seam, one in plugins.seams.items()
-    }
+    names = {point: [one["name"] for one in rows] for point, rows in offers["extension_points"].items()}
+    assert names == {point: list(one.names()) for point, one in plugins.registries.items()}
     assert offers["failures"] == [str(failure) for failure in plugins.failures]
-    assert set(offers["seams"]["attention"][0]) == {"name", "summary", "distribution", "version", "preference"}
+    assert set(offers["extension_points"]["attention"][0]) == {
+        "name",
+        "summary",
+        "distribution",
+        "version",
+        "preference",
+    }
     lines = run("plugins", "list").stdout.splitlines()
-    for rows in offers["seams"].values():
+    for rows in offers["extension_points"].values():
         for one in rows:
             [line] = [line for line in lines if line.split()[:1] == [one["name"]]]
             assert one["summary"] in line
@@ -95,7 +100,7 @@ def test_the_list_names_every_offer_and_where_it_is_from(run):
 
 
 def test_the_list_names_plugins_that_failed(run, monkeypatch):
-    empty = SimpleNamespace(seams={}, failures=("plugin 'bad' of bad-dist 1 could not be loaded",))
+    empty = SimpleNamespace(registries={}, failures=("plugin 'bad' of bad-dist 1 could not be loaded",))
     monkeypatch.setattr(registry, "load_plugins", lambda *config: empty)
     result = run("plugins", "list")
     assert "failed: plugin 'bad' of bad-dist 1 could not be loaded" in result.stdout
@@ -104,13 +109,13 @@ def test_the_list_names_plugins_that_failed(run, monkeypatch):
 
 def test_denied_plugins_are_left_out(run):
     result = run("plugins", "list", "--json", "--set", "plugins.deny=builtin")
-    assert not any(json.loads(result.stdout)["seams"].values())
+    assert not any(json.loads(result.stdout)["extension_points"].values())
 
 
 def test_check_accepts_the_built_ins(run, engine_checkpoint):
     result = run("plugins", "check", "--json", "--model", str(engine_checkpoint))
     assert result.exit_code == 0
-    verdicts = {(one["seam"], one["name"]): one for one in json.loads(result.stdout)["plugins"]}
+    verdicts = {(one["extension_point"], one["name"]): one for one in json.loads(result.stdout)["plugins"]}
     assert all(one["status"] in ("usable", "refused") for one in verdicts.values())
     assert verdicts["models", "llama"]["status"] == "usable"
     assert verdicts["models", "qwen3"]["status"] == "refused"
@@ -136,21 +141,21 @@ def test_check_asks_two_that_are_named_together(run, with_extra, engine_checkpoi
     def verdict(name, *options):
         result = run("plugins", "check", "--json", "--model", str(engine_checkpoint), "--attention", name, *options)
         [found] = [one for one in json.loads(result.stdout)["plugins"] if one["name"] == name]
-        return found["seam"], found["status"], found["reason"]
+        return found["extension_point"], found["status"], found["reason"]
 
     assert verdict("torch,native")[:2] == ("attention", "usable")
-    seam, status, reason = verdict("torch,largepages")
-    assert (seam, status) == ("attention", "refused")
+    point, status, reason = verdict("torch,largepages")
+    assert (point, status) == ("attention", "refused")
     assert "--block-size" in reason
     assert verdict("torch,largepages", "--block-size", "64")[1] == "usable"
-    seam, status, reason = verdict("torch,nothing")
-    assert (seam, status) == ("attention", "broken")
+    point, status, reason = verdict("torch,nothing")
+    assert (point, status) == ("attention", "broken")
     assert "there is no attention plugin 'nothing'" in reason
 
 
 def test_check_without_a_readable_model_still_loads_every_class(tmp_path):
     config = EngineConfig(model=ModelConfig(path=str(tmp_path / "nowhere")))
-    verdicts = {(one.seam, one.name): one for one in check_all(config, registry.load_plugins())}
+    verdicts = {(one.extension_point, one.name): one for one in check_all(config, registry.load_plugins())}
     assert verdicts["schedulers", "fcfs"].status == "usable"
     assert verdicts["attention", "torch"].status == "loads"
     assert "nowhere" in verdicts["attention", "torch"].reason

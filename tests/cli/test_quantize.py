@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from engine.cli.quantize import parse_size
-from engine.core.errors import ConfigError
 from engine.testing.checkpoints import make_checkpoint
 
 
@@ -23,7 +21,7 @@ def test_a_checkpoint_and_a_report(run, model, tmp_path):
     result = run("quantize", str(model), str(out), *options, *texts, "--context", "64", "--max-shard-size", "100KB")
     assert result.exit_code == 0, result.stderr
     lines = result.stderr.splitlines()
-    assert lines[0].startswith("layer 1 of 2: weights off by ")
+    assert lines[0].startswith("layer 1 of 2: error of weights ")
     assert [line.split()[0] for line in lines] == ["layer", "layer", "writing", "perplexity", "perplexity"]
     assert "perplexity  " in result.stdout
     assert f"written to  {out}" in result.stdout
@@ -40,11 +38,11 @@ def test_a_checkpoint_and_a_report(run, model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "begins", "columns"),
     [
-        (["--method", "none"], "layer 1 of 2: scales ", ["layer", "scale of keys", "scale of values"]),
+        (["--method", "none"], "layer 1 of 2: KV scales ", ["layer", "key scale", "value scale"]),
         (
             ["--method", "int8"],
-            "layer 1 of 2: weights off by ",
-            ["layer", "weights off by", "outputs off by", "most in", "scale of keys", "scale of values"],
+            "layer 1 of 2: error of weights ",
+            ["layer", "error of weights", "error of outputs", "worst in", "key scale", "value scale"],
         ),
     ],
 )
@@ -58,7 +56,7 @@ def test_scales_of_the_kv_cache_are_reported(run, model, tmp_path, options, begi
     stored = json.loads((out / "quantize_report.json").read_text())["layers"]
     first = result.stderr.splitlines()[0]
     assert first.startswith(begins)
-    assert f"scales {stored[0]['kv_scales']['key']:.3g} of keys, {stored[0]['kv_scales']['value']:.3g} of val" in first
+    assert f"scales {stored[0]['kv_scales']['key']:.3g} and {stored[0]['kv_scales']['value']:.3g}" in first
     header, _, *rows = [line for line in result.stdout.splitlines() if line.strip()]
     assert header.split() == " ".join(columns).split()
     for row, layer in zip(rows, stored, strict=False):
@@ -74,7 +72,10 @@ def test_scales_of_the_kv_cache_are_reported(run, model, tmp_path, options, begi
         (["--method", "awq", "--kv-cache", "fp8"], "use --format compressed-tensors, or leave out --kv-cache"),
         (["--method", "rtn", "--group-size", "100"], "use a power of two"),
         (["--method", "int8", "--bits", "4"], "--bits 4 is not for int8"),
-        (["--method", "int8", "--max-shard-size", "5 apples"], "write it as 500MB, 5GB or 2GiB"),
+        (
+            ["--method", "int8", "--max-shard-size", "5 apples"],
+            "'5 apples' is not a size; write it as 2GiB, 500MB or 4096",
+        ),
         (["--method", "int8", "--held-out", "nowhere.txt"], "--held-out nowhere.txt cannot be read"),
     ],
 )
@@ -84,9 +85,3 @@ def test_refusals_are_sentences(run, model, tmp_path, options, sentence):
     assert result.stderr.startswith("error: ")
     assert sentence in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_sizes():
-    assert [parse_size(text) for text in ("5GB", "2GiB", "1.5 mb", "1000")] == [5 * 10**9, 2 * 2**30, 1_500_000, 1000]
-    with pytest.raises(ConfigError, match="no size"):
-        parse_size("GB")

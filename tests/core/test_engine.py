@@ -34,6 +34,13 @@ def build(checkpoint: Path, **settings: Any) -> Engine:
     )
 
 
+def test_settings_may_be_named_as_options_are(checkpoint: Path) -> None:
+    with build(checkpoint, model__max_len=64, max_num_seqs=3, page_size=32) as engine:
+        assert (engine.config.scheduler.max_running, engine.config.cache.block_size) == (3, 32)
+    with pytest.raises(ConfigError, match="max_model_len and max_len are one setting"):
+        build(checkpoint, max_model_len=64)
+
+
 def tokens_of(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY
 ) -> list[tuple[int, ...]]:

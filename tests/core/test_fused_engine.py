@@ -14,7 +14,7 @@ from engine.core import Engine, SamplingParams
 from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
-from engine.core.plugin_host.selection import fused_kernels
+from engine.core.plugin_host.derived import fused_kernels
 from engine.testing.checkpoints import make_checkpoint
 
 PROMPTS = [[(11 * row + 5 * column) % 500 for column in range(2 + 5 * row)] for row in range(2)]
@@ -47,7 +47,7 @@ def test_fused_kernels_depends_on_setting_device_and_triton(monkeypatch: pytest.
     assert fused_kernels(config("auto"), GPU)
     assert not fused_kernels(config("auto"), CPU)
     assert fused_kernels(config("fused"), GPU)
-    monkeypatch.setattr("engine.core.plugin_host.selection.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.core.plugin_host.derived.find_spec", lambda name: None)
     assert not fused_kernels(config("auto"), GPU)
     with pytest.raises(ConfigError, match="Triton is not installed"):
         fused_kernels(config("fused"), GPU)
@@ -58,7 +58,7 @@ def test_fused_kernels_raises_on_a_cpu_without_the_interpreter() -> None:
         "import os; os.environ.pop('TRITON_INTERPRET', None)\n"
         "from engine.core.config import EngineConfig, ExecutorConfig\n"
         "from engine.core.device import DeviceInfo\n"
-        "from engine.core.plugin_host.selection import fused_kernels\n"
+        "from engine.core.plugin_host.derived import fused_kernels\n"
         "fused_kernels(EngineConfig(executor=ExecutorConfig(kernels='fused')), DeviceInfo(type='cpu'))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

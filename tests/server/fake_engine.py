@@ -25,7 +25,7 @@ from attrs import define, evolve
 from engine.core.config.tree import EngineConfig
 from engine.core.errors import CapacityError, ConfigError, ExecutorError, InvalidRequestError
 from engine.core.executors.base import Health
-from engine.core.plugin_host.selection import Choice
+from engine.core.plugin_host.selection import ChosenPlugin
 from engine.core.types import CacheInfo, EngineStats, Output, Request, RequestTimes, SamplingParams, TokenLogprobs
 
 HELPER = "import time; time.sleep(60)"
@@ -35,7 +35,7 @@ MAX_LEN = 256
 
 @define
 class Parts:
-    choices: tuple[Choice, ...]
+    choices: tuple[ChosenPlugin, ...]
 
 
 @define
@@ -68,7 +68,9 @@ class FakeEngine:
         self.max_len = MAX_LEN
         self.vocab_size = EOS + 1
         self.default_params = SamplingParams()
-        self.parts = Parts((Choice(seam="attention", name="fake", provenance="tests 1.0", reason="the only one"),))
+        self.parts = Parts(
+            (ChosenPlugin(extension_point="attention", name="fake", provenance="tests 1.0", reason="the only one"),)
+        )
         self.cache_info = CacheInfo(
             num_blocks=100,
             block_size=16,

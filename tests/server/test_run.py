@@ -12,7 +12,7 @@ from engine.core.errors import ConfigError
 
 def test_missing_packages_are_named_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "find_spec", lambda name: None if name == "zmq" else object())
-    with pytest.raises(ConfigError, match=r"serving needs zmq; .*pip install 'pluggable-llm-engine\[server\]'"):
+    with pytest.raises(ConfigError, match=r"serving needs zmq; .*pip install 'fastapi.*'pyzmq"):
         server.run(EngineConfig())
 
 

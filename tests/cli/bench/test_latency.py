@@ -70,7 +70,7 @@ def test_steps_by_batch_and_a_prefill(run: Any, flags: list[str], tmp_path: Path
 def test_a_batch_that_never_runs_is_refused(run: Any, flags: list[str]) -> None:
     done = run("bench", "latency", *flags, "--batch", "1,5", "--max-running", "4")
     assert done.exit_code == 2
-    assert "a batch of 5 never runs: at most 4" in done.stderr
+    assert "a batch of 5 cannot run: at most 4" in done.stderr
 
 
 def test_a_trace_needs_a_profile(run: Any, flags: list[str]) -> None:

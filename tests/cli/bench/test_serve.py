@@ -13,23 +13,23 @@ from typing import Any
 import attrs
 import pytest
 
-from engine.cli.bench.serve import Plan, levels_of, processes_for, served_config
+from engine.cli.bench.serve import LoadLevel, levels_of, processes_for, served_config
 from engine.cli.bench.server_process import Server, cpu_seconds
 from engine.core.config.load import load_config
 from engine.core.errors import ConfigError
 
-PLAN = Plan(concurrency=5, requests=13, input_len=4, output_len=3, vocab_size=64, processes=3, seed=1, timeout=5.0)
+LOAD = LoadLevel(concurrency=5, requests=13, input_len=4, output_len=3, vocab_size=64, processes=3, seed=1, timeout=5.0)
 
 
 def test_processes_share_the_load() -> None:
     server = Server(host="h", port=1, model="m", pid=None)
-    jobs = PLAN.jobs(server, "key")
+    jobs = LOAD.jobs(server, "key")
     assert [job.connections for job in jobs] == [2, 2, 1]
     assert [job.requests for job in jobs] == [5, 4, 4]
     assert len({job.seed for job in jobs}) == 3
-    for few in (attrs.evolve(PLAN, concurrency=2), attrs.evolve(PLAN, requests=2, concurrency=0, rate=6.0)):
+    for few in (attrs.evolve(LOAD, concurrency=2), attrs.evolve(LOAD, requests=2, concurrency=0, rate=6.0)):
         assert [bool(job.requests and (job.connections or job.rate)) for job in few.jobs(server, "")] == [True, True]
-    assert sum(job.rate for job in attrs.evolve(PLAN, concurrency=0, rate=6.0).jobs(server, "")) == pytest.approx(6)
+    assert sum(job.rate for job in attrs.evolve(LOAD, concurrency=0, rate=6.0).jobs(server, "")) == pytest.approx(6)
     assert (jobs[0].output_len, jobs[0].vocab_size, jobs[0].api_key) == (3, 64, "key")
     assert processes_for(1) == 1
     assert 1 <= processes_for(256) <= 8
@@ -70,9 +70,9 @@ def test_cpu_time_is_that_of_the_process_and_its_children() -> None:
     ("options", "error"),
     [
         (["--url", "http://127.0.0.1:9", "--kernels", "plain"], "leave out executor.kernels"),
-        (["--server-pid", "1"], "--server-pid belongs to --url"),
+        (["--server-pid", "1"], "--server-pid needs --url"),
         (["--concurrency", "1", "--rate", "2"], "exclude each other"),
-        (["--url", "127.0.0.1:9"], "--url '127.0.0.1:9' is no address"),
+        (["--url", "127.0.0.1:9"], "--url '127.0.0.1:9' is not an address"),
     ],
 )
 def test_what_excludes_each_other_is_refused(run: Any, options: list[str], error: str) -> None:

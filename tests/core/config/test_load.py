@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from engine.core.config.load import describe, flatten, join_key, load_config, split_key, validate
+from engine.core.config.load import canonical_key, describe, flatten, join_key, load_config, split_key, validate
 from engine.core.config.tree import AttentionConfig, CacheConfig, EngineConfig, PluginsConfig
 from engine.core.errors import ConfigError
 
@@ -68,6 +68,9 @@ def test_toml_and_yaml_say_the_same(write: WriteFile) -> None:
         ("cache.memory_fraction", 1, 1.0),
         ("plugins.deny", "a, b", ("a", "b")),
         ("plugins.deny", ["a", "b"], ("a", "b")),
+        ("plugins.deny", "[a, b]", ("a", "b")),
+        ("plugins.deny", '["a", "b"]', ("a", "b")),
+        ("attention.options.n", "[a, 2]", ["a", 2]),
         ("model.served_name", "12", "12"),
         ("attention.options.n", "3", 3),
         ("attention.options.n", '"3"', "3"),
@@ -140,12 +143,22 @@ def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path
         ("[cache]\nprefix_caching = 1", "expected true or false, found 1"),
         ("[cache]\nmemory_fraction = '0.5'", 'expected a number, found "0.5"'),
         ("[cache]\nmemory_fraction = nan", "expected a number, found nan"),
-        ("[plugins]\nallow = 'abc'", 'expected a list, found "abc"'),
+        ("[plugins]\nallow = 'abc'", r'expected a list, written \[a, b\], found "abc"'),
         ("[plugins]\nallow = ['a', 3]", r"allow\[1\]: expected a string, found 3"),
         ("[attention]\noptions = 3", "expected a table of options, found 3"),
         ("[scheduler]\noverlap = 'onn'", "'onn' is no choice; did you mean on"),
         ("[scheduler]\nmax_running = 0", "0 is out of range; give 1 to"),
-        ("[cache]\npage_size = 24", r"engine.toml: \[cache\] block_size: 24 is no power of two; use 16"),
+        ("[cache]\nblock_size = 24", r"engine.toml: \[cache\] block_size: 24 is no power of two; use 16"),
+        ("[cache]\npage_size = 24", r"engine.toml: \[cache\] page_size: 24 is no power of two; use 16"),
+        ("max_model_le = 24", r"engine.toml: .*no setting 'max_model_le'; did you mean max_model_len"),
+        (
+            "[scheduler]\nmax_running = 8\nmax_num_seqs = 8",
+            r"engine.toml: \[scheduler\] max_num_seqs: max_num_seqs and max_running are one setting; give one of them",
+        ),
+        (
+            "max_num_seqs = 8\n[scheduler]\nmax_num_seqs = 8",
+            r"engine.toml: \[scheduler\] max_num_seqs: .*one setting",
+        ),
         ("[cache\n", "engine.toml is not valid TOML: .*line 1"),
     ],
 )
@@ -199,7 +212,7 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"cache.memory": "3GiX"}, "--kv-memory: '3GiX' is no size"),
+        ({"cache.memory": "3GiX"}, "--kv-memory: '3GiX' is not a size"),
         ({"cache.memory": "1GiB", "cache.memory_fraction": "0.5"}, "--memory-fraction: cache.memory .* leave out one"),
         ({"server.api_key": "k "}, "--api-key: "),
         ({"server.host": ""}, "--host: the address is empty"),
@@ -243,3 +256,39 @@ def test_every_setting_is_described() -> None:
 @pytest.mark.parametrize("path", [("a", "b"), ("a", "b.c"), ("a", 'q"q', "x y")])
 def test_a_dotted_key_can_be_split_again(path: tuple[str, ...]) -> None:
     assert split_key(join_key(path)) == path
+
+
+def test_every_alias_names_one_setting() -> None:
+    keys = {setting.path for setting in describe()}
+    spellings = [
+        spelling
+        for setting in describe()
+        for alias in setting.aliases
+        for spelling in ((setting.path[0], alias), (alias,))
+    ]
+    flags = [(flag,) for one in describe() if one.flag for flag in (one.flag, *one.alias_flags)]
+    assert len({*spellings, *flags, *keys}) == len(spellings) + len(flags) + len(keys)
+
+
+@pytest.mark.parametrize("key", ["scheduler.max_running", "scheduler.max_num_seqs", "max_running", "max_num_seqs"])
+def test_a_setting_can_be_spelled_in_several_ways(key: str) -> None:
+    assert canonical_key(key) == "scheduler.max_running"
+    resolved = load_config(None, {key: 4})
+    assert (resolved.config.scheduler.max_running, resolved.origins["scheduler.max_running"]) == (4, "--max-running")
+
+
+def test_a_section_is_never_a_setting() -> None:
+    with pytest.raises(ConfigError, match="scheduler is a section"):
+        load_config(None, {"scheduler": "fcfs"})
+
+
+def test_two_spellings_of_one_setting_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs and max_running are one setting; give one of them"):
+        load_config(None, {"scheduler.max_running": 4, "max_num_seqs": 4})
+
+
+def test_an_override_may_spell_a_setting_of_the_file_differently(write: WriteFile) -> None:
+    file = write('max_num_seqs = 3\ntokenizer = "tok"\n')
+    resolved = load_config(file, {"scheduler.max_running": 5})
+    assert resolved.config.scheduler.max_running == 5
+    assert resolved.config.model.tokenizer == str(file.parent / "tok")

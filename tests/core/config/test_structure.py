@@ -107,7 +107,7 @@ def test_values_of_the_right_type_are_taken(name: str, given: object, value: obj
         ({"shape": {"width": 0}}, r"not Outer, since mine.options.shape: 'width' must be >= 1: 0$"),
         ({"shape": [1, "x"]}, r"; not a list, since mine.options.shape\[1\]: expected a whole number"),
         ({"shape": "s"}, r'shape: expected Inner or Outer or a list, found "s" \(a string\)$'),
-        ({"names": "ab"}, 'expected a list, found "ab"'),
+        ({"names": "ab"}, r'expected a list, written \[a, b\], found "ab"'),
         ({"names": ["a", 1]}, r"mine.options.names\[1\]: expected a string, found 1"),
         ({"pair": [1]}, "expected a list of 2"),
         ({"inner": 3}, "mine.options.inner: expected a table, found 3"),

@@ -186,7 +186,6 @@ def test_whatever_is_called_at_start_up(make_engine, section: str, members: dict
     with pytest.raises(PluginFaultError) as caught:
         build(make_engine, section, members)
     whose = {
-        "refuses()": f"{section} 'mine' of object failed in",
         "start()": f"{section} 'mine' passed in from Python, or what it runs, failed in",
     }
     assert str(caught.value).startswith(f"{whose.get(call, f'{section} {MINE}')} {call}")
@@ -218,7 +217,7 @@ def test_auto_passes_over_one_that_says_why_in_an_error(make_engine) -> None:
             fussy = type("Fussy", (TorchAttention,), {"refuses": classmethod(raising(ConfigError("give it a tide")))})
             register("fussy", lambda: fussy, api="1", summary="", preference=99)
 
-    [choice] = [one for one in make_engine(Plugin()).parts.choices if one.seam == "attention"]
+    [choice] = [one for one in make_engine(Plugin()).parts.choices if one.extension_point == "attention"]
     assert "fussy refuses: give it a tide" in choice.reason
 
 

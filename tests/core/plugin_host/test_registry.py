@@ -58,9 +58,9 @@ class Complete(Incomplete):
 Install = Callable[..., None]
 
 
-def test_builtins_come_first_and_fill_every_seam() -> None:
+def test_builtins_come_first_and_fill_every_extension_point() -> None:
     plugins = load_plugins()
-    assert all(registry.names() for registry in plugins.seams.values())
+    assert all(registry.names() for registry in plugins.registries.values())
     assert {info.distribution for info in plugins.loaded} >= {"pluggable-llm-engine"}
     assert plugins.loaded[0].name.startswith("builtin:")
     assert not [failure for failure in plugins.failures if failure.plugin.distribution == "pluggable-llm-engine"]
@@ -107,7 +107,7 @@ def test_selecting_a_broken_plugin_raises_with_its_cause(install: Install, selec
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-def test_a_plugin_that_fails_half_way_leaves_nothing_in_any_seam(install: Install) -> None:
+def test_a_plugin_that_fails_half_way_leaves_nothing_at_any_extension_point(install: Install) -> None:
     source = POLICY.format(name="half") + (
         "\n@hookimpl\ndef register_models(register):\n"
         "    register('half-model', lambda: Policy, api='1', summary='x')\n    raise RuntimeError('half-way')\n"
@@ -198,8 +198,11 @@ def test_another_contract_version_is_refused_with_both_versions(install: Install
         ({"preference": True}, "with the preference True; give a whole number"),
         ({"summary": None}, "with the summary None; give one line of text"),
         ({"api": 1}, "with api = 1; give the version as text, as api='1'"),
-        ({"loader": Complete}, r"Complete'>; give one that returns the class, as `lambda: Class` or `lazy"),
-        ({"loader": "module:Class"}, "a loader that is no function: 'module:Class'; give one that returns the class"),
+        ({"loader": Complete}, r"Complete'>; give a function that returns the class, as `lambda: Class` or `lazy"),
+        (
+            {"loader": "module:Class"},
+            "a loader that is not a function: 'module:Class'; give a function that returns the class",
+        ),
     ],
 )
 def test_an_impossible_offer_is_refused(offer: dict[str, object], message: str) -> None:
@@ -224,7 +227,7 @@ def test_a_hook_that_returns_in_place_of_registering_is_refused() -> None:
             yield register("mine", lambda: Complete, api="1", summary="")
 
     for plugin in (Returns(), Yields()):
-        with pytest.raises(PluginError, match=r"from register_attention\(\), which is read by nobody; call register\("):
+        with pytest.raises(PluginError, match=r"from register_attention\(\), which ignores it; call register\("):
             load_plugins(extra=[plugin])
 
 
@@ -397,8 +400,8 @@ class NoPageSize(Complete):
     [
         (lambda: Incomplete, "lacks __init__, forward, refuses of engine.core.attention.AttentionBackend"),
         (lambda: Outdated, r"api = '0', but this engine has version '1'"),
-        (lambda: Dictionary, "is no attrs class"),
-        (lambda: MadeOptions, "is no attrs class"),
+        (lambda: Dictionary, "is not an attrs class"),
+        (lambda: MadeOptions, "is not an attrs class"),
         (lambda: OtherLayout, "kv_layout = 'HND', but the KV cache is laid out as NHD only"),
         (lambda: MisspeltGraphs, "graphs = 'decodes'; it must be one of none, decode, any"),
         (lambda: OnePageSize, "block_sizes = 16; it must be a tuple of numbers"),
@@ -439,7 +442,7 @@ def test_a_hook_reaches_every_plugin() -> None:
     assert seen == [("commands", 1), ("started", 2), ("stopped", 3)]
 
 
-@pytest.mark.parametrize("seam", EXTENSION_POINTS, ids=lambda seam: seam.name)
-def test_every_builtin_class_keeps_its_contract(seam) -> None:
-    for registration in load_plugins().seams[seam.name]:
-        assert issubclass(registration.load(), seam.contract)
+@pytest.mark.parametrize("point", EXTENSION_POINTS, ids=lambda point: point.name)
+def test_every_builtin_class_keeps_its_contract(point) -> None:
+    for registration in load_plugins().registries[point.name]:
+        assert issubclass(registration.load(), point.contract)

@@ -1,7 +1,8 @@
-"""Which plugin serves each seam: by name, by auto, passed in; refusals, options and reasons."""
+"""Which plugin is chosen for each extension point: by name, by auto, passed in; refusals, options and reasons."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -23,17 +24,9 @@ from engine.core.errors import CheckpointError, ConfigError, PluginError
 from engine.core.executors.base import Executor
 from engine.core.hooks import hookimpl
 from engine.core.models.base import Model, ModelSpec
+from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
 from engine.core.plugin_host.registry import Plugins, load_plugins
-from engine.core.plugin_host.selection import (
-    Parts,
-    attention_spec,
-    find_quant,
-    max_len,
-    resolve,
-    resolve_dtype,
-    resolve_kv_dtype,
-    use_graphs,
-)
+from engine.core.plugin_host.selection import Parts, find_quant, resolve
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.policy import SchedulingPolicy
 
@@ -73,15 +66,15 @@ POLICY = concrete(SchedulingPolicy, options_class=Options, __init__=SchedulingPo
 
 
 def registry(*offers: tuple[str, str, Any, int], defaults: bool = True) -> Plugins:
-    """Only these implementations: (seam, name, class or exception, preference), and one for each other seam."""
+    """Only these implementations: (extension point, name, class or exception, preference), and one for each other."""
 
-    def hook(seam: str) -> Any:
+    def hook(point: str) -> Any:
         def offer(register: Any) -> None:
             for where, name, cls, preference in wanted:
-                if where == seam:
+                if where == point:
                     register(name, load(cls), api="1", summary="", preference=preference)
 
-        offer.__name__ = f"register_{seam}"
+        offer.__name__ = f"register_{point}"
         return staticmethod(hookimpl(offer))
 
     def load(cls: Any) -> Any:
@@ -94,22 +87,22 @@ def registry(*offers: tuple[str, str, Any, int], defaults: bool = True) -> Plugi
 
     wanted = list(offers)
     if defaults:
-        for seam, cls in (
+        for point, cls in (
             ("models", MODEL),
             ("attention", concrete(AttentionBackend)),
             ("quant", concrete(QuantMethod)),
             ("schedulers", POLICY),
             ("executors", concrete(Executor)),
         ):
-            if seam not in [offer[0] for offer in offers]:
-                wanted.append((seam, f"the-{seam}", cls, 1))
-    seams = ("models", "attention", "quant", "schedulers", "executors")
-    plugin = type("Plugin", (), {f"register_{seam}": hook(seam) for seam in seams})
+            if point not in [offer[0] for offer in offers]:
+                wanted.append((point, f"the-{point}", cls, 1))
+    points = ("models", "attention", "quant", "schedulers", "executors")
+    plugin = type("Plugin", (), {f"register_{point}": hook(point) for point in points})
     return load_plugins(PluginsConfig(deny=("builtin",)), extra=[plugin()])
 
 
-def chosen(parts: Parts, seam: str) -> tuple[str, str]:
-    [choice] = [one for one in parts.choices if one.seam == seam]
+def chosen(parts: Parts, point: str) -> tuple[str, str]:
+    [choice] = [one for one in parts.choices if one.extension_point == point]
     return choice.name, choice.reason
 
 
@@ -119,7 +112,7 @@ def test_auto_takes_the_most_preferred_that_does_not_refuse_and_says_why() -> No
         ("attention", "good", good, 1), ("attention", "better", better, 5), ("attention", "shy", good, 0)
     )
     parts = resolve(EngineConfig(), plugins, CPU, {})
-    assert parts.attention is good
+    assert inspect.unwrap(parts.attention) is good
     name, reason = chosen(parts, "attention")
     assert name == "good"
     assert "better refuses: needs a GPU; use --device" in reason
@@ -129,7 +122,7 @@ def test_auto_takes_the_most_preferred_that_does_not_refuse_and_says_why() -> No
 def test_equal_preference_keeps_the_order_of_loading() -> None:
     one, two = concrete(AttentionBackend), concrete(AttentionBackend)
     plugins = registry(("attention", "z-first", one, 1), ("attention", "a-second", two, 1))
-    assert resolve(EngineConfig(), plugins, CPU, {}).attention is one
+    assert inspect.unwrap(resolve(EngineConfig(), plugins, CPU, {}).attention) is one
 
 
 def test_auto_passes_over_a_class_that_cannot_be_imported_or_crashes() -> None:
@@ -144,7 +137,7 @@ def test_auto_passes_over_a_class_that_cannot_be_imported_or_crashes() -> None:
         ("quant", "good", good, 1),
     )
     parts = resolve(EngineConfig(), plugins, CPU, {})
-    assert parts.quant is good
+    assert inspect.unwrap(parts.quant) is good
     reason = chosen(parts, "quant")[1]
     for part in ("no such library", "ZeroDivisionError: crash", "it must be a sentence or None"):
         assert part in reason
@@ -161,11 +154,11 @@ def test_nothing_left_for_auto_lists_every_refusal() -> None:
     for part in ("no model plugin serves this", "aa refuses: builds only A", "bb refuses: builds only B", "cc"):
         assert part in str(caught.value)
     named = evolve(EngineConfig(), model=ModelConfig(name="cc"))
-    assert resolve(named, plugins, CPU, {}).model is MODEL
+    assert inspect.unwrap(resolve(named, plugins, CPU, {}).model) is MODEL
 
 
-def test_an_empty_seam_is_an_error() -> None:
-    with pytest.raises(PluginError, match=r"no model plugin serves this: none is offered to auto.*installed: nothing"):
+def test_an_empty_extension_point_is_an_error() -> None:
+    with pytest.raises(PluginError, match=r"no model plugin serves this: auto has no candidate.*installed: nothing"):
         resolve(EngineConfig(), registry(defaults=False), CPU, {})
 
 
@@ -173,7 +166,9 @@ def test_a_named_plugin_that_refuses_raises_its_sentence() -> None:
     bad = concrete(Executor, refuses=refusing("it needs two GPUs; use another"))
     plugins = registry(("executors", "good", concrete(Executor), 5), ("executors", "bad", bad, 1))
     config = evolve(EngineConfig(), executor=ExecutorConfig(name="bad"))
-    with pytest.raises(PluginError, match="executor 'bad' of object refuses: it needs two GPUs; use another"):
+    with pytest.raises(
+        PluginError, match="executor 'bad' passed in from Python refuses: it needs two GPUs; use another"
+    ):
         resolve(config, plugins, CPU, {})
 
 
@@ -208,7 +203,7 @@ def test_refuses_is_asked_with_what_the_contract_says() -> None:
     }
     second = evolve(GPU, index=1)  # as in a worker
     resolve(config, plugins, second, checkpoint, first=GPU)
-    assert [asked[seam][-1] for seam in ("attention", "quant", "executors")] == [second, second, GPU]
+    assert [asked[point][-1] for point in ("attention", "quant", "executors")] == [second, second, GPU]
 
 
 def test_ranks_are_asked_for_their_share_and_refused_where_there_is_none() -> None:
@@ -221,17 +216,17 @@ def test_ranks_are_asked_for_their_share_and_refused_where_there_is_none() -> No
         resolve(EngineConfig(executor=ExecutorConfig(tensor_parallel=3)), plugins, GPU, {})
 
 
-def test_a_page_size_the_backend_cannot_read_is_a_refusal() -> None:
+def test_a_block_size_the_backend_cannot_read_is_a_refusal() -> None:
     picky = concrete(AttentionBackend, block_sizes=(64, 128))
     plugins = registry(("attention", "picky", picky, 1))
     with pytest.raises(PluginError, match=r"picky refuses: it reads KV blocks of 64 or 128 tokens, not 16"):
         resolve(EngineConfig(), plugins, CPU, {})
     config = evolve(EngineConfig(), cache=CacheConfig(block_size=128))
-    assert resolve(config, plugins, CPU, {}).attention is picky
+    assert inspect.unwrap(resolve(config, plugins, CPU, {}).attention) is picky
 
 
 def pair(name: str, **first: Any) -> tuple[EngineConfig, Plugins]:
-    """A configuration that names two of these: first (page sizes and refusal as given), and second with options."""
+    """A configuration that names two of these: first (block sizes and refusal as given), and second with options."""
     plugins = registry(
         ("attention", "first", concrete(AttentionBackend, **first), 1),
         ("attention", "second", concrete(AttentionBackend, options_class=Options), 1),
@@ -246,14 +241,18 @@ def test_attention_may_name_two() -> None:
     assert parts.attention.names == ("first", "second")  # type: ignore[attr-defined]
     assert parts.attention.block_sizes == (64, 16)
     assert parts.options["attention"].decode == Options(3)
-    [choice] = [one for one in parts.choices if one.seam == "attention"]
+    [choice] = [one for one in parts.choices if one.extension_point == "attention"]
     assert (choice.name, choice.provenance, choice.reason) == ("first, second", "object", "asked for by name")
 
 
 @pytest.mark.parametrize(
     ("name", "first", "message"),
     [
-        ("first,second", {"refuses": refusing("no tide")}, r"'first,second' refuses: first \(for prefill\): no tide"),
+        (
+            "first,second",
+            {"refuses": refusing("no tide")},
+            r"'first,second' passed in from Python refuses: first \(for prefill\): no tide",
+        ),
         (
             "first,second",
             {"block_sizes": (64,)},
@@ -271,7 +270,7 @@ def test_two_that_cannot_serve_are_refused(name: str, first: dict[str, Any], mes
         resolve(config, plugins, CPU, {})
 
 
-def test_other_seams_take_one() -> None:
+def test_other_extension_points_take_one_plugin() -> None:
     config = evolve(EngineConfig(), quant=QuantConfig(name="the-quant,the-quant"))
     with pytest.raises(PluginError, match="there is no quant plugin 'the-quant,the-quant'"):
         resolve(config, registry(), CPU, {})
@@ -317,9 +316,9 @@ def test_options_for_a_plugin_without_any_are_refused() -> None:
 def test_classes_and_policies_can_be_passed_in() -> None:
     backend, policy = concrete(AttentionBackend), POLICY(Options(7))
     parts = resolve(EngineConfig(), registry(), CPU, {}, {"attention": backend, "scheduler": policy})
-    assert parts.attention is backend
+    assert inspect.unwrap(parts.attention) is backend
     assert parts.policy is policy
-    [attention] = [choice for choice in parts.choices if choice.seam == "attention"]
+    [attention] = [choice for choice in parts.choices if choice.extension_point == "attention"]
     assert (attention.provenance, attention.reason) == ("object", "passed in from Python")
     by_class = resolve(EngineConfig(), registry(), CPU, {}, {"scheduler": POLICY})
     assert by_class.policy.options == Options()
@@ -328,7 +327,7 @@ def test_classes_and_policies_can_be_passed_in() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"atention": 3}, r"no plug point 'atention'; did you mean attention\?"),
+        ({"atention": 3}, r"no extension point 'atention'; did you mean attention\?"),
         ({"attention": dict}, "the attention passed in is .*not a subclass"),
         ({"attention": concrete(AttentionBackend)()}, "pass the class"),
         ({"scheduler": SchedulingPolicy}, "lacks order, victim"),
@@ -465,9 +464,9 @@ def test_the_checkpoint_s_kv_dtype_is_what_attention_is_asked_for() -> None:
     reading = type("Reading", (backend,), {"reads_float8": True})
     plugins = registry(("attention", "old", backend, 2), ("attention", "new", reading, 1), ("quant", "q", quant, 1))
     parts = resolve(EngineConfig(), plugins, GPU, {})
-    assert parts.attention is reading
+    assert inspect.unwrap(parts.attention) is reading
     assert asked == [FLOAT8, FLOAT8]
-    [choice] = [choice for choice in parts.choices if choice.seam == "attention"]
+    [choice] = [choice for choice in parts.choices if choice.extension_point == "attention"]
     assert "old refuses: it reads no KV cache in float8_e4m3fn; use --kv-dtype float32" in choice.reason
 
 
@@ -475,6 +474,6 @@ def test_the_quantization_method_alone() -> None:
     picky = concrete(QuantMethod, refuses=refusing("no"))
     other = concrete(QuantMethod)
     plugins = registry(("quant", "picky", picky, 2), ("quant", "other", other, 1))
-    assert find_quant(EngineConfig(), plugins, GPU, {}) is other
-    with pytest.raises(PluginError, match="'picky' of object refuses: no"):
+    assert inspect.unwrap(find_quant(EngineConfig(), plugins, GPU, {})) is other
+    with pytest.raises(PluginError, match="'picky' passed in from Python refuses: no"):
         find_quant(evolve(EngineConfig(), quant=QuantConfig(name="picky")), plugins, GPU, {})

@@ -17,7 +17,7 @@ from engine.core.attention.batch import ForwardBatch
 from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import ConfigError
-from engine.core.plugin_host.selection import use_graphs
+from engine.core.plugin_host.derived import use_graphs
 from engine.core.runner import cuda_graphs, piecewise_graphs, start
 from engine.plugins.attention.torch import TorchAttention
 from engine.testing.checkpoints import make_checkpoint

@@ -65,7 +65,7 @@ def test_refusals_say_what_would_work(changes: dict[str, Any], device: DeviceInf
 def test_without_flashinfer_it_says_how_to_install_it(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refusal = FlashInferAttention.refuses(SPEC, HOPPER) or ""
-    assert "pip install 'pluggable-llm-engine[flashinfer]'" in refusal
+    assert "pip install 'apache-tvm-ffi" in refusal
     # On a CPU installing it would not help.
     assert "install" not in (FlashInferAttention.refuses(SPEC, DeviceInfo(type="cpu")) or "")
 

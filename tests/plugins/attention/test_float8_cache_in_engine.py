@@ -179,7 +179,7 @@ def test_a_backend_that_reads_none_is_refused_by_name_and_passed_over_by_auto(wi
     with pytest.raises(PluginError, match="reads keys and values in float32, not float8_e4m3fn; use --kv-dtype"):
         run(with_scales, attention="native")
     with Engine(str(with_scales), cache__memory="4MiB", executor__device="cpu", model__dtype="float32") as engine:
-        [choice] = [choice for choice in engine.parts.choices if choice.seam == "attention"]
+        [choice] = [choice for choice in engine.parts.choices if choice.extension_point == "attention"]
         assert choice.name == "torch"
 
 

@@ -355,7 +355,7 @@ def test_executors_refuse_the_wrong_number_of_ranks() -> None:
 
 
 def test_constructor_refuses_a_plugin_passed_in_as_an_object(make_deployment: Make) -> None:
-    choice = SimpleNamespace(seam="attention", name="Mine", provenance="object")
+    choice = SimpleNamespace(extension_point="attention", name="Mine", provenance="object")
     with pytest.raises(PluginError, match="'Mine' was passed in as an object, which other processes cannot have"):
         MultiprocExecutor(make_deployment(EngineConfig(), choice), Options())
 

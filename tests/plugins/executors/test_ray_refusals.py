@@ -49,7 +49,7 @@ def test_step_queue_orders_steps_of_several_threads() -> None:
 
 def test_executor_names_the_extra_when_ray_is_missing(monkeypatch: pytest.MonkeyPatch, engine_checkpoint: Path) -> None:
     monkeypatch.setattr(executor, "find_spec", lambda name: None)
-    with pytest.raises(PluginError, match=r"Ray is not installed; pip install 'pluggable-llm-engine\[ray\]'"):
+    with pytest.raises(PluginError, match=r"Ray is not installed; install it with `pip install 'ray>="):
         Engine(model=str(engine_checkpoint), executor="ray", executor__device="cpu")
 
 
@@ -71,6 +71,6 @@ def test_executor_refuses_a_numbered_gpu(monkeypatch: pytest.MonkeyPatch, device
 def test_constructor_refuses_a_ray_client_and_objects(make_deployment: Callable[..., Deployment]) -> None:
     with pytest.raises(ConfigError, match="on a node of the cluster itself, not behind a Ray Client"):
         RayExecutor(make_deployment(EngineConfig()), Options(address="ray://127.0.0.1:10001"))
-    choice = SimpleNamespace(seam="models", name="Mine", provenance="object")
+    choice = SimpleNamespace(extension_point="models", name="Mine", provenance="object")
     with pytest.raises(PluginError, match="models 'Mine' was passed in as an object, which other processes cannot"):
         RayExecutor(make_deployment(EngineConfig(), choice), Options())

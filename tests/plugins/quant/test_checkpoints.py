@@ -236,7 +236,7 @@ def test_auto_chooses_by_the_checkpoint(plain, tmp_path):
     for name, packer, config in (("fp8", fp8_per_channel, CT_CHANNEL), ("int8", int8_per_channel, CT_INT8)):
         stored, _ = quantized(plain, tmp_path / name, packer, config)
         with open_engine(stored) as engine:
-            assert [choice.name for choice in engine.parts.choices if choice.seam == "quant"] == [name]
+            assert [choice.name for choice in engine.parts.choices if choice.extension_point == "quant"] == [name]
 
 
 def test_options_that_contradict_the_checkpoint_are_refused(plain, tmp_path):

@@ -77,7 +77,7 @@ def logprobs(path, **settings):
     common = {"cache__memory": "8MiB", "executor__device": "cpu", "model__dtype": "float32"}
     with Engine(str(path), **common, **settings) as engine:
         [done] = engine.generate([PROMPT], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
-        chosen = [choice.name for choice in engine.parts.choices if choice.seam == "quant"]
+        chosen = [choice.name for choice in engine.parts.choices if choice.extension_point == "quant"]
         return chosen, torch.tensor([one.logprob for one in done.prompt_logprobs])
 
 

@@ -94,7 +94,7 @@ def logprobs(path, tokens=PROMPT, **settings):
     settings = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "8MiB", **settings}
     with Engine(model=str(path), **settings) as engine:
         completion = engine.generate([tokens], wanted)[0]
-        chosen = {choice.seam: choice.name for choice in engine.parts.choices}
+        chosen = {choice.extension_point: choice.name for choice in engine.parts.choices}
     return torch.tensor([one.logprob for one in completion.prompt_logprobs]), completion.token_ids, chosen["quant"]
 
 

@@ -8,7 +8,7 @@ from attrs import evolve
 from msgspec.structs import replace
 
 from engine.core.config.tree import EngineConfig
-from engine.core.plugin_host.selection import Choice
+from engine.core.plugin_host.selection import ChosenPlugin
 from engine.core.types import CacheInfo, SamplingParams
 from engine.server.shared.messages import Started
 from engine.server.supervisor.summary import curl, summary
@@ -25,7 +25,9 @@ STARTED = Started(
         dtype="float32",
         phases=(("import", 0.3), ("device", 0.01), ("weights", 0.75)),
     ),
-    choices=(Choice(seam="attention", name="first", provenance="somewhere 1.0", reason="nothing else ran"),),
+    choices=(
+        ChosenPlugin(extension_point="attention", name="first", provenance="somewhere 1.0", reason="nothing else ran"),
+    ),
     max_len=512,
     vocab_size=10,
     default_params=SamplingParams(),

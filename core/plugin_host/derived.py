@@ -1,0 +1,179 @@
+"""Derives what configuration, checkpoint and device determine together: shape, dtypes, kernels, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, get_args
+
+from attrs import evolve
+
+from engine.core.attention.base import AttentionSpec, GraphSupport
+from engine.core.config.tree import AUTO, KV_DTYPES, EngineConfig
+from engine.core.errors import ConfigError, PluginError
+from engine.core.extras import install_command
+from engine.core.models.base import ModelSpec
+from engine.core.plugin_host.guard import owner_of
+from engine.core.quant.float8 import has_float8
+
+if TYPE_CHECKING:
+    from engine.core.attention.base import AttentionBackend
+    from engine.core.device import DeviceInfo
+    from engine.core.models.base import Model
+    from engine.core.quant.base import QuantMethod
+
+DTYPES = ("float32", "bfloat16", "float16")
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Tokens that keep matrix products efficient; more make sequences that decode wait longer."""
+
+
+def settle(config: EngineConfig, device: DeviceInfo) -> EngineConfig:
+    """Fill in the settings that depend on the device; called once, before anything else reads the configuration."""
+    if config.scheduler.max_batch_tokens:
+        return config
+    return evolve(config, scheduler=evolve(config.scheduler, max_batch_tokens=BATCH_TOKENS[device.type]))
+
+
+def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
+    """The shape that a model class reads from a config.json.
+
+    Raises CheckpointError, and PluginError for a class that cannot describe its shape.
+    """
+    shape = model.spec(checkpoint)
+    if not isinstance(shape, ModelSpec):
+        raise PluginError(
+            f"{owner_of(model)} answers spec() with {shape!r}; it must be an engine.core.models.ModelSpec"
+        )
+    if len(shape.sliding_windows) != shape.num_layers:
+        raise PluginError(
+            f"{owner_of(model)} answers spec() with sliding_windows of {len(shape.sliding_windows)} layers for "
+            f"{shape.num_layers}; give one number or None for each layer"
+        )
+    return shape
+
+
+def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:
+    """Longest context in tokens. Raises ConfigError for one beyond what the model supports."""
+    wanted = config.model.max_len
+    if wanted > model_spec.max_len:
+        raise ConfigError(
+            f"model.max_len (--max-len) is {wanted}, but this model was made for {model_spec.max_len} tokens; "
+            f"give at most {model_spec.max_len}, or 0 for all of them"
+        )
+    return wanted or model_spec.max_len
+
+
+def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
+    """Why this number of ranks cannot shard the model's heads, and which numbers can; None if it can.
+
+    Query heads are sharded evenly; KV heads are sharded evenly too, or replicated evenly over the ranks.
+    """
+    heads, kv_heads = model_spec.num_heads, model_spec.num_kv_heads
+
+    def fits(number: int) -> bool:
+        return heads % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0)
+
+    if fits(ranks):
+        return None
+    possible = ", ".join(str(number) for number in range(1, heads + 1) if fits(number))
+    return (
+        f"{ranks} ranks cannot share this model's {heads} query heads and {kv_heads} key and value heads evenly;"
+        f" these numbers of ranks can: {possible}"
+    )
+
+
+def resolve_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], device: DeviceInfo) -> str:
+    """Dtype of weights and activations; auto: on a GPU the checkpoint's (float32 if unnamed), on a CPU float32."""
+    if config.model.dtype != AUTO:
+        return config.model.dtype
+    if device.type == "cpu":
+        return "float32"
+    for table in (checkpoint, checkpoint.get("text_config") or {}):
+        stored = table.get("dtype") or table.get("torch_dtype")
+        if stored:
+            dtype = str(stored).removeprefix("torch.")
+            if dtype not in DTYPES:
+                raise ConfigError(f"the checkpoint's dtype is {dtype}; choose --dtype {', '.join(DTYPES)}")
+            return dtype
+    return "float32"
+
+
+def resolve_kv_dtype(
+    config: EngineConfig,
+    dtype: str,
+    checkpoint: Mapping[str, Any],
+    quant: type[QuantMethod[Any]],
+    device: DeviceInfo,
+) -> str:
+    """Dtype of keys and values; auto: what the checkpoint asks for if the device supports it, else `dtype`."""
+    wanted = config.cache.dtype
+    if wanted != AUTO:
+        return KV_DTYPES.get(wanted, wanted)
+    if device.capability is not None and not has_float8(device):
+        return dtype
+    return quant.kv_dtype(checkpoint.get("quantization_config")) or dtype
+
+
+def attention_spec(
+    model_spec: ModelSpec, config: EngineConfig, dtype: str, max_len: int, kv_dtype: str, ranks: int = 1
+) -> AttentionSpec:
+    """The attention that one of `ranks` ranks computes for this model under this configuration."""
+    return AttentionSpec(
+        num_layers=model_spec.num_layers,
+        num_heads=model_spec.num_heads // ranks,
+        num_kv_heads=max(model_spec.num_kv_heads // ranks, 1),
+        head_dim=model_spec.head_dim,
+        scale=model_spec.scale,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=config.cache.block_size,
+        max_len=max_len,
+        sliding_windows=model_spec.sliding_windows,
+        softcap=model_spec.softcap,
+    )
+
+
+def fused_kernels(config: EngineConfig, device: DeviceInfo) -> bool:
+    """Whether layers use Triton kernels. Raises ConfigError where Triton kernels are required but cannot run."""
+    wanted = config.executor.kernels
+    installed = find_spec("triton") is not None
+    if wanted == AUTO:
+        return device.type == "cuda" and installed
+    if wanted != "fused":
+        return False
+    if not installed:
+        raise ConfigError(
+            "executor.kernels (--kernels) is fused, but Triton is not installed; use --kernels plain, or install it"
+            f" with `{install_command('triton')}`"
+        )
+    if device.type == "cpu":
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            raise ConfigError(
+                "executor.kernels (--kernels) is fused, but Triton has no compiler for a CPU, only an interpreter for"
+                " tests (TRITON_INTERPRET=1); use --kernels plain or auto"
+            )
+    return True
+
+
+def use_graphs(config: EngineConfig, attention: AttentionBackend[Any, Any], device: DeviceInfo) -> bool:
+    """Whether decode steps are replayed as CUDA graphs.
+
+    Raises ConfigError where graphs are required but impossible, and PluginError for an invalid `graphs` of the backend.
+    """
+    if config.executor.graphs == "off":
+        return False
+    known = get_args(GraphSupport)
+    if attention.graphs not in known:
+        raise PluginError(
+            f"{type(attention).__name__} has set graphs = {attention.graphs!r}; it must be one of {', '.join(known)}"
+        )
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = f"{device.torch_name} has no CUDA graphs"
+    elif attention.graphs == "none":
+        obstacle = f"{type(attention).__name__} computes on the host values that change from step to step"
+    if obstacle is not None and config.executor.graphs != AUTO:
+        raise ConfigError(f"graphs were asked for, but {obstacle}; use --graphs auto, or another backend or device")
+    return obstacle is None
