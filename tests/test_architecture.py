@@ -20,7 +20,7 @@ from engine.plugins import BUILTINS
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("cli", "core", "demo", "ops", "plugins", "quantize", "server", "testing")
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "ops": ("core", "ops"),
+    "ops": ("ops",),
     "core": ("core", "ops"),
     "demo": ("demo",),
     "plugins": ("core", "ops", "plugins"),

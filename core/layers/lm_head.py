@@ -62,7 +62,7 @@ class LMHead(Layer):
         return self._table.nbytes if filled else 0
 
 
-class VocabParallelHead:
+class VocabParallelHead(OutputLayer):
     """The output layer of vocab-parallel ranks. Every rank has the results for the whole vocabulary."""
 
     def __init__(self, local: LMHead, table: VocabParallelEmbedding) -> None:
