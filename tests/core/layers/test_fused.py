@@ -228,7 +228,7 @@ def test_attention_quantizes_by_the_scales_of_its_layer(monkeypatch: pytest.Monk
     )
     layers.attention(1, 4, 2, 16)(run, torch.zeros(3, 8 * 16), (None, None))
     assert calls[0][1:3] == ("K", "V")
-    assert calls[0][-1] == KVScales(key=0.5, value=0.25)
+    assert calls[0][-2:] == (0.5, 0.25)
 
 
 def test_choice_is_for_all_layers_of_a_shape_and_all_rows_of_its_class() -> None:
