@@ -1,11 +1,11 @@
-"""Attention backends by themselves on a GPU: microseconds a layer of decodes, TFLOP/s of prompts.
+"""Attention backends alone on a GPU: microseconds per layer of decode, TFLOP/s of prefill.
 
     python benchmarks/attention.py triton torch [--only 256x640] [--kv-dtype float8_e4m3fn] [--json FILE]
     python benchmarks/attention.py --tune [--only 256x640]
 
-Decodes are replayed from CUDA graphs over so many layers that no layer's keys and values are still in the GPU's cache;
-backends that capture no graphs are launched one by one, as an engine would. The floor is the time to read the keys and
-values once. Every result is compared with the definition.
+Decodes are replayed from CUDA graphs over enough layers that no layer's keys and values stay in the GPU's cache;
+backends without graphs are launched one by one, as an engine does. The floor is the time to read the keys and values
+once. Every result is compared with the definition of attention.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch,
 from engine.core.device import find_device
 from engine.core.plugin_host import load_plugins
 
-BYTES_A_SECOND = 4.28e12
-"""Copying on an H200."""
+BYTES_PER_SECOND = 4.28e12
+"""Copy bandwidth of an H200."""
 COLD_BYTES = 160 << 20
-"""More than its second-level cache holds, three times over."""
-PAGE, HEAD_DIM = 16, 128
+"""Three times the size of its L2 cache."""
+BLOCK_SIZE, HEAD_DIM = 16, 128
 HEADS = ((32, 8), (16, 8))
 TOLERANCE = 2e-2
 Decode = Callable[[int, torch.Tensor], torch.Tensor]
@@ -44,7 +44,7 @@ Decode = Callable[[int, torch.Tensor], torch.Tensor]
 
 @frozen(kw_only=True)
 class Shape:
-    """Sequences with one query each."""
+    """Decoding sequences, one query each."""
 
     name: str
     heads: tuple[int, int]
@@ -66,7 +66,7 @@ def shapes() -> Iterator[Shape]:
 
 @frozen
 class Bench:
-    """Random keys and values of several layers, and a batch over them."""
+    """Random keys and values of several layers, and a batch over these."""
 
     spec: AttentionSpec
     pool: KVPool
@@ -75,10 +75,10 @@ class Bench:
 
     @classmethod
     def make(cls, heads: tuple[int, int], lengths: Iterable[tuple[int, int]], layers: int, kv_dtype: str) -> Bench:
-        """lengths: (cached, new) of each sequence; those with one new token decode."""
+        """lengths: (cached, new) per sequence; sequences with one new token decode."""
         news = np.array([new for _, new in lengths], np.int32)
         contexts = np.array([cached + new for cached, new in lengths], np.int32)
-        counts = -(-contexts // PAGE)
+        counts = -(-contexts // BLOCK_SIZE)
         order = np.random.default_rng(0).permutation(int(counts.sum())).astype(np.int32)
         tables = np.zeros((len(contexts), int(counts.max())), np.int32)
         for row, blocks in enumerate(np.split(order, np.cumsum(counts)[:-1])):
@@ -91,7 +91,7 @@ class Bench:
             scale=HEAD_DIM**-0.5,
             dtype="bfloat16",
             kv_dtype=kv_dtype,
-            block_size=PAGE,
+            block_size=BLOCK_SIZE,
             max_len=int(contexts.max()),
             sliding_windows=(None,) * layers,
         )
@@ -129,11 +129,11 @@ class Bench:
         return cls(self.spec, self.pool, cls.options_class() if cls.options_class else None)
 
     def error(self, out: torch.Tensor) -> float:
-        """Relative error of the first layer's last token in the first and last sequence."""
+        """Return the relative error of the last token of the first and last sequence, in the first layer."""
         found, wanted = [], []
         for row in (0, -1):
             context = int(self.batch.context_lens_host[row])
-            blocks = self.batch.block_tables[row, : -(-context // PAGE)].long()
+            blocks = self.batch.block_tables[row, : -(-context // BLOCK_SIZE)].long()
             k, v = (part[0][blocks].flatten(0, 1)[:context].double() for part in (self.pool.keys, self.pool.values))
             at = int(self.batch.query_starts[1:][row]) - 1
             q = self.q[at].double().view(self.spec.num_kv_heads, -1, HEAD_DIM)
@@ -144,7 +144,7 @@ class Bench:
 
 
 def microseconds(work: Callable[[], Any], rounds: int = 15) -> float:
-    """Median."""
+    """Return the median time of `work`."""
     for _ in range(3):
         work()
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
@@ -157,7 +157,7 @@ def microseconds(work: Callable[[], Any], rounds: int = 15) -> float:
 
 
 def time_layers(bench: Bench, decode: Decode, captured: bool = True) -> tuple[float, float]:
-    """Microseconds a layer, and the error."""
+    """Return microseconds per layer, and the error."""
     layers = range(bench.spec.num_layers)
     error = bench.error(decode(0, bench.q))
     if not captured:
@@ -179,7 +179,7 @@ def decode_of(bench: Bench, cls: type[AttentionBackend[Any, Any]]) -> tuple[Deco
 
 
 def prefill_tflops(spent: float, heads: int, sequences: int, length: int) -> float:
-    """Of causal attention: half of the 4 * head_dim operations a pair of positions and head."""
+    """TFLOP/s of causal attention: half of 4 * head_dim operations per head and pair of positions."""
     return 2 * HEAD_DIM * heads * sequences * length * length / spent / 1e6
 
 
@@ -188,7 +188,7 @@ def run_decodes(names: Iterable[str], chosen: Iterable[Shape], kv_dtype: str) ->
     rows = []
     for shape in chosen:
         bench = Bench.decode(shape, kv_dtype)
-        floor = shape.layer_bytes(getattr(torch, kv_dtype).itemsize) / BYTES_A_SECOND * 1e6
+        floor = shape.layer_bytes(getattr(torch, kv_dtype).itemsize) / BYTES_PER_SECOND * 1e6
         for name, cls in classes.items():
             spent, error = time_layers(bench, *decode_of(bench, cls))
             rows.append(
@@ -250,12 +250,12 @@ def decode_candidates(itemsize: int) -> list[Any]:
 def prefill_candidates() -> list[Any]:
     from engine.ops.attention.paged_prefill import PERSISTENT, PrefillConfig
 
-    persistent = [attrs.evolve(PERSISTENT, keys=keys, stages=stages) for keys, stages in ((128, 2), (128, 3), (64, 4))]
+    persistent = [attrs.evolve(PERSISTENT, block_n=n, num_stages=stages) for n, stages in ((128, 2), (128, 3), (64, 4))]
     sizes = [(128, 64, 8), (128, 128, 8), (128, 64, 4), (128, 32, 4), (64, 64, 4), (64, 128, 4), (64, 32, 4)]
     return persistent + [
-        PrefillConfig(rows=rows, keys=keys, warps=warps, stages=stages)
-        for (rows, keys, warps), stages in itertools.product(sizes, (2, 3))
-        if (rows + stages * 2 * keys) * HEAD_DIM * 2 <= 224 << 10
+        PrefillConfig(block_m=m, block_n=n, num_warps=warps, num_stages=stages)
+        for (m, n, warps), stages in itertools.product(sizes, (2, 3))
+        if (m + stages * 2 * n) * HEAD_DIM * 2 <= 224 << 10
     ]
 
 
@@ -316,9 +316,11 @@ def tuned_prefill(bench: Bench, config: Any) -> Decode:
 
 
 def compile_one(task: tuple[tuple[int, int], int, Any, str]) -> None:
-    """In a process of its own: launch once on next to nothing, which leaves the kernel in Triton's cache on disk."""
+    """Launch a kernel once on a tiny batch, in a separate process, which puts it into Triton's cache on disk."""
+    from engine.ops.attention.paged_prefill import PrefillConfig
+
     heads, sequences, config, kv_dtype = task
-    prompt = hasattr(config, "rows")
+    prompt = isinstance(config, PrefillConfig)
     bench = Bench.make(heads, [(15, 17 if prompt else 1)] * sequences, 1, kv_dtype)
     (tuned_prefill if prompt else tuned_decode)(bench, config)(0, bench.q)
     torch.cuda.synchronize()
@@ -341,7 +343,7 @@ def tune(chosen: list[Shape], kv_dtype: str, sequences: int, length: int) -> lis
     rows = []
     for shape in chosen:
         bench = Bench.decode(shape, kv_dtype)
-        floor = shape.layer_bytes(getattr(torch, kv_dtype).itemsize) / BYTES_A_SECOND * 1e6
+        floor = shape.layer_bytes(getattr(torch, kv_dtype).itemsize) / BYTES_PER_SECOND * 1e6
         timed = []
         for config in decodes:
             spent, error = time_layers(bench, tuned_decode(bench, config))

@@ -1,10 +1,10 @@
-"""The fused kernels by themselves: microseconds replayed from a CUDA graph, beside what reading and writing must take.
+"""Times of each fused kernel, microseconds replayed from a CUDA graph, next to the floor of memory traffic.
 
     python benchmarks/layer_kernels.py [--tune] [--only norm rope silu quantize argmax host linear] [--json FILE]
 
-Operands rotate over more memory than the L2 cache keeps. Floor: bytes read and written over 4.2 TB/s. For the linears,
-`pair` is the time with a norm before each, as the choice at load measures it, and `alone` without. --tune: the best
-three tiles of each linear. quantize: norm and activation that quantize to float8, beside a kernel for each.
+Operands rotate over more memory than the L2 cache holds. Floor: bytes read and written over 4.2 TB/s. For the linears,
+`pair` is the time with a norm before each, as the tuner measures it, and `alone` without. --tune: the best three tiles
+of each linear. quantize: norm and activation with fused quantization to float8, next to separate kernels.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import triton
 
 from engine.cli.bench.report import Row, report, write
 from engine.core.autotune import AutotunedCall, GraphTimer, Operands, TuningTask, group_calls, measure
-from engine.core.layers import FewRowsTables
+from engine.core.layers import SkinnyGemms
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.activation.silu_and_mul_quantize import silu_and_mul_quantize
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
-from engine.ops.gemm.skinny_launch import GemmShape, Tile
+from engine.ops.gemm.skinny_launch import GemmShape, SkinnyTile
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
 from engine.ops.sampling.argmax import argmax_rows
@@ -33,10 +33,10 @@ BANDWIDTH = 4.2e12
 DEVICE = torch.device("cuda", 0)
 DTYPE = torch.bfloat16
 COLD_BYTES = 150e6
-"""Operands of one replay together, three L2 caches of an H200."""
+"""Bytes of all operands of one replay: three L2 caches of an H200."""
 ROWS = (1, 8, 32, 256, 8192)
 MANY_ROWS = (33, 64, 128, 256, 1024, 4096, 16384)
-"""That are quantized."""
+"""Numbers of rows that are quantized."""
 HIDDEN = (1024, 4096)
 INTERMEDIATE = (3072, 14336)
 CODES = torch.float8_e4m3fn
@@ -55,19 +55,19 @@ LINEARS = (
     ("plain", 1024, 3072),
     ("argmax", 151936, 1024),
 )
-"""Of Llama-3.1-8B and Qwen3-0.6B."""
+"""Linear layers of Llama-3.1-8B and Qwen3-0.6B."""
 
 Timed = tuple[str, float, float]
-"""What, seconds, bytes."""
+"""Name, seconds and bytes of a kernel."""
 
 
 def randn(*shape: int) -> torch.Tensor:
-    """On the GPU, in the type that is measured."""
+    """Random numbers on the GPU, in the measured dtype."""
     return torch.randn(*shape, device=DEVICE).to(DTYPE)
 
 
 def rotated(timer: GraphTimer, nbytes: float, make: Callable[..., Callable[[], object]], *sizes: int) -> float:
-    """Seconds a call of what `make` returns, over as many sets of operands as are cold, 4 to 64."""
+    """Seconds per call of the function that `make` returns, over 4 to 64 sets of operands, so that caches are cold."""
     calls = [make(*sizes) for _ in range(min(max(int(COLD_BYTES / nbytes), 4), 64))]
 
     def all_calls() -> None:
@@ -78,7 +78,7 @@ def rotated(timer: GraphTimer, nbytes: float, make: Callable[..., Callable[[], o
 
 
 def make_norm(rows: int, size: int) -> Callable[[], object]:
-    """Residual and norm."""
+    """Residual addition and norm."""
     x, residual, weight = randn(rows, size), randn(rows, size), randn(size)
     return lambda: add_rms_norm(x, residual, weight, 1e-5)
 
@@ -90,7 +90,7 @@ def make_silu(rows: int, size: int) -> Callable[[], object]:
 
 
 def make_norm_quantize(rows: int, size: int, fused: bool) -> Callable[[], object]:
-    """Residual, norm and codes."""
+    """Residual addition, norm and quantization."""
     x, residual, weight = randn(rows, size), randn(rows, size), randn(size)
     if fused:
         return lambda: add_rms_norm_quantize(x, residual, weight, 1e-5, CODES)
@@ -98,7 +98,7 @@ def make_norm_quantize(rows: int, size: int, fused: bool) -> Callable[[], object
 
 
 def make_silu_quantize(rows: int, size: int, fused: bool) -> Callable[[], object]:
-    """Activation and codes."""
+    """Activation and quantization."""
     x = randn(rows, 2 * size)
     if fused:
         return lambda: silu_and_mul_quantize(x, CODES)
@@ -106,19 +106,19 @@ def make_silu_quantize(rows: int, size: int, fused: bool) -> Callable[[], object
 
 
 def make_argmax(rows: int, size: int) -> Callable[[], object]:
-    """Over the vocabulary."""
+    """Argmax over the vocabulary."""
     logits = randn(rows, size)
     return lambda: argmax_rows(logits)
 
 
 def make_angles(rows: int) -> Callable[[], object]:
-    """Of heads of 128."""
+    """Rotary embedding of heads of 128 dimensions."""
     positions, frequencies = torch.randint(0, 4096, (rows,), device=DEVICE), torch.rand(64, device=DEVICE)
     return lambda: angles(positions, frequencies, 1.0)
 
 
 def make_rope(rows: int, heads: int, normed: bool) -> Callable[[], object]:
-    """Norm of heads, rotation and cache write; 8 heads of keys and values."""
+    """Norm of heads, rotation and cache write; 8 KV heads."""
     qkv = randn(rows, (heads + 16) * 128)
     pages = torch.empty(2, -(-rows // 16) + 64, 16, 8, 128, dtype=DTYPE, device=DEVICE)
     slots = torch.randperm(pages.shape[1] * 16, device=DEVICE)[:rows]
@@ -148,8 +148,8 @@ def time_silu(timer: GraphTimer) -> list[Timed]:
 
 
 def time_quantize(timer: GraphTimer) -> list[Timed]:
-    """Fused: reads what norm or activation reads, writes codes and, of the norm, the residual; two: the 16-bit result
-    too, written and read."""
+    """Fused: reads the inputs of norm or activation, writes quantized values and the norm's residual. Two kernels: also
+    write and read the 16-bit result."""
     kinds: list[tuple[str, Callable[..., Callable[[], object]], Sequence[int], int]] = [
         ("norm", make_norm_quantize, HIDDEN, 3),
         ("silu", make_silu_quantize, INTERMEDIATE, 2),
@@ -186,12 +186,12 @@ def time_rope(timer: GraphTimer) -> list[Timed]:
 
 
 def time_host() -> list[Timed]:
-    """Host time of a launch, in seconds, eager and without a wait."""
+    """Host seconds per launch, eager, without waiting for the device."""
     x, weight, residual = randn(1, 4096), randn(4096), randn(1, 4096)
     qkv, pages = randn(1, 48 * 128), torch.empty(2, 4, 16, 8, 128, dtype=DTYPE, device=DEVICE)
     slots, frequencies = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.rand(64, device=DEVICE)
     cos, sin = angles(slots, frequencies, 1.0)
-    table = FewRowsTables("cuda:0").table(GemmShape(epilogue="plain", outputs=4096, inputs=4096, dtype="bfloat16"))
+    table = SkinnyGemms("cuda:0").gemm(GemmShape(epilogue="plain", outputs=4096, inputs=4096, dtype="bfloat16"))
     matrix, wide = randn(4096, 4096), randn(1, 8192)
     launch = table.launches[1]
     assert launch is not None
@@ -219,29 +219,29 @@ def time_host() -> list[Timed]:
     return found
 
 
-def time_linear(timer: GraphTimer, problem: GemmShape, show: int) -> list[Row]:
-    """Torch beside the best tile, at each number of rows; `show` tiles are printed."""
-    tasks = make_tasks(problem)
+def time_linear(timer: GraphTimer, gemm_shape: GemmShape, show: int) -> list[Row]:
+    """Torch next to the best tile, at each number of rows. Prints `show` tiles."""
+    tasks = make_tasks(gemm_shape)
     floor = tasks[0].operands[0].nbytes / BANDWIDTH
     found = []
     for task, pairs in zip(tasks, measure(tasks, timer), strict=True):
         rows = task.rows
         ranked = sorted((tile for tile in pairs if tile is not None), key=lambda tile: pairs[tile])
-        line = [f"{problem!s:<32}{rows:>3} rows  floor {floor * 1e6:6.1f}"]
+        line = [f"{gemm_shape!s:<32}{rows:>3} rows  floor {floor * 1e6:6.1f}"]
         for name, tile in (("torch", None), ("best", ranked[0])):
             pair, alone = pairs[tile], time_alone(timer, task, tile)
             rate = floor * BANDWIDTH / alone / 1e12
             line.append(f"{name} pair {pair * 1e6:6.1f} alone {alone * 1e6:6.1f} ({rate:4.2f} TB/s)")
-            found.append(Row(metric=f"{problem} {rows} rows, {name}, pair", value=pair * 1e6, unit="us"))
-            found.append(Row(metric=f"{problem} {rows} rows, {name}, alone", value=alone * 1e6, unit="us"))
+            found.append(Row(metric=f"{gemm_shape} {rows} rows, {name}, pair", value=pair * 1e6, unit="us"))
+            found.append(Row(metric=f"{gemm_shape} {rows} rows, {name}, alone", value=alone * 1e6, unit="us"))
         print("  ".join(line), flush=True)
         for tile in ranked[:show]:
             print(f"        {pairs[tile] * 1e6:6.1f}  {tile}")
     return found
 
 
-def time_alone(timer: GraphTimer, task: TuningTask, tile: Tile | None) -> float:
-    """Seconds of one multiplication between others of its kind."""
+def time_alone(timer: GraphTimer, task: TuningTask, tile: SkinnyTile | None) -> float:
+    """Seconds of one GEMM in a sequence of equal ones."""
     x = randn(task.rows, task.op.inputs)
 
     def calls() -> None:
@@ -251,18 +251,18 @@ def time_alone(timer: GraphTimer, task: TuningTask, tile: Tile | None) -> float:
     return timer.replayed(calls) / len(task.operands)
 
 
-def make_tasks(problem: GemmShape) -> list[TuningTask]:
-    """Layers enough to be cold."""
-    nbytes = problem.weight_rows * problem.inputs * DTYPE.itemsize
-    table = FewRowsTables(str(DEVICE)).table(problem)
+def make_tasks(gemm_shape: GemmShape) -> list[TuningTask]:
+    """A task with enough layers that caches are cold."""
+    nbytes = gemm_shape.weight_rows * gemm_shape.inputs * DTYPE.itemsize
+    table = SkinnyGemms(str(DEVICE)).gemm(gemm_shape)
     return group_calls(
-        AutotunedCall(op=table, operands=Operands(weights={"weight": randn(problem.weight_rows, problem.inputs)}))
+        AutotunedCall(op=table, operands=Operands(weights={"weight": randn(gemm_shape.weight_rows, gemm_shape.inputs)}))
         for _ in range(min(max(int(COLD_BYTES / nbytes) + 1, 2), 16))
     )
 
 
 def show(timed: Sequence[Timed]) -> list[Row]:
-    """Print a table of them."""
+    """Print a table of the times."""
     rows = []
     for name, seconds, nbytes in timed:
         rate = f"{nbytes / seconds / 1e9:7.0f} GB/s, floor {nbytes / BANDWIDTH * 1e6:7.1f} us" if nbytes else ""
@@ -297,8 +297,8 @@ def main() -> None:
             rows += show(time_host())
         if "linear" in arguments.only:
             for epilogue, outputs, inputs in LINEARS:
-                problem = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype="bfloat16")
-                rows += time_linear(timer, problem, 3 if arguments.tune else 0)
+                gemm_shape = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype="bfloat16")
+                rows += time_linear(timer, gemm_shape, 3 if arguments.tune else 0)
                 torch.cuda.empty_cache()
     if arguments.json is not None:
         machine = f"{torch.cuda.get_device_name(DEVICE)}, triton {triton.__version__}"

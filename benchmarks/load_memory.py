@@ -1,8 +1,8 @@
-"""GPU memory at its peak while weights are loaded and quantized, beside what stays.
+"""Peak GPU memory while weights are loaded and quantized, and what remains allocated afterwards.
 
     python benchmarks/load_memory.py [--model llama-3.1-8b] [--quant fp8] [--json FILE]
 
-Random bfloat16 weights, made layer by layer as a checkpoint's are read.
+Weights are random bfloat16, made layer by layer as a checkpoint's are read.
 """
 
 from __future__ import annotations

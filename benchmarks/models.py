@@ -1,8 +1,8 @@
-"""Model directories without weights, for engines that make random ones: config.json, and a tokenizer for servers.
+"""Writes model directories without weights, for --load-format dummy: config.json, and a tokenizer for servers.
 
     python benchmarks/models.py DIRECTORY [NAME ...]
 
-The sizes are those the models were published with.
+Sizes are those of the published models.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ W4A16: dict[str, Any] = {
         }
     },
 }
-"""quantization_config of compressed-tensors for all linear layers but the LM head."""
+"""quantization_config of compressed-tensors for all linear layers except the LM head."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_SMALL,
@@ -115,11 +115,11 @@ LINEARS = {
     "llama-3.1-8b": {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "qwen3-0.6b": {"qkv": (4096, 1024), "output": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)},
 }
-"""The linear layers of a block, merged as the engine merges them: rows of W, inputs."""
+"""The linear layers of a decoder block, merged as in the engine: rows of W, inputs."""
 
 
 def write_model(root: Path, name: str, *, tokenizer: bool = False) -> Path:
-    """Write one of MODELS below `root`; returns its directory."""
+    """Write one of MODELS below `root`. Returns its directory."""
     directory = root / name
     directory.mkdir(parents=True, exist_ok=True)
     config = MODELS[name]
@@ -130,7 +130,7 @@ def write_model(root: Path, name: str, *, tokenizer: bool = False) -> Path:
 
 
 def _write_tokenizer(directory: Path, config: dict[str, Any]) -> None:
-    """A tokenizer of bytes, padded with made-up words to the model's vocabulary, so that every token has a text."""
+    """A byte tokenizer, padded with artificial words to the model's vocabulary, so that every token has a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

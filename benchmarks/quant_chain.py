@@ -1,10 +1,10 @@
-"""The packed linear layers of a decoder's block one behind the other, as a decode step has them: microseconds a block.
+"""The quantized linear layers of a decoder block in sequence, as in a decode step: microseconds per block.
 
     python benchmarks/quant_chain.py [--models llama-3.1-8b qwen3-0.6b] [--kinds fp8 int8 4bit] [--rows 1 8]
 
-Attention is left out; norms are not. Few rows tell too little when a layer is timed by itself, since its programs share
-the GPU with those of the kernels before and behind it. The rules of weight_only_tiles.choose for up to 8 rows stand on
-this: printed is a block by the tiles that they choose, and for each layer the tiles that did best in its place.
+Attention is left out; norms are included. With few rows, timing one layer alone says too little, since its programs
+share the GPU with those of the kernels before and after. The rules of weight_only_tiles.default_tile for up to 8 rows
+rest on this benchmark. It prints a block's time with the default tiles, and for each layer the best tiles in its place.
 """
 
 from __future__ import annotations
@@ -21,31 +21,38 @@ from triton.errors import TritonError
 
 from engine.core.autotune import GraphTimer
 from engine.ops.common.launch import num_sms, shared_memory
-from engine.ops.gemm.packed_layout import CodeLayout, Layout, PackedMatrix
-from engine.ops.gemm.weight_only_launch import Multiplier
-from engine.ops.gemm.weight_only_tiles import FEW, GemmShape, Tile, VectorTile, choose, split
+from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix, W8Layout, WeightLayout
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+from engine.ops.gemm.weight_only_tiles import (
+    UNMEASURED_MAX_ROWS,
+    WeightOnlyShape,
+    WeightOnlyTile,
+    WeightOnlyVectorTile,
+    default_tile,
+    with_splits,
+)
 from engine.ops.norm.rms_norm import add_rms_norm
 
 BANDWIDTH = 4.2e12
 DTYPE = torch.bfloat16
 COLD_BYTES = 400e6
-"""Weights of one replay together, some L2 caches of an H200."""
-LAYOUTS: dict[str, Layout | CodeLayout] = {
-    "fp8": CodeLayout(dtype="float8_e4m3fn"),
-    "int8": CodeLayout(dtype="int8"),
-    "4bit": Layout.choose(4, 128),
+"""Bytes of weights that one replay reads: some L2 caches of an H200."""
+LAYOUTS: dict[str, WeightLayout] = {
+    "fp8": W8Layout(dtype="float8_e4m3fn"),
+    "int8": W8Layout(dtype="int8"),
+    "4bit": GroupedLayout.choose(4, 128),
 }
 VECTORS = ((2, 8, 2), (4, 4, 1), (4, 8, 2), (4, 16, 4), (8, 4, 1), (8, 8, 2))
-"""Rows of W, blocks and warps of tiles for one row of x."""
+"""(rows of W, blocks, warps) of tiles for one row of x."""
 MATRICES = ((16, 1, 6), (32, 1, 6), (32, 2, 6), (64, 2, 6), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 4, 6))
-"""Rows of W, warps and stages of those for up to FEW."""
+"""(rows of W, warps, stages) of tiles for up to UNMEASURED_MAX_ROWS rows."""
 BEST = 4
 
-Chosen = Mapping[str, Tile | VectorTile]
+Chosen = Mapping[str, WeightOnlyTile | WeightOnlyVectorTile]
 
 
 class Chain:
-    """Blocks of random weights, more than the cache keeps."""
+    """Decoder blocks of random weights, more than the cache holds."""
 
     def __init__(self, model: str, kind: str, device: torch.device) -> None:
         self.device = device
@@ -58,45 +65,49 @@ class Chain:
             for _ in range(max(4, int(COLD_BYTES / self.nbytes)))
         ]
         self._norm = torch.ones(self.shapes["qkv"][1], dtype=DTYPE, device=device)
-        self._multiplier = Multiplier(device)
+        self._multiplier = WeightOnlyMatmul(device)
 
     def _pack(self, outputs: int, inputs: int) -> PackedMatrix:
-        if isinstance(self.layout, CodeLayout):
-            codes = torch.randint(-127, 127, (outputs, inputs), device=self.device)
+        if isinstance(self.layout, W8Layout):
+            values = torch.randint(-127, 127, (outputs, inputs), device=self.device)
             if self.layout.dtype != "int8":
-                codes = codes / 64
-            words = self.layout.words(self.layout.pack(codes.to(getattr(torch, self.layout.dtype))))
+                values = values / 64
+            packed = self.layout.as_words(self.layout.pack(values.to(getattr(torch, self.layout.dtype))))
             scales = torch.rand(outputs, device=self.device) / inputs
-            return PackedMatrix(words=words, scales=scales, layout=self.layout)
+            return PackedMatrix(packed=packed, scales=scales, layout=self.layout)
         values = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=self.device)
         scales = (torch.rand(inputs // 128, outputs, device=self.device) / inputs).to(DTYPE)
-        words, entries = self.layout.pack(values, scales, None, 128, DTYPE)
-        return PackedMatrix(words=words, scales=entries, layout=self.layout)
+        packed, entries = self.layout.pack(values, scales, None, 128, DTYPE)
+        return PackedMatrix(packed=packed, scales=entries, layout=self.layout)
 
-    def problem(self, name: str) -> GemmShape:
-        """Of one of the layers."""
+    def gemm_shape(self, name: str) -> WeightOnlyShape:
+        """The GEMM shape of a layer."""
         rows, inputs = self.shapes[name]
-        return GemmShape(gated=name == "gate_up", weight_rows=rows, inputs=inputs, layout=self.layout, dtype=DTYPE)
+        return WeightOnlyShape(
+            gated=name == "gate_up", weight_rows=rows, inputs=inputs, layout=self.layout, dtype=DTYPE
+        )
 
-    def usual(self, name: str, rows: int) -> Tile | VectorTile:
-        """What the engine takes."""
-        tile = choose(self.problem(name), rows, num_sms(self.device), shared_memory(self.device))
+    def default(self, name: str, rows: int) -> WeightOnlyTile | WeightOnlyVectorTile:
+        """The engine's default tile."""
+        tile = default_tile(self.gemm_shape(name), rows, num_sms(self.device), shared_memory(self.device))
         assert tile is not None, "few rows are not left to the library"
         return tile
 
-    def tiles(self, name: str, rows: int) -> list[Tile | VectorTile]:
-        """To try in its place, itself first."""
-        found: list[Tile | VectorTile] = [self.usual(name, rows)]
+    def tiles(self, name: str, rows: int) -> list[WeightOnlyTile | WeightOnlyVectorTile]:
+        """Tiles to try for a layer, the default first."""
+        found: list[WeightOnlyTile | WeightOnlyVectorTile] = [self.default(name, rows)]
         if rows == 1:
-            found += [VectorTile(rows=count, blocks=blocks, warps=warps) for count, blocks, warps in VECTORS]
+            found += [WeightOnlyVectorTile(rows=count, blocks=blocks, warps=warps) for count, blocks, warps in VECTORS]
         for count, warps, stages in MATRICES:
-            tile = Tile(rows=count, columns=FEW, warps=warps, stages=stages, step=min(256, self.layout.block))
+            tile = WeightOnlyTile(
+                rows=count, columns=UNMEASURED_MAX_ROWS, warps=warps, stages=stages, step=min(256, self.layout.block)
+            )
             if tile.shared_memory(self.layout) <= shared_memory(self.device):
-                found.append(split(tile, self.problem(name), rows, num_sms(self.device)))
+                found.append(with_splits(tile, self.gemm_shape(name), rows, num_sms(self.device)))
         return list(dict.fromkeys(found))
 
     def compile(self, rows: int) -> None:
-        """All of them, in threads."""
+        """Compile all tiles, in threads."""
         with (
             ThreadPoolExecutor(os.cpu_count() or 1) as threads,
             triton.AsyncCompileMode(threads, ignore_errors=True),
@@ -107,10 +118,10 @@ class Chain:
                     self._multiplier.compile(x, self.blocks[0][name], None, name == "gate_up", tile)
 
     def run(self, x: torch.Tensor, residual: torch.Tensor, chosen: Chosen) -> torch.Tensor:
-        """x, residual: [rows, hidden size] -> the same after all blocks. Attention's result is the queries."""
+        """x, residual: [rows, hidden size] -> the same after all blocks. The queries stand for attention's result."""
 
         def multiply(block: Mapping[str, PackedMatrix], name: str, x: torch.Tensor) -> torch.Tensor:
-            return self._multiplier.by_tiles(x, block[name], None, name == "gate_up", chosen[name])
+            return self._multiplier.multiply_by_tile(x, block[name], None, name == "gate_up", chosen[name])
 
         for block in self.blocks:
             x, residual = add_rms_norm(x, residual, self._norm, 1e-5)
@@ -121,7 +132,7 @@ class Chain:
 
 
 def measure(chain: Chain, rows: int, timer: GraphTimer) -> None:
-    """Print a block's time, and for each layer the best tiles while the others have the usual ones."""
+    """Print a block's time, and for each layer the best tiles while the other layers have their default."""
     chain.compile(rows)
     hidden = chain.shapes["qkv"][1]
     x, residual = torch.randn(2, rows, hidden, device=chain.device).to(DTYPE)
@@ -129,19 +140,19 @@ def measure(chain: Chain, rows: int, timer: GraphTimer) -> None:
     def seconds(chosen: Chosen) -> float:
         return min(timer.replayed(lambda: chain.run(x, residual.clone(), chosen)) for _ in range(2)) / len(chain.blocks)
 
-    usual = {name: chain.usual(name, rows) for name in chain.shapes}
+    default = {name: chain.default(name, rows) for name in chain.shapes}
     floor = chain.nbytes / BANDWIDTH * 1e6
-    print(f"{rows} rows: {seconds(usual) * 1e6:.1f} us a block, reading takes {floor:.1f}", flush=True)
+    print(f"{rows} rows: {seconds(default) * 1e6:.1f} us a block, reading takes {floor:.1f}", flush=True)
     for name in chain.shapes:
         timed = []
         for tile in chain.tiles(name, rows):
             try:
-                timed.append((seconds({**usual, name: tile}) * 1e6, tile))
+                timed.append((seconds({**default, name: tile}) * 1e6, tile))
             except (TritonError, RuntimeError) as error:  # the compiler's passes raise the latter
                 print(f"    {name}: {tile} fails: {error}")
         timed.sort(key=lambda pair: pair[0])
         for time, tile in timed[:BEST]:
-            print(f"    {name:8s} {time:7.1f}  {tile}{'  (chosen)' if tile == usual[name] else ''}", flush=True)
+            print(f"    {name:8s} {time:7.1f}  {tile}{'  (chosen)' if tile == default[name] else ''}", flush=True)
 
 
 def main() -> None:
@@ -149,7 +160,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(LINEARS), default=list(LINEARS))
     parser.add_argument("--kinds", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--rows", nargs="*", type=int, choices=range(1, FEW + 1), default=[1, FEW])
+    parser.add_argument(
+        "--rows", nargs="*", type=int, choices=range(1, UNMEASURED_MAX_ROWS + 1), default=[1, UNMEASURED_MAX_ROWS]
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda", 0)

@@ -39,11 +39,11 @@ class Case:
 
     name: str
     method: str | None
-    """None: the model as it is."""
+    """None: the unquantized model."""
     options: Mapping[str, Any] = {}
-    """Of Settings.choose."""
+    """Arguments of Settings.choose."""
     engine: Mapping[str, Any] = {}
-    """Settings of the engine that it is served with."""
+    """Settings of the engine that serves it."""
 
 
 CASES = (
@@ -64,7 +64,7 @@ CASES = (
 
 
 def calibration_text(length: int, seed: int = 0) -> str:
-    """Whole modules that the demo model was trained on, in an order that the seed makes, up to so many characters."""
+    """Whole modules that the demo model was trained on, in an order given by the seed, up to this many characters."""
     sources = training_sources()
     assert not {source.module for source in sources} & set(HELD_OUT)
     random.Random(seed).shuffle(sources)
@@ -77,7 +77,7 @@ def calibration_text(length: int, seed: int = 0) -> str:
 
 
 def measure(case: Case, model: Path, text: str, calibration: Calibration, folder: Path, device: str) -> list[Row]:
-    """Quantize, and serve: perplexity, bytes, and the seconds that quantizing took."""
+    """Quantize and serve: perplexity, bytes, and the seconds that quantizing took."""
     directory, seconds = model, 0.0
     if case.method is not None:
         directory = folder / case.name.replace(" ", "-")
@@ -97,7 +97,7 @@ def measure(case: Case, model: Path, text: str, calibration: Calibration, folder
 
 
 def chosen(names: str | None) -> Sequence[Case]:
-    """Cases by their names, with semicolons between, or all; the model as it is always among them."""
+    """Cases by name, separated by semicolons, or all. The unquantized model is always included."""
     if names is None:
         return CASES
     wanted = [name.strip() for name in names.split(";")]

@@ -1,4 +1,4 @@
-"""A hop from one writer to four readers: how long it takes and what it burns, beside ZeroMQ and a ring that spins.
+"""Latency and CPU time of a hop from one writer to four readers, compared with ZeroMQ and a spinning ring.
 
     python benchmarks/ring.py --json benchmarks/results/ring.json
     python benchmarks/ring.py --only ring "spinning Python ring" --intervals 2000 --work 60

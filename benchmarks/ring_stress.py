@@ -5,7 +5,7 @@
 Each round has a writer and 1 to 8 readers, processes all, and a supervisor that sees who dies and, as an executor does,
 drops a dead reader or interrupts the ring. In half of the rounds the writer announces messages at random, some of them
 twice, and at the end some that never come. What must arrive follows from the round's seed, so a reader checks each
-message whole. A round fails if a message is lost, doubled or torn, if somebody hangs, or if shared memory or
+message whole. A round fails if a message is lost, doubled or torn, if a process hangs, or if shared memory or
 descriptors stay behind. The first failure ends the script.
 """
 
@@ -28,16 +28,16 @@ MIB = 2**20
 PATIENCE = 60.0
 """Seconds after which a process has hung."""
 VICTIMS = ("nobody", "writer", "reader", "reader", "all")
-"""The reader's death ends in a drop one time, in an interrupt the other."""
+"""Twice a reader: its death leads to a drop or to an interrupt."""
 TORN, ENDED = 3, 0
 
 
 class Failure(Exception):  # noqa: N818
-    """What is wrong with a round."""
+    """A round has failed."""
 
 
 class Round:
-    """One ring, and what happens to it; everything follows from the seed."""
+    """One ring and its random events, all determined by the seed."""
 
     def __init__(self, seed: int, implementation: str, blob: bytes, largest: int) -> None:
         self.seed = seed
@@ -161,7 +161,7 @@ class Round:
         return f"{self.victim} {'killed' if died else 'in peace'}" if self.victim != "nobody" else "nobody killed"
 
     def check(self, died: set[int]) -> None:
-        """Everybody alive has all that was sent, but for a message under way when somebody died."""
+        """Every live process has received all messages, except one that was being sent when a process died."""
         sent = self.counts[8]
         received = [self.counts[index] for index in range(self.readers) if index not in died]
         if not died and sent != self.messages:

@@ -1,12 +1,12 @@
-"""Decode steps and prompts of a model shared by 1, 2, ... devices, and the share of time in sums over them.
+"""Times of decode and prefill with 1, 2, ... tensor-parallel ranks, and the fraction of a step spent in all-reduces.
 
     python benchmarks/tensor_parallel.py [--model llama-3.1-8b] [--ranks 1 2] [--json FILE]
 
-Each rank is an engine in a process of its own which plans the same steps, so that the profiler sees a rank's kernels;
-`engine bench latency --tp N` measures the same steps as they are served, with the ranks as workers. Random weights.
+Each rank is an engine in its own process that plans the same steps, so that the profiler sees a rank's kernels.
+`engine bench latency --tp N` measures the same steps as served, with the ranks as workers. Random weights.
 
-A sum waits for the slowest rank, and under the profiler ranks drift apart. So of each sum the time counts that it took
-on the rank that came to it last, the shortest of all; a sum in one kernel with the norm behind it counts whole.
+An all-reduce waits for the slowest rank, and under the profiler ranks drift apart. So the time that counts is that of
+the rank that started it last, the shortest of all. An all-reduce fused with a norm counts as a whole.
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ from engine.core.executors import Deployment
 from engine.plugins.executors.uniproc import UniprocExecutor
 
 SUMS = ("all_reduce", "AllReduce")
-"""In the names of kernels that sum over ranks."""
+"""Substrings of the names of kernels that all-reduce."""
 INPUTS = 128
-"""Prompt tokens of a sequence that decodes."""
+"""Prompt tokens per decoding sequence."""
 
 
 def rank_executor(rank: int, ranks: int, meet: str) -> type[UniprocExecutor]:
-    """An executor in this process that has one rank's share of the model. meet: a file that all ranks see."""
+    """An executor in this process for one rank of the model. meet: path of a file that all ranks see."""
     from engine.core.distributed import Rendezvous, join
 
-    class OneRankOfThem(UniprocExecutor):
+    class SingleRankExecutor(UniprocExecutor):
         def __init__(self, deployment: Deployment, options: Any) -> None:
             super().__init__(deployment, options)
             group = join(Rendezvous(rank=rank, ranks=ranks, place=meet), self._device)
             self._runner = deployment.make_runner(group)
 
-    return OneRankOfThem
+    return SingleRankExecutor
 
 
 @frozen(kw_only=True)
 class Sums:
-    """What one rank spent on sums over ranks, in steps of one batch."""
+    """Time that one rank spent in all-reduces, in steps of one batch size."""
 
     batch: int
     step: float
-    """us, without the profiler."""
+    """Microseconds per step, without the profiler."""
     a_step: float
-    """How many there are in one."""
+    """All-reduces per step."""
     spent: list[float]
-    """us of each, in the order in which they ran."""
+    """Microseconds of each all-reduce, in order of execution."""
 
 
 def share_of_sums(ranks: Sequence[Sums]) -> float:
-    """The share of a step that goes into sums, by what all ranks spent on the same ones."""
-    # Steps were under way as the profiler began, but none as it ended.
+    """The fraction of a step spent in all-reduces, from the times of all ranks."""
+    # Steps were in progress when the profiler started, but none when it ended.
     count = min(len(one.spent) for one in ranks)
     least = [min(same) for same in zip(*(one.spent[-count:] for one in ranks), strict=True)]
     return statistics.mean(least) * ranks[0].a_step / ranks[0].step
 
 
 def measure_rank(arguments: argparse.Namespace) -> tuple[list[Row], list[Sums]]:
-    """The figures of this rank, whose share of the work is that of each other, and what it spends on sums."""
+    """This rank's step times, and its time in all-reduces."""
     from engine.cli.bench import latency
     from engine.cli.bench.profile import profile_decode
 
@@ -108,7 +108,7 @@ def measure_rank(arguments: argparse.Namespace) -> tuple[list[Row], list[Sums]]:
 
 
 def run_ranks(ranks: int, arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
-    """Rank 0's figures, of one run by so many, and the share of sums."""
+    """Rank 0's step times in one run with that number of ranks, and the fraction spent in all-reduces."""
     meet, results = directory / f"meet-{ranks}", [directory / f"result-{ranks}-{rank}" for rank in range(ranks)]
     command = [sys.executable, __file__, "--model", arguments.model, "--device", arguments.device]
     command += ["--steps", str(arguments.steps), "--batches", *map(str, arguments.batches), "--meet", str(meet)]

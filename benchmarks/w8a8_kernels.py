@@ -1,11 +1,11 @@
-"""Products of eight-bit codes by themselves: every tile that is measured at start, beside torch's kernels.
+"""W8A8 GEMMs, one at a time: every autotuning candidate, compared with torch's kernels.
 
     python benchmarks/w8a8_kernels.py [--kinds fp8 int8] [--shapes down ...] [--rows 64 128 ...]
 
-Shapes are those of Llama-3.1-8B and, if asked for, Qwen3-0.6B. Weights rotate over more memory than the L2 cache keeps,
-as far as so many are needed; x is quantized already. Printed are microseconds, 10^12 operations a second and the error
-relative to float32, the fastest first. `row-wise` and `tensor-wise` are torch._scaled_mm by one scale a row and by one
-alone (not what is needed, but what can be had), `_int_mm` is torch's without scales, which writes sums as int32.
+Shapes are those of Llama-3.1-8B and, on request, Qwen3-0.6B. Weights rotate over more memory than the L2 cache holds,
+up to MAX_COPIES copies; x is quantized beforehand. Prints microseconds, 10^12 operations per second and the error
+relative to float32, the fastest first. `row-wise` and `tensor-wise` are torch._scaled_mm with a scale per row and per
+tensor (the latter computes something else, for comparison); `_int_mm` is torch's without scales, which writes int32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.runtime.errors import OutOfResources
 
 from engine.core.autotune import GraphTimer
 from engine.ops.activation.quantize_rows import quantize_rows
-from engine.ops.gemm.scaled_matmul import MatmulTile, compile_matmul, matmul
+from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul
 
@@ -34,17 +34,17 @@ LINEARS = models.LINEARS["llama-3.1-8b"]
 SMALL = {f"small_{name}": shape for name, shape in models.LINEARS["qwen3-0.6b"].items()}
 ROWS = (64, 128, 256, 8192)
 COLD_BYTES = 150e6
-MOST_COPIES = 8
+MAX_COPIES = 8
 CHECKED_ROWS = 300
 UNSCALED = ("tensor-wise", "_int_mm")
-"""Compute something else."""
+"""Ways whose results differ by the missing scales, and are not checked."""
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 @frozen(kw_only=True, eq=False)
 class Product:
-    """One multiplication."""
+    """One GEMM."""
 
     x: torch.Tensor
     x_scale: torch.Tensor
@@ -55,32 +55,32 @@ class Product:
 
     @classmethod
     def make(cls, kind: str, rows: int, outputs: int, inputs: int, workspace: Workspace) -> Product:
-        """Of random numbers."""
+        """A product of random operands."""
         x, x_scale = quantize_rows(torch.randn(rows, inputs, device=DEVICE).bfloat16(), KINDS[kind])
         weight, scale = quantize_rows(torch.randn(outputs, inputs, device=DEVICE).bfloat16(), KINDS[kind])
-        copies = min(max(int(COLD_BYTES / weight.nbytes), 2), MOST_COPIES)
+        copies = min(max(int(COLD_BYTES / weight.nbytes), 2), MAX_COPIES)
         weights = [weight, *(weight.clone() for _ in range(copies - 1))]
         return cls(x=x, x_scale=x_scale, weights=weights, scale=scale, workspace=workspace)
 
     @property
-    def candidates(self) -> list[MatmulTile]:
-        """That are measured at start for so many rows."""
+    def candidates(self) -> list[W8A8Tile]:
+        """The autotuning candidates for this number of rows."""
         outputs, inputs = self.weights[0].shape
         multiplier = W8A8Matmul(self.workspace, self.x.dtype, outputs, inputs, torch.bfloat16)
         rows = next((most for most in ROW_CLASSES if most >= self.x.shape[0]), ROW_CLASSES[-1])
         return [tile for tile in multiplier.candidates(rows) if tile is not None]
 
-    def by_tile(self, tile: MatmulTile) -> Call:
+    def by_tile(self, tile: W8A8Tile) -> Call:
         """By our kernel."""
         more = (self.scale, None, torch.bfloat16, tile, self.workspace)
         return lambda weight: matmul(self.x, self.x_scale, weight, *more)
 
-    def compile(self, tile: MatmulTile) -> None:
-        """What `by_tile` will launch."""
+    def compile(self, tile: W8A8Tile) -> None:
+        """Compile what `by_tile` will launch."""
         compile_matmul(self.x, self.x_scale, self.weights[0], self.scale, None, torch.bfloat16, tile, self.workspace)
 
     def ways(self) -> Iterator[tuple[str, Call]]:
-        """All, by name."""
+        """All ways, by name."""
         for tile in self.candidates:
             yield str(tile), self.by_tile(tile)
         if self.x.dtype == torch.int8:
@@ -96,14 +96,14 @@ class Product:
             )
 
     def error(self, call: Call) -> float:
-        """Of the last rows, relative to float32."""
+        """The error of the last rows, relative to float32."""
         exact = F.linear(self.x[-CHECKED_ROWS:].float(), self.weights[0].float())
         exact *= self.x_scale[-CHECKED_ROWS:, None] * self.scale[None, :]
         got = call(self.weights[0])[-CHECKED_ROWS:].float()
         return float((got - exact).norm() / exact.norm())
 
     def seconds(self, timer: GraphTimer, call: Call) -> float:
-        """Of one, cold."""
+        """Seconds of one call, weights not in cache."""
         return timer.replayed(lambda: [call(weight) for weight in self.weights] and None) / len(self.weights)
 
 

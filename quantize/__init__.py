@@ -1,7 +1,7 @@
 """Writing quantized checkpoints in the standard formats: what `engine quantize` does.
 
-settings.py says what is wanted, run.py does it, layer by layer. The algorithms (grid.py, gptq.py, awq.py) know of
-matrices only; formats.py knows how numbers are stored, output.py how files are written.
+settings.py holds the settings, run.py a run, layer by layer. The algorithms (grid.py, gptq.py, awq.py) work on matrices
+only; formats.py defines how quantized weights are stored, output.py how files are written.
 """
 
 if __name__ != "engine.quantize":

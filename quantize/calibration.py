@@ -1,4 +1,4 @@
-"""Calibration text: what files hold, cut into samples of tokens."""
+"""Calibration text: reads files and cuts them into samples of tokens."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from engine.quantize.settings import STATIC, Settings
 
 @frozen(kw_only=True)
 class Calibration:
-    """Which text shows how large activations are."""
+    """The text from which magnitudes of activations are measured."""
 
     files: tuple[Path, ...]
     samples: int = 128
     length: int = 2048
-    """Tokens of a sample."""
+    """Tokens per sample."""
     seed: int = 0
-    """Of the choice of samples."""
+    """Seed of the choice of samples."""
 
     def read(self) -> str:
-        """The text of all files. Raises ConfigError for one that cannot be read."""
+        """The text of all files. Raises ConfigError if a file cannot be read."""
         return "\n".join(read_text(file, "--calibration") for file in self.files)
 
     def draw(self, tokenizer: Tokenizer, max_len: int) -> torch.Tensor:
-        """[samples, length] tokens: pieces of the text that do not overlap, in an order that the seed makes.
+        """[samples, length] tokens: parts of the text that do not overlap, in a random order by the seed.
 
-        Raises ConfigError for text that is too short, or samples longer than the model's context.
+        Raises ConfigError if the text is too short, or samples are longer than the model's context.
         """
         if self.samples < 1 or self.length < 1:
             raise ConfigError(f"--samples {self.samples} of --sample-length {self.length} are none; give 1 or more")
@@ -51,13 +51,13 @@ class Calibration:
         return torch.tensor(tokens[: pieces * self.length]).view(pieces, self.length)[chosen]
 
     def fingerprint(self) -> str:
-        """Tells these samples from others."""
+        """Identifies these samples."""
         text = repr((self.samples, self.length, self.seed, self.read()))
         return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def read_text(file: Path, flag: str) -> str:
-    """A file's text. Raises ConfigError, naming the option, for one that cannot be read."""
+    """A file's text. Raises ConfigError, naming the option, if it cannot be read."""
     try:
         return file.read_bytes().decode()
     except OSError as error:
@@ -67,7 +67,7 @@ def read_text(file: Path, flag: str) -> str:
 
 
 def no_calibration(settings: Settings) -> ConfigError:
-    """What to say where text is needed and none is given."""
+    """The error message for a method that needs text, without a text."""
     what, instead = settings.method, "a method without: fp8, int8 or rtn, with dynamic activations"
     if settings.activations == STATIC:
         what = f"{settings.method} with static activations"

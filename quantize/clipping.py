@@ -1,6 +1,6 @@
-"""Ranges of groups: numbers at a group's ends may be cut off, where the finer steps in between gain more.
+"""Clipped ranges of groups: cutting off a group's extremes may cost less than its finer steps gain.
 
-AutoAWQ searches so after scaling; it serves GPTQ as well, wherever scales are chosen before codes.
+AutoAWQ does this search after scaling. It also serves GPTQ, if scales are chosen before quantized values.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 from engine.quantize.grid import Grid, grouped
 
 SHRINKS = 10
-"""Shares of a group's range that are tried: 1 downwards in steps of 0.05."""
+"""Fractions of a group's range that are tried: from 1 down in steps of 0.05."""
 
 
 def clip(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bounds for round_to_nearest that lose least: each group's range, shrunk by a share of its own.
+    """Bounds for round_to_nearest with the smallest error: each group's range, shrunk by its own fraction.
 
-    A group's error is taken by itself, without what it has in common with others': tr(D H_gg D^T).
+    A group's error is tr(D H_gg D^T), without its correlation with other groups' errors.
     """
     groups = grouped(weight, group_size).transpose(0, 1)  # [groups, outputs, inputs of a group]
     count, _, size = groups.shape

@@ -1,8 +1,8 @@
-"""Running a model one decoder layer at a time, so that no more than a layer and its activations are in memory.
+"""Runs a model one decoder layer at a time, so that memory holds only one layer and its activations.
 
-The layers are transformers': each of its linear layers is a module of its own with a plain weight that can be replaced,
-and a layer runs by itself. The engine's merge several, repack them and write to a paged cache, and its models run as a
-whole. Arithmetic is float32, so that errors are those of the codes alone.
+The layers are those of transformers, where each linear layer is a module with a plain weight that can be replaced, and
+a decoder layer can run alone. The engine merges linear layers, repacks weights and writes to a paged cache, and runs
+models as a whole. Arithmetic is float32, so that quantization is the only error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.quantize.source import DecoderLayer, Source
 
 
 class Inputs:
-    """What a linear layer's inputs are like, over all tokens of the calibration text."""
+    """Statistics of a linear layer's inputs, over all tokens of the calibration text."""
 
     def __init__(self) -> None:
         self.hessian: torch.Tensor | None = None
@@ -49,7 +49,7 @@ class Inputs:
         self.peak = max(self.peak, float(x.abs().max()))
 
 
-class _Enough(Exception):  # noqa: N818  (ends a pass early; no error)
+class _Enough(Exception):  # noqa: N818  (ends a pass early, and is no error)
     pass
 
 
@@ -57,7 +57,7 @@ class Decoder:
     """A checkpoint's decoder layers, run over samples of text."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
-        """Raises CheckpointError for an architecture that transformers does not build of `model.layers`."""
+        """Raises CheckpointError if the architecture has no `model.layers` in transformers."""
         import transformers
 
         library: Any = transformers  # without types
@@ -72,7 +72,7 @@ class Decoder:
             self._body: Any = model.model.eval()
             self._layers: Sequence[nn.Module] = self._body.layers
             self._body.rotary_emb = type(self._body.rotary_emb)(config=config).to(device)
-        except Exception as error:  # transformers raises of every kind for what it does not know
+        except Exception as error:  # transformers raises errors of any class for unknown architectures
             raise CheckpointError(
                 f"text cannot be run through {source.checkpoint.path} layer by layer: {type(error).__name__}: {error};"
                 " methods that need no calibration text (fp8, int8, rtn) may work"
@@ -81,11 +81,11 @@ class Decoder:
 
     @torch.no_grad()
     def embed(self, samples: torch.Tensor) -> list[torch.Tensor]:
-        """samples: [samples, tokens] -> what goes into the first decoder layer, [1, tokens, hidden_size] each."""
+        """samples: [samples, tokens] -> the inputs of the first decoder layer, [1, tokens, hidden_size] each."""
         embedding = self._body.embed_tokens
         weight = self._source.read("model.embed_tokens.weight").float().to(self.device)
         embedding.load_state_dict({"weight": weight}, assign=True)
-        self._body.norm.to_empty(device=self.device)  # its result is thrown away
+        self._body.norm.to_empty(device=self.device)  # its result is discarded
         self._arguments = [{} for _ in self._layers]
         hidden: list[torch.Tensor] = []
 
@@ -95,7 +95,7 @@ class Decoder:
                 hidden.append(states)
             return states
 
-        # The model itself knows what masks and angles each layer wants; they are the same for all samples.
+        # The model computes the masks and angles of each layer; they are the same for all samples.
         for number, layer in enumerate(self._layers):
             layer.forward = partial(record, number)
         for sample in samples.to(self.device):
@@ -107,9 +107,9 @@ class Decoder:
         return hidden
 
     def load(self, layer: DecoderLayer, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-        """The module of a decoder layer with these tensors (by names within the layer), in float32 on the device.
+        """Load these tensors (by names within the layer) into a decoder layer's module, in float32 on the device.
 
-        Raises CheckpointError where the checkpoint's names are not transformers'.
+        Raises CheckpointError if their names differ from those in transformers.
         """
         module = self.module(layer)
         try:
@@ -117,7 +117,7 @@ class Decoder:
                 {
                     name: tensor.to(self.device, torch.float32, copy=True)
                     for name, tensor in tensors.items()
-                    if not name.endswith("rotary_emb.inv_freq")  # in older checkpoints; nobody reads it
+                    if not name.endswith("rotary_emb.inv_freq")  # in older checkpoints, not read
                 },
                 assign=True,
             )
@@ -129,7 +129,7 @@ class Decoder:
         return module
 
     def module(self, layer: DecoderLayer) -> nn.Module:
-        """The module of a decoder layer; its weights are there between `load` and `drop`."""
+        """The module of a decoder layer. It has weights between `load` and `drop`."""
         return self._layers[layer.number]
 
     def drop(self, layer: DecoderLayer) -> None:
@@ -144,18 +144,18 @@ class Decoder:
         module: nn.Module | None = None,
         cache: KVPeaks | None = None,
     ) -> torch.Tensor:
-        """One sample through a decoder layer (or another module in its place). cache: is shown keys and values."""
+        """Run one sample through a decoder layer (or another module in its place). cache: records keys and values."""
         chosen: Callable[..., torch.Tensor] = module or self._layers[layer.number]
         arguments = self._arguments[layer.number]
         return chosen(hidden, **(arguments if cache is None else {**arguments, "past_key_values": cache}))
 
     def advance(self, layer: DecoderLayer, hidden: list[torch.Tensor], cache: KVPeaks | None = None) -> None:
-        """All samples through a decoder layer, in place."""
+        """Run all samples through a decoder layer, in place."""
         for number, states in enumerate(hidden):
             hidden[number] = self.run(layer, states, cache=cache)
 
     def watch(self, layer: DecoderLayer, names: Sequence[str], hidden: Sequence[torch.Tensor]) -> dict[str, Inputs]:
-        """The inputs of linear layers of a decoder layer. The layer is run as far as the last of them."""
+        """Measure the inputs of linear layers of a decoder layer. Runs the layer up to the last of them."""
         module = self.module(layer)
         found = {name: Inputs() for name in names}
         waiting: set[str] = set()

@@ -1,7 +1,7 @@
-"""Where AWQ's scales go: an input is divided by its scale in what computes it, a norm or another linear layer.
+"""Folds AWQ's scales into the layer before: the norm or linear layer that computes an input divides it by its scale.
 
-Exact where that is linear: a norm's weight; the outputs of up_proj, which are multiplied by the gate's; the outputs of
-v_proj, which attention averages (each of its heads serves several query heads, which then share its scales).
+This is exact where results are linear in the divided weights: a norm's weight; up_proj, whose outputs are multiplied by
+the gate's; v_proj, whose outputs attention averages (query heads that share a value head also share its scales).
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import nn
 from engine.core.errors import CheckpointError
 
 NORMS = {"q_proj": "input_layernorm", "gate_proj": "post_attention_layernorm"}
-"""First of the linear layers that share their inputs -> the norm before them."""
+"""First of the linear layers that share inputs -> the norm before them."""
 LINEARS = {"down_proj": "mlp.up_proj", "o_proj": "self_attn.v_proj"}
-"""Linear layer -> the one before it."""
+"""Linear layer -> the linear layer before it."""
 
 
 @frozen(kw_only=True)
 class Fold:
-    """Linear layers that share their inputs, and what these inputs come from. Names within the decoder layer."""
+    """Linear layers that share their inputs, and the layer that computes them. Names within the decoder layer."""
 
     linears: tuple[str, ...]
     before: str
     shared: torch.Tensor | None = None
-    """[inputs] int64: the output of `before` that each input comes from; None: the one of its own number."""
+    """[inputs] int64: the output of `before` that is each input; None: the same index."""
 
     def apply(self, layer: nn.Module, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Divide what computes the inputs, multiply the weights; returns the scales as they turned out, [inputs].
+        """Divide in the layer before, multiply the weights. Returns the scales after rounding: [inputs].
 
-        scales: [inputs], equal where `shared` is. dtype: a norm is stored in it, and is rounded to it before the
-        weights are multiplied, so that the two cancel but for float32's own rounding.
+        scales: [inputs], equal where `shared` is. dtype: of the stored norm, which is rounded to it before the weights
+        are multiplied, so that the two cancel up to rounding in float32.
         """
         source = layer.get_submodule(self.before)
         weight = _data(source, "weight")
@@ -56,10 +56,10 @@ class Fold:
 
 
 def find_folds(layer: nn.Module, merged: Sequence[Sequence[str]], head_dim: int) -> list[Fold]:
-    """What can be scaled in a decoder layer, in the order in which it is computed.
+    """The linear layers of a decoder layer that can be scaled, in the order of computation.
 
-    merged: names of linear layers within it, those that share their inputs together.
-    Raises CheckpointError for a layer that has none of the known names.
+    merged: names of linear layers within it, grouped by shared inputs.
+    Raises CheckpointError if the layer has none of the known names.
     """
     modules = dict(layer.named_modules())
     folds = []
@@ -75,7 +75,7 @@ def find_folds(layer: nn.Module, merged: Sequence[Sequence[str]], head_dim: int)
         shared = None
         if first == "o_proj":
             heads = torch.arange(inputs // head_dim)
-            serves = inputs // source.out_features  # query heads that one head of values serves
+            serves = inputs // source.out_features  # query heads per value head
             shared = ((heads // serves)[:, None] * head_dim + torch.arange(head_dim)).flatten()
             shared = shared.to(source.weight.device)
         folds.append(Fold(linears=tuple(names), before=before, shared=shared))
@@ -85,10 +85,10 @@ def find_folds(layer: nn.Module, merged: Sequence[Sequence[str]], head_dim: int)
 def check_exact(
     layer: nn.Module, folds: Sequence[Fold], run: Callable[[nn.Module], torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Scale a copy of a layer at random and compare its outputs. Raises CheckpointError where they differ.
+    """Scale a copy of a layer at random and compare its outputs. Raises CheckpointError if they differ.
 
-    run: the outputs of a layer for some inputs. The names of a Llama may hide another network: a norm that adds 1 to
-    its weight, or stands behind what it is named before.
+    run: computes a layer's outputs for some inputs. A network with Llama's names may still differ from Llama: its norm
+    may add 1 to the weight, or follow the layer that its name says it precedes.
     """
     copy = deepcopy(layer)
     for fold in folds:

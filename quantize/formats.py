@@ -1,7 +1,7 @@
-"""Formats of quantized checkpoints: which tensors a linear layer becomes, and what config.json says of them.
+"""Formats of quantized checkpoints: the tensors of a linear layer, and the quantization_config in config.json.
 
-The tables of tensors are in plugins/quant (gptq.py, awq.py, pack_quantized.py, fp8.py), which read what is written
-here; packed weights are read back by them, so that text runs through the next layers as it will when it is served.
+plugins/quant (gptq.py, awq.py, pack_quantized.py, fp8.py) documents and reads these tensors. Packed weights are read
+back by those plugins, so that text runs through the next layers as it does when the checkpoint is served.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.pack_quantized import PackQuantized
 from engine.plugins.quant.packing import AWQ_ORDER, WORD
 from engine.plugins.quant.rounding import BLOCK, FP8, dequantize, quantize, static_scale
-from engine.plugins.quant.w4a16 import Quantized
+from engine.plugins.quant.w4a16 import QuantizedWeight
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.quantize.grid import Grid
 from engine.quantize.settings import AWQ, GPTQ, NONE, STATIC, Settings
 
 HEAD = "lm_head"
 Tensors = dict[str, torch.Tensor]
-"""Tensors of one linear layer, by the end of their names."""
+"""Tensors of one linear layer, by suffix of their names."""
 
 
 def pack(numbers: torch.Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> torch.Tensor:
-    """numbers: below 2^bits -> int32 words along `dim`, first number lowest; the last word is filled up with 0.
+    """Pack numbers below 2^bits into int32 words along `dim`, the first in the lowest bits; pads the last word with 0.
 
-    order: the number of its word that each place has, from the low end; None: its own.
+    order: the index of the number at each position of a word, from the low end; None: in order.
     """
     per_word = WORD // bits
     wide = numbers.movedim(dim, -1).to(torch.int64)
@@ -48,28 +48,28 @@ def pack(numbers: torch.Tensor, bits: int, dim: int, order: Sequence[int] | None
 
 
 class Format(ABC):
-    """How a checkpoint's linear layers are stored."""
+    """How linear layers are stored in a checkpoint."""
 
     def __init__(self, settings: Settings, dtype: torch.dtype) -> None:
-        """dtype: of the checkpoint."""
+        """dtype: the checkpoint's."""
         self.settings = settings
         self.dtype = dtype
 
     @abstractmethod
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
-        """quantization_config. left_alone: names of linear layers in decoder layers that are not quantized."""
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+        """quantization_config. unquantized: names of linear layers in decoder layers that are not quantized."""
 
 
 class EightBit(Format):
-    """compressed-tensors, float-quantized and int-quantized: codes of a byte, scales in float32."""
+    """compressed-tensors, float-quantized and int-quantized: 8-bit values, scales in float32."""
 
     @property
     def codes(self) -> torch.dtype:
-        """Type of codes."""
+        """dtype of quantized values."""
         return FP8 if self.settings.method == "fp8" else torch.int8
 
     def encode(self, weight: torch.Tensor, peak: float | None) -> Tensors:
-        """weight: [outputs, inputs]. peak: the largest |x| of its inputs, where activations are static."""
+        """weight: [outputs, inputs]. peak: the largest |x| of its inputs, if activations are static."""
         codes, scale = quantize(weight, self.codes, self.settings.granularity)
         tensors = {"weight": codes, "weight_scale": scale}
         if peak is not None:
@@ -77,11 +77,10 @@ class EightBit(Format):
         return tensors
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The weight that the tensors stand for, float32."""
+        """The dequantized weight, float32."""
         return dequantize(tensors["weight"], tensors["weight_scale"], torch.float32)
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
-        """See Format."""
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         settings = self.settings
         kind = "float" if settings.method == "fp8" else "int"
         weights = _number(8, kind, settings.granularity)
@@ -92,14 +91,13 @@ class EightBit(Format):
             inputs = _number(8, kind, "group", group_size=BLOCK, dynamic=True)
         else:
             inputs = _number(8, kind, "token", dynamic=True)
-        return _compressed(self.settings, f"{kind}-quantized", weights, inputs, left_alone)
+        return _compressed(self.settings, f"{kind}-quantized", weights, inputs, unquantized)
 
 
 class Plain(Format):
-    """compressed-tensors for weights as they are: nothing but the KV cache is described."""
+    """compressed-tensors with unquantized weights: describes the KV cache only."""
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
-        """See Format."""
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         return {
             "quant_method": "compressed-tensors",
             "format": "dense",
@@ -111,20 +109,20 @@ class Plain(Format):
 
 
 class Packed(Format):
-    """Weights of 4 or 8 bits, packed into words; subclasses differ in how."""
+    """Weights of 4 or 8 bits, packed into words. Subclasses differ in the packing."""
 
     method: type[QuantMethod[Any]]
-    """What reads it."""
+    """The quantization method that reads the format."""
     least_zero = 0
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of scales."""
+        """dtype of scales."""
         return torch.float16
 
     @property
     def grid(self) -> Grid:
-        """What codes this format can store."""
+        """The grid of quantized values that the format can store."""
         settings = self.settings
         return Grid(
             bits=settings.bits,
@@ -134,11 +132,11 @@ class Packed(Format):
         )
 
     @abstractmethod
-    def encode(self, weight: Quantized) -> Tensors:
+    def encode(self, weight: QuantizedWeight) -> Tensors:
         """Pack a weight."""
 
     def decode(self, tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int) -> torch.Tensor:
-        """The weight that the tensors stand for, [outputs, inputs] float32, as the engine's plugin reads them."""
+        """The dequantized weight, [outputs, inputs] float32, as the engine's plugin reads it."""
         name = "layer"
         part = LinearPart(name=name, out_features=outputs)
         spec = LinearSpec(parts=(part,), in_features=inputs, bias=False, dtype="float32")
@@ -149,13 +147,12 @@ class Packed(Format):
 
 
 class GptqFormat(Packed):
-    """GPTQ's, version 1."""
+    """GPTQ's format, version 1."""
 
     method = Gptq
     least_zero = 1
 
-    def encode(self, weight: Quantized) -> Tensors:
-        """See Packed."""
+    def encode(self, weight: QuantizedWeight) -> Tensors:
         bits, zeros = self.settings.bits, _zeros(weight)
         inputs = weight.values.shape[1]
         side_by_side = torch.arange(inputs) // (inputs if self.settings.group_size == -1 else self.settings.group_size)
@@ -166,10 +163,10 @@ class GptqFormat(Packed):
             "g_idx": side_by_side.to(torch.int32) if weight.group_of is None else weight.group_of,
         }
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
-        """See Format. Layers left alone are patterns of `dynamic`, as GPTQModel writes them."""
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+        """As Format; unquantized layers are patterns of `dynamic`, as GPTQModel writes them."""
         settings = self.settings
-        left: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in left_alone}
+        left: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in unquantized}
         return {
             "quant_method": "gptq",
             "bits": settings.bits,
@@ -185,42 +182,38 @@ class GptqFormat(Packed):
 
 
 class AwqFormat(Packed):
-    """AWQ's, version gemm."""
+    """AWQ's format, version gemm."""
 
     method = Awq
 
-    def encode(self, weight: Quantized) -> Tensors:
-        """See Packed."""
+    def encode(self, weight: QuantizedWeight) -> Tensors:
         return {
             "qweight": pack(weight.values.T, 4, 1, AWQ_ORDER),
             "qzeros": pack(_zeros(weight), 4, 1, AWQ_ORDER),
             "scales": weight.scales,
         }
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
-        """See Format."""
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         return {
             "quant_method": "awq",
             "bits": 4,
             "group_size": self.settings.group_size,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": [HEAD, *left_alone],
+            "modules_to_not_convert": [HEAD, *unquantized],
         }
 
 
 class PackedTensors(Packed):
-    """compressed-tensors, pack-quantized. Scales have the checkpoint's own type."""
+    """compressed-tensors, pack-quantized. Scales have the checkpoint's dtype."""
 
     method = PackQuantized
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """See Packed."""
         return self.dtype
 
-    def encode(self, weight: Quantized) -> Tensors:
-        """See Packed."""
+    def encode(self, weight: QuantizedWeight) -> Tensors:
         bits = self.settings.bits
         tensors = {
             "weight_packed": pack(weight.values, bits, 1),
@@ -231,8 +224,7 @@ class PackedTensors(Packed):
             tensors["weight_zero_point"] = pack(_zeros(weight).T, bits, 0)
         return tensors
 
-    def config(self, left_alone: Sequence[str]) -> dict[str, Any]:
-        """See Format."""
+    def config(self, unquantized: Sequence[str]) -> dict[str, Any]:
         settings = self.settings
         weights = _number(settings.bits, "int", "group" if settings.group_size > 0 else "channel")
         weights["symmetric"] = settings.symmetric
@@ -240,11 +232,11 @@ class PackedTensors(Packed):
             weights["group_size"] = settings.group_size
             if settings.act_order != "none":
                 weights["actorder"] = settings.act_order
-        return _compressed(self.settings, "pack-quantized", weights, None, left_alone)
+        return _compressed(self.settings, "pack-quantized", weights, None, unquantized)
 
 
 def make_format(settings: Settings, dtype: torch.dtype) -> EightBit | Packed | Plain:
-    """The format that settings name, for a checkpoint of this type."""
+    """The format of these settings, for a checkpoint of that dtype."""
     if settings.method == NONE:
         return Plain(settings, dtype)
     if settings.is_eight_bit:
@@ -253,7 +245,7 @@ def make_format(settings: Settings, dtype: torch.dtype) -> EightBit | Packed | P
     return kinds.get(settings.format, PackedTensors)(settings, dtype)
 
 
-def _zeros(weight: Quantized) -> torch.Tensor:
+def _zeros(weight: QuantizedWeight) -> torch.Tensor:
     assert weight.zeros is not None
     return weight.zeros
 
@@ -264,7 +256,7 @@ def _number(bits: int, kind: str, strategy: str, *, dynamic: bool = False, **mor
 
 
 def _kv_cache_scheme(settings: Settings) -> dict[str, Any] | None:
-    """Scales lie beside the attention's projections, as k_scale and v_scale, [1] float32 each."""
+    """Scales are named k_scale and v_scale next to the attention's projections, [1] float32 each."""
     return _number(8, "float", "tensor") if settings.kv_cache else None
 
 
@@ -273,7 +265,7 @@ def _compressed(
     stored: str,
     weights: dict[str, Any],
     inputs: dict[str, Any] | None,
-    left_alone: Sequence[str],
+    unquantized: Sequence[str],
 ) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
@@ -281,6 +273,6 @@ def _compressed(
         "format": stored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "format": stored}},
-        "ignore": [HEAD, *left_alone],
+        "ignore": [HEAD, *unquantized],
         "kv_cache_scheme": _kv_cache_scheme(settings),
     }

@@ -1,8 +1,8 @@
-"""GPTQ (arXiv:2210.17323): codes chosen one input after the other, each error made up for by the inputs to come.
+"""GPTQ (arXiv:2210.17323): rounds weights input by input, and compensates each error in the inputs that follow.
 
 The output error of a linear layer is tr(D H D^T) for a change D of its weights and H = X^T X of its inputs X. When
-input j is rounded with an error e_j, the best change of the inputs behind it is -e_j / U_jj * U_j, U the upper Cholesky
-factor of H^-1 (equations 2 and 3, and section 3.3, step 3).
+input j is rounded with an error e_j, the best change of the inputs after it is -e_j / U_jj * U_j, with U the upper
+Cholesky factor of H^-1 (equations 2 and 3, and section 3.3, step 3).
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import math
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.plugins.quant.w4a16 import Quantized
+from engine.plugins.quant.w4a16 import QuantizedWeight
 from engine.quantize.clipping import clip
 from engine.quantize.grid import Grid, assemble
 
 BLOCK = 128
-"""Inputs, at most, whose changes are applied to all behind them in one product (section 3.3, step 2)."""
+"""Maximum number of inputs whose changes are applied to all later inputs in one product (section 3.3, step 2)."""
 
 
 def gptq(
     weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, group_size: int, *, act_order: str, damp: float
-) -> Quantized:
+) -> QuantizedWeight:
     """weight: [outputs, inputs] float32; hessian: [inputs, inputs], X^T X times any number.
 
-    act_order and damp: see Settings. With "weight" ranges are clipped (clipping.py); else a group's scale is made
-    when its first input comes up, of the weights as they are then.
-    Raises CheckpointError for a Hessian that is not positive definite.
+    act_order and damp: see Settings. With "weight" ranges are clipped (clipping.py); otherwise a group's scale is
+    computed when its first input is rounded, from the weights as changed by then.
+    Raises CheckpointError if the Hessian is not positive definite.
     """
     inputs = weight.shape[1]
     size = inputs if group_size == -1 else group_size
@@ -40,7 +40,7 @@ def gptq(
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     factor = inverse_factor(hessian[order][:, order], damp)
 
-    fixed = act_order == "weight"  # groups of neighbours, whose scales must be known when the first of them comes up
+    fixed = act_order == "weight"  # scales of groups of adjacent inputs, needed before the first input is rounded
     scale = torch.zeros((weight.shape[0], inputs // size), device=weight.device)
     zero = torch.zeros_like(scale)
     if fixed:
@@ -72,7 +72,7 @@ def gptq(
 
 
 def inverse_factor(hessian: torch.Tensor, damp: float) -> torch.Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse, float32; computed in float64, as is its argument."""
+    """The upper Cholesky factor of the damped Hessian's inverse, float32. Computed in float64, like its argument."""
     damped = hessian.clone()
     diagonal = damped.diagonal()
     mean = diagonal.mean()
@@ -89,5 +89,5 @@ def inverse_factor(hessian: torch.Tensor, damp: float) -> torch.Tensor:
 
 
 def _block(size: int) -> int:
-    """Inputs of a block: groups then begin where a block does, or lie within one, and find their weights up to date."""
+    """Inputs per block. Groups start where a block starts, or lie within one, so that their weights are up to date."""
     return BLOCK // size * size if size <= BLOCK else math.gcd(size, BLOCK)

@@ -1,7 +1,7 @@
-"""Whole-number grids: scales and zero points of groups of weights, and rounding to the nearest of their numbers.
+"""Integer grids: scales and zero points of groups of weights, and rounding to nearest.
 
-A number is scale * (code - zero point), codes from 0 to 2^bits - 1. Symmetric groups have the zero point 2^(bits - 1)
-and a scale of max |w| / (2^bits - 1) * 2; others span [min(w, 0), max(w, 0)].
+A weight is scale * (quantized value - zero point), with quantized values from 0 to 2^bits - 1. Symmetric groups have
+the zero point 2^(bits - 1) and a scale of max |w| / (2^bits - 1) * 2; others span [min(w, 0), max(w, 0)].
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ import torch
 from attrs import frozen
 
 from engine.core.errors import CheckpointError
-from engine.plugins.quant.w4a16 import Quantized
+from engine.plugins.quant.w4a16 import QuantizedWeight
 
 TINY = {torch.float16: 2.0**-20}
-"""Smallest scale by type, for groups of zeros; one more step down float16 has hardly any digits left."""
+"""Smallest scale by dtype, for groups of zeros. The next smaller ones have hardly any digits left in float16."""
 
 
 @frozen(kw_only=True)
 class Grid:
-    """How codes of one group are laid out."""
+    """The grid of a group's quantized values."""
 
     bits: int
     symmetric: bool
     scale_dtype: torch.dtype
-    """Scales are rounded to this type before codes are chosen, so that nothing is lost when they are stored."""
+    """Scales are rounded to this dtype before values are quantized, so that storing them loses nothing."""
     least_zero: int = 0
-    """Smallest zero point: 1 where they are stored less one, and some readers do not wrap around."""
+    """Smallest zero point. 1 for formats that store the zero point minus one, since some readers do not wrap around."""
 
     @property
     def top(self) -> int:
-        """The largest code."""
+        """The largest quantized value."""
         return (1 << self.bits) - 1
 
     def fit(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and zero points (float32, the shape of `low`) of groups whose numbers lie in [low, high].
+        """Scales and zero points (float32, the shape of `low`) of groups with weights in [low, high].
 
-        Raises CheckpointError for a scale that the type of scales cannot hold.
+        Raises CheckpointError if a scale overflows the dtype of scales.
         """
         if self.symmetric:
             scale = self._stored(torch.maximum(-low, high) * 2 / self.top)
@@ -45,7 +45,7 @@ class Grid:
         return scale, (-low / scale).round_().clamp_(self.least_zero, self.top)
 
     def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """The codes nearest to float32 numbers, still float32."""
+        """The nearest quantized values, in float32."""
         return (weight / scale).round_().add_(zero).clamp_(0, self.top)
 
     def _stored(self, scale: torch.Tensor) -> torch.Tensor:
@@ -64,10 +64,10 @@ def grouped(weight: torch.Tensor, group_size: int) -> torch.Tensor:
 
 def round_to_nearest(
     weight: torch.Tensor, grid: Grid, group_size: int, bounds: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> Quantized:
-    """weight: [outputs, inputs] float32, each number to the nearest of its group's.
+) -> QuantizedWeight:
+    """Quantize weight, [outputs, inputs] float32, by rounding to nearest.
 
-    bounds: least and greatest number of each group, [outputs, groups], where they are not the weight's own.
+    bounds: smallest and largest weight of each group, [outputs, groups]; None: taken from the weight.
     """
     groups = grouped(weight, group_size)
     scale, zero = grid.fit(*(bounds or groups.aminmax(dim=2)))
@@ -77,9 +77,9 @@ def round_to_nearest(
 
 def assemble(
     codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, grid: Grid, group_of: torch.Tensor | None = None
-) -> Quantized:
-    """codes: [outputs, inputs]; scale and zero: [outputs, groups], all float32 -> as formats store them."""
-    return Quantized(
+) -> QuantizedWeight:
+    """codes: [outputs, inputs]; scale and zero: [outputs, groups]; all float32 -> the dtypes that formats store."""
+    return QuantizedWeight(
         values=codes.to(torch.uint8),
         scales=scale.T.to(grid.scale_dtype).contiguous(),
         zeros=zero.T.to(torch.uint8).contiguous(),

@@ -1,4 +1,4 @@
-"""Scales of a float8 KV cache: how large keys and values become over the calibration text."""
+"""Scales of a float8 KV cache, from the largest keys and values over the calibration text."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from engine.core.quant import FLOAT8_MAX, KVScales
 
 
 class KVPeaks:
-    """Stands where a decoder layer of transformers expects its cache; keeps the largest magnitudes and nothing else.
+    """Stands in for the cache of a decoder layer in transformers, and keeps only the largest magnitudes.
 
-    A cache is given keys as they are stored: after their norm, if there is one, and the rotary embedding.
+    A cache receives keys after their norm, if there is one, and the rotary embedding, as the engine stores them.
     """
 
     def __init__(self) -> None:
         self.key: torch.Tensor | None = None
-        """The largest |key| so far, of all heads; None: there was none. NaN once one is."""
+        """The largest |key| so far, of all heads. None: no keys yet; NaN: a key was NaN."""
         self.value: torch.Tensor | None = None
-        """The largest |value|."""
+        """The same of values."""
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look at keys and values, of any shape; attention goes on with them as they are."""
+        """Record keys and values, of any shape, and return them unchanged for attention."""
         self.key, self.value = (
             largest if before is None else torch.maximum(before, largest)
             for before, largest in ((self.key, keys.abs().amax()), (self.value, values.abs().amax()))
@@ -31,11 +31,11 @@ class KVPeaks:
         return keys, values
 
     def scales(self, layer: str) -> KVScales:
-        """Those by which the largest numbers seen become the largest code; 1 where all were 0.
+        """The scales by which the largest magnitudes become FLOAT8_MAX; 1 if all were 0.
 
         Float8 has the same relative precision over most of its range, so that a search for the scales of the least
-        error finds nothing worth its time. layer: its name, for messages. Raises CheckpointError for a layer that was
-        not seen to cache anything, and for numbers that are not finite.
+        error finds nothing worth its time. layer: its name, for messages. Raises CheckpointError if the layer
+        cached nothing, or magnitudes are not finite.
         """
         if self.key is None or self.value is None:
             raise CheckpointError(

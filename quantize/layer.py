@@ -1,4 +1,4 @@
-"""One decoder layer under any method: look at its inputs, choose codes, and run the text on through the result."""
+"""Quantizes one decoder layer by any method: measures its inputs, quantizes, runs the text through the result."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class _Result:
 
     tensors: Tensors
     weight: torch.Tensor
-    """What they stand for, float32 on the device."""
+    """The dequantized weight, float32 on the device."""
     report: LinearReport
 
 
 class LayerQuantizer:
-    """Quantizes decoder layers one after the other."""
+    """Quantizes decoder layers in order."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LayerQuantizer:
         device: torch.device,
         head_dim: int,
     ) -> None:
-        """decoder: runs calibration text; None: there is none."""
+        """decoder: runs calibration text; None: there is no text."""
         self._settings = settings
         self._form = form
         self._decoder = decoder
@@ -55,9 +55,11 @@ class LayerQuantizer:
     def quantize(
         self, layer: DecoderLayer, stored: Mapping[str, torch.Tensor], hidden: list[torch.Tensor]
     ) -> tuple[Tensors, list[LinearReport], KVScales | None]:
-        """stored: the layer's tensors by their names within it. hidden: what goes into the layer; afterwards what
-        comes out of the quantized one. Returns the tensors to write, how far each linear layer is off, and the scales
-        of keys and values if they are wanted: those of the quantized layer, which are what will be cached."""
+        """Quantize a layer. Returns the tensors to write, the errors of its linear layers, and KV scales if requested.
+
+        stored: the layer's tensors by their names within it. hidden: the layer's inputs, replaced by the outputs of the
+        quantized layer. KV scales are those of the quantized layer, whose keys and values will be cached.
+        """
         tensors = dict(stored)
         reports = []
         cache = KVPeaks() if layer.kv_scales else None
@@ -74,7 +76,7 @@ class LayerQuantizer:
 
     @torch.no_grad()
     def skip(self, layer: DecoderLayer, written: Mapping[str, torch.Tensor], hidden: list[torch.Tensor]) -> None:
-        """Run the text through a layer that an earlier run has written (tensors by their full names)."""
+        """Run the text through a layer that an earlier run has written. Tensors are by full name."""
         if self._decoder is None:
             return
         tensors = {name.removeprefix(f"{layer.prefix}."): tensor for name, tensor in written.items()}
@@ -93,7 +95,7 @@ class LayerQuantizer:
         self._decoder.drop(layer)
 
     def _shapes(self, layer: DecoderLayer) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Names of the layer's linear layers that are quantized, and their outputs and inputs."""
+        """Names of the linear layers that are quantized, with their outputs and inputs."""
         assert self._decoder is not None
         for names in layer.merged:
             for name in names:
@@ -116,13 +118,13 @@ class LayerQuantizer:
     def _with_text(
         self, layer: DecoderLayer, tensors: Tensors, hidden: list[torch.Tensor], cache: KVPeaks | None
     ) -> Iterator[tuple[str, _Result]]:
-        """Results as they come; where a bias or norm is changed, so it is in `tensors`. cache: is shown keys and values
-        of the whole text, as the quantized layer computes them."""
+        """Yield the results in order. Changed biases and norms are replaced in `tensors`. cache: records the keys and
+        values of the whole text that the quantized layer computes."""
         assert self._decoder is not None
         module = self._decoder.load(layer, tensors)
         every = [name for names in layer.merged for name in names]
         if self._settings.method == "gptq":
-            # Each group of linear layers sees what the quantized ones before it give.
+            # Each group of linear layers sees the outputs of the quantized ones before it.
             for names in layer.merged:
                 watched = self._decoder.watch(layer, names[:1], hidden)[names[0]]
                 yield from self._replace(layer, module, names, dict.fromkeys(names, watched))
@@ -152,7 +154,7 @@ class LayerQuantizer:
     def _scale(
         self, layer: DecoderLayer, module: nn.Module, inputs: Mapping[str, Inputs], hidden: Sequence[torch.Tensor]
     ) -> None:
-        """AWQ's scales, into the layer and into what is known of its inputs."""
+        """Fold AWQ's scales into the layer, and into the statistics of its inputs."""
         assert self._decoder is not None
         assert isinstance(self._form, Packed)
         decoder = self._decoder
@@ -171,7 +173,7 @@ class LayerQuantizer:
             seen.hessian /= scales[:, None] * scales
 
     def _choose(self, layer: DecoderLayer, name: str, weight: torch.Tensor, inputs: Inputs | None) -> _Result:
-        """Codes for one weight, [outputs, inputs] float32."""
+        """Quantize one weight: [outputs, inputs] float32."""
         settings, form = self._settings, self._form
         assert not isinstance(form, Plain)
         hessian = None if inputs is None else inputs.hessian

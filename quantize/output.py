@@ -1,8 +1,8 @@
-"""The directory that a quantized checkpoint is written to, so that a run that was killed goes on where it was.
+"""The output directory of a quantized checkpoint. A run that was killed resumes where it stopped.
 
-While a run lasts its files are in a folder of their own: one of settings, and one of tensors for each finished decoder
-layer, written under another name first. At the end they become the shards; config.json comes last, so that what is not
-whole cannot be loaded.
+During a run its files are in a folder inside the directory: one of settings, and one of tensors per finished decoder
+layer, written under another name first. At the end they become the shards. config.json is written last, so that an
+incomplete checkpoint cannot be loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORK = ".engine-quantize"
 """The folder within the output directory."""
 SETTINGS = "settings.json"
 NOT_COPIED = (".safetensors", ".index.json", ".gguf", ".h5", ".msgpack", *PICKLES)
-"""Ends of names of files that hold weights or say where they are."""
+"""Suffixes of files with weights or their index."""
 Read = Callable[[], torch.Tensor]
 
 
@@ -42,10 +42,10 @@ class Output:
         self._lock: int | None = None
 
     def open(self, identity: Mapping[str, Any], *, restart: bool = False) -> int:
-        """Begin, or go on with a run that was killed; returns how many layers are finished.
+        """Start a run, or resume one that was killed. Returns the number of finished layers.
 
-        identity: what must be the same for layers of two runs to fit together. restart: throw away what an earlier run
-        left. Raises ConfigError for a directory that is not ours, is finished, in use, or of another identity.
+        identity: must be equal for a run to resume another. restart: delete the files of an earlier run. Raises
+        ConfigError if the directory holds anything else, is finished, in use, or of another identity.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; give a directory to be made")
@@ -83,7 +83,7 @@ class Output:
         )
 
     def close(self) -> None:
-        """Let others write here."""
+        """Release the lock on the directory."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -96,9 +96,9 @@ class Output:
         _save(self._layer(report.number), tensors, {"report": report.to_json()})
 
     def read_layer(self, number: int) -> tuple[dict[str, torch.Tensor], LayerReport]:
-        """What `write_layer` kept."""
+        """The tensors that `write_layer` kept."""
         with safe_open(self._layer(number), framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no dict)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
             return tensors, LayerReport.from_json(file.metadata()["report"])
 
     def finish(
@@ -109,10 +109,10 @@ class Output:
         source: Path,
         shard_bytes: int,
     ) -> int:
-        """Write the checkpoint; returns the bytes of its safetensors files. `done` comes behind it.
+        """Write the checkpoint and return the bytes of its safetensors files. `done` must be called next.
 
-        others: tensors outside the decoder layers: bytes, and what reads them. source: whose tokenizer and other files
-        are copied. shard_bytes: of a file, unless one tensor is larger.
+        others: tensors outside the decoder layers: bytes, and a function that reads them. source: the checkpoint whose
+        tokenizer and other files are copied. shard_bytes: size of a file, unless one tensor is larger.
         """
         (self.path / "config.json").unlink(missing_ok=True)
         for old in self.path.glob("*.safetensors*"):
@@ -137,12 +137,12 @@ class Output:
         return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
 
     def done(self) -> None:
-        """Remove what only a run needs."""
+        """Remove the files of the run."""
         shutil.rmtree(self._work)
         self.close()
 
     def _tensors(self, others: Mapping[str, tuple[int, Read]], layers: int) -> Iterator[tuple[str, int, Read]]:
-        """Name, bytes and what reads it, of all tensors of the checkpoint."""
+        """Name, bytes and reading function of every tensor of the checkpoint."""
         yield from ((name, size, read) for name, (size, read) in others.items())
         for number in range(layers):
             with safe_open(self._layer(number), framework="pt", device="cpu") as file:
@@ -151,7 +151,7 @@ class Output:
 
 
 def nbytes(stored: StoredTensor) -> int:
-    """Of a tensor in a file."""
+    """Read one tensor of a file."""
     itemsize: int = getattr(torch, stored.dtype).itemsize
     return math.prod(stored.shape) * itemsize
 
@@ -168,7 +168,7 @@ def _plan(tensors: Iterator[tuple[str, int, Read]], most: int) -> list[tuple[lis
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file that is there whole or not at all."""
+    """Write a safetensors file atomically."""
     new = path.with_name(path.name + ".part")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new, metadata)
     _keep(new, path)
@@ -181,7 +181,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _keep(new: Path, path: Path) -> None:
-    """Give a file its name once its bytes are on the disk."""
+    """Rename a file after its bytes are on the disk."""
     with open(new, "rb") as file:
         os.fsync(file.fileno())
     os.replace(new, path)

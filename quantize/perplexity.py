@@ -1,4 +1,4 @@
-"""Perplexity of a text under a checkpoint, through the engine, so that the kernels measured are those that serve."""
+"""Perplexity of a text under a checkpoint, through the engine, so that the measured kernels are those that serve."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from engine.core.errors import ConfigError
 from engine.core.types import SamplingParams
 
 AT_ONCE = 8
-"""Windows given to the engine together."""
+"""Windows per call of the engine."""
 
 
 @frozen(kw_only=True)
 class Perplexity:
-    """How well a model foresees a text."""
+    """How well a model predicts a text."""
 
     loss: float
-    """Mean of -ln p over the tokens scored."""
+    """Mean of -ln p over the scored tokens."""
     tokens: int
-    """Scored: all but the first."""
+    """Scored tokens: all but the first."""
     context: int
-    """Tokens of a window."""
+    """Tokens per window."""
     stride: int
-    """How far a window moves on."""
+    """Tokens from one window to the next."""
 
     @property
     def value(self) -> float:
@@ -38,8 +38,8 @@ class Perplexity:
 def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """(begin, end, first scored) of windows over `count` tokens; each token but the first is scored once.
 
-    It is scored in the first window that holds it, so that all but the first window's have at least context - stride
-    tokens before them. stride: less than context.
+    A token is scored in the first window that holds it, so that outside the first window it has at least
+    context - stride tokens before it. stride: less than context.
     """
     scored = 1
     for begin in range(0, count, stride):
@@ -52,7 +52,7 @@ def windows(count: int, context: int, stride: int) -> Iterator[tuple[int, int, i
 
 
 def check_windows(context: int, stride: int, max_len: int) -> None:
-    """Raises ConfigError for windows that cannot be scored, or that a context of `max_len` tokens does not hold."""
+    """Raises ConfigError if windows cannot be scored, or do not fit into a context of `max_len` tokens."""
     if not 0 < stride < context:
         raise ConfigError(
             f"windows of {context} tokens cannot move on by {stride}: their first token has nothing before it;"
@@ -65,7 +65,7 @@ def check_windows(context: int, stride: int, max_len: int) -> None:
 def measure(engine: Engine, tokens: Sequence[int], *, context: int = 1024, stride: int = 512) -> Perplexity:
     """Perplexity of `tokens` under the engine's model.
 
-    Raises ConfigError for fewer than two tokens, and windows that the engine's context does not hold.
+    Raises ConfigError for fewer than two tokens, or windows that do not fit into the engine's context.
     """
     check_windows(context, stride, engine.max_len)
     if len(tokens) < 2:
@@ -78,7 +78,7 @@ def measure(engine: Engine, tokens: Sequence[int], *, context: int = 1024, strid
         done = engine.generate([list(tokens[begin:end]) for begin, end, _ in some], params)
         for (begin, _, scored), completion in zip(some, done, strict=True):
             assert completion.prompt_logprobs is not None
-            # The first entry is of the window's second token.
+            # The first entry belongs to the window's second token.
             total -= sum(one.logprob for one in completion.prompt_logprobs[scored - begin - 1 :])
     return Perplexity(loss=total / (len(tokens) - 1), tokens=len(tokens) - 1, context=context, stride=stride)
 
@@ -86,7 +86,7 @@ def measure(engine: Engine, tokens: Sequence[int], *, context: int = 1024, strid
 def perplexity(
     model: str | Path, text: str, *, context: int = 1024, stride: int = 512, **settings: object
 ) -> Perplexity:
-    """Of a checkpoint, in an engine of its own. settings: the engine's, as Engine takes them (executor__device="cpu").
+    """Perplexity of a checkpoint, in a new engine. settings: keyword arguments of Engine (executor__device="cpu").
 
     Raises what Engine and `measure` raise.
     """

@@ -1,4 +1,4 @@
-"""Who is told how far a run is."""
+"""The receiver of a run's progress."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Told what happens; this one keeps silent."""
+    """Receives the progress of a run. This base class ignores it."""
 
     def resumed(self, done: int, total: int) -> None:
-        """An earlier run has finished `done` layers of `total`."""
+        """The run resumes after `done` of `total` layers."""
 
     def layer(self, report: LayerReport, total: int) -> None:
-        """A layer is finished, and written."""
+        """A layer is finished and written."""
 
     def phase(self, text: str) -> None:
-        """Something else begins."""
+        """Another phase starts."""

@@ -1,4 +1,4 @@
-"""What a run of `engine quantize` did: errors by linear layer, perplexity, bytes, seconds."""
+"""The report of `engine quantize`: errors per linear layer, perplexity, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ REPORT = "quantize_report.json"
 
 @frozen(kw_only=True)
 class LinearReport:
-    """One linear layer."""
+    """Errors of one linear layer."""
 
     name: str
-    """In the checkpoint."""
+    """Full name in the checkpoint."""
     weight_error: float
     """|W' - W| / |W|."""
     output_error: float | None
-    """|X W'^T - X W^T| / |X W^T| over the calibration text, X with all layers before quantized; None: without text.
+    """|X W'^T - X W^T| / |X W^T| over the calibration text, with X of the quantized layers before. None: no text.
 
-    Under awq W is the weight with its scales multiplied in, and X is divided by them.
+    With awq, W is multiplied by the scales and X divided by them.
     """
 
 
 @frozen(kw_only=True)
 class LayerReport:
-    """One decoder layer."""
+    """Errors of one decoder layer."""
 
     number: int
     seconds: float
     linears: tuple[LinearReport, ...]
     kv_scales: KVScales | None = None
-    """Of its keys and values, where the KV cache is quantized."""
+    """KV scales, if the KV cache is quantized."""
 
     def mean(self, field: str) -> float | None:
-        """Of an error over the linear layers; None where it is not known, or nothing is quantized."""
+        """Mean of an error over the linear layers. None: not measured, or nothing is quantized."""
         values = [getattr(one, field) for one in self.linears]
         return None if not values or None in values else sum(values) / len(values)
 
     @property
     def worst(self) -> LinearReport | None:
-        """The linear layer of the largest error of outputs or else weights."""
+        """The linear layer with the largest error of its outputs, or of its weights if those are not measured."""
         return max(self.linears, key=lambda one: one.output_error or one.weight_error, default=None)
 
     def to_json(self) -> str:
-        """As `from_json` reads it."""
+        """Plain data that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> LayerReport:
-        """What `to_json` wrote."""
+        """The report that `to_json` wrote."""
         stored = json.loads(text)
         linears = tuple(LinearReport(**one) for one in stored.pop("linears"))
         scales = stored.pop("kv_scales")
@@ -65,7 +65,7 @@ class LayerReport:
 
 @frozen(kw_only=True)
 class Report:
-    """A whole run."""
+    """Report of a run."""
 
     model: str
     settings: Mapping[str, Any]
@@ -73,14 +73,14 @@ class Report:
     layers: tuple[LayerReport, ...]
     bytes_before: int
     bytes_after: int
-    """Of the safetensors files."""
+    """Bytes of the safetensors files."""
     seconds: float
-    """Of the layers, in all runs that it took, and of what this run did beside."""
+    """Seconds of all layers, over all resumed runs, and of this run's other work."""
     perplexity_before: Perplexity | None = None
     perplexity_after: Perplexity | None = None
 
     def write(self, directory: Path) -> None:
-        """As JSON beside the checkpoint."""
+        """Write as JSON next to the checkpoint."""
         stored = asdict(self)
         for key, found in (("perplexity_before", self.perplexity_before), ("perplexity_after", self.perplexity_after)):
             if found is not None:

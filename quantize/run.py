@@ -1,4 +1,4 @@
-"""A whole run: a checkpoint in, a quantized one out, decoder layer by decoder layer."""
+"""A run: quantizes a checkpoint decoder layer by decoder layer."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SHARD_BYTES = 5 * 10**9
 
 @frozen(kw_only=True)
 class HeldOut:
-    """Text on which perplexity is measured before and after."""
+    """The text whose perplexity is measured before and after."""
 
     text: str
     context: int = 1024
-    """Tokens of a window."""
+    """Tokens per window."""
 
     @property
     def stride(self) -> int:
-        """How far a window moves on: half of it."""
+        """Tokens from one window to the next: half a window."""
         return self.context // 2
 
 
@@ -55,10 +55,10 @@ def quantize(
     restart: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the quantized checkpoint of `model` to the directory `output`, and a report beside it.
+    """Quantize the checkpoint `model` into the directory `output`, with a report.
 
-    A run that was killed goes on behind its last finished layer when it is called again with the same settings.
-    Raises ConfigError, CheckpointError or PluginError, as a rule before anything is written.
+    A run that was killed resumes after its last finished layer if called again with the same settings.
+    Raises ConfigError, CheckpointError or PluginError, mostly before anything is written.
     """
     if settings.needs_calibration and calibration is None:
         raise no_calibration(settings)
@@ -100,12 +100,12 @@ def quantize(
             reports.append(report)
         del decoder, quantizer, hidden
         if torch_device.type == "cuda":
-            torch.cuda.empty_cache()  # perplexity is measured by engines, which ask the device what is free
+            torch.cuda.empty_cache()  # frees GPU memory for the engines that measure perplexity
 
         progress.phase("writing the checkpoint")
         config = {
             **source.checkpoint.config,
-            "quantization_config": make_format(settings, source.dtype).config(blueprint.left_alone),
+            "quantization_config": make_format(settings, source.dtype).config(blueprint.unquantized),
         }
         others = {name: (nbytes(source.stored(name)), partial(source.read, name)) for name in blueprint.others}
         size = target.finish(others, total, config, source.checkpoint.path, shard_bytes)
@@ -134,7 +134,7 @@ def quantize(
 def _one(
     quantizer: LayerQuantizer, source: Source, layer: DecoderLayer, hidden: list[torch.Tensor], target: Output
 ) -> LayerReport:
-    """Quantize one layer and keep it."""
+    """Quantize one layer and write it."""
     begin = time.perf_counter()
     stored = {name: source.read(f"{layer.prefix}.{name}") for name in layer.names}
     tensors, linears, scales = quantizer.quantize(layer, stored, hidden)
@@ -150,7 +150,7 @@ def _perplexity(path: Path, held_out: HeldOut, device: str, progress: Progress) 
 
 
 def _identity(source: Source, settings: Settings, calibration: Calibration | None) -> dict[str, Any]:
-    """What two runs must have in common for their layers to fit together."""
+    """The properties that must be equal for a run to resume another."""
     text = {} if calibration is None else {"calibration": calibration.fingerprint()}
     return {"model": source.fingerprint(), **settings.as_dict(), **text}
 

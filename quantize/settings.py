@@ -1,4 +1,4 @@
-"""What a quantized checkpoint shall be: method, format and their numbers, checked before anything is read."""
+"""Settings of a quantized checkpoint: method, format and their parameters, validated before anything is read."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.core.errors import ConfigError, near_misses
 COMPRESSED, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"
 """Formats."""
 NONE = "none"
-"""The method that leaves weights as they are."""
+"""The method that leaves weights unquantized."""
 FP8 = "fp8"
-"""Of the KV cache: e4m3, a scale for a layer's keys and one for its values."""
+"""KV cache: e4m3, with a scale for a layer's keys and one for its values."""
 STATIC = "static"
-"""Of activations: one scale a linear layer, stored."""
+"""Activations: one stored scale per linear layer."""
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"format": COMPRESSED, "bits": 8, "granularity": "channel", "activations": "dynamic"},
@@ -27,7 +27,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "awq": {"format": AWQ, "bits": 4, "group_size": 128, "symmetric": False},
     NONE: {"format": COMPRESSED},
 }
-"""Method -> the settings that mean something there, and what they are unless given."""
+"""Method -> the settings that it has, with their defaults."""
 
 CHOICES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "fp8": {
@@ -46,39 +46,39 @@ CHOICES: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 
 @frozen(kw_only=True)
 class Settings:
-    """How every linear layer of a model is quantized; `choose` fills in what a method leaves open."""
+    """How the linear layers of a model are quantized. `choose` fills in a method's defaults."""
 
     method: str
-    """fp8, int8, rtn (round to nearest), gptq, awq, or none (weights as they are)."""
+    """fp8, int8, rtn (round to nearest), gptq, awq, or none (weights stay unquantized)."""
     format: str
-    """How the checkpoint is stored: compressed-tensors, gptq or awq."""
+    """Format of the checkpoint: compressed-tensors, gptq or awq."""
     bits: int = 16
-    """Of a weight; 16: as it is."""
+    """Bits per weight; 16: unquantized."""
     granularity: str = ""
-    """Eight bits: what shares a scale: tensor, channel (an output) or block (of 128 x 128)."""
+    """Eight bits: weights per scale: tensor, channel (an output) or block (128 x 128)."""
     activations: str = ""
-    """Eight bits: dynamic (a scale a token, computed when it comes) or static (one scale, from calibration)."""
+    """Eight bits: dynamic (a scale per token, computed at run time) or static (one scale, from calibration)."""
     group_size: int = -1
-    """Weights only: inputs that share a scale; -1: all."""
+    """Weights only: number of inputs that share a scale; -1: all."""
     symmetric: bool = True
     """Weights only: whether zero points are fixed at the middle."""
     act_order: str = "none"
-    """gptq: the order of inputs: none (as they are), weight (largest activations first, groups of neighbours) or group
-    (so too, and groups are made in that order; the checkpoint then stores each input's group)."""
+    """gptq: order in which inputs are rounded: none (as stored), weight (largest activations first, groups of adjacent
+    inputs) or group (largest first, groups in that order; the checkpoint then stores each input's group)."""
     damp: float = 0.01
-    """gptq: what is added to the Hessian's diagonal, as a share of its mean."""
+    """gptq: added to the Hessian's diagonal, as a fraction of its mean."""
     ignore: tuple[str, ...] = ()
-    """Modules left alone: names, or patterns that begin with "re:". The LM head always is."""
+    """Modules that stay unquantized: names, or patterns that begin with "re:". The LM head always is one."""
     kv_cache: str | None = None
-    """fp8: the checkpoint asks for a float8 KV cache and has its scales; None: it says nothing of the cache."""
+    """fp8: the checkpoint asks for a float8 KV cache and has its scales. None: it leaves the cache's dtype open."""
 
     @classmethod
     def choose(
         cls, method: str, *, ignore: tuple[str, ...] = (), kv_cache: str | None = None, **given: object
     ) -> Settings:
-        """Settings of a method. given: those named on the command line; None: not.
+        """Settings of a method. given: values from the command line; None: not given.
 
-        Raises ConfigError for one that means nothing to the method, and for values that it does not have.
+        Raises ConfigError for a setting that the method does not have, or a value that the setting does not have.
         """
         if method not in DEFAULTS:
             raise ConfigError(f"--method {method!r} is unknown; {near_misses(method, DEFAULTS)}")
@@ -107,7 +107,7 @@ class Settings:
         if self.format == AWQ and self.bits != 4:
             raise ConfigError(f"the format awq has 4 bits; use --format {COMPRESSED} for {self.bits}")
         if self.act_order == "group" and self.format != GPTQ:
-            # compressed-tensors had weight_g_idx for it once, and has given it up.
+            # compressed-tensors once had weight_g_idx for this order, and no longer supports it.
             raise ConfigError(
                 f"the format {self.format} has no groups in an order of their own; use --act-order weight, or"
                 " --format gptq"
@@ -124,7 +124,7 @@ class Settings:
                 raise ConfigError(f"--ignore {entry!r} is no regular expression: {error}") from error
 
     def _check_kv_cache(self) -> None:
-        """Raises ConfigError for a cache that cannot be described, and where there would be nothing to write."""
+        """Raises ConfigError if the format cannot describe the cache, or nothing would be quantized."""
         if self.kv_cache not in (None, FP8):
             raise ConfigError(f"--kv-cache {self.kv_cache} has no format of scales; use {FP8}")
         if self.kv_cache and self.format != COMPRESSED:
@@ -143,7 +143,7 @@ class Settings:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether codes of weights or scales of activations follow from text."""
+        """Whether quantized weights or scales of activations depend on text."""
         return self.method in ("gptq", "awq") or self.activations == STATIC
 
     @property
@@ -153,11 +153,11 @@ class Settings:
 
     @property
     def is_eight_bit(self) -> bool:
-        """Whether numbers are stored a byte each (fp8, int8), not packed into words."""
+        """Whether values are stored as bytes (fp8, int8), not packed into words."""
         return bool(self.granularity)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings that mean something to the method, for files."""
+        """The method's settings as plain data, for files."""
         named = asdict(self)
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -167,5 +167,5 @@ class Settings:
 
 
 def flag(name: str) -> str:
-    """A setting as one types it."""
+    """A setting's option on the command line."""
     return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""The checkpoint that is quantized: its tensors, and which linear layers it has, as the engine's own model says."""
+"""The checkpoint to quantize: its tensors, and its linear layers according to the engine's model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from engine.plugins.quant.quantization_config import is_listed
 from engine.quantize.settings import NONE, Settings
 
 LAYER = re.compile(r"^(.*\.layers\.(\d+))\.(.+)$")
-"""A tensor of a decoder layer: its layer, the layer's number, the name within it."""
+"""Name of a tensor in a decoder layer: prefix of the layer, its number, name within the layer."""
 
 
 class Source:
-    """Tensors of a checkpoint, read when they are asked for."""
+    """Tensors of a checkpoint, read on demand."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Reads the headers. Raises CheckpointError without safetensors files, or with one missing or damaged."""
+        """Reads the headers. Raises CheckpointError if safetensors files are missing or damaged."""
         self.checkpoint = checkpoint
         directory = checkpoint.path
         if (directory / INDEX).is_file():
@@ -48,22 +48,22 @@ class Source:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return list(self._file_of)
 
     def stored(self, name: str) -> StoredTensor:
-        """What the file's header says of a tensor."""
+        """A tensor's entry in the header of its file."""
         return self._files[self._file_of[name]].tensors[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, on the CPU."""
+        """Read a tensor to the CPU."""
         file: Any = self._open[self._file_of[name]]
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """What config.json calls the type of the weights, float32 if it says nothing."""
+        """dtype of the weights in config.json; float32 if it has none."""
         config = self.checkpoint.config
         stored = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
         if stored not in DTYPES:
@@ -71,7 +71,7 @@ class Source:
         return torch_dtype(stored)
 
     def fingerprint(self) -> str:
-        """Tells this checkpoint from others: of config.json, and the names and sizes of the files."""
+        """Identifies the checkpoint: a hash of config.json and of the names and sizes of the files."""
         text = repr((sorted(self.checkpoint.config.items(), key=str), sorted(self.file_sizes.items())))
         return blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -82,23 +82,21 @@ class DecoderLayer:
 
     number: int
     prefix: str
-    """What its tensors' names begin with, as model.layers.0."""
+    """Prefix of its tensors' names, as model.layers.0."""
     names: tuple[str, ...]
-    """Of its tensors, without the prefix."""
+    """Names of its tensors, without the prefix."""
     merged: tuple[tuple[str, ...], ...]
-    """Its linear layers that are quantized, within the layer; those with one input, which are served as one matrix,
-    together."""
+    """Names within the layer of its quantized linear layers. Those of one input, served as one matrix, are a group."""
     kv_scales: tuple[str, ...] = ()
-    """What the scales of its keys and of its values are called, within the layer; empty: they are not wanted, or it
-    caches none."""
+    """Names within the layer of its KV scales. Empty: not requested, or the layer has no cache."""
 
 
 @frozen(kw_only=True)
 class Blueprint:
-    """What there is to quantize."""
+    """The decoder layers to quantize, and the other tensors."""
 
     layers: tuple[DecoderLayer, ...]
-    left_alone: tuple[str, ...]
+    unquantized: tuple[str, ...]
     """Full names of linear layers in decoder layers that are not quantized."""
     others: tuple[str, ...]
     """Names of tensors outside the decoder layers."""
@@ -108,8 +106,8 @@ class Blueprint:
 def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Blueprint:
     """Find the linear layers, by building the engine's model of the checkpoint without weights.
 
-    Raises CheckpointError for a checkpoint that is quantized already, or does not have the tensors of its model;
-    PluginError where no plugin builds the model; ConfigError for settings that do not fit its sizes.
+    Raises CheckpointError if the checkpoint is quantized already or lacks tensors of its model, PluginError if no
+    plugin builds the model, ConfigError if settings do not fit its sizes.
     """
     checkpoint = source.checkpoint
     if checkpoint.quantization is not None:
@@ -125,7 +123,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
         parts.model(checkpoint.config, factory, parts.options["models"])
     linears = [layer for layer in factory.layers if isinstance(layer, Linear)]
     merged: dict[str, list[tuple[str, ...]]] = {}
-    left_alone: list[str] = []
+    unquantized: list[str] = []
     for layer in linears:
         names = [part.name for part in layer.spec.parts]
         ignored = [name for name in names if settings.method == NONE or is_listed(name, settings.ignore)]
@@ -134,7 +132,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
                 f"--ignore leaves {ignored[0]} alone but not {next(iter(set(names) - set(ignored)))}; they are"
                 f" multiplied as one matrix, so ignore all of {', '.join(names)}, or none"
             )
-        left_alone += ignored
+        unquantized += ignored
         for part in layer.spec.parts:
             _check_tensor(source, part.name, (part.out_features, layer.spec.in_features))
             if not ignored:
@@ -157,7 +155,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
     scales = [name for reader in factory.kv_scales for name in (reader.names.keys[0], reader.names.values[0])]
     return Blueprint(
         layers=tuple(_layers(source.names, merged, scales)),
-        left_alone=tuple(left_alone),
+        unquantized=tuple(unquantized),
         others=tuple(name for name in source.names if LAYER.match(name) is None),
         spec=shape_of(parts.model, checkpoint.config, parts.owner("models")),
     )
@@ -166,7 +164,7 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
 def _layers(
     names: Sequence[str], merged: Mapping[str, list[tuple[str, ...]]], scales: Sequence[str]
 ) -> Iterator[DecoderLayer]:
-    """The decoder layers that have tensors, in order."""
+    """The decoder layers, in order."""
     members: dict[tuple[int, str], list[str]] = {}
     for name in names:
         if match := LAYER.match(name):
@@ -192,7 +190,7 @@ def _check_tensor(source: Source, module: str, shape: tuple[int, int]) -> None:
 
 
 def _check_sizes(settings: Settings, module: str, outputs: int, inputs: int) -> None:
-    """Raises ConfigError for a linear layer that cannot be cut into groups or words."""
+    """Raises ConfigError if the linear layer's sizes do not divide into groups or words."""
     if settings.is_eight_bit:
         return
     size, per_word = settings.group_size, WORD // settings.bits

@@ -1,4 +1,4 @@
-"""Conformance suite for attention backends: what any backend must compute, against a dense reference in float64."""
+"""Conformance suite for attention backends: compares them with dense attention in float64."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from engine.core.device import DeviceInfo
 from engine.core.quant import FLOAT8, KVScales
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
-"""Largest relative norm of the error, by the type of queries."""
+"""Type of queries -> maximum relative norm of the error."""
 
 FLOAT8_NAN = 0x7F
-"""Byte of a float8_e4m3fn that is not a number."""
+"""Byte of a float8_e4m3fn NaN."""
 
 Lengths = tuple[tuple[int, int], ...]
-"""For each sequence: tokens in the cache from earlier steps, new tokens."""
+"""Per sequence: number of cached tokens, number of new tokens."""
 
 BATCHES: dict[str, Lengths] = {
     "prefill": ((0, 7), (0, 33), (0, 1)),
@@ -35,36 +35,36 @@ BATCHES: dict[str, Lengths] = {
 
 
 @frozen
-class Work:
-    """One forward pass: the batch, its inputs in each layer, and what must come out."""
+class Case:
+    """One forward pass: the batch, the inputs per layer, and the expected outputs."""
 
     batch: ForwardBatch
     pool: KVPool
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     expected: Sequence[torch.Tensor]
-    """For each layer [tokens, heads, head_dim] float64."""
+    """Per layer: [tokens, heads, head_dim] float64."""
 
 
 class AttentionConformance:
     """Derive a class named Test... from this one and set `backend`.
 
-    Slots of the pool beyond a sequence's context hold NaN, and so do blocks of no sequence. A feature that the backend
-    refuses is skipped with its sentence; the plain case must not be refused.
+    Pool slots beyond a sequence's context hold NaN, and so do unused blocks. A feature that the backend refuses is
+    skipped with its refusal; the plain case must not be refused.
     """
 
     backend: ClassVar[type[AttentionBackend[Any, Any]] | AttentionPair]
     device: ClassVar[DeviceInfo | str] = "cpu"
-    """A name stands for a device without further properties."""
+    """A string names a device without further properties."""
     dtype: ClassVar[str] = "float32"
     options: ClassVar[Any] = None
-    """Passed to the backend; None: the defaults of its options_class."""
+    """Options of the backend; None: the defaults of its options_class."""
     longest: ClassVar[int] = 16384
-    """Tests of longer contexts are left out, for a backend that would take minutes over them."""
+    """Maximum context length tested, for backends that take minutes for long contexts."""
 
     @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=lambda heads: f"{heads[0]}:{heads[1]}")
     @pytest.mark.parametrize("name", BATCHES)
     def test_batch(self, name: str, heads: tuple[int, int]) -> None:
-        """Ragged batches of each kind, for several ratios of query heads to key-value heads."""
+        """Ragged batches of each kind, for several ratios of query heads to KV heads."""
         self.check(self.spec(num_heads=heads[0], num_kv_heads=heads[1]), BATCHES[name])
 
     @pytest.mark.parametrize("seed", range(8))
@@ -77,20 +77,20 @@ class AttentionConformance:
 
     @pytest.mark.parametrize("block_size", [1, 2, 16, 32, 64, 128, 256])
     def test_page_size(self, block_size: int) -> None:
-        """Every page size the backend says it can read."""
+        """Every block size that the backend declares."""
         sizes = self.backend.block_sizes
         if sizes is not None and block_size not in sizes:
-            pytest.skip(f"reads pages of {sizes}")
+            pytest.skip(f"reads blocks of {sizes}")
         self.check(self.spec(block_size=block_size), BATCHES["mixed"])
 
     @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
     def test_group_size(self, group: int) -> None:
-        """Every number of query heads for one key-value head that models have."""
+        """Numbers of query heads per KV head that models have."""
         self.check(self.spec(num_layers=1, num_heads=group, num_kv_heads=1, sliding_windows=(None,)), BATCHES["mixed"])
 
     @pytest.mark.parametrize("context", [1, 127, 128, 129, 1023, 4096, 16384])
     def test_context(self, context: int) -> None:
-        """Short and long contexts, for a decode beside a short one and for the end of a prompt."""
+        """Short and long contexts: a decode next to a short one, and the last chunk of a prompt."""
         if context > self.longest:
             pytest.skip(f"contexts of up to {self.longest}")
         spec = self.spec(num_layers=1, max_len=context, sliding_windows=(None,))
@@ -99,7 +99,7 @@ class AttentionConformance:
 
     @pytest.mark.parametrize("head_dim", [32, 64, 128])
     def test_head_dim(self, head_dim: int) -> None:
-        """The sizes of heads that models have."""
+        """Head dimensions that models have."""
         self.check(self.spec(head_dim=head_dim, scale=head_dim**-0.5), BATCHES["mixed"])
 
     @pytest.mark.parametrize("name", BATCHES)
@@ -122,44 +122,44 @@ class AttentionConformance:
         self.check(self.spec(scale=0.03), BATCHES["mixed"])
 
     def test_a_sequence_does_not_depend_on_its_batch(self) -> None:
-        """The other sequences of a batch change nothing beyond rounding."""
+        """Other sequences of a batch change a result only by rounding."""
         spec = self.spec()
-        work = self.make(spec, BATCHES["mixed"])
-        together = self.run(spec, work)[0]
+        case = self.make(spec, BATCHES["mixed"])
+        together = self.run(spec, case)[0]
         start = 0
         for index, (cached, new) in enumerate(BATCHES["mixed"]):
-            alone = self.run(spec, self._only(work, index, decodes=cached > 0 and new == 1))[0]
+            alone = self.run(spec, self._only(case, index, decodes=cached > 0 and new == 1))[0]
             self._close(together[start : start + new], alone.double().cpu(), "alone")
             start += new
 
     def test_strided_inputs(self) -> None:
-        """q, k and v as views of one tensor, as a merged projection leaves them."""
+        """q, k and v are views of one tensor, as after a merged projection."""
         spec = self.spec()
-        work = self.make(spec, BATCHES["mixed"])
-        views = [unpack(spec, torch.cat(layer, 1)) for layer in work.inputs]
-        for found, expected in zip(self.run(spec, attrs.evolve(work, inputs=views)), work.expected, strict=True):
+        case = self.make(spec, BATCHES["mixed"])
+        views = [unpack(spec, torch.cat(layer, 1)) for layer in case.inputs]
+        for found, expected in zip(self.run(spec, attrs.evolve(case, inputs=views)), case.expected, strict=True):
             self._close(found, expected, "strided")
 
     @pytest.mark.parametrize("name", BATCHES)
     def test_forward_into(self, name: str) -> None:
-        """The same result in the middle of a longer buffer, whose other rows are left alone."""
+        """forward_into writes the same result into rows of a larger buffer, and no other rows."""
         spec = self.spec()
         self._skip_if_refused(spec)
-        work = self.make(spec, BATCHES[name])
-        backend = self._backend(spec, work)
-        tokens = len(work.batch.tokens)
+        case = self.make(spec, BATCHES[name])
+        backend = self._backend(spec, case)
+        tokens = len(case.batch.tokens)
         with torch.inference_mode():
-            plan = backend.plan(work.batch)
-            for layer, inputs in enumerate(work.inputs):
+            plan = backend.plan(case.batch)
+            for layer, inputs in enumerate(case.inputs):
                 buffer = torch.full_like(inputs[0], 3.0).repeat(3, 1, 1)
                 backend.forward_into(layer, *inputs, plan, buffer[tokens : 2 * tokens])
-                self._close(buffer[tokens : 2 * tokens], work.expected[layer], f"forward_into, layer {layer}")
+                self._close(buffer[tokens : 2 * tokens], case.expected[layer], f"forward_into, layer {layer}")
                 rest = torch.cat((buffer[:tokens], buffer[2 * tokens :]))
                 assert bool((rest == 3.0).all()), f"forward_into, layer {layer}: rows beyond `out` were written"
 
     @pytest.mark.parametrize("name", BATCHES)
     def test_float8_cache(self, name: str) -> None:
-        """Codes, with scales of keys and of values that are not those of the next layer."""
+        """Quantized values, with different scales for keys, values and layers."""
         self.check(self.spec(kv_dtype=FLOAT8), BATCHES[name])
 
     @pytest.mark.parametrize(
@@ -174,23 +174,23 @@ class AttentionConformance:
         ids=str,
     )
     def test_float8_cache_of_other_shapes(self, changes: dict[str, Any]) -> None:
-        """The same with what else the suite asks for."""
+        """A float8 cache with windows, soft caps, other heads and block sizes."""
         if self.backend.block_sizes is not None and changes.get("block_size", 0) not in (0, *self.backend.block_sizes):
-            pytest.skip(f"reads pages of {self.backend.block_sizes}")
+            pytest.skip(f"reads blocks of {self.backend.block_sizes}")
         self.check(self.spec(kv_dtype=FLOAT8, **changes), BATCHES["mixed"])
 
     @pytest.mark.parametrize("window", [None, 20])
     def test_one_plan_for_changing_buffers(self, window: int | None) -> None:
-        """A plan made for a graph: lengths, tables and queries change in place, and a replay follows them.
+        """A plan made for a graph stays valid while lengths, tables and queries change in place.
 
-        On a GPU the passes are replays of one captured graph; elsewhere they are calls. Rows beyond the sequences of a
-        pass stand for one token in the scratch block, and their outputs for nothing. Between two passes the backend
-        serves batches of other plans.
+        On a GPU the passes are replays of one captured graph; on other devices they are calls. Rows beyond the
+        sequences of a pass are padding: one token in the scratch block, whose output is ignored. Between two passes the
+        backend serves batches of other plans.
         """
         self._check_changing_buffers(self.spec(sliding_windows=(window, window)))
 
     def test_one_plan_for_changing_buffers_over_float8(self) -> None:
-        """The same over codes."""
+        """As test_one_plan_for_changing_buffers, with quantized values."""
         self._check_changing_buffers(self.spec(kv_dtype=FLOAT8))
 
     def _check_changing_buffers(self, spec: AttentionSpec) -> None:
@@ -198,12 +198,12 @@ class AttentionConformance:
             pytest.skip("captures no graphs")
         self._skip_if_refused(spec)
         lengths = tuple((context - 1, 1) for context in (2, 15, 16, 17, 90, 130, 200, 255, 33, 64))
-        work = self.make(spec, lengths)
+        case = self.make(spec, lengths)
         rows = 6
-        batch = self._slot(spec, work, rows)
-        packed = [torch.cat(tensors, 1)[:rows].zero_() for tensors in work.inputs]
+        batch = self._slot(spec, case, rows)
+        packed = [torch.cat(tensors, 1)[:rows].zero_() for tensors in case.inputs]
         inputs = [unpack(spec, layer) for layer in packed]
-        backend = self._backend(spec, work)
+        backend = self._backend(spec, case)
         if backend.graphs == "none":
             pytest.skip("captures no graphs of such layers")
         plan = backend.plan(batch, GraphSlot(num_sequences=rows))
@@ -211,42 +211,42 @@ class AttentionConformance:
         for chosen in ([0, 1, 2, 3, 4, 5], [9, 7, 6], [8], [7, 7, 0, 5, 3, 6]):
             count = len(chosen)
             batch.context_lens.fill_(1)
-            batch.block_tables.fill_(work.pool.scratch_block)
-            batch.context_lens[:count] = work.batch.context_lens[chosen]
-            batch.block_tables[:count, : work.batch.block_tables.shape[1]] = work.batch.block_tables[chosen]
-            for layer, tensors in enumerate(work.inputs):
+            batch.block_tables.fill_(case.pool.scratch_block)
+            batch.context_lens[:count] = case.batch.context_lens[chosen]
+            batch.block_tables[:count, : case.batch.block_tables.shape[1]] = case.batch.block_tables[chosen]
+            for layer, tensors in enumerate(case.inputs):
                 packed[layer][:count] = torch.cat(tensors, 1)[chosen]
-            self._serve_another(backend, spec, work)
+            self._serve_another(backend, spec, case)
             for layer, out in enumerate(replay()):
-                self._close(out[:count], work.expected[layer][chosen], f"layer {layer}, sequences {chosen}")
+                self._close(out[:count], case.expected[layer][chosen], f"layer {layer}, sequences {chosen}")
 
-    def _serve_another(self, backend: AttentionBackend[Any, Any], spec: AttentionSpec, work: Work) -> None:
-        """Other batches of the same backend: one without a graph, and the plan of a smaller graph."""
+    def _serve_another(self, backend: AttentionBackend[Any, Any], spec: AttentionSpec, case: Case) -> None:
+        """Serve other batches with the same backend: one without a graph, and the plan of a smaller graph."""
         with torch.inference_mode():
-            plan = backend.plan(work.batch)
-            for layer, inputs in enumerate(work.inputs):
+            plan = backend.plan(case.batch)
+            for layer, inputs in enumerate(case.inputs):
                 backend.forward(layer, *inputs, plan)
-            backend.plan(self._slot(spec, work, 2), GraphSlot(num_sequences=2))
+            backend.plan(self._slot(spec, case, 2), GraphSlot(num_sequences=2))
 
     def test_nothing_is_changed(self) -> None:
-        """Neither the pool nor the inputs nor the batch, which core uses again, are written to."""
+        """The backend does not write to the pool, the inputs or the batch, which core uses again."""
         spec = self.spec()
-        work = self.make(spec, BATCHES["mixed"])
-        batch = attrs.asdict(work.batch, recurse=False).values()
-        tensors = [*work.pool.keys, *work.pool.values, *(tensor for layer in work.inputs for tensor in layer)]
+        case = self.make(spec, BATCHES["mixed"])
+        batch = attrs.asdict(case.batch, recurse=False).values()
+        tensors = [*case.pool.keys, *case.pool.values, *(tensor for layer in case.inputs for tensor in layer)]
         tensors += [torch.as_tensor(part) for part in batch if not isinstance(part, int)]
         before = [tensor.clone() for tensor in tensors]
-        self.run(spec, work)
+        self.run(spec, case)
         for old, new in zip(before, tensors, strict=True):
             torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
 
     def test_the_plain_case_is_not_refused(self) -> None:
-        """A backend that refuses everything would pass all else."""
+        """The backend accepts plain attention; refusing everything would pass all other tests."""
         refusal = self.backend.refuses(self.spec(), self._device())
         assert refusal is None, f"{self.backend} refuses plain attention in {self.dtype}: {refusal}"
 
     def spec(self, **changes: Any) -> AttentionSpec:
-        """A small model's attention: two layers, four heads over two."""
+        """Return the attention of a small model: two layers, four query heads, two KV heads."""
         spec = AttentionSpec(
             num_layers=2,
             num_heads=4,
@@ -262,19 +262,19 @@ class AttentionConformance:
         return attrs.evolve(spec, **changes)
 
     def check(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> None:
-        """Run one batch through every layer and compare; skip what the backend refuses."""
+        """Run one batch through all layers and compare; skip if the backend refuses."""
         self._skip_if_refused(spec)
-        work = self.make(spec, lengths, seed)
-        for layer, out in enumerate(self.run(spec, work)):
+        case = self.make(spec, lengths, seed)
+        for layer, out in enumerate(self.run(spec, case)):
             assert out.dtype == getattr(torch, spec.dtype), f"layer {layer} returned {out.dtype}"
-            self._close(out, work.expected[layer], f"layer {layer}")
+            self._close(out, case.expected[layer], f"layer {layer}")
 
-    def run(self, spec: AttentionSpec, work: Work) -> list[torch.Tensor]:
-        """The backend's output in each layer."""
-        backend = self._backend(spec, work)
+    def run(self, spec: AttentionSpec, case: Case) -> list[torch.Tensor]:
+        """Return the backend's output per layer."""
+        backend = self._backend(spec, case)
         with torch.inference_mode():
-            plan = backend.plan(work.batch)
-            return [backend.forward(layer, *inputs, plan) for layer, inputs in enumerate(work.inputs)]
+            plan = backend.plan(case.batch)
+            return [backend.forward(layer, *inputs, plan) for layer, inputs in enumerate(case.inputs)]
 
     def _skip_if_refused(self, spec: AttentionSpec) -> None:
         refusal = self.backend.refuses(spec, self._device())
@@ -285,16 +285,16 @@ class AttentionConformance:
         if spec.kv_dtype == FLOAT8 and not self.backend.reads_float8:
             pytest.skip(f"reads no {FLOAT8}")
 
-    def _backend(self, spec: AttentionSpec, work: Work) -> AttentionBackend[Any, Any]:
+    def _backend(self, spec: AttentionSpec, case: Case) -> AttentionBackend[Any, Any]:
         options = self.options
         if options is None and self.backend.options_class is not None:
             options = self.backend.options_class()
-        return self.backend(spec, work.pool, options)
+        return self.backend(spec, case.pool, options)
 
-    def _slot(self, spec: AttentionSpec, work: Work, rows: int) -> ForwardBatch:
-        """The batch of a graph of `rows` decodes: fixed buffers, here all padding, beside the longest host lengths."""
+    def _slot(self, spec: AttentionSpec, case: Case, rows: int) -> ForwardBatch:
+        """Make the batch of a graph of `rows` decodes: fixed buffers of padding, host arrays of maximum length."""
         name = self._device().torch_name
-        scratch = work.pool.scratch_block
+        scratch = case.pool.scratch_block
         tables = np.full((rows, -(-spec.max_len // spec.block_size)), scratch, np.int32)
         return ForwardBatch(
             tokens=torch.zeros(rows, dtype=torch.int64, device=name),
@@ -311,12 +311,12 @@ class AttentionConformance:
         )
 
     def _captured(self, step: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
-        """A function that replays `step` from a CUDA graph; where there are none, `step` itself."""
+        """Return a function that replays `step` from a CUDA graph; on devices without graphs, `step` itself."""
         if self._device().type != "cuda":
             return step
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # kernels are compiled before the capture, as a runner does it
+        with torch.cuda.stream(stream):  # compiles kernels before the capture, as a runner does
             step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -329,10 +329,10 @@ class AttentionConformance:
 
         return replay
 
-    def make(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> Work:
-        """Random keys, values and queries; the pool in a random order of blocks, NaN wherever nothing was stored.
+    def make(self, spec: AttentionSpec, lengths: Lengths, seed: int = 0) -> Case:
+        """Make a case of random keys, values and queries in blocks of random order; unused slots hold NaN.
 
-        What is expected of a float8 cache is computed from the codes that are in it.
+        Expected outputs over a float8 cache are computed from its quantized values.
         """
         pick = random.Random(seed)
         draw = torch.Generator().manual_seed(seed)
@@ -373,7 +373,7 @@ class AttentionConformance:
             dtype = getattr(torch, spec.dtype)
             inputs.append(tuple(torch.cat(parts).to(name, dtype) for parts in (queries, keys, values)))
             expected.append(torch.cat(outs))
-        return Work(self._batch(lengths, tables, slots), pool, inputs, expected)  # type: ignore[arg-type]
+        return Case(self._batch(lengths, tables, slots), pool, inputs, expected)  # type: ignore[arg-type]
 
     def _batch(self, lengths: Lengths, tables: np.ndarray[Any, Any], slots: list[np.ndarray[Any, Any]]) -> ForwardBatch:
         name = self._device().torch_name
@@ -399,9 +399,9 @@ class AttentionConformance:
             block_tables_host=tables,
         )
 
-    def _only(self, work: Work, index: int, decodes: bool) -> Work:
-        """The work of one sequence, over the same pool."""
-        batch = work.batch
+    def _only(self, case: Case, index: int, decodes: bool) -> Case:
+        """Return the case of one sequence alone, over the same pool."""
+        batch = case.batch
         start, end = int(batch.query_starts[index]), int(batch.query_starts[index + 1])
         rows, one = slice(start, end), slice(index, index + 1)
         alone = attrs.evolve(
@@ -418,8 +418,8 @@ class AttentionConformance:
             context_lens_host=batch.context_lens_host[one],
             block_tables_host=batch.block_tables_host[one],
         )
-        inputs = [(q[rows], k[rows], v[rows]) for q, k, v in work.inputs]
-        return Work(alone, work.pool, inputs, [out[rows] for out in work.expected])
+        inputs = [(q[rows], k[rows], v[rows]) for q, k, v in case.inputs]
+        return Case(alone, case.pool, inputs, [out[rows] for out in case.expected])
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"
@@ -437,21 +437,21 @@ class AttentionConformance:
 
 
 def scales_of(spec: AttentionSpec) -> tuple[KVScales, ...]:
-    """Of a float8 cache, for numbers of about 1, some of which are cut off; none for others."""
+    """Return scales of a float8 cache for values of about 1, some of which are clamped; none for other caches."""
     if spec.kv_dtype != FLOAT8:
         return ()
     return tuple(KVScales(key=0.006 + 0.02 * layer, value=0.05 - 0.013 * layer) for layer in range(spec.num_layers))
 
 
 def stored(pool: KVPool, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values that the codes in `slots` stand for: [slots, kv_heads, head_dim] float64 each."""
+    """Dequantize the keys and values in `slots`: [slots, kv_heads, head_dim] float64 each."""
     scales = pool.scales[layer]
     k, v = (part[layer].double().flatten(0, 1)[slots].cpu() for part in (pool.keys, pool.values))
     return k * scales.key, v * scales.value
 
 
 def unpack(spec: AttentionSpec, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of q, k and v: packed is [tokens, heads + 2 * kv_heads, head_dim]."""
+    """Return views of q, k and v; packed: [tokens, heads + 2 * kv_heads, head_dim]."""
     q, k, v = torch.split(packed, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
     return q, k, v
 
@@ -459,7 +459,7 @@ def unpack(spec: AttentionSpec, packed: torch.Tensor) -> tuple[torch.Tensor, tor
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, window: int | None
 ) -> torch.Tensor:
-    """Causal attention of one sequence by the definition: the reference.
+    """Compute causal attention of one sequence by its definition, as the reference.
 
     q: [new, heads, head_dim], the last tokens of the sequence; k, v: [context, kv_heads, head_dim].
     Returns [new, heads, head_dim] float64.

@@ -1,4 +1,4 @@
-"""Conformance suite for executors: the tokens of `uniproc`, errors that reach the caller, and nothing left behind."""
+"""Conformance suite for executors: same tokens as `uniproc`, errors reach the caller, and no leftovers."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from engine.testing.leftovers import PATIENCE, assert_nothing_left, belongings
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=0)
 DRAWN = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=5, logprobs=2, prompt_logprobs=1)
 PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(6)]
-STRANGER = 424242
-"""A sequence that no runner has heard of."""
-CLOSE = 1e-4
-"""Between two log probabilities of one token."""
+UNKNOWN_SEQUENCE = 424242
+"""Number of a sequence that no runner knows."""
+LOGPROB_TOLERANCE = 1e-4
+"""Maximum difference between two logprobs of one token."""
 
 
 class ExecutorConformance:
     """Derive a class named Test... from this one and set `executor`.
 
-    It is given a tiny Llama in float32. One that runs the model in other processes must be importable there by its
-    name.
+    The tests run a tiny Llama in float32. The class of an executor that runs the model in other processes must be
+    importable there.
     """
 
     executor: ClassVar[type[Executor]]
     ranks: ClassVar[int] = 1
-    """How many the tests run (executor.tensor_parallel)."""
+    """Number of ranks in the tests (executor.tensor_parallel)."""
     refused_ranks: ClassVar[int | None] = 2
-    """A number that it cannot run and has to refuse; None: there is none."""
+    """A number of ranks that `refuses` must refuse; None: the executor runs any number."""
     device: ClassVar[str] = "cpu"
     settings: ClassVar[Mapping[str, object]] = {}
     """More settings of the engine, as executor__options={...}."""
     excused: ClassVar[Sequence[str]] = ()
-    """Regular expressions of what a library leaves behind at each use, as `testing.leftovers` words it."""
+    """Regular expressions of leftovers of a library, in the words of `testing.leftovers`, that are not errors."""
     used: ClassVar[bool] = False
-    """Set by the tests: what libraries do when they are first used is done."""
+    """Set by the tests after the first use, which initializes libraries."""
 
     def test_steps(self, engine_checkpoint: Path) -> None:
-        """Prompts in chunks, decodes, several at once and a sequence in another's blocks; then with steps under way."""
+        """Prefill chunks, decodes, mixed batches and reused blocks give the same results, also with steps in flight."""
         with self.running(engine_checkpoint, reference()) as uniproc:
             expected = run(uniproc, script(), 1) + run(uniproc, script(10), 1)
         with self.running(engine_checkpoint) as executor:
@@ -62,7 +62,7 @@ class ExecutorConformance:
             assert_same(mine, theirs)
 
     def test_generate(self, engine_checkpoint: Path) -> None:
-        """An engine's greedy tokens."""
+        """An engine generates the same greedy tokens."""
         tokens = []
         for executor, ranks in ((self.executor, self.ranks), (reference(), 1)):
             settings = {**self._settings(executor, ranks), "scheduler__max_batch_tokens": 40}
@@ -72,10 +72,10 @@ class ExecutorConformance:
         assert tokens[0] == tokens[1], "the tokens are not those of uniproc"
 
     def test_start(self, engine_checkpoint: Path) -> None:
-        """What start() says, and what it tells meanwhile."""
-        told: list[Any] = []
+        """start() returns a valid CacheInfo and reports Progress."""
+        reports: list[Any] = []
         executor = self.make(engine_checkpoint)
-        executor.watch(told.append)
+        executor.watch(reports.append)
         info = executor.start()
         try:
             health = executor.check()
@@ -84,20 +84,20 @@ class ExecutorConformance:
             assert info.block_size == 16, f"blocks of {info.block_size} tokens, not of cache.block_size, 16"
             assert info.dtype == "float32", f"the model is in {info.dtype}, not in model.dtype, float32"
             assert all(seconds >= 0 for _, seconds in info.phases), f"phases took {info.phases}"
-            assert all(isinstance(one, Progress) for one in told), f"the listener was told {told}"
+            assert all(isinstance(one, Progress) for one in reports), f"the listener received {reports}"
             assert isinstance(executor.asynchronous, bool), f"asynchronous is {executor.asynchronous!r}"
         finally:
             executor.shutdown()
 
     def test_a_step_that_fails(self, engine_checkpoint: Path) -> None:
-        """An ExecutorError with what went wrong, and of several ranks which; nobody takes it to be well afterwards."""
+        """A failed step raises an ExecutorError with cause and rank, and check() reports it afterwards."""
         with self.running(engine_checkpoint) as executor:
             run(executor, script()[:2], 1)
             with pytest.raises(ExecutorError) as caught:
-                executor.submit(Step(id=3, decodes=(STRANGER,), chunks=())).result()
-            told = str(caught.value)
-            assert str(STRANGER) in told, f"the error does not say what went wrong: {told}"
-            assert self.ranks == 1 or "rank" in told, f"the error does not say on which rank: {told}"
+                executor.submit(Step(id=3, decodes=(UNKNOWN_SEQUENCE,), chunks=())).result()
+            message = str(caught.value)
+            assert str(UNKNOWN_SEQUENCE) in message, f"the error does not say what went wrong: {message}"
+            assert self.ranks == 1 or "rank" in message, f"the error does not say on which rank: {message}"
             deadline = time.monotonic() + PATIENCE
             while executor.check().ok:
                 assert time.monotonic() < deadline, "check() finds nothing wrong after a step has failed"
@@ -105,7 +105,7 @@ class ExecutorConformance:
             assert executor.check().detail, "check() does not say what is wrong"
 
     def test_shutdown(self, engine_checkpoint: Path) -> None:
-        """With a step under way; a second one does nothing; afterwards no step can be run."""
+        """shutdown() works with a step in flight and twice; afterwards no step can run."""
         executor = self.make(engine_checkpoint)
         executor.start()
         executor.submit(script()[0])
@@ -116,14 +116,14 @@ class ExecutorConformance:
             executor.submit(script()[0])
 
     def test_nothing_is_left_behind(self, engine_checkpoint: Path) -> None:
-        """No thread, no process, no open file, nothing in /dev/shm, but for what the first use of libraries leaves."""
+        """No thread, process, open file or entry of /dev/shm is left, except by the first use of libraries."""
         self._use_once(engine_checkpoint)
         before = belongings()
         self._use(engine_checkpoint)
         assert_nothing_left(before, "an executor that was shut down", self.excused)
 
     def test_nothing_is_left_of_a_start_that_fails(self, engine_checkpoint: Path) -> None:
-        """A cache that is too small is a CapacityError; nobody calls shutdown() then."""
+        """A start that raises CapacityError leaves nothing, although shutdown() is not called."""
         self._use_once(engine_checkpoint)
         before = belongings()
         with pytest.raises(CapacityError):
@@ -131,14 +131,14 @@ class ExecutorConformance:
         assert_nothing_left(before, "a start that failed", self.excused)
 
     def test_a_checkpoint_without_weights(self, engine_checkpoint: Path, tmp_path: Path) -> None:
-        """What is wrong with it is a CheckpointError here too."""
+        """A broken checkpoint raises CheckpointError."""
         for file in engine_checkpoint.glob("*.json"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
         with pytest.raises(CheckpointError, match="safetensors"):
             self.make(tmp_path).start()
 
     def test_making_one_does_no_work(self, engine_checkpoint: Path) -> None:
-        """The constructor keeps its arguments."""
+        """The constructor starts nothing."""
         self._use_once(engine_checkpoint)
         before = belongings()
         executor = self.make(engine_checkpoint)
@@ -146,7 +146,7 @@ class ExecutorConformance:
         del executor
 
     def test_ranks_are_refused(self) -> None:
-        """A number that it runs is taken; nobody else refuses what it cannot run."""
+        """refuses() accepts `ranks` and refuses `refused_ranks`, which nothing else checks."""
         device = find_device(self.device)
         taken = EngineConfig(executor=ExecutorConfig(device=self.device, tensor_parallel=self.ranks))
         assert self.executor.refuses(taken, device) is None, f"refuses() refuses {self.ranks} ranks"
@@ -158,7 +158,7 @@ class ExecutorConformance:
         assert refusal, "refuses() answers with an empty string"
 
     def make(self, model: Path, kind: type[Executor] | None = None, **settings: object) -> Executor:
-        """An executor, not started; of another class if given."""
+        """Make an executor, of another class if given; it is not started."""
         executor = kind or self.executor
         given = {**self._settings(executor, self.ranks if kind is None else 1), "model__path": str(model), **settings}
         config = load_config(overrides={key.replace("__", "."): (value, "test") for key, value in given.items()}).config
@@ -170,7 +170,7 @@ class ExecutorConformance:
 
     @contextmanager
     def running(self, model: Path, kind: type[Executor] | None = None) -> Iterator[Executor]:
-        """An executor that is started, and shut down in the end."""
+        """Start an executor, and shut it down at the end."""
         executor = self.make(model, kind)
         executor.start()
         try:
@@ -201,14 +201,14 @@ class ExecutorConformance:
 
 
 def reference() -> type[Executor]:
-    """The executor whose tokens count."""
+    """Return the executor class whose results are the reference."""
     return load_plugins().executors.get("uniproc").load()
 
 
 def script(after: int = 0) -> Sequence[Step]:
-    """Three sequences: one greedy, one drawn with log probabilities, and one in the blocks of the first.
+    """Steps of three sequences: one greedy, one drawn with logprobs, and one that reuses the blocks of the first.
 
-    after: what numbers of steps and sequences are counted from; above 0, that follow a script of ten less.
+    after: offset of the numbers of steps and sequences; above 0, the script continues that of `after` - 10.
     """
     one, two, three = (after + number for number in (1, 2, 3))
     prompts = [tuple(PROMPTS[row]) for row in (3, 1, 2)]
@@ -244,21 +244,21 @@ def script(after: int = 0) -> Sequence[Step]:
 
 
 def run(executor: Executor, steps: Sequence[Step], ahead: int) -> list[StepResult]:
-    """Their results, with at most so many under way."""
+    """Run the steps with at most `ahead` in flight; return their results."""
     results = []
-    under_way: deque[PendingResult] = deque()
+    in_flight: deque[PendingResult] = deque()
     for step in steps:
-        if len(under_way) == ahead:
-            results.append(under_way.popleft().result())
-        under_way.append(executor.submit(step))
-    for pending in under_way:
+        if len(in_flight) == ahead:
+            results.append(in_flight.popleft().result())
+        in_flight.append(executor.submit(step))
+    for pending in in_flight:
         results.append(pending.result())
         assert pending.done(), f"done() denies that step {results[-1].step} is done, whose result is there"
     return results
 
 
 def assert_same(found: StepResult, expected: StepResult) -> None:
-    """All but the seconds, and log probabilities up to rounding."""
+    """Compare results, except seconds; logprobs up to rounding."""
     step = f"step {expected.step}"
     assert found.step == expected.step, f"the result of {step} says that it is of {found.step}"
     assert found.tokens == expected.tokens, f"{step} sampled {found.tokens}; uniproc {expected.tokens}"
@@ -270,4 +270,6 @@ def assert_same(found: StepResult, expected: StepResult) -> None:
     assert len(mine) == len(theirs), f"{step} has {len(mine)} log probabilities, not {len(theirs)}"
     for one, other in zip(mine, theirs, strict=True):
         assert one.token == other.token, f"{step} has the log probability of token {one.token}, not of {other.token}"
-        assert abs(one.logprob - other.logprob) < CLOSE, f"{step}: log probability {one.logprob}, not {other.logprob}"
+        assert abs(one.logprob - other.logprob) < LOGPROB_TOLERANCE, (
+            f"{step}: log probability {one.logprob}, not {other.logprob}"
+        )

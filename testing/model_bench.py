@@ -1,4 +1,4 @@
-"""A model over a KV cache of its own, fed what a test wants."""
+"""A model with its own KV cache, which computes the batches that a test asks for."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from engine.core.models import ForwardPass, Model
 from engine.core.plugin_host import attention_spec, load_plugins
 from engine.core.weights import Checkpoint, SafetensorsSource, WeightSource, load_weights
 
-MOST = 112
-"""Tokens of a sequence."""
+MAX_TOKENS = 112
+"""Tokens per sequence."""
 
-Piece = tuple[int, int, int]
+Chunk = tuple[int, int, int]
 """Sequence, first token, number of tokens."""
 
 
 class ModelBench:
-    """One rank of a model on the CPU. Slots of the cache that nothing was written to hold NaN."""
+    """One rank of a model on the CPU. Slots of the KV cache hold NaN until they are written."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ModelBench:
         source: WeightSource | None = None,
         group: RankGroup | None = None,
     ) -> None:
-        """prompts: the sequences, by number. source: of the weights, in place of the checkpoint's."""
+        """prompts: the sequences. source: of the weights; None: the checkpoint."""
         checkpoint = Checkpoint.open(directory)
         self.prompts = prompts
         self.spec = model.spec(checkpoint.config)
@@ -48,29 +48,30 @@ class ModelBench:
         with torch.inference_mode():
             load_weights(self.layers, source or SafetensorsSource(checkpoint), threads=1)
         shape = attention_spec(self.spec, EngineConfig(), dtype, self.spec.max_len, dtype, self.layers.ranks)
-        self._page = shape.block_size
-        pages = -(-MOST // self._page)
-        self._tables = np.arange(pages * len(prompts), dtype=np.int32)[::-1].copy().reshape(len(prompts), pages)
+        self._block_size = shape.block_size
+        num_blocks = -(-MAX_TOKENS // self._block_size)
+        blocks = np.arange(num_blocks * len(prompts), dtype=np.int32)[::-1].copy()
+        self._tables = blocks.reshape(len(prompts), num_blocks)
         self._pool = KVPool(shape, self._tables.size, "cpu")
         for tensor in (*self._pool.keys, *self._pool.values):
             tensor.fill_(torch.nan)
         self._attention = load_plugins().attention.get("torch").load()(shape, self._pool, None)
 
-    def hidden(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """What `forward` makes of one batch: [tokens, hidden_size]. Pieces of one token stand first."""
-        batch = self._batch(pieces)
+    def hidden(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Hidden states of one batch: [tokens, hidden_size]. Chunks of one token must come first."""
+        batch = self._batch(chunks)
         with torch.inference_mode():
             plan = self._attention.plan(batch)
             run = ForwardPass(batch=_bare(batch), attention=self._attention, plan=plan, pool=self._pool)
             return self.model.forward(run)
 
-    def logits(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Of all tokens of one batch: [tokens, vocab_size]."""
+    def logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits of all tokens of one batch: [tokens, vocab_size]."""
         with torch.inference_mode():
-            return self.model.logits(self.hidden(pieces))
+            return self.model.logits(self.hidden(chunks))
 
     def prompt_logits(self, sequence: int, chunks: Sequence[int] = ()) -> torch.Tensor:
-        """Of all tokens of a prompt, computed in stretches of these lengths; by default in one."""
+        """Logits of all tokens of a prompt, computed in chunks of these lengths, by default in one."""
         parts, start = [], 0
         for count in chunks or [len(self.prompts[sequence])]:
             parts.append(self.logits([(sequence, start, count)]))
@@ -78,19 +79,19 @@ class ModelBench:
         assert start == len(self.prompts[sequence])
         return torch.cat(parts)
 
-    def _batch(self, pieces: Sequence[Piece]) -> ForwardBatch:
-        counts = np.array([count for _, _, count in pieces], np.int32)
-        contexts = np.array([start + count for _, start, count in pieces], np.int32)
-        positions = [np.arange(start, start + count) for _, start, count in pieces]
+    def _batch(self, chunks: Sequence[Chunk]) -> ForwardBatch:
+        counts = np.array([count for _, _, count in chunks], np.int32)
+        contexts = np.array([start + count for _, start, count in chunks], np.int32)
+        positions = [np.arange(start, start + count) for _, start, count in chunks]
         slots = [
-            self._tables[sequence][at // self._page].astype(np.int64) * self._page + at % self._page
-            for (sequence, _, _), at in zip(pieces, positions, strict=True)
+            self._tables[sequence][at // self._block_size].astype(np.int64) * self._block_size + at % self._block_size
+            for (sequence, _, _), at in zip(chunks, positions, strict=True)
         ]
-        tables = self._tables[[sequence for sequence, _, _ in pieces]]
+        tables = self._tables[[sequence for sequence, _, _ in chunks]]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        tokens = [token for sequence, start, count in pieces for token in self.prompts[sequence][start : start + count]]
+        tokens = [token for sequence, start, count in chunks for token in self.prompts[sequence][start : start + count]]
         decodes = 0
-        while decodes < len(pieces) and pieces[decodes][2] == 1 and pieces[decodes][1] > 0:
+        while decodes < len(chunks) and chunks[decodes][2] == 1 and chunks[decodes][1] > 0:
             decodes += 1
         return ForwardBatch(
             tokens=torch.tensor(tokens),
@@ -108,7 +109,7 @@ class ModelBench:
 
 
 def _bare(batch: ForwardBatch) -> ForwardBatch:
-    """What a model may use of a batch, as while pieces between attention calls are recorded."""
+    """The batch with only what a model may use, as between the graph breaks of piecewise CUDA graphs."""
     nothing: Any = None
     return attrs.evolve(
         batch,

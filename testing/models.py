@@ -1,4 +1,4 @@
-"""Conformance suite for models: the logits of transformers, however the work is cut and shared."""
+"""Conformance suite for models: logits equal those of transformers for all chunks, batches and ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.testing.ranks import run_ranks
 LENGTHS = (100, 41, 6)
 """Tokens of the prompts."""
 ROUNDING = 0.05
-"""Largest relative norm of the error of logits in bfloat16."""
+"""Limit of the relative error (norms) of logits in bfloat16."""
 
 
 class ModelConformance:
@@ -31,22 +31,22 @@ class ModelConformance:
 
     model: ClassVar[type[Model]]
     options: ClassVar[Any] = None
-    """Passed to the model; None: the defaults of its options_class."""
+    """Options of the model; None: the defaults of its options_class."""
     architecture: ClassVar[str] = ""
-    """As transformers names it (model_type)."""
+    """model_type in transformers."""
     config: ClassVar[Mapping[str, Any]] = {}
     """Keys of config.json that differ from testing.checkpoints.TINY."""
     ranks: ClassVar[tuple[int, ...]] = (2, 4)
-    """Numbers that can share the model."""
+    """Numbers of ranks that can share the model."""
     error: ClassVar[float] = 2e-5
-    """Largest relative norm of the error of logits in float32."""
+    """Limit of the relative error (norms) of logits in float32."""
 
     def checkpoint(self, directory: Path) -> Path:
         """Write a tiny random checkpoint of one file, in float32, and return its directory."""
         return make_checkpoint(directory / "model", self.architecture, **self.config)
 
     def reference(self, checkpoint: Path, tokens: list[int]) -> torch.Tensor:
-        """What must come out: the logits of all tokens of a prompt, [tokens, vocab_size]."""
+        """The expected logits of all tokens of a prompt: [tokens, vocab_size]."""
         import transformers
 
         library: Any = transformers  # without types
@@ -58,36 +58,36 @@ class ModelConformance:
         return logits
 
     def test_logits(self, tmp_path: Path) -> None:
-        """Of whole prompts."""
+        """Logits of whole prompts equal the reference."""
         path = self.checkpoint(tmp_path)
         bench = self.bench(path)
         for number, tokens in enumerate(bench.prompts):
             expected = self.reference(path, list(tokens))
             self._close(bench.prompt_logits(number), expected, f"a prompt of {len(tokens)} tokens")
 
-    def test_stretches(self, tmp_path: Path) -> None:
-        """A prompt in stretches, some of one token, has the logits of the whole."""
+    def test_prefill_chunks(self, tmp_path: Path) -> None:
+        """A prompt in chunks, some of one token, has the logits of the whole prompt."""
         path = self.checkpoint(tmp_path)
         expected = self.bench(path).prompt_logits(0)
         found = self.bench(path).prompt_logits(0, [37, 1, 1, 30, 1, 30])
-        self._close(found, expected, "a prompt in stretches")
+        self._close(found, expected, "a prompt in chunks")
 
     def test_batches(self, tmp_path: Path) -> None:
-        """Decodes and stretches of several prompts in one batch have the logits that each has alone."""
+        """Decodes and prefill chunks of several prompts in one batch have the same logits as alone."""
         path = self.checkpoint(tmp_path)
         bench = self.bench(path)
         expected = [self.bench(path).prompt_logits(number) for number in range(len(LENGTHS))]
-        for pieces in (
+        for chunks in (
             [(0, 0, 60), (2, 0, 5)],
             [(2, 5, 1), (0, 60, 30), (1, 0, 40)],
             [(1, 40, 1), (0, 90, 10)],
         ):
-            found = bench.logits(pieces).split([count for _, _, count in pieces])  # type: ignore[no-untyped-call]
-            for part, (number, start, count) in zip(found, pieces, strict=True):
+            found = bench.logits(chunks).split([count for _, _, count in chunks])  # type: ignore[no-untyped-call]
+            for part, (number, start, count) in zip(found, chunks, strict=True):
                 self._close(part, expected[number][start : start + count], f"tokens {start} on of prompt {number}")
 
-    def test_a_pass_leaves_nothing_in_the_model(self, tmp_path: Path) -> None:
-        """The same logits after passes of other lengths and of other tokens at the same places."""
+    def test_model_keeps_no_state_between_passes(self, tmp_path: Path) -> None:
+        """The same logits after passes of other lengths and of other tokens at the same positions."""
         path = self.checkpoint(tmp_path)
         bench, other = self.bench(path), self.bench(path)
         prompt = bench.prompts[0]
@@ -99,29 +99,29 @@ class ModelConformance:
             self._close(bench.prompt_logits(0), logits, "a prompt after others")
 
     def test_greedy(self, tmp_path: Path) -> None:
-        """The largest logits and their tokens."""
+        """greedy() returns the max logits and their tokens."""
         bench = self.bench(self.checkpoint(tmp_path))
         hidden = bench.hidden([(0, 0, 50)])
         with torch.inference_mode():
             logits = bench.model.logits(hidden)
-            peaks, tokens = bench.model.greedy(hidden)
-        assert peaks.dtype == torch.float32, f"greedy() gives logits in {peaks.dtype}"
+            max_logits, tokens = bench.model.greedy(hidden)
+        assert max_logits.dtype == torch.float32, f"greedy() gives logits in {max_logits.dtype}"
         assert tokens.dtype == torch.int64, f"greedy() gives tokens in {tokens.dtype}"
         assert torch.equal(tokens, logits.argmax(-1)), "greedy() gives other tokens than those of the largest logits"
-        self._close(peaks[None], logits.amax(-1)[None], "greedy()")
+        self._close(max_logits[None], logits.amax(-1)[None], "greedy()")
 
     @pytest.mark.parametrize("number", range(2))
     def test_ranks(self, tmp_path: Path, number: int) -> None:
-        """Each of several ranks comes to the logits of one, and to the same token."""
+        """Every one of several ranks computes the logits and tokens of a single rank."""
         if number >= len(self.ranks):
-            pytest.skip(f"{self.ranks} are all numbers of ranks")
+            pytest.skip(f"the model is shared by {self.ranks} ranks only")
         path = self.checkpoint(tmp_path)
-        pieces = [(2, 0, 6), (1, 0, 41)]
-        expected = self.bench(path).logits(pieces)
+        chunks = [(2, 0, 6), (1, 0, 41)]
+        expected = self.bench(path).logits(chunks)
 
         def work(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
             bench = self.bench(path, group=group)
-            hidden = bench.hidden(pieces)
+            hidden = bench.hidden(chunks)
             with torch.inference_mode():
                 return bench.model.logits(hidden), bench.model.greedy(hidden)[1]
 
@@ -131,8 +131,7 @@ class ModelConformance:
             assert torch.equal(tokens, expected.argmax(-1)), f"greedy() on rank {rank} of {ranks} gives other tokens"
 
     def test_every_tensor_counts(self, tmp_path: Path) -> None:
-        """Another value of any tensor that is read gives other logits. (Core refuses those that are neither read nor
-        ignored by name.)"""
+        """Changing any tensor that is read changes logits. (Core refuses tensors that are neither read nor ignored.)"""
         path = self.checkpoint(tmp_path)
         bench = self.bench(path)
         before = bench.logits([(2, 0, 6)])
@@ -149,7 +148,7 @@ class ModelConformance:
             assert not torch.equal(before, after), f"{name} is read, but changes nothing; `layers.ignore` it, or use it"
 
     def test_rounding(self, tmp_path: Path) -> None:
-        """In bfloat16 the logits are bfloat16, and near those in float32."""
+        """Logits in bfloat16 are close to those in float32."""
         path = self.checkpoint(tmp_path)
         save_file(
             {name: tensor * 0.3 if tensor.dim() > 1 else tensor for name, tensor in load_file(path / SINGLE).items()},
@@ -161,14 +160,14 @@ class ModelConformance:
         assert rounded.dtype == torch.bfloat16, f"logits are in {rounded.dtype}, not in the model's bfloat16"
         self._close(rounded.float(), exact, "bfloat16", ROUNDING)
 
-    def test_made_up_weights(self, tmp_path: Path) -> None:
+    def test_dummy_weights(self, tmp_path: Path) -> None:
         """With --load-format dummy all logits are finite."""
         path = self.checkpoint(tmp_path)
         logits = self.bench(path, source=DummySource(seed=3)).prompt_logits(1)
-        assert bool(torch.isfinite(logits).all()), "made-up weights give logits that are not finite"
+        assert bool(torch.isfinite(logits).all()), "random weights give logits that are not finite"
 
     def test_spec(self, tmp_path: Path) -> None:
-        """The shape that the model says it has."""
+        """Shapes of results agree with spec()."""
         bench = self.bench(self.checkpoint(tmp_path))
         spec, hidden = bench.spec, bench.hidden([(2, 0, 6)])
         assert list(hidden.shape) == [6, spec.hidden_size], f"hidden states of {list(hidden.shape)}; {spec}"
@@ -178,7 +177,7 @@ class ModelConformance:
         )
 
     def test_refusals(self, tmp_path: Path) -> None:
-        """Its own config.json is taken, that of an architecture that nobody has is refused with a sentence."""
+        """The model accepts its own config.json and refuses an unknown architecture with a sentence."""
         config = Checkpoint.open(self.checkpoint(tmp_path)).config
         refusal = self.model.refuses(config)
         assert refusal is None, f"{self.model.__name__} refuses its own config.json: {refusal}"
@@ -186,8 +185,8 @@ class ModelConformance:
         assert isinstance(refusal, str), f"refuses() answers {refusal!r} to an architecture that it cannot know"
         assert refusal, "refuses() answers with an empty string"
 
-    def test_keys_that_are_lacking(self, tmp_path: Path) -> None:
-        """A config.json without one of its keys has a default for it, or gives a CheckpointError that names it."""
+    def test_missing_keys(self, tmp_path: Path) -> None:
+        """For every key that config.json lacks there is a default, or a CheckpointError that names the key."""
         config = Checkpoint.open(self.checkpoint(tmp_path)).config
         for key in config:
             try:
@@ -197,11 +196,11 @@ class ModelConformance:
             else:
                 assert isinstance(spec, ModelSpec), f"spec() answers {spec!r}"
 
-    def _check_named(self, key: str, told: str) -> None:
-        assert key in told, f"the error of a config.json without {key} does not name it: {told}"
+    def _check_named(self, key: str, message: str) -> None:
+        assert key in message, f"the error of a config.json without {key} does not name it: {message}"
 
     def bench(self, path: Path, **settings: Any) -> ModelBench:
-        """The model with its weights, and prompts to feed it; see ModelBench."""
+        """A ModelBench with the model, its weights and the prompts."""
         vocabulary = self.model.spec(Checkpoint.open(path).config).vocab_size
         draw = torch.Generator().manual_seed(7)
         prompts = [torch.randint(0, vocabulary, (length,), generator=draw).tolist() for length in LENGTHS]
@@ -213,9 +212,9 @@ class ModelConformance:
     def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str, limit: float | None = None) -> None:
         assert found.shape == expected.shape, f"{what}: shape {list(found.shape)}, not {list(expected.shape)}"
         errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-        row, most = int(errors.argmax()), float(errors.max())
+        row, largest = int(errors.argmax()), float(errors.max())
         limit = limit or self.error
-        assert most <= limit, (
-            f"{what}: relative error {most:.2e} in row {row}, more than {limit:.0e} (NaN: a slot of \
+        assert largest <= limit, (
+            f"{what}: relative error {largest:.2e} in row {row}, more than {limit:.0e} (NaN: a slot of \
 the cache that nothing was written to, or the wrong one, was read)"
         )

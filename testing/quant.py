@@ -1,4 +1,4 @@
-"""Conformance suite for quantization methods: what any method must compute, against products in float64."""
+"""Conformance suite for quantization methods: compares their linear layers with products in float64."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from engine.core.quant import FLOAT8, FusedInputQuantization, KVScaleNames, Quan
 from engine.testing.stored_layers import Make, StoredLayers, store_layers
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
-"""Largest relative norm of the error of a row that rounding may make, by the type of activations."""
+"""Maximum relative error (norm) of a row due to rounding, by dtype of activations."""
 ROWS = (1, 2, 17, 64)
 SCALES = (1.0, 30.0, 1 / 30)
-"""Of the weights of a layer's parts: with one for all, the smallest would have next to no digits."""
+"""Standard deviations of the parts' weights. With one tensor-wide scale, the smallest part would lose its digits."""
 EPS = 1e-6
 
 
 class QuantConformance:
     """Derive a class named Test... from this one, and set `method`.
 
-    Layers are made and loaded as a model has it done, so that core's part, as sharing tensors out over ranks, is in it.
+    Layers are made and loaded as a model's are, so that core's part, such as sharding tensors over ranks, is tested
+    too.
     """
 
     method: ClassVar[type[QuantMethod[Any]]]
     checkpoint: ClassVar[Mapping[str, Any] | None] = None
-    """quantization_config of the checkpoints that `store` makes; None: they are not quantized."""
+    """quantization_config of the checkpoints that `store` makes. None: they are unquantized."""
     options: ClassVar[Any] = None
-    """Passed to the method; None: the defaults of its options_class."""
+    """Passed to the method. None: the defaults of its options_class."""
     error: ClassVar[float] = 0.0
-    """What quantizing weights (beyond what `store` says) and activations may cost: a norm, relative to a row's."""
+    """Error that quantizing weights (beyond what `store` returns) and activations may add: a norm, relative to a
+    row's."""
     quantizes: ClassVar[bool] = True
-    """False: the method leaves all layers to core."""
+    """False: the method leaves all layers unquantized."""
     device: ClassVar[str] = "cpu"
     dtype: ClassVar[str] = "float32"
     outputs: ClassVar[tuple[int, int, int]] = (64, 32, 32)
-    """Of a layer's parts, as queries, keys and values; of a layer of one part the first."""
+    """Outputs of a layer's parts, such as queries, keys and values. A layer of one part has the first."""
     inputs: ClassVar[int] = 128
     ranks: ClassVar[tuple[int, ...]] = (2, 4)
-    """Numbers that share a layer of these sizes. What the method refuses is skipped."""
+    """Numbers of ranks to shard layers over. Those that the method refuses are skipped."""
     may_lack: ClassVar[tuple[str, ...]] = ()
-    """Ends of the names of tensors that a checkpoint need not have, and without which it means something else."""
+    """Name endings of tensors that a checkpoint may lack, and then means another weight."""
 
     def store(self, name: str, weight: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
-        """How the checkpoint has one layer: its tensors by what follows "NAME.", and the weight that they stand for.
+        """Store one layer: its tensors, by what follows "NAME.", and the weight that they represent.
 
         name: of the layer. weight: [out, in] float32, which may be rounded. Override it together with `checkpoint`.
         """
@@ -59,7 +61,7 @@ class QuantConformance:
     @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
     @pytest.mark.parametrize("rows", ROWS)
     def test_product(self, tmp_path: Path, rows: int, bias: bool) -> None:
-        """x W^T + b, for a decode step of one, of some, and for prompts."""
+        """x W^T + b, for one row, a few, and many."""
         stored = self.stored(tmp_path)
         x = self.x(rows)
         y = self.call(stored.load(self.one("a", bias=bias)), x)
@@ -67,7 +69,7 @@ class QuantConformance:
         self._close(y, stored.product(x, "a", bias=bias), f"{rows} rows")
 
     def test_leading_dimensions(self, tmp_path: Path) -> None:
-        """x of any number of dimensions."""
+        """x may have any number of dimensions."""
         stored = self.stored(tmp_path)
         x = self.x(6)
         y = self.call(stored.load(self.one("a")), x.view(2, 3, -1))
@@ -75,7 +77,7 @@ class QuantConformance:
         self._close(y.flatten(0, 1), stored.product(x, "a"), "2 x 3 rows")
 
     def test_merged_parts(self, tmp_path: Path) -> None:
-        """Outputs side by side, of parts whose weights differ in size by far."""
+        """Merged parts whose weights differ greatly in size keep their precision."""
         stored = self.stored(tmp_path)
         x = self.x(17)
         y = self.call(stored.load(self.merged(bias=True)), x)
@@ -83,40 +85,40 @@ class QuantConformance:
 
     @pytest.mark.parametrize("rows", ROWS)
     def test_gated(self, tmp_path: Path, rows: int) -> None:
-        """silu(gate) * up, in one pass or in two."""
+        """silu(gate) * up, in one kernel or two."""
         stored = self.stored(tmp_path, dict.fromkeys(("gate", "up"), self.outputs[0]), (1.0, 1.0))
         layer = stored.load(self.gated)
-        assert isinstance(layer.kernel.fuses_gating(rows), bool), "fuses_gating() answers no truth value"
+        assert isinstance(layer.kernel.fuses_gating(rows), bool), "fuses_gating() does not return a bool"
         x = self.x(rows)
         expected = silu_and_mul(stored.product(x, ["gate", "up"]))
         with torch.inference_mode():
             y = layer.gated(x)
-        # Of all rows at once: products of two numbers, both with errors, are small in some rows.
+        # Relative to all rows together: products of two inexact numbers are small in some rows.
         assert y.shape == expected.shape, f"gated, {rows} rows: shape {list(y.shape)}, not {list(expected.shape)}"
         self._close(y.reshape(1, -1), expected.reshape(1, -1), f"gated, {rows} rows", 3.0)
 
     def test_column_parallel(self, tmp_path: Path) -> None:
-        """The outputs of all ranks, part by part, are those of one."""
+        """The outputs of all ranks, concatenated part by part, are those of one rank."""
         stored = self.stored(tmp_path)
         x = self.x(17)
         for ranks in self.ranks:
-            shares = stored.share(self.merged(bias=True, parallel="column"), ranks)
-            found = [torch.split(self.call(share, x), [size // ranks for size in self.outputs], -1) for share in shares]
+            shards = stored.shard(self.merged(bias=True, parallel="column"), ranks)
+            found = [torch.split(self.call(shard, x), [size // ranks for size in self.outputs], -1) for shard in shards]
             together = torch.cat([piece for part in zip(*found, strict=True) for piece in part], -1)
             self._close_parts(together, stored.product(x, "abc", bias=True), self.outputs, f"{ranks} ranks, ")
 
     def test_row_parallel(self, tmp_path: Path) -> None:
-        """The results of all ranks add up to those of one."""
+        """The partial sums of all ranks add up to the result of one rank."""
         stored = self.stored(tmp_path)
         x = self.x(17)
         for ranks in self.ranks:
-            shares = stored.share(self.one("a", parallel="row"), ranks)
-            sums = [self.call(share, part) for share, part in zip(shares, x.chunk(ranks, -1), strict=True)]
+            shards = stored.shard(self.one("a", parallel="row"), ranks)
+            sums = [self.call(shard, part) for shard, part in zip(shards, x.chunk(ranks, -1), strict=True)]
             total = torch.stack([part.double() for part in sums]).sum(0).to(x.dtype)
             self._close(total, stored.product(x, "a"), f"the sum over {ranks} ranks", 1.5)
 
-    def test_fewer_key_and_value_heads_than_ranks(self, tmp_path: Path) -> None:
-        """Ranks side by side have the same keys and values, and queries of their own."""
+    def test_kv_head_replicas(self, tmp_path: Path) -> None:
+        """KV head replicas: adjacent ranks have the same keys and values, and different queries."""
         heads, ranks, head_dim = 4, 4, self.outputs[1] // 2
         stored = self.stored(tmp_path)
         if self.outputs[0] != heads * head_dim:
@@ -124,18 +126,18 @@ class QuantConformance:
         x = self.x(2)
         queries, *others = torch.split(stored.product(x, "abc"), list(self.outputs), -1)
         names = ("a", "b", "c")
-        for rank, share in enumerate(
-            stored.share(
+        for rank, shard in enumerate(
+            stored.shard(
                 lambda layers: layers.qkv(names, self.inputs, num_heads=heads, num_kv_heads=2, head_dim=head_dim),
                 ranks,
             )
         ):
             mine = [queries.chunk(ranks, -1)[rank], *(part.chunk(2, -1)[rank // 2] for part in others)]
             parts = [part.shape[-1] for part in mine]
-            self._close_parts(self.call(share, x), torch.cat(mine, -1), parts, f"rank {rank} of {ranks}, ")
+            self._close_parts(self.call(shard, x), torch.cat(mine, -1), parts, f"rank {rank} of {ranks}, ")
 
-    def test_nothing_is_changed(self, tmp_path: Path) -> None:
-        """Neither what was read nor x, weights and bias, which are used again, are written to."""
+    def test_arguments_are_not_modified(self, tmp_path: Path) -> None:
+        """Neither the loaded tensors nor x, weights and bias are written to."""
         stored = self.stored(tmp_path, dict.fromkeys(("gate", "up"), self.outputs[0]), (1.0, 1.0))
         kernel = stored.load(self.gated).kernel
         loaded = stored.loaded(kernel)
@@ -152,8 +154,8 @@ class QuantConformance:
                 for key, tensor in given.items():
                     assert same(tensor, before[key]), f"{name}() changed {key}, which it was given"
 
-    def test_a_call_depends_on_its_arguments_alone(self, tmp_path: Path) -> None:
-        """Not on the calls before: other numbers of rows, other values in the same memory, other weights."""
+    def test_calls_are_independent(self, tmp_path: Path) -> None:
+        """A call depends on its arguments alone: not on earlier calls with other rows, values or weights."""
         size = self.outputs[0]
         stored = self.stored(tmp_path, dict.fromkeys("ab", size), (1.0, 1.0))
         kernel = stored.load(self.one("a")).kernel
@@ -170,7 +172,7 @@ class QuantConformance:
                 self._close(y, stored.product(x[:rows], name), f"{rows} rows after others")
 
     def test_captured_calls(self, tmp_path: Path) -> None:
-        """A replay of a CUDA graph follows what x holds by then."""
+        """A replayed CUDA graph computes from the current contents of x."""
         if torch.device(self.device).type != "cuda":
             pytest.skip("graphs are captured on a GPU")
         stored = self.stored(tmp_path)
@@ -213,15 +215,15 @@ class QuantConformance:
         self._close(y, layer(silu_and_mul(gated)).double().cpu(), f"the activation of {rows} rows")
 
     def test_wrong_shapes_are_refused(self, tmp_path: Path) -> None:
-        """Each tensor of a layer, one longer than it should be in some dimension, with its name."""
+        """Each tensor, one longer than expected in one dimension, is refused by name."""
         stored = self.stored(tmp_path)
         for name, tensor in stored.loaded(stored.load(self.one("a")).kernel).items():
             for dim in range(tensor.dim()):
                 wrong = torch.cat([tensor.cpu(), tensor.cpu().narrow(dim, 0, 1)], dim)
                 self._check_refused(stored, name, wrong, f"of shape {list(wrong.shape)}")
 
-    def test_lacking_tensors_are_refused(self, tmp_path: Path) -> None:
-        """Each with its name, unless the layer means the same without it."""
+    def test_missing_tensors_are_refused(self, tmp_path: Path) -> None:
+        """Each missing tensor is refused by name, unless the layer computes the same without it."""
         stored = self.stored(tmp_path)
         x = self.x(2)
         for name in stored.loaded(stored.load(self.one("a")).kernel):
@@ -230,7 +232,7 @@ class QuantConformance:
             try:
                 y = self.call(stored.load(self.one("a"), changed={name: None}), x)
             except CheckpointError as error:
-                self._check_named(name, "lacking", str(error))
+                self._check_named(name, "missing", str(error))
             else:
                 self._close(y, stored.product(x, "a"), f"without {name}")
 
@@ -247,7 +249,7 @@ class QuantConformance:
         assert name in refusal, f"{name}, {what}, is refused without its name: {refusal}"
 
     def test_refusals(self) -> None:
-        """Its own checkpoints are taken; one of a method that nobody knows is refused with a sentence."""
+        """The method serves its own checkpoints, and refuses those of an unknown method with a sentence."""
         device = torch.device(self.device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         info = DeviceInfo(
@@ -255,27 +257,27 @@ class QuantConformance:
         )
         refusal = self.method.refuses(self.checkpoint, info)
         assert refusal is None, f"{self.method.__name__} refuses its checkpoint on {self.device}: {refusal}"
-        refusal = self.method.refuses({"quant_method": "nobody-s"}, info)
-        assert isinstance(refusal, str), f"refuses() answered {refusal!r} to a method that it cannot know"
-        assert refusal, "refuses() answered an empty string"
+        refusal = self.method.refuses({"quant_method": "unknown"}, info)
+        assert isinstance(refusal, str), f"refuses() returned {refusal!r} to an unknown method"
+        assert refusal, "refuses() returned an empty string"
 
     def test_layers_are_quantized(self, tmp_path: Path) -> None:
-        """A method that leaves everything alone would pass all else."""
+        """The method quantizes layers: one that leaves all unquantized would pass the other tests."""
         own = not isinstance(self.stored(tmp_path).load(self.one("a")).kernel, PlainKernel)
         assert own is self.quantizes, f"{self.method.__name__} {'has' if own else 'lacks'} a kernel for a plain layer"
 
-    def test_scales_of_the_cache(self) -> None:
-        """A type that a KV cache can have, and names of tensors."""
+    def test_kv_cache_dtype_and_scales(self) -> None:
+        """kv_dtype names a dtype that a KV cache can have; kv_scales names tensors."""
         wanted = self.method.kv_dtype(self.checkpoint)
-        assert wanted in (None, FLOAT8, *TOLERANCE), f"kv_dtype() answered {wanted!r}"
+        assert wanted in (None, FLOAT8, *TOLERANCE), f"kv_dtype() returned {wanted!r}"
         names = self.make().kv_scales("model.layers.0.self_attn")
         if names is not None:
-            assert isinstance(names, KVScaleNames), f"kv_scales() answered {names!r}"
+            assert isinstance(names, KVScaleNames), f"kv_scales() returned {names!r}"
             assert names.keys, "kv_scales() knows no name of a scale of keys"
             assert names.values, "kv_scales() knows no name of a scale of values"
 
     def make(self) -> QuantMethod[Any]:
-        """A fresh method."""
+        """Make a new instance of the method."""
         options = self.options
         if options is None and self.method.options_class is not None:
             options = self.method.options_class()
@@ -284,7 +286,7 @@ class QuantConformance:
     def stored(
         self, directory: Path, sizes: Mapping[str, int] | None = None, scales: Sequence[float] = SCALES
     ) -> StoredLayers:
-        """Layers a, b and c, or those named in `sizes`, with so many outputs."""
+        """Store layers a, b and c, or those named in `sizes`, with these numbers of outputs."""
         sizes = sizes or dict(zip("abc", self.outputs, strict=True))
         return store_layers(
             directory, sizes, self.inputs, self.store, self.make, scales=scales, device=self.device, dtype=self.dtype
@@ -309,7 +311,7 @@ class QuantConformance:
         return torch.randn(rows, self.inputs, generator=draw).to(self.device, getattr(torch, self.dtype))
 
     def call(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
-        """What a layer makes of x."""
+        """The layer's output for x."""
         with torch.inference_mode():
             return layer(x)
 
@@ -319,22 +321,22 @@ class QuantConformance:
         for number, (part, meant) in enumerate(pairs):
             self._close(part, meant, f"{what}part {number}")
 
-    def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str, share: float = 1.0) -> None:
-        """share: of `error`, that is allowed for."""
+    def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str, fraction: float = 1.0) -> None:
+        """Assert a relative error of at most fraction * error + TOLERANCE."""
         assert found.shape == expected.shape, f"{what}: shape {list(found.shape)}, not {list(expected.shape)}"
         errors = (found.double().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
-        limit = share * self.error + TOLERANCE[self.dtype]
-        row, most = int(errors.argmax()), float(errors.max())
-        assert most <= limit, f"{what}: relative error {most:.2e} in row {row}, more than {limit:.1e}"
+        limit = fraction * self.error + TOLERANCE[self.dtype]
+        row, largest = int(errors.argmax()), float(errors.max())
+        assert largest <= limit, f"{what}: relative error {largest:.2e} in row {row}, more than {limit:.1e}"
 
 
 def copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of each one of its own."""
+    """Copy each tensor."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are of one type and shape, bit for bit."""
+    """Whether two tensors have the same dtype, shape and bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if one.is_mkldnn:  # in a layout of oneDNN's own

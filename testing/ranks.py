@@ -1,4 +1,4 @@
-"""Ranks that share a model, in tests: one without the others, and several as threads of one process."""
+"""Ranks that share a model, for tests: a single one without the others, and several as threads of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = DeviceInfo(type="cpu")
 
 
 class LoneRank(OneRank):
-    """One of several ranks, whose sums are its own part of them: for tests of what a rank holds and computes."""
+    """One of several ranks, without the others: an all-reduce returns the rank's own addend."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank
@@ -35,10 +35,10 @@ class LoneRank(OneRank):
 def run_ranks(
     ranks: int, work: Callable[[RankGroup], T], *, timeout: float = 60.0, place: str | None = None
 ) -> list[T]:
-    """What `work` returns on each of several ranks, by rank: threads on the CPU, joined by gloo as processes would be.
+    """Run `work` on several ranks and return its results by rank. The ranks are threads on the CPU, joined by gloo.
 
-    The first rank's error is raised. timeout: seconds that a rank waits for one that does not come; place: see
-    Rendezvous, a file unless given.
+    Raises the error of the lowest rank that fails. timeout: seconds that a rank waits for the others. place: see
+    Rendezvous; by default a temporary file.
     """
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(ranks) as threads:
         meeting = place or str(Path(directory) / "ranks")
@@ -55,7 +55,7 @@ def run_ranks(
 
 
 def threaded_ranks(number: int) -> type[ThreadedRanks]:
-    """An executor of so many ranks, to be given to an Engine as `executor`."""
+    """An executor class with that number of ranks, for the `executor` argument of Engine."""
 
     class Made(ThreadedRanks):
         ranks = number
@@ -64,14 +64,14 @@ def threaded_ranks(number: int) -> type[ThreadedRanks]:
 
 
 class ThreadedRanks(Executor):
-    """Runners on the CPU that share the model, each in a thread. It asserts that all have the same results."""
+    """Runners on the CPU that share the model, each in a thread. Asserts that all return the same results."""
 
     api = "2"
     ranks: ClassVar[int]
 
     @classmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:
-        """Any device but a CPU."""
+        """Refuses any device but a CPU."""
         return None if device.type == "cpu" else "it is for tests on a CPU; use --device cpu"
 
     def __init__(self, deployment: Deployment, options: Any) -> None:
@@ -83,11 +83,9 @@ class ThreadedRanks(Executor):
 
     @property
     def asynchronous(self) -> bool:
-        """False."""
         return False
 
     def start(self) -> CacheInfo:
-        """See Executor."""
         self._directory = tempfile.TemporaryDirectory()
         self._threads = [ThreadPoolExecutor(1) for _ in range(self.ranks)]
         path = str(Path(self._directory.name) / "ranks")
@@ -105,15 +103,12 @@ class ThreadedRanks(Executor):
         return infos[0]
 
     def submit(self, step: Step) -> PendingResult:
-        """See Executor."""
         return _Done(self._on_each(lambda runner: runner.launch(step).result(), self.runners))
 
     def check(self) -> Health:
-        """It can."""
         return Health(ok=True)
 
     def shutdown(self) -> None:
-        """See Executor."""
         for group in self._groups:
             group.close()
         for thread in self._threads:
@@ -128,7 +123,7 @@ class ThreadedRanks(Executor):
 
 
 class _Done:
-    """The results of a step on all ranks."""
+    """The results of one step on all ranks."""
 
     def __init__(self, results: list[StepResult]) -> None:
         self._results = results

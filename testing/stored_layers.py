@@ -1,4 +1,4 @@
-"""A checkpoint of a few linear layers, as a quantization method stores them, and the layers it becomes."""
+"""A checkpoint with a few linear layers, stored as a quantization method does, and the layers loaded from it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from engine.core.weights import Checkpoint, SafetensorsSource, load_weights
 from engine.testing.ranks import LoneRank
 
 Make = Callable[[LayerFactory], Linear]
-"""Asks for a layer, as a model does."""
+"""Makes a layer, as a model does."""
 Store = Callable[[str, torch.Tensor], tuple[Mapping[str, torch.Tensor], torch.Tensor]]
-"""Of a layer's name and weight, [out, in] float32: its tensors by what follows "NAME.", and the weight they mean."""
+"""(name, weight [out, in] float32) -> the layer's tensors, by what follows "NAME.", and the weight that they
+represent."""
 
 
 @frozen(kw_only=True)
 class StoredLayers:
-    """Layers in a file, and how to read them."""
+    """Stored layers, and how to load them."""
 
     directory: Path
     tensors: Mapping[str, torch.Tensor]
     meant: Mapping[str, torch.Tensor]
-    """[out, in] float64 of each layer: the weight that its tensors stand for."""
+    """[out, in] float64 of each layer: the weight that its tensors represent."""
     biases: Mapping[str, torch.Tensor]
-    """[out] float32 of each layer. They are in the file as long as a layer that is loaded wants them."""
+    """[out] float32 of each layer. Written to the file only if the loaded layer has a bias."""
     make_method: Callable[[], QuantMethod[Any]]
     device: str
     dtype: str
@@ -40,10 +41,10 @@ class StoredLayers:
     def load(
         self, make: Make, rank: int = 0, ranks: int = 1, changed: Mapping[str, torch.Tensor | None] = {}
     ) -> Linear:
-        """What one of so many ranks has of a layer.
+        """Load one rank's shard of a layer.
 
-        changed: tensors that the file has in place of those stored; None: it lacks it. Skips the test where the method
-        refuses to have the layer shared by so many ranks.
+        changed: tensors that replace those stored; None: the tensor is missing. Skips the test where the method refuses
+        to shard the layer over this many ranks.
         """
         layers = LayerFactory(
             dtype=self.dtype, device=self.device, quant=self.make_method(), group=LoneRank(rank, ranks)
@@ -68,12 +69,12 @@ class StoredLayers:
             load_weights(layers, SafetensorsSource(Checkpoint.open(self.directory)))
         return layer
 
-    def share(self, make: Make, ranks: int) -> list[Linear]:
-        """What each of so many ranks has of a layer."""
+    def shard(self, make: Make, ranks: int) -> list[Linear]:
+        """Load all ranks' shards of a layer."""
         return [self.load(make, rank, ranks) for rank in range(ranks)]
 
     def loaded(self, kernel: LinearKernel) -> dict[str, torch.Tensor]:
-        """What a kernel is given to prepare where one rank has it all."""
+        """The tensors that a kernel of one rank is given to prepare."""
         return {
             name: (tensor.reshape(1) if not tensor.dim() else tensor).to(self.device, copy=True)
             for name, tensor in self.tensors.items()
@@ -81,7 +82,7 @@ class StoredLayers:
         }
 
     def product(self, x: torch.Tensor, names: Sequence[str], *, bias: bool = False) -> torch.Tensor:
-        """What layers side by side should give: [rows, outputs of all] float64, on the CPU."""
+        """The exact product of concatenated layers: [rows, outputs of all] float64, on the CPU."""
         outs = []
         for name in names:
             out = x.double().cpu() @ self.meant[name].T
@@ -100,7 +101,8 @@ def store_layers(
     device: str,
     dtype: str,
 ) -> StoredLayers:
-    """Random layers; sizes: outputs of each, by name. scales: how large the weights of each are."""
+    """Store random layers. sizes: outputs of each, by name. scales: standard deviations of their weights, up to a
+    common factor."""
     draw = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     meant: dict[str, torch.Tensor] = {}
@@ -108,7 +110,7 @@ def store_layers(
     for (name, size), scale in zip(sizes.items(), scales, strict=False):
         weight = torch.randn(size, inputs, generator=draw) * (scale * inputs**-0.5)
         stored, weight = store(name, weight)
-        assert weight.shape == (size, inputs), f"store() says that {name} means a weight of {list(weight.shape)}"
+        assert weight.shape == (size, inputs), f"store() represents {name} by a weight of {list(weight.shape)}"
         tensors |= {f"{name}.{end}": tensor for end, tensor in stored.items()}
         meant[name] = weight.double()
         biases[name] = torch.randn(size, generator=draw) * scale

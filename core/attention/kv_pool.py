@@ -1,4 +1,4 @@
-"""The tensors of the paged KV cache."""
+"""Tensors of the paged KV cache."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from engine.core.weights.host_memory import host_tensor
 
 
 class KVPool:
-    """The KV cache's tensors: for each layer, keys and values [num_blocks + 1, block_size, kv_heads, head_dim].
+    """The KV cache's tensors: per layer, keys and values [num_blocks + 1, block_size, kv_heads, head_dim].
 
-    The last block is scratch: padding is written there, and nobody reads it.
+    The last block is scratch: padding is written there and never read.
     """
 
     def __init__(
         self, spec: AttentionSpec, num_blocks: int, device: torch.device | str, scales: Sequence[KVScales] = ()
     ) -> None:
-        """scales: of each layer of a float8 cache; none: all are 1."""
+        """Allocate the tensors. scales: per layer of a float8 cache; empty: all scales are 1."""
         self.num_blocks = num_blocks
         self.block_size = spec.block_size
         self.is_float8 = spec.kv_dtype == FLOAT8
-        """Whether it holds codes (kv_scales)."""
+        """Whether the cache holds quantized values, which `scales` belong to."""
         if scales and (not self.is_float8 or len(scales) != spec.num_layers):
             raise ValueError(f"{len(scales)} scales for {spec.num_layers} layers in {spec.kv_dtype}")
         self.scales = tuple(scales) or (UNSCALED,) * spec.num_layers
@@ -32,7 +32,7 @@ class KVPool:
 
         def tensor() -> torch.Tensor:
             dtype = getattr(torch, spec.kv_dtype)
-            if torch.device(device).type == "cpu":  # zeroed memory takes no space before it is written
+            if torch.device(device).type == "cpu":  # zeroed memory takes no space until it is written
                 return host_tensor(shape, dtype, zeroed=True)
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -46,12 +46,12 @@ class KVPool:
 
     @property
     def scratch_block(self) -> int:
-        """The block for padding."""
+        """Number of the block for padding."""
         return self.num_blocks
 
     @staticmethod
     def bytes_per_block(spec: AttentionSpec) -> int:
-        """Memory that one block takes over all layers, keys and values."""
+        """Bytes of one block, keys and values of all layers."""
         dtype: torch.dtype = getattr(torch, spec.kv_dtype)
         return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
@@ -65,6 +65,6 @@ class KVPool:
         values.index_copy_(0, slots, v.to(keys.dtype))
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Slot by slot; codes as bytes, since torch copies no float8 by index on a CPU."""
+        """View a tensor by slots; float8 as bytes, because torch does not index_copy_ float8 on a CPU."""
         flat = tensor.flatten(0, 1)
         return flat.view(torch.uint8) if self.is_float8 else flat

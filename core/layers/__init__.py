@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         PartialLinear as PartialLinear,
         PlainKernel as PlainKernel,
     )
-    from engine.core.layers.lm_head import LMHead as LMHead
+    from engine.core.layers.lm_head import LMHead as LMHead, OutputLayer as OutputLayer
     from engine.core.layers.matmul import multiply as multiply, pack as pack
     from engine.core.layers.norm import HeadNorm as HeadNorm, RMSNorm as RMSNorm
     from engine.core.layers.rotary import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         refuses_rope as refuses_rope,
         rotate as rotate,
     )
-    from engine.core.layers.skinny_linear import FewRowsTables as FewRowsTables
+    from engine.core.layers.skinny_linear import SkinnyGemms as SkinnyGemms
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -58,7 +58,10 @@ __getattr__, __dir__, __all__ = exports(
         "PlainKernel",
         "WEIGHT_SHARD_DIM",
     ),
-    lm_head=("LMHead",),
+    lm_head=(
+        "LMHead",
+        "OutputLayer",
+    ),
     matmul=(
         "multiply",
         "pack",
@@ -74,5 +77,5 @@ __getattr__, __dir__, __all__ = exports(
         "refuses_rope",
         "rotate",
     ),
-    skinny_linear=("FewRowsTables",),
+    skinny_linear=("SkinnyGemms",),
 )

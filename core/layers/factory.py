@@ -90,6 +90,9 @@ class LayerFactory:
         """
         return self.shard(total * self._replicas(total), "key and value heads")
 
+    share_kv = shard_kv_heads
+    """`shard_kv_heads` under its first name, for plugins that use it."""
+
     def qkv(
         self,
         names: tuple[str, str, str],

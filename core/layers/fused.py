@@ -21,10 +21,10 @@ from engine.core.layers.layer_classes import LayerClasses
 from engine.core.layers.lm_head import LMHead, VocabParallelHead
 from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
-from engine.core.layers.skinny_linear import FewRowsTables, SkinnyKernel
+from engine.core.layers.skinny_linear import SkinnyGemms, SkinnyKernel
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
-from engine.ops.gemm.skinny_launch import MOST_ROWS, GemmShape
+from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS, Epilogue, GemmShape
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.models.forward_pass import ForwardPass
     from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
+
+HEAD_EPILOGUES: tuple[Epilogue, Epilogue] = ("plain", "argmax")
 
 
 class FusedRMSNorm(RMSNorm):
@@ -107,7 +109,8 @@ class FusedAttention(Attention):
             self.num_heads,
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
-            pool.scales[self.layer],
+            pool.scales[self.layer].key,
+            pool.scales[self.layer].value,
         )
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
@@ -117,12 +120,12 @@ class FusedAttention(Attention):
 class FusedLMHead(LMHead):
     """LM head with skinny GEMM kernels, and a greedy token without logits in memory."""
 
-    def __init__(self, table: Embedding, tables: FewRowsTables, dtype: str) -> None:
+    def __init__(self, table: Embedding, gemms: SkinnyGemms, dtype: str) -> None:
         super().__init__(table)
         outputs, inputs = table.rows, table.shape[1]
-        self.few_rows, self.few_rows_greedy = (
-            tables.table(GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype))
-            for epilogue in ("plain", "argmax")
+        self.logits_gemm, self.argmax_gemm = (
+            gemms.gemm(GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype))
+            for epilogue in HEAD_EPILOGUES
         )
 
     @property
@@ -130,18 +133,18 @@ class FusedLMHead(LMHead):
         return self._weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        launch = self.few_rows.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
+        launch = self.logits_gemm.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
         return F.linear(hidden, self._weight) if launch is None else launch(hidden, self._weight)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Up to 16 rows are compared before logits are rounded to the model's dtype. Logits that are equal once rounded
         # may differ here; then the token is that of the larger one, not the first.
-        launch = self.few_rows_greedy.launches[hidden.shape[0]] if hidden.shape[0] <= MOST_ROWS else None
+        launch = self.argmax_gemm.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
         return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
         operands = Operands(weights={"weight": self._weight})
-        return [AutotunedCall(op=one, operands=operands) for one in (self.few_rows, self.few_rows_greedy)]
+        return [AutotunedCall(op=gemm, operands=operands) for gemm in (self.logits_gemm, self.argmax_gemm)]
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         self._weight = self._table.weight
@@ -165,15 +168,15 @@ class FusedVocabParallelHead(VocabParallelHead):
 
 
 def fused_classes(dtype: str, device: str) -> LayerClasses:
-    """The layers by Triton kernels. All layers of one factory share the choice of skinny GEMM kernels."""
-    tables = FewRowsTables(device)
+    """The layers by Triton kernels. Layers of one shape share a skinny GEMM."""
+    gemms = SkinnyGemms(device)
     return LayerClasses(
-        linear_kernel=partial(SkinnyKernel, tables=tables),
+        linear_kernel=partial(SkinnyKernel, gemms=gemms),
         silu_and_mul=silu_and_mul,
         norm=FusedRMSNorm,
         rotary=FusedRotary,
         attention=FusedAttention,
         vocab_parallel_embedding=FusedVocabParallelEmbedding,
-        lm_head=partial(FusedLMHead, tables=tables, dtype=dtype),
+        lm_head=partial(FusedLMHead, gemms=gemms, dtype=dtype),
         vocab_parallel_head=FusedVocabParallelHead,
     )

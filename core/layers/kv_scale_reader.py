@@ -82,7 +82,7 @@ def find_kv_scales(spec: AttentionSpec, readers: Sequence[KVScaleReader]) -> tup
     if len(found) < spec.num_layers:
         log.warning(
             "the checkpoint has no scales for the keys and values of %d of %d layers, which are kept in %s with scale"
-            " 1: what is beyond %g is cut off there, and small numbers lose digits; use a checkpoint with calibrated"
+            " 1: values beyond %g are clipped, and small values lose precision; use a checkpoint with calibrated"
             " scales (kv_cache_scheme), or --kv-dtype %s",
             spec.num_layers - len(found),
             spec.num_layers,

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) and the ways to stretch it over longer contexts.
+"""Rotary position embedding (arXiv:2104.09864) and its extensions to longer contexts.
 
 The frequencies are computed in float32 in the order of operations of Hugging Face transformers, so that angles at far
 positions agree to the last bits.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from attrs import frozen
@@ -19,27 +19,28 @@ from engine.core.layers.base import torch_dtype
 from engine.core.weights.checkpoint import read_key
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""What the rotary embedding of a LayerFactory makes of a pass's positions for the attention layers of the same one."""
+"""Cosines and sines of a pass's positions, in the form that the attention layers of the same LayerFactory take."""
 
 DEFAULT_THETA = 10000.0
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 T = TypeVar("T", int, float, bool)
 
 
 @frozen(kw_only=True)
 class RotarySpec:
-    """How a model turns its queries and keys."""
+    """How a model rotates its queries and keys."""
 
     rotary_dim: int
-    """Leading dimensions of each head that are turned."""
-    type: str
-    """default, linear, llama3 or yarn."""
+    """Number of leading dimensions of each head that are rotated."""
+    type: RopeType
     parameters: Mapping[str, Any]
-    """The keys of config.json's rope_parameters (rope_scaling in older files), with rope_theta among them."""
+    """config.json's rope_parameters (rope_scaling in older files), including rope_theta."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RotarySpec:
-        """Read either layout of config.json. Raises CheckpointError for a type unknown or a key missing."""
+        """Read either layout of config.json. Raises CheckpointError if the type is unknown or a key is missing."""
         refusal = refuses_rope(config)
         if refusal is not None:
             raise CheckpointError(refusal)
@@ -50,18 +51,18 @@ class RotarySpec:
                 f"config.json asks for a rotary embedding over {rotary_dim} of {head_dim} dimensions a head;"
                 " it must be an even number of them"
             )
-        spec = cls(rotary_dim=rotary_dim, type=rope_type(parameters), parameters=parameters)
-        spec.frequencies()  # a missing key shows here, and not after the weights are read
+        spec = cls(rotary_dim=rotary_dim, type=cast("RopeType", rope_type(parameters)), parameters=parameters)
+        spec.frequencies()  # raises for a missing key here, before weights are read
         return spec
 
     def frequencies(self) -> tuple[torch.Tensor, float]:
-        """Radians a token of each pair of dimensions ([rotary_dim / 2] float32), and the factor on cosine and sine."""
+        """Radians per token of each pair of dimensions, [rotary_dim / 2] float32, and the factor on cosine and sine."""
         theta = _read(self.parameters, "rope_theta", float, DEFAULT_THETA, least=2)
         powers = theta ** (torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
         return ROPE_TYPES[self.type](powers, theta, self.parameters)
 
     def longest(self, max_position_embeddings: int) -> int:
-        """Longest context, tokens. Some files with yarn still give the original one as max_position_embeddings."""
+        """Longest context, tokens. With yarn, some files give the original context as max_position_embeddings."""
         if self.type != "yarn" or self.parameters.get("factor") is None:
             return max_position_embeddings
         original = _read(self.parameters, "original_max_position_embeddings", int, least=1)
@@ -69,12 +70,12 @@ class RotarySpec:
 
 
 def rope_type(parameters: Mapping[str, Any]) -> str:
-    """The type that rope parameters name; older files say "type"."""
+    """The type named by rope parameters, under "type" in older files."""
     return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
 def refuses_rope(config: Mapping[str, Any]) -> str | None:
-    """Why the rotary embedding of this config.json cannot be computed; None if it can."""
+    """Return a refusal: why the rotary embedding of this config.json cannot be computed. None: it can."""
     stored = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(stored, Mapping):
         return f"rope parameters must be a table, not {stored!r}"
@@ -86,7 +87,7 @@ def refuses_rope(config: Mapping[str, Any]) -> str | None:
 
 
 def _parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Both layouts as one: what stood beside the table in older files is moved into it."""
+    """The rope parameters of either layout. Older files have some keys next to the table instead of in it."""
     parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     for key in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(key) is None and config.get(key) is not None:
@@ -106,7 +107,7 @@ def _linear(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -
 
 
 def _llama3(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """Llama 3.1: slow dimensions divided by a factor, fast ones kept, a straight blend between the two."""
+    """Llama 3.1: low frequencies divided by a factor, high ones unchanged, linear interpolation in between."""
     factor = _read(parameters, "factor", float, least=1)
     low = _read(parameters, "low_freq_factor", float)
     high = _read(parameters, "high_freq_factor", float)
@@ -120,14 +121,14 @@ def _llama3(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -
 
 
 def _yarn(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv:2309.00071): the same blend with its bounds in dimensions, and attention made sharper."""
+    """YaRN (arXiv:2309.00071): the same interpolation with its bounds in dimensions, and sharper attention."""
     original = _read(parameters, "original_max_position_embeddings", int, least=1)
     longest = _read(parameters, "max_position_embeddings", int, original)
     factor = _read(parameters, "factor", float, longest / original, least=1)
     size = 2 * len(powers)
 
     def dimension(turns: float) -> float:
-        """Where a pair of dimensions makes so many turns in the original context."""
+        """The dimension that makes that number of turns in the original context."""
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(_read(parameters, "beta_fast", float, 32.0, least=0.001))
@@ -154,7 +155,7 @@ def _read(parameters: Mapping[str, Any], key: str, kind: type[T], default: T | N
     return read_key(parameters, key, kind, default, least=least, where="config.json's table of rope parameters")
 
 
-ROPE_TYPES: Mapping[str, Callable[[torch.Tensor, float, Mapping[str, Any]], tuple[torch.Tensor, float]]] = {
+ROPE_TYPES: Mapping[RopeType, Callable[[torch.Tensor, float, Mapping[str, Any]], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
@@ -163,7 +164,7 @@ ROPE_TYPES: Mapping[str, Callable[[torch.Tensor, float, Mapping[str, Any]], tupl
 
 
 class RotaryEmbedding(ABC):
-    """Computes what all attention layers of a pass share."""
+    """Computes the angles of a forward pass once, for all attention layers."""
 
     @abstractmethod
     def angles(self, positions: torch.Tensor) -> Angles:
@@ -171,31 +172,31 @@ class RotaryEmbedding(ABC):
 
 
 class Rotary(RotaryEmbedding):
-    """Computes a pass's angles from its positions: no table, so no longest position and nothing to grow."""
+    """Rotary embedding that computes angles from positions, without a table: no longest position, nothing to grow."""
 
     def __init__(self, spec: RotarySpec, dtype: str, device: str) -> None:
         inverse, self._factor = spec.frequencies()
-        # The first half of a head gets -sin and the second sin (see rotate): a negative frequency gives just that.
+        # `rotate` takes -sin for the first half of a head and sin for the second: sin of a negated frequency.
         self._signed = torch.cat((-inverse, inverse)).to(device)
         self._dtype = torch_dtype(dtype)
 
     def angles(self, positions: torch.Tensor) -> Angles:
-        """positions: [tokens] int64 -> cosines and signed sines, [tokens, 1, rotary_dim] in the model's type."""
-        turned = positions.view(-1, 1, 1) * self._signed
-        cos, sin = turned.cos(), turned.sin()
+        """positions: [tokens] int64 -> cosines and signed sines: [tokens, 1, rotary_dim] in the model's dtype."""
+        angles = positions.view(-1, 1, 1) * self._signed
+        cos, sin = angles.cos(), angles.sin()
         if self._factor != 1.0:
             cos, sin = cos * self._factor, sin * self._factor
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
 def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """x: [tokens, heads, head_dim], turned; dimension i pairs with i + rotary_dim / 2.
+    """Rotate x: [tokens, heads, head_dim]. Dimension i pairs with i + rotary_dim / 2.
 
-    The second half times -sin is added to the first, the first half times sin to the second.
+    Adds the second half times -sin to the first, and the first half times sin to the second.
     """
     cos, sin = angles
     size = cos.shape[-1]
     if size == x.shape[-1]:
         return torch.addcmul(x * cos, x.roll(size // 2, -1), sin)
-    turned = x[..., :size]
-    return torch.cat((torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin), x[..., size:]), dim=-1)
+    rotary = x[..., :size]
+    return torch.cat((torch.addcmul(rotary * cos, rotary.roll(size // 2, -1), sin), x[..., size:]), dim=-1)

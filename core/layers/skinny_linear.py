@@ -1,4 +1,4 @@
-"""Unquantized linear layers where few rows go through Triton kernels; which ones, measurement decides (tuning.py)."""
+"""Unquantized linear layers with autotuned Triton kernels for skinny GEMMs: up to SKINNY_MAX_ROWS rows of x."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.common import launch
 from engine.ops.gemm import skinny, skinny_launch
 from engine.ops.gemm.skinny_launch import (
-    MOST_ROWS,
+    SKINNY_MAX_ROWS,
     GemmShape,
     SkinnyLaunch,
-    Tile,
+    SkinnyTile,
     Workspace,
     candidates,
     default_tile,
@@ -26,105 +26,98 @@ from engine.ops.gemm.skinny_launch import (
 )
 from engine.ops.sampling.argmax import argmax_rows
 
-BUCKETS = (1, 2, 4, 8, MOST_ROWS)
-"""Numbers of rows for which a kernel is chosen; others take the next one's."""
+ROW_CLASSES = (1, 2, 4, 8, SKINNY_MAX_ROWS)
+"""Numbers of rows for which a kernel is chosen; other numbers use the kernel of the next larger one."""
 
 
-class FewRows(AutotunedOp[Tile | None]):
-    """How one multiplication is done, by its number of rows: `launches[rows]`, None for torch's own."""
+class SkinnyGemm(AutotunedOp[SkinnyTile | None]):
+    """A GEMM of one shape. `launches[rows]` is the kernel chosen for that many rows; None: the library's."""
 
-    def __init__(self, problem: GemmShape, workspace: Workspace) -> None:
-        self.problem = problem
-        self.launches: list[SkinnyLaunch | None] = [None] * (MOST_ROWS + 1)
+    def __init__(self, shape: GemmShape, workspace: Workspace) -> None:
+        self.shape = shape
+        self.launches: list[SkinnyLaunch | None] = [None] * (SKINNY_MAX_ROWS + 1)
         self._workspace = workspace
-        for rows in BUCKETS:
-            self.choose(rows, default_tile(problem, rows, workspace.device))
+        for rows in ROW_CLASSES:
+            self.choose(rows, default_tile(shape, rows, workspace.device))
 
     @property
     def key(self) -> str:
-        """See AutotunedOp."""
-        return str(self.problem)
+        return str(self.shape)
 
     @property
     def version(self) -> str:
-        """See AutotunedOp."""
         return version_of(launch, skinny, skinny_launch)
 
     @property
     def inputs(self) -> int:
-        """See AutotunedOp."""
-        return self.problem.inputs
+        return self.shape.inputs
 
     @property
     def dtype(self) -> torch.dtype:
-        """See AutotunedOp."""
-        return torch_dtype(self.problem.dtype)
+        return torch_dtype(self.shape.dtype)
 
     @property
     def row_classes(self) -> Sequence[int]:
-        """See AutotunedOp."""
-        return BUCKETS
+        return ROW_CLASSES
 
-    def candidates(self, rows: int) -> Sequence[Tile | None]:
-        """Torch's own first."""
-        return [None, *candidates(self.problem, rows, self._workspace.device)]
+    def candidates(self, rows: int) -> Sequence[SkinnyTile | None]:
+        """As AutotunedOp.candidates; the library's GEMM first."""
+        return [None, *candidates(self.shape, rows, self._workspace.device)]
 
-    def refine(self, rows: int, ranked: Sequence[Tile | None]) -> Sequence[Tile | None]:
-        """The best number of bytes to fetch in advance with the fastest tile."""
+    def refine(self, rows: int, ranked: Sequence[SkinnyTile | None]) -> Sequence[SkinnyTile | None]:
+        """The fastest tile with different numbers of bytes to prefetch."""
         fastest = next((tile for tile in ranked if tile is not None), None)
-        return [] if fastest is None else with_ahead(fastest, self.problem, self.dtype.itemsize)
+        return [] if fastest is None else with_ahead(fastest, self.shape, self.dtype.itemsize)
 
-    def name(self, candidate: Tile | None) -> str:
-        """See AutotunedOp."""
+    def name(self, candidate: SkinnyTile | None) -> str:
         return "library" if candidate is None else str(candidate)
 
-    def compile(self, rows: int, candidate: Tile | None, operands: Operands) -> None:
-        """See AutotunedOp."""
+    def compile(self, rows: int, candidate: SkinnyTile | None, operands: Operands) -> None:
         if candidate is not None:
             weight = operands.weights["weight"]
             self.make(rows, candidate).compile(weight.new_empty(rows, weight.shape[1]), weight, operands.bias)
 
-    def run(self, candidate: Tile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-        """See AutotunedOp; the largest outputs for argmax."""
+    def run(self, candidate: SkinnyTile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+        """As AutotunedOp.run; returns the max logits if the epilogue is argmax."""
         weight = operands.weights["weight"]
         if candidate is None:
-            return by_torch(self.problem, x, weight, operands.bias)
+            return library_gemm(self.shape, x, weight, operands.bias)
         kernel = self.make(x.shape[0], candidate)
-        return kernel.peaks(x, weight)[0] if self.problem.epilogue == "argmax" else kernel(x, weight, operands.bias)
+        return kernel.peaks(x, weight)[0] if self.shape.epilogue == "argmax" else kernel(x, weight, operands.bias)
 
-    def choose(self, rows: int, candidate: Tile | None) -> None:
-        """Set the kernel of a bucket; None: torch's own."""
-        below = max((bucket for bucket in BUCKETS if bucket < rows), default=0)
-        made = None if candidate is None else self.make(rows, candidate)
-        self.launches[below + 1 : rows + 1] = [made] * (rows - below)
+    def choose(self, rows: int, candidate: SkinnyTile | None) -> None:
+        """Set the kernel of a row class; None: the library's."""
+        below = max((other for other in ROW_CLASSES if other < rows), default=0)
+        kernel = None if candidate is None else self.make(rows, candidate)
+        self.launches[below + 1 : rows + 1] = [kernel] * (rows - below)
 
-    def make(self, rows: int, tile: Tile) -> SkinnyLaunch:
-        """A kernel that is not chosen yet."""
-        return SkinnyLaunch(self.problem, tile, rows, self._workspace)
+    def make(self, rows: int, tile: SkinnyTile) -> SkinnyLaunch:
+        """A kernel for up to that many rows, without choosing it."""
+        return SkinnyLaunch(self.shape, tile, rows, self._workspace)
 
 
-class FewRowsTables:
-    """One `FewRows` for all layers of one shape."""
+class SkinnyGemms:
+    """The skinny GEMMs of a model: one `SkinnyGemm` for all layers of one shape."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self._workspace = Workspace(self.device)
-        self._tables: dict[GemmShape, FewRows] = {}
+        self._gemms: dict[GemmShape, SkinnyGemm] = {}
 
-    def table(self, problem: GemmShape) -> FewRows:
-        """The table of a shape, made when it is first asked for."""
-        if problem not in self._tables:
-            self._tables[problem] = FewRows(problem, self._workspace)
-        return self._tables[problem]
+    def gemm(self, shape: GemmShape) -> SkinnyGemm:
+        """The GEMM of a shape, made by the first call."""
+        if shape not in self._gemms:
+            self._gemms[shape] = SkinnyGemm(shape, self._workspace)
+        return self._gemms[shape]
 
 
 class SkinnyKernel(PlainKernel):
-    """Weights in the model's own type; up to 16 rows by the kernels chosen, more by torch."""
+    """Unquantized weights: skinny GEMM kernels up to SKINNY_MAX_ROWS rows, torch's linear beyond."""
 
-    def __init__(self, spec: LinearSpec, tables: FewRowsTables) -> None:
+    def __init__(self, spec: LinearSpec, gemms: SkinnyGemms) -> None:
         super().__init__(spec)
         outputs = sum(spec.rank_outputs(part) for part in spec.parts)
-        self.few_rows = tables.table(
+        self.skinny_gemm = gemms.gemm(
             GemmShape(
                 epilogue="gated" if spec.gated else "plain",
                 outputs=outputs // 2 if spec.gated else outputs,
@@ -132,38 +125,35 @@ class SkinnyKernel(PlainKernel):
                 dtype=spec.dtype,
             )
         )
-        launches = self.few_rows.launches
+        launches = self.skinny_gemm.launches
         self._plain = [None] * len(launches) if spec.gated else launches
         self._gated = launches if spec.gated else [None] * len(launches)
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """One matrix, the parts' outputs one below the other."""
+        """One matrix of all parts' outputs in order."""
         return {"weight": merge(list(loaded.values()), self._spec.dtype)}
 
     def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> Sequence[AutotunedCall]:
-        """See LinearKernel."""
-        return [AutotunedCall(op=self.few_rows, operands=Operands(weights=weights, bias=bias))]
+        return [AutotunedCall(op=self.skinny_gemm, operands=Operands(weights=weights, bias=bias))]
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """x: [..., in_features] -> [..., out_features]."""
-        launch = self._plain[x.shape[0]] if x.dim() == 2 and x.shape[0] <= MOST_ROWS else None
+        launch = self._plain[x.shape[0]] if x.dim() == 2 and x.shape[0] <= SKINNY_MAX_ROWS else None
         return F.linear(x, weights["weight"], bias) if launch is None else launch(x, weights["weight"], bias)
 
     def apply_gated(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See LinearKernel."""
-        launch = self._gated[x.shape[0]] if x.dim() == 2 and x.shape[0] <= MOST_ROWS else None
+        launch = self._gated[x.shape[0]] if x.dim() == 2 and x.shape[0] <= SKINNY_MAX_ROWS else None
         if launch is None:
             return silu_and_mul(F.linear(x, weights["weight"], bias))
         return launch(x, weights["weight"], bias)
 
 
-def by_torch(problem: GemmShape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The same multiplication without a kernel for few rows: what one must be faster than."""
+def library_gemm(shape: GemmShape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same GEMM by torch, which a skinny kernel has to beat."""
     y = F.linear(x, weight, bias)
-    if problem.epilogue == "gated":
+    if shape.epilogue == "gated":
         return silu_and_mul(y)
-    return argmax_rows(y)[0] if problem.epilogue == "argmax" else y
+    return argmax_rows(y)[0] if shape.epilogue == "argmax" else y

@@ -1,38 +1,39 @@
-/* Who may read and write which slot of a ring in shared memory, and how a process sleeps until it may. Linux.
+/* Synchronization of a ring in shared memory: which slots may be written and read, and how a process sleeps. Linux.
  *
- * One writer, many readers, a fixed number of slots. What the slots hold is the caller's (but see ring_offer):
+ * One writer, many readers, a fixed number of slots. The caller owns the contents of slots (but see ring_offer):
  *
  *     writer: ring_await_room, fill slot `end.sequence % slots`, ring_publish; ring_announce at any time
  *     reader: ring_await_message, copy slot `end.sequence % slots`, ring_advance
  *
- * Data. `published` and each reader's `received` count messages, in 64 bits, and only grow; each has one process that
- * writes it. The writer stores `published` after it has filled the slot, and a reader loads it before it copies; a reader
- * stores `received` after it has copied, and the writer loads it before it fills again. Each store releases and each load
- * acquires, so nobody sees half a message, and one whose writer died in the middle is never seen.
+ * Data. `published` and each reader's `received` count messages in 64 bits and only grow; each is written by one process.
+ * The writer stores `published` after it has filled the slot, and a reader loads `published` before it copies; a reader
+ * stores `received` after it has copied, and the writer loads `received` before it fills the slot again. Stores release
+ * and loads acquire, so no reader sees half a message, and a message whose writer died in the middle is never seen.
  *
- * Sleep. A side that finds nothing to do spins for a bounded time, then
- *     1. reads the bell, 2. sets its flag, 3. looks once more, 4. sleeps if the bell is still what it was in 1,
- *     5. takes its flag back, if that is still set.
- * The other side makes its change, and if any flag is set, clears all, rings the bell (adds one) and wakes all sleepers
- * with one system call. Setting the flag, looking, changing and testing the flags are sequentially consistent: either the
- * sleeper sees the change in 3, or the other side sees the flag. In that case it rings after 1, and 4 does not sleep. A
- * flag that a dead process left behind costs one system call. A process that dies before it rings leaves sleepers, whom
- * the end of their time limit wakes, or ring_end.
+ * Sleep. A process that finds nothing to do spins for a limited time, then
+ *     1. reads the bell, 2. sets its flag, 3. looks again, 4. sleeps if the bell is still what it was in 1,
+ *     5. clears its flag, if that is still set.
+ * The bell is the futex word. The other end makes its change, and if any flag is set, clears all flags, rings the bell
+ * (adds one) and wakes all sleepers with one system call. Setting the flag, looking, changing and testing the flags are
+ * sequentially consistent: either the sleeper sees the change in 3, or the other end sees the flag. In the second case
+ * the bell rings after 1, and 4 does not sleep. A flag left behind by a dead process costs one system call. A process
+ * that dies before it rings leaves sleepers, which wake by their timeout or by ring_end.
  *
- * A processor that sleeps takes long to wake, in a virtual machine up to some hundred microseconds, so only a reader that
- * is awake when the message comes has it at once. So the writer may announce a message, while it still makes it: it
- * stores when, and wakes as for a message. For a sleeping reader an announcement is a change like any other (it looks for
- * both in 3, and when it wakes); it then spins for the message, and if none comes sleeps again, by all five steps:
+ * Announcements. A sleeping processor takes up to some hundred microseconds to wake in a virtual machine, so only a reader
+ * that is awake when the message comes receives it immediately. The writer may therefore announce a message while it
+ * still prepares it: it stores the time of the announcement, and wakes readers as for a message. For a sleeping reader an
+ * announcement is a change like a message (it looks for both in 3, and when it wakes); it then spins for the message, and
+ * if none comes sleeps again, by all five steps:
  *
  *     last message                  announced                                       announced + announce
  *          |------------ sleeps --------|.. wakes ..|-- spins, until the message comes --|-- sleeps for good --
  *
- * What is spun so is a share of the time at most, by a budget. An announcement that is too old, or would be spun for longer
- * than the budget has left, is not spun for; the message clears it, and none is spun for again that was in vain. So
+ * A budget limits this spinning to a share of the time. A reader does not spin for an announcement that is too old, or
+ * for longer than its budget covers; the message clears the announcement, and a reader never spins twice for one. So
  * announcements that no message follows, however many, cost that share and no more.
  *
- * Flags are one bit a reader, since one whose sleep is over must not take back another's; when all are awake, the writer
- * sees none, and makes no system call.
+ * Flags are one bit per reader, since a reader that wakes must not clear another reader's flag; when all readers are
+ * awake, the writer sees no flag and makes no system call.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -111,7 +112,7 @@ static int message(ring_t *ring, end_t *end) {
     return ended ? ENDED : PENDING;
 }
 
-/* What a sleeping reader looks for. */
+/* Condition that ends a reader's sleep. */
 static int message_or_announcement(ring_t *ring, end_t *end) {
     const int found = message(ring, end);
     const int64_t announced = atomic_load(&ring->announced);
@@ -120,15 +121,15 @@ static int message_or_announcement(ring_t *ring, end_t *end) {
 
 typedef int (*look_t)(ring_t *, end_t *);
 
-/* The next wait spins as long as it may if this one would have been over within that time, half as long as this one if
- * not: after long waits nobody spins, and one short wait is enough to spin again. */
+/* Set the spinning time of the next wait: the maximum if this wait was shorter than that, else half of this wait's. After
+ * long waits no process spins, and one short wait is enough to spin again. */
 static void adapt(end_t *end, int found, int64_t waited) {
     end->spin = found == READY && waited <= end->spin_most ? end->spin_most : end->spin / 2;
 }
 
 static inline int64_t earlier(int64_t one, int64_t other) { return one < other ? one : other; }
 
-/* generous: leave the processor to others that want it, such as the one that is waited for. */
+/* generous: yield the processor to other processes, such as the one that is waited for. */
 static inline int spin(ring_t *ring, end_t *end, look_t look, int64_t until, int generous) {
     int found = PENDING;
     while (found == PENDING && now_ns() < until) {
@@ -142,7 +143,7 @@ static inline int spin(ring_t *ring, end_t *end, look_t look, int64_t until, int
     return found;
 }
 
-/* What a wait sleeps on, its bit there, and what the sleeper looks for. */
+/* Where a wait sleeps: the futex, its flag there, and the condition that ends the sleep. */
 typedef struct {
     doze_t *doze;
     uint64_t bit;
@@ -164,7 +165,7 @@ static int sleep_until(ring_t *ring, end_t *end, bed_t bed, int64_t until) {
     return found;
 }
 
-/* Whether so much spinning, ns, can be paid for at `now`. */
+/* Whether the budget covers `ns` nanoseconds of spinning at `now`. */
 int budget_covers(budget_t *budget, int64_t now, int64_t ns) {
     budget->saved = earlier(budget->saved + (now - budget->at) / SHARES * budget->share, budget->most);
     budget->at = now;
@@ -173,8 +174,8 @@ int budget_covers(budget_t *budget, int64_t now, int64_t ns) {
 
 void budget_pay(budget_t *budget, int64_t ns) { budget->saved -= earlier(ns, budget->saved); }
 
-/* Spin for the message that was announced, while that is recent. The budget must cover all of that time: where messages
- * come late in it, shorter spins would all be in vain. */
+/* Spin for the announced message while the announcement is recent. The budget must cover all of that time: if messages
+ * come late in it, every shorter spin would be in vain. */
 static int heed(ring_t *ring, end_t *end, int64_t until) {
     const int64_t announced = atomic_load(&ring->announced);
     const int64_t begin = now_ns(), finish = earlier(announced + end->announce, until);
@@ -188,8 +189,8 @@ static int heed(ring_t *ring, end_t *end, int64_t until) {
     return found;
 }
 
-/* Wait until `look` finds something, at most until `until`, CLOCK_MONOTONIC in ns; also ends, with PENDING, on a signal.
- * stamp: when what is waited for happened; NULL: not known, the end of the wait counts. */
+/* Wait until `look` returns something other than PENDING, at most until `until` (CLOCK_MONOTONIC, ns); a signal also ends
+ * the wait, with PENDING. stamp: time of the event waited for; NULL: unknown, the end of the wait counts. */
 static inline int await(ring_t *ring, end_t *end, look_t look, bed_t bed, _Atomic int64_t *stamp, int64_t until) {
     int found = look(ring, end);
     if (found != PENDING)
@@ -210,10 +211,10 @@ static inline int await(ring_t *ring, end_t *end, look_t look, bed_t bed, _Atomi
     return found;
 }
 
-/* Bytes of ring_t for so many readers. */
+/* Size of ring_t for a number of readers. */
 int64_t ring_bytes(uint32_t readers) { return (int64_t)(sizeof(ring_t) + readers * sizeof(reader_t)); }
 
-/* The memory is zero, and nobody else has it yet. */
+/* Initialize zeroed memory that no other process has. */
 void ring_init(ring_t *ring, uint32_t readers, uint32_t slots) {
     ring->readers = readers;
     ring->slots = slots;
@@ -231,7 +232,7 @@ void ring_publish(ring_t *ring, end_t *end) {
     wake(&ring->readers_doze);
 }
 
-/* The next message will follow soon. */
+/* Announce that the next message follows soon. */
 void ring_announce(ring_t *ring, end_t *end) {
     if (!end->announce)
         return;
@@ -244,9 +245,9 @@ int ring_await_message(ring_t *ring, end_t *end, int64_t until) {
     return await(ring, end, message, bed, &ring->stamp, until);
 }
 
-/* After a copy. ALONE: the reader was dropped meanwhile, and the slot may have been filled anew: the copy is no message.
- * `gone` is read by a write that changes nothing, since a processor may load the slot later than what it loads next, but
- * not later than what it writes next. */
+/* Free the slot after a copy. ALONE: the reader was dropped meanwhile and the slot may have been refilled, so the copy is
+ * not a message. `gone` is read by a write that changes nothing: a processor may reorder the loads of the slot behind a
+ * later load, but not behind a later write. */
 int ring_advance(ring_t *ring, end_t *end) {
     reader_t *reader = &ring->reader[end->index];
     if (atomic_fetch_or(&reader->gone, 0))
@@ -260,7 +261,7 @@ void ring_drop(ring_t *ring, uint32_t index) {
     if (!atomic_exchange(&ring->reader[index].gone, 1))
         atomic_fetch_sub(&ring->live, 1);
     ring_the_bell(&ring->writer_dozes.bell);
-    ring_the_bell(&ring->readers_doze.bell); /* the reader itself, should it live */
+    ring_the_bell(&ring->readers_doze.bell); /* the reader itself, if it is alive */
 }
 
 int ring_ended(ring_t *ring) { return (int)atomic_load(&ring->ended); }
@@ -271,10 +272,10 @@ void ring_end(ring_t *ring) {
     ring_the_bell(&ring->writer_dozes.bell);
 }
 
-/* A message that fits into a slot, by one call in place of several: after some milliseconds of other work each call from
- * Python takes several microseconds. */
+/* The next two functions handle a message that fits into a slot in one call instead of several: after some milliseconds
+ * of other work each call from Python takes several microseconds. */
 
-/* Send it, if it fits and there is room at once; returns whether it was sent. */
+/* Send a message if it fits and there is room now; return whether it was sent. */
 int ring_offer(ring_t *ring, end_t *end, const slots_t *slots, const void *message, uint64_t bytes) {
     if (bytes > slots->bytes || room(ring, end) != READY)
         return 0;
@@ -286,8 +287,8 @@ int ring_offer(ring_t *ring, end_t *end, const slots_t *slots, const void *messa
     return 1;
 }
 
-/* Wait for it and copy it to `out`; returns its bytes, or -1 if none was received: ring_await_message then tells why, with
- * READY for a message that is not in its slot. */
+/* Wait for a message and copy it to `out`; return its size, or -1 if none was received: ring_await_message then returns
+ * why, READY for a message that is not in its slot. */
 int64_t ring_take(ring_t *ring, end_t *end, const slots_t *slots, void *out, int64_t until) {
     if (ring_await_message(ring, end, until) != READY)
         return -1;

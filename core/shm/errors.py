@@ -1,10 +1,10 @@
-"""What can go wrong with a ring."""
+"""Errors of rings."""
 
 from engine.core.errors import ExecutorError
 
 
 class RingError(ExecutorError):
-    """A ring cannot be made, attached or used as asked."""
+    """A ring cannot be created, attached or used as requested."""
 
 
 class RingSpaceError(RingError):
@@ -12,8 +12,8 @@ class RingSpaceError(RingError):
 
 
 class RingTimeoutError(RingError):
-    """The time given to a wait is over; the ring is as it was."""
+    """A wait timed out; the ring is unchanged."""
 
 
 class RingClosedError(RingError):
-    """The ring ended: its writer closed it, its readers left, or somebody interrupted it; the message says which."""
+    """The ring ended: its writer closed it, its readers left, or a process interrupted it; the message says which."""

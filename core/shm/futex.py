@@ -1,4 +1,4 @@
-"""Signals by atomic counters in the shared memory and, to sleep, the kernel's futex: _ring.c. Linux only."""
+"""Signalling by atomic counters in shared memory, with futexes to sleep on: _ring.c. Linux only."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "budget_covers": (ctypes.c_int, _POINTER, _TIME, _TIME),
     "budget_pay": (None, _POINTER, _TIME),
 }
-"""Name -> types of what it returns and takes. A call releases the interpreter's lock."""
+"""Function -> result type and argument types. Calls release the GIL."""
 SHARES = 1024
-"""As in _ring.h: a share of so many is all."""
-_SAVED_UP = 2
-"""Announcements that a reader may spin for to the end, one after the other, before it must wait for its share again."""
+"""As in _ring.h: the unit of shares of time; SHARES of SHARES is all."""
+_MAX_SAVED_SPINS = 2
+"""Maximum number of consecutive announcements that a reader may spin for to the end, before its budget is empty."""
 
 
 class Budget(ctypes.Structure):
@@ -66,7 +66,7 @@ class _Slots(ctypes.Structure):
 
 @functools.cache
 def native_part() -> Any:
-    """The functions of _ring.c; None where it was not built."""
+    """Load the functions of _ring.c; None if it was not built."""
     spec = importlib.util.find_spec("engine.core.shm._ring")
     if spec is None or spec.origin is None:
         return None
@@ -78,13 +78,12 @@ def native_part() -> Any:
 
 
 class FutexSignals(Signals):
-    """Of rings on Linux where the native part was built."""
+    """Signals of rings on Linux, where the native part was built."""
 
     implementation = "futex"
 
     @classmethod
     def refuses(cls) -> str | None:
-        """Another system, and an installation without its native part."""
         if not sys.platform.startswith("linux"):
             return f"futexes are Linux's, and this is {sys.platform}; rings of pipes work here"
         if native_part() is None:
@@ -93,12 +92,10 @@ class FutexSignals(Signals):
 
     @classmethod
     def control_bytes(cls, readers: int) -> int:
-        """See Signals."""
         return int(native_part().ring_bytes(readers))
 
     @classmethod
     def descriptors(cls, readers: int) -> tuple[int, ...]:
-        """None."""
         return ()
 
     def __init__(self, segment: Segment, readers: int, slots: int, spin: Spin, *, new: bool) -> None:
@@ -114,33 +111,28 @@ class FutexSignals(Signals):
             self._library.ring_init(self._ring, readers, slots)
 
     def writer(self) -> WriterSignals:
-        """See Signals."""
         return _Writer(self, self._library, self._ring, self._new_end())
 
     def reader(self, index: int) -> ReaderSignals:
-        """See Signals."""
         end = self._new_end()
-        end.index, end.budget = index, Budget(share=self._share, most=_SAVED_UP * self._announce)
+        end.index, end.budget = index, Budget(share=self._share, most=_MAX_SAVED_SPINS * self._announce)
         return _Reader(self, self._library, self._ring, end)
 
     def drop(self, index: int) -> None:
-        """See Signals."""
         self._library.ring_drop(self._ring, index)
 
     def ended(self) -> bool:
-        """See Signals."""
         return bool(self._library.ring_ended(self._ring))
 
     def end(self) -> None:
-        """See Signals."""
         self._library.ring_end(self._ring)
 
     def _new_end(self) -> _End:
         return _End(spin=self._spin, spin_most=self._spin, announce=self._announce)
 
 
-class _Side:
-    """What both sides have: the addresses, and what must live as long as these are used."""
+class _FutexEnd:
+    """Common base of both ends: the addresses passed to C, and the objects that own that memory."""
 
     def __init__(self, signals: FutexSignals, library: Any, ring: int, end: _End) -> None:
         self._signals = signals
@@ -152,53 +144,40 @@ class _Side:
 
     @property
     def sequence(self) -> int:
-        """See WriterSignals and ReaderSignals."""
         return int(self._state.sequence)
 
 
-class _Writer(_Side, WriterSignals):
-    """See WriterSignals."""
-
+class _Writer(_FutexEnd, WriterSignals):
     def wait(self, until: int) -> int:
-        """See WriterSignals."""
         return int(self._library.ring_await_room(self._ring, self._end, until))
 
     def publish(self) -> None:
-        """See WriterSignals."""
         self._library.ring_publish(self._ring, self._end)
 
     def announce(self) -> None:
-        """See WriterSignals."""
         self._library.ring_announce(self._ring, self._end)
 
     def offer(self, message: bytes) -> bool:
-        """See WriterSignals."""
         return bool(self._library.ring_offer(self._ring, self._end, self._slots, message, len(message)))
 
     def slowest(self) -> int:
-        """See WriterSignals."""
         return int(self._library.ring_slowest(self._ring))
 
 
-class _Reader(_Side, ReaderSignals):
-    """See ReaderSignals."""
-
+class _Reader(_FutexEnd, ReaderSignals):
     def __init__(self, signals: FutexSignals, library: Any, ring: int, end: _End) -> None:
         super().__init__(signals, library, ring, end)
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._copy = mmap.mmap(-1, signals.slots.bytes, private)  # takes memory when it is used, not before
+        self._copy = mmap.mmap(-1, signals.slots.bytes, private)  # takes memory only once used
         self._anchor = ctypes.c_char.from_buffer(self._copy)
         self._out = ctypes.addressof(self._anchor)
 
     def wait(self, until: int) -> int:
-        """See ReaderSignals."""
         return int(self._library.ring_await_message(self._ring, self._end, until))
 
     def take(self, until: int) -> bytes | None:
-        """See ReaderSignals."""
         size = self._library.ring_take(self._ring, self._end, self._slots, self._out, until)
         return self._copy[:size] if size >= 0 else None
 
     def advance(self) -> int:
-        """See ReaderSignals."""
         return int(self._library.ring_advance(self._ring, self._end))

@@ -1,14 +1,14 @@
 """A ring in shared memory: one writer, many readers, and every reader receives every message, in order.
 
-The process that makes the ring need be neither. It starts the others with the descriptors of the ring's handle
-inherited, and takes the writer's or a reader's end itself if it wants one:
+Any process may create the ring. It starts the others with the descriptors of the ring's handle inherited, and may be
+the writer or a reader itself:
 
     ring = Ring.create(readers=2)
     children = [Popen([..., encode(ring.handle), str(i)], pass_fds=ring.handle.descriptors) for i in range(2)]
     ring.writer().send(b"step")                # in child i: Ring.attach(handle).reader(i).receive()
 
-A process that dies is not noticed by the ring itself: whoever watches the processes calls `interrupt`, or `drop` for a
-reader that the others can do without. Either ends the wait of those who waited for it.
+The ring does not notice that a process has died. The code that watches the processes calls `interrupt`, or `drop` for
+a reader that the others do not need; either ends the waits for that process.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from attrs import frozen
 
 from engine.core.shm.errors import RingClosedError, RingError
 from engine.core.shm.futex import FutexSignals
+from engine.core.shm.overflow import OverflowArea
 from engine.core.shm.pipe import PipeSignals
 from engine.core.shm.segment import SLOT_HEADER, Segment, default_directory, new_file, read
-from engine.core.shm.side import Side
-from engine.core.shm.signals import MOST_READERS, ReaderSignals, Signals, Spin, Status, WriterSignals
+from engine.core.shm.signals import MAX_READERS, Implementation, ReaderSignals, Signals, Spin, Status, WriterSignals
 from engine.core.shm.waits import SLICE, end_of, wait
 
 Buffer = bytes | bytearray | memoryview
 
 IMPLEMENTATIONS: tuple[type[Signals], ...] = (FutexSignals, PipeSignals)
-"""The first that works is the one for "auto"."""
+"""In order of preference for "auto"."""
 
 
 @frozen(kw_only=True)
 class RingHandle:
-    """What a process needs to attach: plain data, which may travel in an argument or a message."""
+    """What a process needs to attach: plain data that can be sent as an argument or a message."""
 
-    implementation: str
-    """"futex" or "pipe"."""
+    implementation: Implementation
     descriptors: tuple[int, ...]
-    """To be inherited under the same numbers: `Popen(..., pass_fds=handle.descriptors)`."""
+    """Descriptors to inherit under the same numbers: `Popen(..., pass_fds=handle.descriptors)`."""
     readers: int
     slots: int
     slot_bytes: int
@@ -50,16 +49,16 @@ class RingHandle:
     announce_us: int
     spin_share: float
     directory: str
-    """Where the shared memory is taken from."""
+    """Directory of the ring's file."""
     token: str
-    """Found again at the start of the segment, so that a wrong descriptor is noticed."""
+    """Also at the start of the segment, so that a wrong descriptor is detected."""
 
 
 def choose(implementation: str = "auto") -> type[Signals]:
-    """The implementation of that name, or for "auto" the first that works here. Raises RingError."""
+    """Return the implementation of this name, or for "auto" the first that works here. Raises RingError."""
     if implementation == "auto":
         return next(one for one in IMPLEMENTATIONS if one.refuses() is None)
-    known = {one.implementation: one for one in IMPLEMENTATIONS}
+    known: dict[str, type[Signals]] = {one.implementation: one for one in IMPLEMENTATIONS}
     if implementation not in known:
         raise RingError(f"there are no rings of {implementation!r}; use auto, {' or '.join(known)}")
     refused = known[implementation].refuses()
@@ -69,7 +68,7 @@ def choose(implementation: str = "auto") -> type[Signals]:
 
 
 class Ring:
-    """A ring as one process has it. Its methods may be called from any thread; each end is for one at a time."""
+    """A ring as attached in one process. Methods are thread-safe; each end is for one thread at a time."""
 
     @classmethod
     def create(
@@ -84,30 +83,29 @@ class Ring:
         implementation: str = "auto",
         directory: Path | None = None,
     ) -> Ring:
-        """A new ring, empty, with no end taken.
+        """Create an empty ring.
 
-        readers: how many there will be, each with an index from 0. Messages wait in the ring for one that has not
-            attached yet.
-        slots, slot_bytes: messages the writer may be ahead of the slowest reader, and bytes of one before it spills to
-            the side of the ring (slower, but as long as the shared memory has room).
-        spin_us: microseconds a wait may spin before it sleeps; it spins less by itself when waits are long. 0: never.
-        announce_us: microseconds after an announcement (`RingWriter.announce`) in which a reader spins for the
-            message, before it sleeps again. 0: announcements are ignored, as they are by rings of pipes.
-        spin_share: part of the time, in [0, 1], that a reader spends on that at most, on average; announcements beyond
-            that are ignored. 0: all are.
-        implementation: "futex" (Linux, native part built), "pipe" (anywhere, no native part), or "auto": the first
-            that works here. `Ring.implementation` tells which.
-        directory: where the file of the shared memory lies; None: /dev/shm, or where there is none, temporary files.
+        readers: number of readers, with indices from 0. Messages wait in the ring for readers that are not attached.
+        slots: maximum number of messages by which the writer may be ahead of the slowest reader.
+        slot_bytes: size of a slot; longer messages go to the overflow area (slower, limited by free shared memory).
+        spin_us: maximum microseconds that a wait spins before it sleeps; waits spin less after long waits. 0: never.
+        announce_us: microseconds after an announcement (`RingWriter.announce`) during which a reader spins for the
+            message before it sleeps again. 0: announcements are ignored, as by rings of pipes.
+        spin_share: maximum share of the time, in [0, 1], that a reader spins after announcements, on average; further
+            announcements are ignored. 0: all are.
+        implementation: "futex" (Linux, native part built), "pipe" (any system, no native part), or "auto": the first
+            that works here. `Ring.implementation` says which.
+        directory: directory of the ring's file; None: /dev/shm, or on systems without it temporary files.
 
-        Raises RingSpaceError if that is too full, RingError if the implementation is not to be had.
+        Raises RingSpaceError if there is no room, RingError if the implementation does not work here.
         """
-        for name, value, most in (
-            ("readers", readers, MOST_READERS),
+        for name, value, limit in (
+            ("readers", readers, MAX_READERS),
             ("slots", slots, 2**20),
             ("slot_bytes", slot_bytes, 2**30),
         ):
-            if not 1 <= value <= most:
-                raise RingError(f"{name} must be in [1, {most}], not {value}")
+            if not 1 <= value <= limit:
+                raise RingError(f"{name} must be in [1, {limit}], not {value}")
         for name, value in (("spin_us", spin_us), ("announce_us", announce_us)):
             if not 0 <= value <= 10**6:
                 raise RingError(f"{name} must be in [0, 1000000] microseconds, not {value}")
@@ -115,11 +113,11 @@ class Ring:
             raise RingError(f"spin_share must be in [0, 1], not {spin_share}")
         kind = choose(implementation)
         directory = directory or default_directory()
-        beside = kind.descriptors(readers)
+        signal_descriptors = kind.descriptors(readers)
         try:
-            descriptors = (new_file(directory), *beside)
+            descriptors = (new_file(directory), *signal_descriptors)
         except RingError:
-            for descriptor in beside:
+            for descriptor in signal_descriptors:
                 os.close(descriptor)
             raise
         segment = Segment(descriptors, kind.control_bytes(readers), slots, slot_bytes)
@@ -140,9 +138,9 @@ class Ring:
 
     @classmethod
     def attach(cls, handle: RingHandle) -> Ring:
-        """The ring in a process that inherited the handle's descriptors, which are this object's from here on.
+        """Attach to a ring in a process that inherited the handle's descriptors, and take ownership of them.
 
-        Raises RingError if they were not inherited.
+        Raises RingError if the descriptors were not inherited.
         """
         kind = choose(handle.implementation)
         segment = Segment(handle.descriptors, kind.control_bytes(handle.readers), handle.slots, handle.slot_bytes)
@@ -150,7 +148,7 @@ class Ring:
         return cls(handle, segment, kind(segment, handle.readers, handle.slots, _spin(handle), new=False))
 
     def __init__(self, handle: RingHandle, segment: Segment, signals: Signals) -> None:
-        """Made by `create` and `attach`."""
+        """Called by `create` and `attach`."""
         self.handle = handle
         """For `attach` in another process."""
         self._segment = segment
@@ -159,7 +157,7 @@ class Ring:
 
     @property
     def implementation(self) -> str:
-        """Which one it is: "futex" or "pipe"."""
+        """Which implementation the ring has: "futex" or "pipe"."""
         return self.handle.implementation
 
     @property
@@ -168,31 +166,31 @@ class Ring:
         return self._segment.reason() if self._signals.ended() else None
 
     def writer(self) -> RingWriter:
-        """The writing end: for one process, once."""
+        """Return the writing end; one process may call this once."""
         writer = RingWriter(self, self._segment, self._signals.writer())
         self._ends.append(writer)
         return writer
 
     def reader(self, index: int) -> RingReader:
-        """The end of reader `index`: for one process, once."""
+        """Return the end of reader `index`; one process may call this once per index."""
         self._check(index)
         reader = RingReader(self, self._segment, self._signals.reader(index), index)
         self._ends.append(reader)
         return reader
 
     def drop(self, index: int) -> None:
-        """Reader `index` is gone: the writer waits for it no longer. From any process.
+        """Drop reader `index`: the writer no longer waits for it. May be called in any process.
 
-        The ring goes on: `send` fails only when no reader is left.
+        The ring continues; `send` fails only when no reader is left.
         """
         self._check(index)
         self._signals.drop(index)
 
     def interrupt(self, reason: str) -> None:
-        """End the ring for all its processes and wake those that wait. From any process; the first reason counts.
+        """End the ring for all its processes and wake all waits. May be called in any process; the first reason counts.
 
-        Messages sent before are still received, and one that is being sent by all, some or no readers; then, and from
-        `send` at once, comes RingClosedError with the reason.
+        Readers still receive messages sent before, then get RingClosedError with the reason; `send` raises it
+        immediately. A message being sent meanwhile is received by all, some or no readers.
         """
         with self._segment.lock():
             if not self._signals.ended():
@@ -200,7 +198,7 @@ class Ring:
                 self._signals.end()
 
     def close(self) -> None:
-        """Close the ends that this object gave. The memory is given back when nobody refers to it and them any more.
+        """Close the ends that this object returned. The memory is freed with the last reference to ring and ends.
 
         Other processes keep theirs. A second call does nothing.
         """
@@ -224,26 +222,26 @@ class RingWriter:
     """The writing end, for one thread at a time."""
 
     def __init__(self, ring: Ring, segment: Segment, signals: WriterSignals) -> None:
-        """Made by `Ring.writer`."""
+        """Called by `Ring.writer`."""
         self._ring = ring
         self._segment = segment
         self._signals = signals
-        self._side = Side(segment, Path(ring.handle.directory))
+        self._overflow = OverflowArea(segment, Path(ring.handle.directory))
 
     def send(self, message: Buffer, timeout: float | None = None) -> None:
-        """Publish a message to all readers at once; blocks while the slowest live reader is a whole ring behind.
+        """Publish a message to all readers; blocks while the slowest reader is a whole ring (`slots`) behind.
 
-        timeout: seconds; None: for ever. Raises RingTimeoutError, RingClosedError, or RingSpaceError for a message
-        longer than a slot when the shared memory is full; in each case nothing was sent.
+        timeout: seconds; None: no timeout. Raises RingTimeoutError, RingClosedError, or RingSpaceError for a message
+        longer than a slot when the shared memory is full; after any of these nothing was sent.
         """
-        if isinstance(message, bytes) and not self._side.in_use and self._signals.offer(message):
+        if isinstance(message, bytes) and not self._overflow.in_use and self._signals.offer(message):
             return
         data = memoryview(message).cast("B")
         found = wait(self._signals.wait, end_of(timeout), timeout)
         if found != Status.READY:
             raise RingClosedError("no reader is left" if found == Status.ALONE else self._ring.closed)
-        if self._side.in_use:
-            self._side.free(self._signals.slowest())
+        if self._overflow.in_use:
+            self._overflow.free(self._signals.slowest())
         sequence = self._signals.sequence
         begin = self._segment.slot(sequence % self._ring.handle.slots)
         memory = self._segment.memory
@@ -251,20 +249,20 @@ class RingWriter:
             SLOT_HEADER.pack_into(memory, begin, len(data), 0)
             memory[begin + SLOT_HEADER.size : begin + SLOT_HEADER.size + len(data)] = data
         else:
-            SLOT_HEADER.pack_into(memory, begin, len(data), self._side.put(data, sequence))
+            SLOT_HEADER.pack_into(memory, begin, len(data), self._overflow.put(data, sequence))
         self._signals.publish()
 
     def announce(self) -> None:
-        """A message will follow soon: readers that sleep wake, and spin for it a while, so that they have it at once.
+        """Announce that a message follows soon: sleeping readers wake and spin for it, which saves the time to wake.
 
-        Worth it where the message follows in less than `announce_us`, and not much sooner than a sleeper takes to wake.
-        It may follow later, or never: readers go back to sleep. Never blocks, and does nothing on a ring that has
-        ended, on rings of pipes, or if announcements are ignored (see `Ring.create`).
+        Useful if the message follows within `announce_us`, but not much sooner than a process takes to wake. If the
+        message comes later or never, readers go back to sleep. Never blocks. Has no effect on a ring that has ended, on
+        rings of pipes, or if announcements are ignored (see `Ring.create`).
         """
         self._signals.announce()
 
     def close(self) -> None:
-        """End the ring in order: readers receive what was sent, then RingClosedError."""
+        """End the ring: readers receive what was sent, then get RingClosedError."""
         self._ring.interrupt("its writer has closed it")
 
 
@@ -272,14 +270,14 @@ class RingReader:
     """A reading end, for one thread at a time."""
 
     def __init__(self, ring: Ring, segment: Segment, signals: ReaderSignals, index: int) -> None:
-        """Made by `Ring.reader`."""
+        """Called by `Ring.reader`."""
         self._ring = ring
         self._segment = segment
         self._signals = signals
         self._index = index
 
     def receive(self, timeout: float | None = None) -> bytes:
-        """The next message. timeout: seconds; None: for ever. Raises RingTimeoutError, RingClosedError."""
+        """Receive the next message. timeout: seconds; None: no timeout. Raises RingTimeoutError, RingClosedError."""
         end = end_of(timeout)
         taken = self._signals.take(min(end, time.monotonic_ns() + SLICE))
         if taken is not None:
@@ -303,11 +301,11 @@ class RingReader:
         )
 
     def ready(self) -> bool:
-        """Whether `receive` returns or raises at once. Never waits."""
+        """Whether `receive` returns or raises without waiting."""
         return self._signals.wait(0) != Status.PENDING
 
     def close(self) -> None:
-        """Leave: the writer waits for this reader no longer."""
+        """Detach: the writer no longer waits for this reader."""
         self._ring.drop(self._index)
 
 

@@ -1,135 +1,140 @@
-"""Contract of what a ring's ends wait on: how they learn that there is a message or room, and that the ring has ended.
+"""Contract of a ring's signalling: how its ends wait for messages, for room and for the end of the ring.
 
-An implementation owns the control memory of the segment, and nothing in the slots; but its `offer` and `take` may fill
-and copy those as ring.py does, where that is faster. Its waits order memory: what the writer stored before `publish` is
-seen by a reader whose wait was READY, and what a reader loaded before `advance` was loaded before the writer's wait for
-its room was READY.
+An implementation owns the control memory of the segment and no slot; but its `offer` and `take` may fill and copy
+slots, as ring.py does, where that is faster. Waits order memory: a reader whose wait returned READY sees what the
+writer stored before `publish`; a reader's loads before `advance` happen before the writer's wait for that slot returns
+READY.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from attrs import frozen
 
 from engine.core.shm.segment import Segment
 
-MOST_READERS = 64
+MAX_READERS = 64
+Implementation = Literal["futex", "pipe"]
 
 
 class Status(IntEnum):
-    """How a wait ended; the same numbers as in _ring.c."""
+    """Result of a wait; the same numbers as in _ring.h."""
 
     READY = 0
     PENDING = 1
-    """The time was over, or a signal came."""
+    """The wait timed out, or a signal came."""
     ENDED = 2
     ALONE = 3
-    """For the writer: no reader is left. For a reader: it was dropped."""
+    """For the writer: no reader is left. For a reader: this reader was dropped."""
 
 
 @frozen
 class Spin:
-    """How much waits may spin; plain data."""
+    """Limits on spinning; plain data."""
 
     us: int
-    """Microseconds at the beginning of a wait."""
+    """Maximum microseconds of spinning at the beginning of a wait."""
     announce_us: int
-    """Microseconds after an announcement in which a reader may spin."""
+    """Microseconds after an announcement during which a reader may spin."""
     share: float
-    """Of the time, which a reader spends so at most, on average."""
+    """Maximum share of the time that a reader spins after announcements, on average."""
 
 
 class WriterSignals(ABC):
-    """The writer's side, for one thread at a time."""
+    """Signalling of the writing end, for one thread at a time."""
 
     @property
     @abstractmethod
     def sequence(self) -> int:
-        """Messages published."""
+        """Number of messages published."""
 
     @abstractmethod
     def wait(self, until: int) -> int:
-        """Wait until a slot is free, or time.monotonic_ns() is `until`; 0 looks only. Returns a Status."""
+        """Wait until a slot is free or time.monotonic_ns() is `until`; 0 does not wait. Returns a Status."""
 
     @abstractmethod
     def publish(self) -> None:
-        """Slot `sequence` modulo the slots is filled: count it, and wake who sleeps."""
+        """Publish slot `sequence` modulo the number of slots, which is filled, and wake sleeping readers."""
 
     @abstractmethod
     def announce(self) -> None:
-        """The next message will follow soon: wake who sleeps, if the implementation's readers can make use of it."""
+        """Announce that the next message follows soon: wake sleeping readers, if the implementation's readers spin."""
 
     def offer(self, message: bytes) -> bool:
-        """Fill a slot and publish it, by one call, if there is room now and the message fits. False: it did not."""
+        """Fill and publish a slot in one call; return False, without effect, if there is no room or it does not fit."""
         return False
 
     @abstractmethod
     def slowest(self) -> int:
-        """Messages that every reader not gone has received."""
+        """Number of messages that every attached reader has received."""
 
 
 class ReaderSignals(ABC):
-    """One reader's side, for one thread at a time."""
+    """Signalling of one reading end, for one thread at a time."""
 
     @property
     @abstractmethod
     def sequence(self) -> int:
-        """Messages received."""
+        """Number of messages received."""
 
     @abstractmethod
     def wait(self, until: int) -> int:
-        """Wait until there is a message, or time.monotonic_ns() is `until`; 0 looks only. Returns a Status."""
+        """Wait until there is a message or time.monotonic_ns() is `until`; 0 does not wait. Returns a Status."""
 
     def take(self, until: int) -> bytes | None:
-        """Wait, copy a slot and give it back, by one call. None: nothing was received; `wait` tells why, which is READY
-        where the message must be copied by other means."""
+        """Wait, copy a slot and free it in one call.
+
+        None: nothing was received; `wait` returns why, READY if the message must be copied by other means.
+        """
         return None
 
     @abstractmethod
     def advance(self) -> int:
-        """Slot `sequence` modulo the slots is copied: give it back. ALONE: the reader was dropped before that, and the
-        copy may be of two messages."""
+        """Free slot `sequence` modulo the number of slots, which is copied.
+
+        Returns ALONE if the reader was dropped before that: the copy may then mix two messages.
+        """
 
 
 class Signals(ABC):
-    """All sides of one ring, in one process. `drop` and `end` may be called from any thread."""
+    """Signalling of one ring in one process. `drop` and `end` may be called from any thread."""
 
-    implementation: ClassVar[str]
+    implementation: ClassVar[Implementation]
 
     @classmethod
     @abstractmethod
     def refuses(cls) -> str | None:
-        """Why it does not work here, in a sentence; None if it does."""
+        """Return a sentence that says why it does not work here; None if it does."""
 
     @classmethod
     @abstractmethod
     def control_bytes(cls, readers: int) -> int:
-        """Of control memory."""
+        """Return the size of the control memory."""
 
     @classmethod
     @abstractmethod
     def descriptors(cls, readers: int) -> tuple[int, ...]:
-        """New descriptors that it needs beside the segment's, not inheritable. Raises RingError."""
+        """Create the descriptors it needs besides the segment's, not inheritable. Raises RingError."""
 
     @abstractmethod
     def __init__(self, segment: Segment, readers: int, slots: int, spin: Spin, *, new: bool) -> None:
-        """spin: what waits may spend, if the implementation spins at all.
-        new: the control memory is zero and to be set up; nobody else has it yet."""
+        """spin: limits, for an implementation that spins; new: whether to initialize the zeroed control memory, before
+        any other process has it."""
 
     @abstractmethod
     def writer(self) -> WriterSignals:
-        """The writer's side."""
+        """Return the writer's signalling."""
 
     @abstractmethod
     def reader(self, index: int) -> ReaderSignals:
-        """The side of a reader."""
+        """Return the signalling of reader `index`."""
 
     @abstractmethod
     def drop(self, index: int) -> None:
-        """A reader is gone: wake the writer, which waits for it no longer."""
+        """Drop a reader: the writer no longer waits for it."""
 
     @abstractmethod
     def ended(self) -> bool:
@@ -137,4 +142,4 @@ class Signals(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """End the ring, and wake everybody."""
+        """End the ring and wake all its processes."""

@@ -1,4 +1,4 @@
-"""Waits of any length, by waits of a slice, between which Python runs the handlers of signals."""
+"""Waits of any length, split into short waits, between which Python runs signal handlers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from engine.core.shm.errors import RingTimeoutError
 from engine.core.shm.signals import Status
 
 SLICE = 200_000_000
-"""Nanoseconds a wait stays outside Python: as long as a signal may wait for its handler that came just before it slept,
-or to another thread."""
+"""Maximum length of one short wait, nanoseconds: also the maximum delay of a signal handler, where the signal comes
+just before the wait sleeps, or to another thread."""
 _NEVER = 2**62
 """Nanoseconds."""
 
 
 def end_of(timeout: float | None) -> int:
-    """When a wait of so many seconds is over that begins now, as time.monotonic_ns(). None: it is never over."""
+    """Return the end of a wait of `timeout` seconds that begins now, as time.monotonic_ns(); None: no timeout."""
     return _NEVER if timeout is None else time.monotonic_ns() + int(timeout * 1e9)
 
 
 def wait(attempt: Callable[[int], int], end: int, timeout: float | None) -> int:
-    """The status that ends a wait; `attempt` waits until a moment, and returns one.
+    """Repeat short waits until one ends with another status than PENDING; return that status.
 
-    end: `end_of(timeout)`, as it was when the wait began. Raises RingTimeoutError.
+    attempt: waits until a time.monotonic_ns() and returns a Status; end: `end_of(timeout)` when the wait began.
+    Raises RingTimeoutError.
     """
     while True:
         found = attempt(min(end, time.monotonic_ns() + SLICE))

@@ -72,7 +72,7 @@ class PendingReads:
         self._device = device
 
     def wait(self) -> None:
-        """Wait until all tasks are done. On a GPU the current stream waits for their copies, not the host.
+        """Wait until all tasks have read. On a GPU, the current stream then waits for their copies.
 
         Raises the error of a task.
         """

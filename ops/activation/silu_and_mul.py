@@ -1,4 +1,4 @@
-"""silu(gate) * up in one pass."""
+"""The activation of a gated MLP: silu(gate) * up in one kernel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ BLOCK = 1024
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x), float32; no intermediate overflows, whatever x."""
+    """x * sigmoid(x), float32. No intermediate overflows."""
     small = tl.exp2(tl.abs(x) * -1.4426950408889634)
     return x * tl.where(x >= 0, 1.0, small) * reciprocal(1.0 + small)
 
 
 @triton.jit
 def _silu_and_mul_kernel(out, x, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out = silu(gate) * up. x: [rows, 2 * size]; out: [rows, size]. Grid: (rows, blocks of a row)."""
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -32,7 +33,7 @@ def _silu_and_mul_kernel(out, x, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: [..., 2 * size], gate and up side by side -> silu(gate) * up: [..., size], rounded once."""
+    """x: [..., 2 * size], gate before up in each row -> silu(gate) * up: [..., size], rounded once."""
     if not x.is_contiguous():
         x = x.contiguous()
     size = x.shape[-1] // 2

@@ -1,4 +1,4 @@
-"""silu(gate) * up and quantization in one pass over the rows: what a multiplication by codes takes."""
+"""silu(gate) * up and quantization of the result in one kernel, for the W8A8 GEMM that follows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.ops.common.launch import release, wait
 
 @triton.jit
 def _activated(x, column, inputs):
-    """silu(gate) * up of a row."""
+    """silu(gate) * up of some columns of a row, float32. x: the row, [2 * inputs]."""
     mask = column < inputs
     gate = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + inputs + column, mask=mask, other=0.0).to(tl.float32)
@@ -23,38 +23,41 @@ def _activated(x, column, inputs):
 
 @triton.jit
 def _silu_quantize_kernel(
-    codes,
+    quantized,
     scales,
     x,
-    given,
+    static_scale,
     inputs,
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
     BLOCKS: tl.constexpr,
-    GIVEN: tl.constexpr,
+    STATIC_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has a row, seen as [BLOCKS, 128]. GIVEN: all rows have the scale at `given`."""
+    """quantize_rows of silu(gate) * up. A program computes a row, as [BLOCKS, 128]. Grid: (rows,).
+
+    x: [rows, 2 * inputs]; the rest as in quantize_rows._quantize_kernel.
+    """
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
     left_column = tl.arange(0, BLOCKS)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
     scale = 1.0
-    if GIVEN:
-        scale = tl.load(given)
+    if STATIC_SCALE:
+        scale = tl.load(static_scale)
     wait(PDL)
     here = x + row * 2 * inputs
     left = _activated(here, left_column, inputs)
     right = _activated(here, left_column + HALF, inputs)
-    left, right = round_both(left, right, x.dtype.element_ty)  # as if they had been written
-    store_row(codes, scales, row, left, right, scale, inputs, LIMIT, INT8, BLOCKS, GIVEN)
+    left, right = round_both(left, right, x.dtype.element_ty)  # as silu_and_mul stores them
+    store_row(quantized, scales, row, left, right, scale, inputs, LIMIT, INT8, BLOCKS, STATIC_SCALE)
 
 
 def silu_and_mul_quantize(
     x: torch.Tensor, dtype: torch.dtype, *, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales as quantize_rows makes them of silu_and_mul's result.
+    """quantize_rows of silu_and_mul's result, bit for bit: [rows, size padded to 128] values and [rows] scales.
 
-    x: [rows, 2 * size], gate and up side by side. dtype, scale: as of quantize_rows.
+    x: [rows, 2 * size], gate before up in each row. dtype, scale: as in quantize_rows.
     """
     if not x.is_contiguous():
         x = x.contiguous()

@@ -1,8 +1,8 @@
-/* Attention of one query a sequence over a paged KV cache, in float32, for CPUs.
+/* Attention of one query per sequence over a paged KV cache, in float32, for CPUs.
  *
- * Keys and values are read where they lie, once for all query heads that share them. Gathering them first, as the
- * PyTorch backend does, moves each byte three times (read, write, read again), and a decode step on a CPU is bound by
- * just that.
+ * Keys and values are read in place, once for all query heads that share them. Gathering them first, as the PyTorch
+ * backend does, moves each byte three times (read, write, read again), and a decode step on a CPU is bound by memory
+ * traffic.
  *
  * Memory: keys and values [blocks, block_size, kv_heads, dim]; q and out [sequences, kv_heads * group, dim], rows of q
  * `q_stride` floats apart; tables [sequences, table_stride].
@@ -37,26 +37,26 @@ static inline __attribute__((always_inline)) float exp_negative(float x) {
     return series * power.value;
 }
 
-/* Ask for a block while the one before it is worked on: blocks lie anywhere, so the hardware cannot guess the next. */
+/* Prefetch a block while the previous one is processed: blocks are scattered, so the hardware cannot predict the next. */
 static inline __attribute__((always_inline)) void prefetch(const float *block, int64_t floats) {
     for (int64_t i = 0; i < floats; i += 16)
         __builtin_prefetch(block + i);
 }
 
-/* One sequence: all its heads, over positions start to end. scores: room for kv_heads * group * (end - start). Within a
- * block, one head at a time: its query, and later its output, then stays in registers. */
+/* Attend to positions start to end of one sequence, all heads. scores: room for kv_heads * group * (end - start). Within
+ * a block, one head at a time: its query, and later its output, stays in registers. */
 static inline __attribute__((always_inline)) void attend(const float *q, const float *keys, const float *values,
                                                          const int32_t *table, int64_t start, int64_t end,
                                                          const shape_t *shape, const int64_t dim, float *scores,
                                                          float *out) {
-    const int64_t group = shape->group, page = shape->block_size;
+    const int64_t group = shape->group, block_size = shape->block_size;
     const int64_t heads = shape->kv_heads * group, row = shape->kv_heads * dim, count = end - start;
 
     for (int64_t first = start, next; first < end; first = next) {
-        next = (first / page + 1) * page < end ? (first / page + 1) * page : end;
-        const float *block = keys + ((int64_t)table[first / page] * page + first % page) * row;
+        next = (first / block_size + 1) * block_size < end ? (first / block_size + 1) * block_size : end;
+        const float *block = keys + ((int64_t)table[first / block_size] * block_size + first % block_size) * row;
         if (next < end)
-            prefetch(keys + (int64_t)table[next / page] * page * row, page * row);
+            prefetch(keys + (int64_t)table[next / block_size] * block_size * row, block_size * row);
         for (int64_t h = 0; h < heads; h++) {
             const float *query = q + h * dim, *key = block + h / group * dim;
             float *score = scores + h * count + first - start;
@@ -71,16 +71,16 @@ static inline __attribute__((always_inline)) void attend(const float *q, const f
     }
 
     for (int64_t h = 0; h < heads; h++) {
-        float *score = scores + h * count, most = -INFINITY, sum = 0.0f;
+        float *score = scores + h * count, max_score = -INFINITY, sum = 0.0f;
         if (shape->softcap > 0.0f)
             for (int64_t i = 0; i < count; i++)
                 score[i] = shape->softcap * tanhf(score[i] / shape->softcap);
-#pragma omp simd reduction(max : most)
+#pragma omp simd reduction(max : max_score)
         for (int64_t i = 0; i < count; i++)
-            most = score[i] > most ? score[i] : most;
+            max_score = score[i] > max_score ? score[i] : max_score;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < count; i++) {
-            score[i] = exp_negative(score[i] - most);
+            score[i] = exp_negative(score[i] - max_score);
             sum += score[i];
         }
         const float share = 1.0f / sum;
@@ -92,10 +92,10 @@ static inline __attribute__((always_inline)) void attend(const float *q, const f
     for (int64_t i = 0; i < heads * dim; i++)
         out[i] = 0.0f;
     for (int64_t first = start, next; first < end; first = next) {
-        next = (first / page + 1) * page < end ? (first / page + 1) * page : end;
-        const float *block = values + ((int64_t)table[first / page] * page + first % page) * row;
+        next = (first / block_size + 1) * block_size < end ? (first / block_size + 1) * block_size : end;
+        const float *block = values + ((int64_t)table[first / block_size] * block_size + first % block_size) * row;
         if (next < end)
-            prefetch(values + (int64_t)table[next / page] * page * row, page * row);
+            prefetch(values + (int64_t)table[next / block_size] * block_size * row, block_size * row);
         for (int64_t h = 0; h < heads; h++) {
             const float *weight = scores + h * count + first - start, *value = block + h / group * dim;
             float *restrict sum = out + h * dim;
@@ -107,7 +107,7 @@ static inline __attribute__((always_inline)) void attend(const float *q, const f
     }
 }
 
-/* The usual head sizes are known to the compiler, so that it keeps a head in registers. */
+/* Common head sizes are compile-time constants, so that the compiler keeps a head in registers. */
 FOR_EACH_CPU
 static void attend_any(const float *q, const float *keys, const float *values, const int32_t *table, int64_t start,
                        int64_t end, const shape_t *shape, float *scores, float *out) {
@@ -119,7 +119,7 @@ static void attend_any(const float *q, const float *keys, const float *values, c
         attend(q, keys, values, table, start, end, shape, shape->dim, scores, out);
 }
 
-/* All sequences. starts, ends: the positions each one sees. Returns 0, or -1 without memory for the scores. */
+/* All sequences. starts, ends: the range of positions per sequence. Returns 0, or -1 without memory for the scores. */
 int paged_decode(const float *q, int64_t q_stride, const float *keys, const float *values, const int32_t *tables,
                  int64_t table_stride, const int64_t *starts, const int64_t *ends, int64_t sequences, int64_t kv_heads,
                  int64_t group, int64_t dim, int64_t block_size, float scale, float softcap, int threads, float *out) {

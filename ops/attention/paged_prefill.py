@@ -1,9 +1,9 @@
-"""Attention of stretches of prompts over the paged KV cache, in which they and their prefixes are stored already.
+"""Prefill attention over the paged KV cache, which holds the new tokens' keys and values already.
 
-A tile is a stretch of one sequence's new tokens with all query heads of one KV head: these are the rows of the matrix
-products, so keys and values are read once for all heads. Tiles are listed on the host (`prefill_tiles`); keys come
-block by block, with online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). The kernel here runs on any GPU that
-Triton knows; persistent_prefill has another for those with wgmma.
+A tile is a run of one sequence's new tokens with all query heads of one KV head: these are the rows (M) of the matrix
+products, so keys and values are read once for all heads. Tiles are listed on the host (`prefill_tiles`). Keys come in
+blocks of BLOCK_N positions with online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022). This
+kernel runs on any GPU that Triton supports; persistent_prefill has another for GPUs with wgmma.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from engine.ops.common.launch import dependent_launch, has_wgmma, release, wait
 
 @frozen(kw_only=True)
 class PrefillConfig:
-    """How the kernel is launched."""
+    """Launch parameters of a prefill kernel."""
 
-    rows: int
-    """Rows a tile, a row being one query head of one token; a power of two, at least 16 and the heads of a group."""
-    keys: int
-    """Positions at a time; a power of two, at least 16."""
-    warps: int
-    """Of the persistent kernel: in each of its three groups."""
-    stages: int
+    block_m: int
+    """Rows per tile, a row being one query head of one token; a power of two, at least 16 and the group size."""
+    block_n: int
+    """Key positions per block; a power of two, at least 16."""
+    num_warps: int
+    """Warps per program; of the persistent kernel, warps in each of its three groups."""
+    num_stages: int
     """Blocks of keys and values in flight or in use."""
     persistent: bool = False
-    """By the kernel of persistent_prefill."""
+    """Whether the kernel of persistent_prefill runs."""
 
     def tokens(self, group: int) -> int:
-        """New tokens a tile, with `group` query heads each."""
-        return self.rows // group
+        """New tokens per tile, with `group` query heads per KV head."""
+        return self.block_m // group
 
 
-PERSISTENT = PrefillConfig(rows=128, keys=128, warps=4, stages=2, persistent=True)
+PERSISTENT = PrefillConfig(block_m=128, block_n=128, num_warps=4, num_stages=2, persistent=True)
 """The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200."""
 
 
 def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
-    """Whether the persistent kernel takes queries of `dtype`, `group` heads a KV head, to such keys.
+    """Whether the persistent kernel supports queries of `dtype` and `group` query heads per KV head over such keys.
 
     keys: [..., block_size, kv_heads, head_dim].
     """
@@ -56,18 +56,21 @@ def can_persist(keys: torch.Tensor, dtype: torch.dtype, group: int) -> bool:
         and dtype.itemsize == 2
         and head_dim in persistent_prefill.HEAD_DIMS
         and block_size % persistent_prefill.RUN == 0
-        and group <= PERSISTENT.rows
+        and group <= PERSISTENT.block_m
     )
 
 
 def prefill_config(
     longest: int, group: int, head_dim: int, itemsize: int, shared_memory: int, *, persistent: bool = False
 ) -> PrefillConfig:
-    """The launch for up to `longest` new tokens a sequence, `group` query heads a KV head, `itemsize` bytes a number.
+    """Choose the launch parameters.
 
-    128 rows by 8 warps are two warp groups of Hopper's matrix instruction; short stretches, and float32, which goes
-    without tensor cores, take less. Of these the first whose queries, keys and values fit into a multiprocessor's
-    `shared_memory` (bytes). persistent: as `can_persist` says; that kernel is for all but short stretches.
+    longest: maximum number of new tokens per sequence; group: query heads per KV head; itemsize: bytes per number;
+    shared_memory: bytes per multiprocessor; persistent: the result of `can_persist`.
+
+    128 rows with 8 warps are two warp groups of Hopper's matrix instruction. Few new tokens, and float32, which runs
+    without tensor cores, take smaller tiles. The first candidate whose queries, keys and values fit into shared memory
+    is chosen. The persistent kernel serves all but few new tokens.
     """
     wanted = [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
     if itemsize == 4:
@@ -76,25 +79,29 @@ def prefill_config(
         wanted = wanted[2:]
     elif persistent:
         return PERSISTENT
-    numbers = triton.next_power_of_2(head_dim) * itemsize
-    least = max(16, triton.next_power_of_2(group))
-    configs = [PrefillConfig(rows=max(rows, least), keys=keys, warps=w, stages=s) for rows, keys, w, s in wanted]
-    smallest = PrefillConfig(rows=least, keys=16, warps=4, stages=2)
+    row_bytes = triton.next_power_of_2(head_dim) * itemsize
+    min_m = max(16, triton.next_power_of_2(group))
+    configs = [PrefillConfig(block_m=max(m, min_m), block_n=n, num_warps=w, num_stages=s) for m, n, w, s in wanted]
+    smallest = PrefillConfig(block_m=min_m, block_n=16, num_warps=4, num_stages=2)
     room = shared_memory - 2048
-    return next((one for one in configs if (one.rows + 2 * one.stages * one.keys) * numbers <= room), smallest)
+
+    def fits(config: PrefillConfig) -> bool:
+        return bool((config.block_m + 2 * config.num_stages * config.block_n) * row_bytes <= room)
+
+    return next(filter(fits, configs), smallest)
 
 
 def prefill_tiles(
     query_lens: npt.NDArray[np.int32], context_lens: npt.NDArray[np.int32], first: int, tokens: int
 ) -> npt.NDArray[np.int32]:
-    """[tiles, 4]: sequence of each tile, position and row of q of its first token, and how many tokens it has, at most
-    `tokens`; of the sequences from `first` on.
+    """List the tiles of the sequences from `first` on, `tokens` new tokens at most per tile.
 
-    Those that see the most keys come first, so that what is left at the end is short.
+    Returns [tiles, 4]: sequence, position of the tile's first token, its row of q, number of tokens. Tiles that see the
+    most keys come first, so that the programs that run last are short.
     """
     counts = -(-query_lens[first:] // tokens)
     sequences = np.repeat(np.arange(first, len(query_lens)), counts)
-    # In each sequence 0 to count - 1.
+    # 0 to count - 1 within each sequence
     numbers = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
     begins = numbers * tokens
     sizes = np.minimum(query_lens[sequences] - begins, tokens)
@@ -118,11 +125,12 @@ def paged_prefill(
     value_scale: float = 1.0,
     config: PrefillConfig,
 ) -> None:
-    """Causal attention of the rows of q that the tiles cover into the same rows of out.
+    """Compute causal attention for the rows of q that the tiles cover, into the same rows of out.
 
-    q, out: [tokens, heads, head_dim], last two dimensions dense; keys, values: [blocks, block_size, kv_heads,
-    head_dim]; tables: [sequences, most blocks] int32; tiles: [tiles, 4] int32, of `prefill_tiles` with
-    config.tokens(group). What is in `values` counts value_scale times.
+    q, out: [tokens, heads, head_dim], last two dimensions dense;
+    keys, values: [blocks, block_size, kv_heads, head_dim];
+    tables: [sequences, max_blocks] int32; tiles: [tiles, 4] int32, from `prefill_tiles` with config.tokens(group);
+    value_scale: factor on the values.
     """
     if config.persistent:
         persistent_prefill.launch(
@@ -154,17 +162,17 @@ def paged_prefill(
         softcap or 0.0,
         window or 0,
         value_scale,
-        HEADS=num_kv_heads,
-        GROUP=q.shape[1] // num_kv_heads,
-        DIM=head_dim,
-        PAGE=block_size,
+        KV_HEADS=num_kv_heads,
+        GROUP_SIZE=q.shape[1] // num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
         WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
-        BLOCK_ROWS=config.rows,
-        BLOCK_KEYS=config.keys,
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
-        num_warps=config.warps,
-        num_stages=config.stages,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         **dependent_launch(q.device),
     )
 
@@ -172,9 +180,9 @@ def paged_prefill(
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def _prefill_kernel(
     q_ptr,
-    keys_ptr,
-    values_ptr,
-    tables_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
     tiles_ptr,
     out_ptr,
     q_stride,
@@ -184,134 +192,137 @@ def _prefill_kernel(
     softcap,
     window,
     value_scale,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    head = tl.program_id(0) % HEADS
-    tile = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % KV_HEADS
+    tile = tl.program_id(0) // KV_HEADS
     wait(PDL)
     release(PDL)
-    table_ptr = tables_ptr + tl.load(tiles_ptr + tile * 4).to(tl.int64) * table_stride
-    # Positions of the first and the last new token in the tile; the keys before `whole` are seen by all its rows, but
-    # for those that the window of its last rows leaves out, which are before `narrow`.
-    oldest = tl.load(tiles_ptr + tile * 4 + 1)
+    block_table_ptr = block_tables_ptr + tl.load(tiles_ptr + tile * 4).to(tl.int64) * table_stride
+    # Positions of the first and last new token of the tile. All rows see the keys from `window_end` to `causal_start`;
+    # before, the window hides keys from the last rows; behind, causality hides keys from the first rows.
+    first_position = tl.load(tiles_ptr + tile * 4 + 1)
     first_row = tl.load(tiles_ptr + tile * 4 + 2)
     tokens = tl.load(tiles_ptr + tile * 4 + 3)
-    newest = oldest + tokens - 1
+    last_position = first_position + tokens - 1
 
-    rows = tl.arange(0, BLOCK_ROWS)
-    columns = tl.arange(0, BLOCK_DIM)
-    real = rows < tokens * GROUP
-    inside = real[:, None]
-    if BLOCK_DIM != DIM:
-        inside = inside & (columns[None, :] < DIM)
-    heads = (head * GROUP + rows % GROUP)[:, None] * DIM + columns[None, :]
-    token_rows = (first_row + rows // GROUP).to(tl.int64)[:, None]
-    q = tl.load(q_ptr + token_rows * q_stride + heads, mask=inside, other=0.0)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    row_mask = offs_m < tokens * GROUP_SIZE
+    mask = row_mask[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask = mask & (offs_d[None, :] < HEAD_DIM)
+    offs_head = (head * GROUP_SIZE + offs_m % GROUP_SIZE)[:, None] * HEAD_DIM + offs_d[None, :]
+    q_rows = (first_row + offs_m // GROUP_SIZE).to(tl.int64)[:, None]
+    q = tl.load(q_ptr + q_rows * q_stride + offs_head, mask=mask, other=0.0)
 
-    at_rows = oldest + rows // GROUP
-    whole = (oldest + 1) // BLOCK_KEYS * BLOCK_KEYS
-    begin = 0
-    narrow = 0
+    q_positions = first_position + offs_m // GROUP_SIZE
+    causal_start = (first_position + 1) // BLOCK_N * BLOCK_N
+    start = 0
+    window_end = 0
     if WINDOWED:
-        begin = tl.maximum(oldest + 1 - window, 0) // BLOCK_KEYS * BLOCK_KEYS
-        narrow = tl.cdiv(tl.maximum(newest + 1 - window, 0), BLOCK_KEYS) * BLOCK_KEYS
+        start = tl.maximum(first_position + 1 - window, 0) // BLOCK_N * BLOCK_N
+        window_end = tl.cdiv(tl.maximum(last_position + 1 - window, 0), BLOCK_N) * BLOCK_N
 
-    # Finite, so that a row that sees nothing of a block computes no infinity less infinity.
-    top = tl.full([BLOCK_ROWS], -1e30, tl.float32)
-    weight = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
-    keys_ptr += head * DIM
-    values_ptr += head * DIM
+    # Finite, so that a row that sees no key of a block does not compute inf - inf.
+    m_i = tl.full([BLOCK_M], -1e30, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    k_cache_ptr += head * HEAD_DIM
+    v_cache_ptr += head * HEAD_DIM
     if WINDOWED:
-        top, weight, acc = _attend(
-            q, top, weight, acc, keys_ptr, values_ptr, table_ptr, at_rows, newest + 1, begin, narrow, scale, softcap,
-            window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, True,
+        m_i, l_i, acc = _attend(
+            q, m_i, l_i, acc, k_cache_ptr, v_cache_ptr, block_table_ptr, q_positions, last_position + 1, start,
+            window_end, scale, softcap, window,
+            KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOWED, SOFTCAP, BLOCK_N, BLOCK_D, True,
         )  # fmt: skip
-    top, weight, acc = _attend(
-        q, top, weight, acc, keys_ptr, values_ptr, table_ptr, at_rows, newest + 1, narrow, whole, scale,
-        softcap, window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, False,
+    m_i, l_i, acc = _attend(
+        q, m_i, l_i, acc, k_cache_ptr, v_cache_ptr, block_table_ptr, q_positions, last_position + 1, window_end,
+        causal_start, scale, softcap, window,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOWED, SOFTCAP, BLOCK_N, BLOCK_D, False,
     )  # fmt: skip
-    top, weight, acc = _attend(
-        q, top, weight, acc, keys_ptr, values_ptr, table_ptr, at_rows, newest + 1, tl.maximum(narrow, whole),
-        newest + 1, scale, softcap, window, HEADS, DIM, PAGE, WINDOWED, SOFTCAP, BLOCK_KEYS, BLOCK_DIM, True,
+    m_i, l_i, acc = _attend(
+        q, m_i, l_i, acc, k_cache_ptr, v_cache_ptr, block_table_ptr, q_positions, last_position + 1,
+        tl.maximum(window_end, causal_start), last_position + 1, scale, softcap, window,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOWED, SOFTCAP, BLOCK_N, BLOCK_D, True,
     )  # fmt: skip
 
-    result = acc / tl.where(real, weight, 1.0)[:, None] * value_scale
-    tl.store(out_ptr + token_rows * out_stride + heads, result.to(out_ptr.dtype.element_ty), mask=inside)
+    result = acc / tl.where(row_mask, l_i, 1.0)[:, None] * value_scale
+    tl.store(out_ptr + q_rows * out_stride + offs_head, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _attend(
     q,
-    top,
-    weight,
+    m_i,
+    l_i,
     acc,
-    keys_ptr,
-    values_ptr,
-    table_ptr,
-    at_rows,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_table_ptr,
+    q_positions,
     limit,
-    begin,
+    start,
     end,
     scale,
     softcap,
     window,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The tile over the keys from `begin`, a multiple of BLOCK_KEYS, to `end`; without MASKED all rows see them all.
+    """Attend to the keys from `start`, a multiple of BLOCK_N, to `end`; without MASKED every row sees all these keys.
 
-    No row sees the position `limit`, nor is it read: it may be beyond the sequence.
+    Positions from `limit` on are never read: they may be beyond the sequence.
     """
     factor = score_factor(scale, SOFTCAP)
-    offsets = tl.arange(0, BLOCK_KEYS)
-    columns = tl.arange(0, BLOCK_DIM)
-    # A block's pages are looked up one block early: its keys need not wait for them.
-    positions = begin + offsets
-    pages = tl.load(table_ptr + positions // PAGE, mask=positions < limit, other=0)
-    for start in range(begin, end, BLOCK_KEYS):
-        positions = start + offsets
-        slots = pages.to(tl.int64) * PAGE + positions % PAGE
-        following = positions + BLOCK_KEYS
-        pages = tl.load(table_ptr + following // PAGE, mask=following < limit, other=0)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    # Cache blocks are looked up one iteration early, so that loads of keys do not wait for the block table.
+    k_positions = start + offs_n
+    block_ids = tl.load(block_table_ptr + k_positions // BLOCK_SIZE, mask=k_positions < limit, other=0)
+    for start_n in range(start, end, BLOCK_N):
+        k_positions = start_n + offs_n
+        slots = block_ids.to(tl.int64) * BLOCK_SIZE + k_positions % BLOCK_SIZE
+        next_positions = k_positions + BLOCK_N
+        block_ids = tl.load(block_table_ptr + next_positions // BLOCK_SIZE, mask=next_positions < limit, other=0)
 
-        at = slots[:, None] * (HEADS * DIM) + columns[None, :]
-        if MASKED or BLOCK_DIM != DIM:
-            inside = (positions < limit)[:, None] & (columns < DIM)[None, :]
-            k = tl.load(keys_ptr + at, mask=inside, other=0.0)
-            v = tl.load(values_ptr + at, mask=inside, other=0.0)
+        at = slots[:, None] * (KV_HEADS * HEAD_DIM) + offs_d[None, :]
+        if MASKED or BLOCK_D != HEAD_DIM:
+            mask = (k_positions < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
+            k = tl.load(k_cache_ptr + at, mask=mask, other=0.0)
+            v = tl.load(v_cache_ptr + at, mask=mask, other=0.0)
         else:
-            k = tl.load(keys_ptr + at)
-            v = tl.load(values_ptr + at)
+            k = tl.load(k_cache_ptr + at)
+            v = tl.load(v_cache_ptr + at)
 
-        scores = tl.dot(q, tl.trans(as_type(k, q.dtype)), input_precision="ieee")
+        qk = tl.dot(q, tl.trans(as_type(k, q.dtype)), input_precision="ieee")
         if SOFTCAP:
-            scores = capped(scores * scale, softcap)
+            qk = capped(qk * scale, softcap)
         if MASKED:
-            distance = at_rows[:, None] - positions[None, :]
-            seen = distance >= 0
+            distance = q_positions[:, None] - k_positions[None, :]
+            visible = distance >= 0
             if WINDOWED:
-                seen = seen & (distance < window)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-        p = tl.exp2(scores * factor - new_top[:, None])
-        fade = tl.exp2(top - new_top)
-        weight = weight * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), as_type(v, q.dtype), acc * fade[:, None], input_precision="ieee")
-        top = new_top
-    return top, weight, acc
+                visible = visible & (distance < window)
+            qk = tl.where(visible, qk, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * factor)
+        p = tl.exp2(qk * factor - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), as_type(v, q.dtype), acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+    return m_i, l_i, acc

@@ -1,7 +1,7 @@
-"""Norm of heads, rotary embedding and the write to the KV cache, in one pass over the packed projections.
+"""Norm of query and key heads, rotary embedding and the write to the KV cache, in one pass over the packed projections.
 
-Memory: a row of `qkv` is [query heads | key heads | value heads] of head_dim each. The pool of a layer is
-[slots, kv_heads, head_dim] dense, keys and values each.
+A row of `qkv` is [query heads | key heads | value heads] of head_dim each. The keys and the values of a layer's cache
+are [slots, kv_heads, head_dim] each, dense.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.core.quant.float8 import FLOAT8_MAX, UNSCALED, KVScales
 from engine.ops.common.launch import dependent_launch, release, wait
 
-HEADS_AT_ONCE = 8
-"""Heads of one token that a program takes."""
-ANGLES_AT_ONCE = 1024
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+MAX_HEADS = 8
+"""Maximum number of one token's heads per program."""
+ANGLES_PER_PROGRAM = 1024
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -37,10 +37,10 @@ def _angles_kernel(
     pair = tl.arange(0, BLOCK_HALF)
     frequency = tl.load(frequencies + pair, mask=pair < HALF, other=0.0)
     wait(PDL)
-    release(PDL)  # not before, see kernels.launch
+    release(PDL)  # not before `wait`, see ops.common.launch
     position = tl.load(positions + token, mask=token < tokens, other=0)
     angle = position.to(tl.float32)[:, None] * frequency[None, :]
-    # Whole turns are taken off in float64: the sine of a large float32 depends on who computes it.
+    # Whole turns are subtracted in float64: implementations differ in the sine of a large float32.
     wide = angle.to(tl.float64)
     turns = (wide * 0.15915494309189535 + 0.5).to(tl.int32)
     angle = (wide - turns.to(tl.float64) * 6.283185307179586).to(tl.float32)
@@ -51,14 +51,14 @@ def _angles_kernel(
 
 
 def angles(positions: torch.Tensor, frequencies: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of position * frequency, times `factor`: [tokens, pairs] float32 each.
+    """Compute factor * cos and factor * sin of position * frequency: [tokens, pairs] float32 each.
 
-    positions: [tokens] int64, none negative; frequencies: [pairs] float32, radians a token.
+    positions: [tokens] int64, none negative; frequencies: [pairs] float32, radians per token.
     """
     tokens, half = positions.shape[0], frequencies.shape[0]
     cos, sin = torch.empty((2, tokens, half), dtype=torch.float32, device=positions.device)
     block = triton.next_power_of_2(half)
-    block_tokens = max(1, ANGLES_AT_ONCE // block)
+    block_tokens = max(1, ANGLES_PER_PROGRAM // block)
     if tokens:
         _angles_kernel[(-(-tokens // block_tokens),)](
             cos,
@@ -102,20 +102,20 @@ def _rotate_and_write_kernel(
     release(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    # Queries and keys are turned, values only written.
-    turned = (head < HEADS + KV_HEADS)[:, None]
-    is_key = (head >= HEADS)[:, None] & turned
+    # Queries and keys are rotated, values only written.
+    rotated = (head < HEADS + KV_HEADS)[:, None]
+    is_key = (head >= HEADS)[:, None] & rotated
     is_value = (head >= HEADS + KV_HEADS)[:, None] & (head < HEADS + 2 * KV_HEADS)[:, None]
 
-    # A head in three parts: the two halves that turn against each other, and what does not turn.
+    # A head has three parts: two halves that rotate against each other, and the dimensions that do not rotate.
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     rest = tl.arange(0, BLOCK_REST)[None, :]
     start = head[:, None] * DIM
     in_pair = (pair < HALF) & (head < HEADS + 2 * KV_HEADS)[:, None]
     in_rest = (rest < DIM - 2 * HALF) & (head < HEADS + 2 * KV_HEADS)[:, None]
-    if HAS_NORM:  # the weights lie like the heads of queries and keys
-        first_weight = tl.load(weight + start + pair, mask=in_pair & turned, other=0.0).to(tl.float32)
-        second_weight = tl.load(weight + start + HALF + pair, mask=in_pair & turned, other=0.0).to(tl.float32)
+    if HAS_NORM:  # weights have the layout of the query and key heads
+        first_weight = tl.load(weight + start + pair, mask=in_pair & rotated, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight + start + HALF + pair, mask=in_pair & rotated, other=0.0).to(tl.float32)
     wait(PDL)
 
     row = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + start
@@ -138,16 +138,16 @@ def _rotate_and_write_kernel(
         first = first * scale * first_weight
         second = second * scale * second_weight
         if DIM > 2 * HALF:
-            rest_weight = tl.load(weight + start + 2 * HALF + rest, mask=in_rest & turned, other=0.0).to(tl.float32)
+            rest_weight = tl.load(weight + start + 2 * HALF + rest, mask=in_rest & rotated, other=0.0).to(tl.float32)
             third = third * scale * rest_weight
-    new_first = tl.where(turned, first * c - second * s, first_as_is.to(tl.float32))
-    new_second = tl.where(turned, second * c + first * s, second_as_is.to(tl.float32))
+    new_first = tl.where(rotated, first * c - second * s, first_as_is.to(tl.float32))
+    new_second = tl.where(rotated, second * c + first * s, second_as_is.to(tl.float32))
 
-    tl.store(row + pair, new_first.to(qkv.dtype.element_ty), mask=in_pair & turned)
-    tl.store(row + HALF + pair, new_second.to(qkv.dtype.element_ty), mask=in_pair & turned)
+    tl.store(row + pair, new_first.to(qkv.dtype.element_ty), mask=in_pair & rotated)
+    tl.store(row + HALF + pair, new_second.to(qkv.dtype.element_ty), mask=in_pair & rotated)
     scale_of = tl.where(is_value, value_scale, key_scale)
-    new_first = _code(new_first, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
-    new_second = _code(new_second, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
+    new_first = _quantize(new_first, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
+    new_second = _quantize(new_second, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
     key_row = keys + slot * (KV_HEADS * DIM) + (start - HEADS * DIM)
     value_row = values + slot * (KV_HEADS * DIM) + (start - (HEADS + KV_HEADS) * DIM)
     tl.store(key_row + pair, new_first, mask=in_pair & is_key)
@@ -155,17 +155,17 @@ def _rotate_and_write_kernel(
     tl.store(value_row + pair, new_first, mask=in_pair & is_value)
     tl.store(value_row + HALF + pair, new_second, mask=in_pair & is_value)
     if DIM > 2 * HALF:
-        third = tl.where(turned, third, rest_as_is.to(tl.float32))
+        third = tl.where(rotated, third, rest_as_is.to(tl.float32))
         if HAS_NORM:
-            tl.store(row + 2 * HALF + rest, third.to(qkv.dtype.element_ty), mask=in_rest & turned)
-        third = _code(third, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
+            tl.store(row + 2 * HALF + rest, third.to(qkv.dtype.element_ty), mask=in_rest & rotated)
+        third = _quantize(third, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
         tl.store(key_row + 2 * HALF + rest, third, mask=in_rest & is_key)
         tl.store(value_row + 2 * HALF + rest, third, mask=in_rest & is_value)
 
 
 @triton.jit
-def _code(x, scale, FLOAT8_MAX: tl.constexpr):
-    """x / scale, at most FLOAT8_MAX in size, NaN if x is; x itself where FLOAT8_MAX is 0. Scale: [heads, 1]."""
+def _quantize(x, scale, FLOAT8_MAX: tl.constexpr):
+    """x / scale, clamped to FLOAT8_MAX in magnitude, NaN if x is; x itself where FLOAT8_MAX is 0. scale: [heads, 1]."""
     if FLOAT8_MAX > 0.0:
         x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
         x = tl.clamp(x, -FLOAT8_MAX, FLOAT8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -182,14 +182,16 @@ def rotate_and_write(
     num_heads: int,
     weight: torch.Tensor | None = None,
     eps: float = 0.0,
-    scales: KVScales = UNSCALED,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
-    """Turn queries and keys where they lie in `qkv`, after their norm if `weight` is given; store keys and values.
+    """Rotate queries and keys in place in `qkv`, after their norm if `weight` is given; cache keys and values.
 
     qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], dense; keys, values: [blocks, block_size, kv_heads, head_dim];
     slots: [tokens] int64, block * block_size + offset; cos, sin: [tokens, rotary_dim / 2] float32, dense;
-    weight: [num_heads + kv_heads, head_dim]. Dimension i turns with i + rotary_dim / 2. The pool may be of another
-    type; in float8 it gets codes by `scales` (kv_scales). All arithmetic is float32, and each number is rounded once.
+    weight: [num_heads + kv_heads, head_dim]. Dimension i rotates with dimension i + rotary_dim / 2. The cache may have
+    another type; a float8 cache stores keys / key_scale and values / value_scale. All arithmetic is float32, and each
+    number is rounded once.
     """
     tokens = qkv.shape[0]
     if tokens == 0:
@@ -206,8 +208,8 @@ def rotate_and_write(
         sin,
         qkv if weight is None else weight,
         eps,
-        scales.key,
-        scales.value,
+        key_scale,
+        value_scale,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -224,6 +226,6 @@ def rotate_and_write(
 
 @cache
 def _tile(heads: int, dim: int, half: int) -> tuple[int, int, int]:
-    """Heads, pairs and unturned dimensions of a program, powers of two."""
-    at_once = min(HEADS_AT_ONCE, triton.next_power_of_2(heads))
-    return at_once, triton.next_power_of_2(half), triton.next_power_of_2(max(dim - 2 * half, 1))
+    """Heads, pairs and unrotated dimensions per program, powers of two."""
+    block_heads = min(MAX_HEADS, triton.next_power_of_2(heads))
+    return block_heads, triton.next_power_of_2(half), triton.next_power_of_2(max(dim - 2 * half, 1))

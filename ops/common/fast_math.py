@@ -1,4 +1,4 @@
-"""What a GPU has one instruction for, by that instruction; Triton's interpreter goes the long way."""
+"""Operations for which a GPU has one instruction that Triton does not expose; the interpreter uses plain arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is N
 
 @triton.jit
 def reciprocal(x):
-    """1 / x, to one unit in the last place; zero where it is below 2^-126. x: float32. Source: PTX ISA, rcp.approx."""
+    """1 / x within one unit in the last place; 0 for results below 2^-126. x: float32. Source: PTX ISA, rcp.approx."""
     if PTX:
         inverse = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -24,7 +24,7 @@ def reciprocal(x):
 
 @triton.jit
 def round_both(left, right, DTYPE: tl.constexpr):
-    """Two float32 numbers, each rounded to DTYPE: a GPU rounds two at once, and one alone at an eighth of the speed."""
+    """Round two float32 numbers to DTYPE; a GPU rounds a pair eight times as fast as a single number."""
     if PTX and DTYPE.is_bf16():
         pairs = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [left, right], dtype=tl.int32, is_pure=True, pack=1

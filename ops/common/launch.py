@@ -4,12 +4,13 @@ From compute capability 9.0 on, a kernel launched with the attribute is set up, 
 writes (weights), before its predecessor has finished; `wait` is where it stops until all memory is as the predecessor
 left it. Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 
-When to release the next kernel: at once, if this one is over soon. Programs of the next one then stand where there is
-room, and wait. If they are no more than fit at once they are shared out unevenly so, and the multiprocessors that have
-most of them are late. A kernel that takes long, as one that reads large weights, releases it at the end of its loop.
+When to release the next kernel: immediately, if this kernel is short. Programs of the next kernel then occupy free
+multiprocessors and wait. If all its programs fit on the GPU, they are distributed unevenly in this way, and the
+multiprocessors with the most programs finish late. A long kernel, such as one that reads large weights, therefore
+releases the next one at the end of its loop.
 
-What kernels before the predecessor wrote may be read before `wait` if one of those in between released only after its
-own wait. The first kernel of a pass does (rope.angles), so all others have the batch as it stands from the beginning.
+What kernels before the predecessor wrote may be read before `wait` if a kernel in between released only after its own
+`wait`. The first kernel of a pass (rope_and_cache.angles) does, so all others may read the batch from their beginning.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Before the first access to what an earlier kernel reads or writes."""
+    """Wait for the preceding kernels; goes before the first access to memory that an earlier kernel reads or writes."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the next kernel be set up; it waits by itself for this one's end."""
+    """Let the next kernel start; its `wait` still waits for the end of this one."""
     if PDL:
         gdc_launch_dependents()
 
 
 @cache
 def dependent_launch(device: torch.device) -> Mapping[str, bool]:
-    """Keyword arguments for a kernel with a `PDL` flag: on where the device knows such launches."""
+    """Keyword arguments for a kernel with a `PDL` flag; on where the device supports dependent launch."""
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -47,7 +48,7 @@ def dependent_launch(device: torch.device) -> Mapping[str, bool]:
 
 @cache
 def has_wgmma(device: torch.device) -> bool:
-    """Whether a GPU has Hopper's matrix instruction, which older ones lack, and newer ones too."""
+    """Whether a GPU has wgmma, Hopper's matrix instruction, which older and newer GPUs lack."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
@@ -55,13 +56,13 @@ def has_wgmma(device: torch.device) -> bool:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for a CPU, where the interpreter runs one program after the other."""
+    """Number of multiprocessors of a GPU; 1 for a CPU, where the interpreter runs programs one after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; more than enough on a CPU, where nothing is shared."""
+    """Maximum shared memory of a program, bytes; on a CPU, which has none, a number larger than any kernel needs."""
     if device.type != "cuda":
         return 2**30
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
@@ -69,7 +70,7 @@ def shared_memory(device: torch.device) -> int:
 
 @triton.jit
 def prefetch(pointers, size):
-    """Ask for the `size` bytes (int32) at each pointer to be brought into the L2 cache; multiples of 16 both.
+    """Prefetch `size` bytes (int32) at each pointer into the L2 cache; pointers and sizes are multiples of 16.
 
     From compute capability 9.0 on. Source: PTX ISA, cp.async.bulk.prefetch.
     """

@@ -1,8 +1,8 @@
-"""x W^T for prompts and eight-bit codes of W, written in Gluon: programs that stay, on GPUs with wgmma.
+"""Persistent W8A8 GEMM in Gluon, for prefill on GPUs with wgmma (Hopper): x W^T of quantized x and W.
 
-There is one program a multiprocessor, and it goes through tiles. While a tile is scaled and stored, the next one's
-inputs are on their way. Two steps of products are in flight at once. Triton's own loop keeps two in flight only where
-sums are float32 (its WGMMAPipeline.cpp): with int8 it waits for every step, and the tensor cores are idle meanwhile.
+There is one program per multiprocessor, which loops over tiles. While a tile is scaled and stored, the inputs of the
+next are loaded by TMA. Two wgmma steps are in flight at a time. Triton's own loop keeps two in flight only with float32
+accumulators (its WGMMAPipeline.cpp): with int8 it waits for every step, and the tensor cores idle meanwhile.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from engine.ops.gemm.split_k import add_others, is_last
 from engine.ops.gemm.tile_order import place_of_tile, share_of_inputs
 
 if TYPE_CHECKING:
-    from engine.ops.gemm.scaled_matmul import MatmulTile
+    from engine.ops.gemm.scaled_matmul import W8A8Tile
 
-MOST_INTEGER_OUTPUTS = gl.constexpr(128)
-"""Of one instruction, for int8: the compiler knows no wider ones."""
+MAX_INT8_WIDTH = gl.constexpr(128)
+"""Outputs per wgmma instruction of int8: the compiler supports no wider ones."""
 PIECE = 64
-"""Outputs that are stored at once: 128 bytes a row."""
+"""Outputs per TMA store: 128 bytes per row."""
 ALIGNMENT = 8
-"""Outputs must be a multiple of it, for rows of the result to begin at multiples of 16 bytes."""
+"""The number of outputs must be a multiple of this, so that rows of the result start at multiples of 16 bytes."""
 
 
 @gluon.jit
 def _fetch(x, weight, x_stages, weight_stages, filled, stage, begin_m, begin_n, start, pred):
-    """Start to fill a stage; its barrier tells when it is filled."""
+    """Start loading a stage's tiles of x and W. The stage's barrier completes when they have arrived."""
     barrier = filled.index(stage)
     mbarrier.expect(barrier, x.block_type.nbytes + weight.block_type.nbytes, pred=pred)
     tma.async_copy_global_to_shared(x, [begin_m, start], barrier, x_stages.index(stage), pred=pred)
@@ -48,7 +48,7 @@ def _fetch(x, weight, x_stages, weight_stages, filled, stage, begin_m, begin_n, 
 
 @gluon.jit
 def _step(tile, begin_m, begin_n, start, rows, outputs, first, end, BLOCK_K: gl.constexpr, SIZES: gl.constexpr):
-    """What is fetched next: further inputs of a tile, or the first of this program's next tile."""
+    """The position to load next: further inputs of a tile, or the first inputs of this program's next tile."""
     start += BLOCK_K
     if start >= end:
         start = first
@@ -59,14 +59,14 @@ def _step(tile, begin_m, begin_n, start, rows, outputs, first, end, BLOCK_K: gl.
 
 @gluon.jit
 def _halves(values):
-    """Of the columns."""
+    """Split the columns into a left and a right half."""
     HALF: gl.constexpr = values.shape[1] // 2
     return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
 def _send(out, pieces, values, begin_m, begin_n, NUMBER: gl.constexpr):
-    """Store a piece of a tile; of the two places in shared memory one may still be read from."""
+    """Store PIECE columns of a tile by TMA. Two shared-memory buffers alternate: the other may still be read from."""
     piece = pieces.index(NUMBER % 2)
     tma.store_wait(1)
     piece.store(values)
@@ -76,7 +76,7 @@ def _send(out, pieces, values, begin_m, begin_n, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _store(out, pieces, total, x_scale, scale, bias, begin_m, begin_n, BIAS: gl.constexpr):
-    """Scale and store a tile. x_scale: [rows of x]; scale, bias: [rows of W], in any layout."""
+    """Scale and store a tile. x_scale: [BLOCK_M]; scale, bias: [BLOCK_N], in any layout."""
     line: gl.constexpr = gl.SliceLayout(0, total.type.layout)
     result = total.to(gl.float32) * gl.expand_dims(gl.convert_layout(scale, line), 0) * gl.expand_dims(x_scale, 1)
     if BIAS:
@@ -112,14 +112,17 @@ def _matmul_kernel(
     BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out, x, weight: descriptors of [rows, outputs], [rows, inputs] and [outputs, inputs]. Grid: programs, at most one
-    a tile, and with SPLITS just one; splits. The rest as in scaled_matmul.
+    """out = (x W^T) * x_scale * scale + bias. Grid: (programs, SPLITS); at most one program per tile, with SPLITS > 1
+    exactly one.
+
+    out, x, weight: descriptors of [rows, outputs], [rows, inputs] and [outputs, inputs]. The rest as in
+    scaled_matmul._matmul_kernel. Loads run STAGES - 1 steps ahead of the products, across tiles.
     """
     BLOCK_M: gl.constexpr = x.block_shape[0]
     BLOCK_N: gl.constexpr = weight.block_shape[0]
     BLOCK_K: gl.constexpr = x.block_shape[1]
     INTEGER: gl.constexpr = x.dtype == gl.int8
-    WIDTH: gl.constexpr = min(BLOCK_N, MOST_INTEGER_OUTPUTS) if INTEGER else BLOCK_N
+    WIDTH: gl.constexpr = min(BLOCK_N, MAX_INT8_WIDTH) if INTEGER else BLOCK_N
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDTH, 32]
     )
@@ -153,7 +156,7 @@ def _matmul_kernel(
         begin_m, begin_n = place_of_tile(tile, rows, outputs, BLOCK_M, BLOCK_N)
         m = begin_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MMA))
         n = begin_n + gl.arange(0, BLOCK_N, LINE)
-        # Asked for now, so that they are there when the sums are.
+        # Loaded now, so that they have arrived when the sums are complete.
         row_scale = gl.load(x_scale + m, mask=m < rows, other=0.0)
         output_scale = gl.load(scale + n, mask=n < outputs, other=0.0)
         output_bias = gl.load(bias + n, mask=n < outputs, other=0.0) if BIAS else output_scale
@@ -164,7 +167,7 @@ def _matmul_kernel(
             right = weight_stages.index(stage).permute((1, 0))
             total = warpgroup_mma(left, right, total, is_async=True)
             total = warpgroup_mma_wait(1, deps=[total, left, right])[0]
-            # The step before is done, so its stage is free.
+            # The previous step is complete, so its stage is free.
             free = gl.where(stage == 0, STAGES - 1, stage - 1)
             _fetch(x, weight, x_stages, weight_stages, filled, free, next_m, next_n, next_start, next_tile < tiles)
             next_tile, next_m, next_n, next_start = _step(
@@ -194,21 +197,22 @@ def launch(
     weight: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
-    tile: MatmulTile,
+    tile: W8A8Tile,
     workspace: Workspace,
     *,
     compile_only: bool = False,
 ) -> None:
-    """Fill `out`, [rows, outputs] of 16-bit numbers; the others as in scaled_matmul.matmul, at least one row.
+    """Write to `out`, [rows, outputs], a 16-bit dtype. The rest as in scaled_matmul.matmul, with at least one row.
 
-    compile_only: in the threads of a triton.AsyncCompileMode if one is active. tile: of 128 or 256 outputs.
+    compile_only: compile in the threads of an active triton.AsyncCompileMode, without a launch. tile: of 128 or 256
+    outputs.
     """
-    codes = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    numbers = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    layout_8_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    layout_16_bit = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     arguments = (
-        TensorDescriptor.from_tensor(out, [tile.rows, PIECE], numbers),
-        TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k], codes),
-        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k], codes),
+        TensorDescriptor.from_tensor(out, [tile.rows, PIECE], layout_16_bit),
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k], layout_8_bit),
+        TensorDescriptor.from_tensor(weight, [tile.outputs, tile.block_k], layout_8_bit),
         x_scale,
         scale,
         scale if bias is None else bias,

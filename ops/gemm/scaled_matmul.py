@@ -1,9 +1,8 @@
-"""x W^T for many rows of x and eight-bit codes of W, scales in the epilogue.
+"""W8A8 GEMM for many rows: x W^T of quantized x and W (float8 or int8), with the scales applied in the epilogue.
 
-x is made of codes of W's type with scales of its own, its inputs in the same order as W's. Tiles come through tensor
-descriptors (TMA from compute capability 9.0 on), which fill with zeros what lies outside.
-
-Where there are fewer tiles than multiprocessors, several programs share the inputs of a tile (split_sums.py).
+x has a scale per row, W a scale per output. The inputs of both are in the order of a W8Layout. Tiles are loaded by
+tensor descriptors (TMA from compute capability 9.0 on), which fill with zeros outside the matrices. Where there are
+fewer tiles than multiprocessors, several programs split the inputs of a tile (split_k.py).
 """
 
 from __future__ import annotations
@@ -16,54 +15,57 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.ops.common.launch import dependent_launch, release, wait
 from engine.ops.gemm import persistent_matmul
-from engine.ops.gemm.skinny_launch import MOST_PROGRAMS, MOST_SUMS, Workspace
+from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES, Workspace
 from engine.ops.gemm.split_k import add_others, is_last
 from engine.ops.gemm.tile_order import place_of_tile, share_of_inputs
 
 HALF_OF_SHARED = 112 * 1024
-"""Bytes of a multiprocessor's shared memory for each of two programs, from compute capability 9.0 on."""
+"""Bytes of shared memory per program where two share a multiprocessor, from compute capability 9.0 on."""
 
 
 @frozen(kw_only=True)
-class MatmulTile:
-    """What a program computes, and how."""
+class W8A8Tile:
+    """A tile of the result, and how it is computed."""
 
     rows: int
-    """Of x."""
+    """Rows of x."""
     outputs: int
+    """Rows of W."""
     warps: int
     stages: int
-    """Tiles in shared memory at once."""
+    """Software pipeline stages: pairs of tiles of x and W in shared memory."""
     block_k: int = 128
+    """Inputs per loop iteration."""
     splits: int = 1
-    """Programs that share the inputs of one tile: 1, 2 or 4."""
+    """Split-K: programs that divide the inputs of one tile: 1, 2 or 4."""
     persistent: bool = False
-    """By the kernel of persistent_matmul, where a GPU has wgmma. With splits a program takes one tile only."""
+    """Whether the persistent kernel computes it (persistent_matmul.py), on a GPU with wgmma. With splits its programs
+    compute one tile each."""
 
     def __str__(self) -> str:
         more = (", persistent" if self.persistent else "") + (f", {self.splits} splits" if self.splits > 1 else "")
         return f"{self.rows}x{self.outputs}x{self.block_k}, {self.warps} warps, {self.stages} stages{more}"
 
     def programs(self, rows: int, outputs: int) -> int:
-        """Tiles of a result."""
+        """Number of tiles of a result."""
         return -(-rows // self.rows) * -(-outputs // self.outputs)
 
     def fits(self, rows: int, outputs: int) -> bool:
-        """Whether a Workspace has room for the sums of all programs."""
+        """Whether a Workspace has room for the partial sums of all programs."""
         programs = self.programs(rows, outputs)
         sums = programs * self.splits * self.rows * self.outputs
-        return self.splits == 1 or (programs <= MOST_PROGRAMS and sums <= MOST_SUMS)
+        return self.splits == 1 or (programs <= MAX_SPLIT_TILES and sums <= MAX_PARTIAL_SUMS)
 
     @property
     def resident(self) -> int:
-        """Programs that a multiprocessor runs at once, of one or two: as shared memory and registers allow it."""
+        """Programs that a multiprocessor runs concurrently, 1 or 2, limited by shared memory and registers."""
         shared = self.stages * (self.rows + self.outputs) * self.block_k
         return 2 if self.warps <= 4 and shared <= HALF_OF_SHARED else 1
 
 
 @triton.jit
 def _store(out, total, x_scale, scale, bias, begin_m, begin_n, rows, outputs, BIAS: tl.constexpr):
-    """total: [BLOCK_M, BLOCK_N] float32 or int32, of the products of codes."""
+    """Scale and store a tile. total: [BLOCK_M, BLOCK_N] float32 or int32, sums of products of quantized values."""
     m = begin_m + tl.arange(0, total.shape[0])
     n = begin_n + tl.arange(0, total.shape[1])
     present = m < rows
@@ -99,10 +101,11 @@ def _matmul_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x, weight: descriptors of [rows, inputs] and [outputs, inputs]; the scales as in `matmul`. Grid: tiles, splits.
+    """out = (x W^T) * x_scale * scale + bias, [rows, outputs]. Grid: (tiles, SPLITS).
 
-    SPLITS: programs that differ in their second number share the inputs of a tile; partials: [tiles, splits, BLOCK_M,
-    BLOCK_N] in the type of sums; arrivals: [tiles] int32, 0 before and after.
+    x, weight: descriptors of [rows, inputs] and [outputs, inputs]; scales and bias as in `matmul`. Each program loops
+    over its inputs in steps of BLOCK_K, accumulating in float32 (int8: int32). SPLITS > 1: split-K; partials: [tiles,
+    SPLITS, BLOCK_M, BLOCK_N] in the accumulator's dtype; arrivals: [tiles] int32, 0 before and after.
     """
     tile = tl.program_id(0)
     begin_m, begin_n = place_of_tile(tile, rows, outputs, BLOCK_M, BLOCK_N)
@@ -116,7 +119,7 @@ def _matmul_kernel(
         left = x.load([begin_m, start])
         right = weight.load([begin_n, start])
         total = tl.dot(left, right.T, total, out_dtype=tl.int32 if INTEGER else tl.float32)
-    release(PDL)  # see kernels.launch
+    release(PDL)  # late, as a long kernel: see ops/common/launch.py
     if SPLITS > 1:
         lane = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         mine = partials + tile * (SPLITS * BLOCK_M * BLOCK_N)
@@ -134,13 +137,14 @@ def matmul(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-    tile: MatmulTile,
+    tile: W8A8Tile,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """x: [rows, inputs] -> [rows, outputs] in `dtype`, added up in float32 (int8: in int32).
+    """(x W^T) * x_scale * scale + bias: [rows, outputs] in `dtype`, accumulated in float32 (int8: int32).
 
-    x: codes of weight's type; x_scale: [rows] float32. weight: [outputs, inputs]; scale: [outputs] float32. All dense,
-    rows of a multiple of 16 bytes. workspace: of the same device; where the tile has splits, they must fit it.
+    x: [rows, inputs], of weight's dtype (float8 or int8); x_scale: [rows] float32. weight: [outputs, inputs]; scale:
+    [outputs] float32; bias: [outputs]. All contiguous, rows of a multiple of 16 bytes. workspace: on the same device,
+    with room for the tile's splits (`W8A8Tile.fits`).
     """
     rows, outputs = x.shape[0], weight.shape[0]
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
@@ -159,10 +163,10 @@ def compile_matmul(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-    tile: MatmulTile,
+    tile: W8A8Tile,
     workspace: Workspace,
 ) -> None:
-    """What `matmul` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
+    """Compile what `matmul` would launch, in the threads of an active triton.AsyncCompileMode."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     if tile.persistent:
         persistent_matmul.launch(out, x, x_scale, weight, scale, bias, tile, workspace, compile_only=True)
@@ -178,10 +182,10 @@ def _launch(
     weight: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
-    tile: MatmulTile,
+    tile: W8A8Tile,
     workspace: Workspace,
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Arguments of the kernel, and its constants."""
+    """The kernel's arguments and its constexprs."""
     is_integer = weight.dtype == torch.int8
     arguments = (
         out,

@@ -1,12 +1,12 @@
-"""x W^T for few rows of x, where reading W is all that counts.
+"""Skinny GEMM: x W^T for up to 16 rows of x, where the time is that of reading W.
 
-Two forms. `vector`: a program holds a tile of W in registers, multiplies it by 1, 2 or 4 rows of x element by element
-and sums over the tile's columns at the end. `matrix`: tiles of W go through shared memory to the tensor cores, W in the
-place of the matrix with many rows and x^T, padded to 16 columns, in the other's; where W has few rows its columns may
-be shared out among programs, and the last one to finish adds up what all have left, in a fixed order.
+Two kernels. `vector`: a program holds a tile of W in registers, multiplies it element by element by 1, 2 or 4 rows of x
+and sums over the tile's columns at the end. `matrix`: the tensor cores compute W x^T, with x^T padded to 16 columns,
+and tiles of W go through shared memory. Where W has few rows its columns may be split among programs (split-K); the
+last program to finish adds up all partial sums in a fixed order.
 
-Both ask for weights before they wait for the kernel that writes x: `vector` loads its first tile, and both may bring
-more into the L2 cache.
+Under programmatic dependent launch both load weights before they wait for the kernel that writes x: `vector` loads its
+first tile, and both may prefetch more into the L2 cache.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from engine.ops.sampling.argmax import max_and_index
 PLAIN = tl.constexpr(0)
 """out: [rows, outputs]."""
 GATED = tl.constexpr(1)
-"""W has 2 * outputs rows, gate before up, a tile both rows of an output; out: [rows, outputs], silu(gate) * up."""
+"""W has 2 * outputs rows, gate before up, and a tile both rows of an output. out: [rows, outputs], silu(gate) * up."""
 ARGMAX = tl.constexpr(2)
-"""out: [rows, programs] float32, the largest output of each program's; tokens: the same int32, which one it is."""
+"""out: [rows, programs] float32, the largest output of each program; tokens: [rows, programs] int32, its index."""
 COLUMNS = tl.constexpr(16)
-"""x^T is padded to so many columns."""
+"""Columns that x^T is padded to."""
 
 
 @triton.jit
 def place_of(lane, TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
-    """For rows of a tile, by their numbers: the output each belongs to, and its row in W."""
+    """For rows of a tile, by number: the output that each belongs to, and its row in W."""
     if EPILOGUE == GATED:
         output = tl.program_id(0) * (TILE // 2) + lane % (TILE // 2)
         row = output + (lane // (TILE // 2)) * outputs
@@ -48,8 +48,8 @@ def rows_of(TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
 
 @triton.jit
 def _fetch(rows, begin, end, ahead, TILE: tl.constexpr, THREADS: tl.constexpr):
-    """Bring `ahead` bytes of each row of W, from column `begin` on but not beyond `end`, into the L2 cache."""
-    # Each thread asks for one piece.
+    """Prefetch `ahead` bytes of each row of W into the L2 cache, from column `begin` on but not beyond `end`."""
+    # Each thread prefetches one piece.
     PIECES: tl.constexpr = THREADS // TILE if TILE <= THREADS else 1
     SIZE: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
     piece = tl.minimum(ahead, (end - begin) * SIZE) // (PIECES * 16) * 16
@@ -61,7 +61,7 @@ def _fetch(rows, begin, end, ahead, TILE: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
-    """total: [tile], sums of row m of x."""
+    """Apply the epilogue to row m of the result and store it. total: [tile], the sums of row m of x."""
     valid = output < outputs
     if BIAS:
         total += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)
@@ -100,12 +100,15 @@ def vector_kernel(
     THREADS: tl.constexpr,
     EPILOGUE: tl.constexpr,
     BIAS: tl.constexpr,
-    LATE: tl.constexpr,
+    LATE_RELEASE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x: [rows, inputs] with rows <= ROWS (1, 2 or 4); weight: [outputs (twice if gated), inputs]; both dense.
-    LATE: W is large."""
-    if not LATE:
+    """x W^T with the EPILOGUE. Grid: (tiles of W,).
+
+    x: [rows, inputs], rows <= ROWS (1, 2 or 4); weight: [outputs (twice if gated), inputs]; both contiguous. ahead:
+    bytes of each row to prefetch. LATE_RELEASE: W is large, so the next kernel is released at the end.
+    """
+    if not LATE_RELEASE:
         release(PDL)
     output, row = rows_of(TILE, outputs, EPILOGUE)
     valid = (output < outputs)[:, None]
@@ -134,8 +137,8 @@ def vector_kernel(
             sum2 += wide * tl.load(here + 2 * inputs, mask=inside & (rows > 2), other=0.0).to(tl.float32)[None, :]
             sum3 += wide * tl.load(here + 3 * inputs, mask=inside & (rows > 3), other=0.0).to(tl.float32)[None, :]
         tile = following
-    if LATE:
-        release(PDL)  # see kernels.launch
+    if LATE_RELEASE:
+        release(PDL)  # see ops/common/launch.py
     store_vector(out, tokens, tl.sum(sum0, axis=1), bias, output, row, 0, rows, outputs, EPILOGUE, BIAS)
     if ROWS > 1:
         store_vector(out, tokens, tl.sum(sum1, axis=1), bias, output, row, 1, rows, outputs, EPILOGUE, BIAS)
@@ -146,7 +149,7 @@ def vector_kernel(
 
 @triton.jit
 def _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
-    """total: [tile, COLUMNS], the transpose of what is stored."""
+    """Apply the epilogue and store. total: [tile, COLUMNS], the transpose of the result."""
     m = tl.arange(0, COLUMNS)
     valid = output < outputs
     if BIAS:
@@ -193,9 +196,10 @@ def matrix_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As `vector_kernel`, rows <= COLUMNS. With SPLIT, programs (n, 0) to (n, last) share the columns of W.
+    """As `vector_kernel`, rows <= COLUMNS. Grid: (tiles of W, splits).
 
-    partials: [programs, splits, TILE, COLUMNS] float32; arrivals: [programs] int32, 0 before and after.
+    SPLIT: programs with the same program_id(0) divide the columns of W. partials: [tiles, splits, TILE, COLUMNS]
+    float32; arrivals: [tiles] int32, 0 before and after.
     """
     release(PDL)
     output, row = rows_of(TILE, outputs, EPILOGUE)
@@ -222,7 +226,7 @@ def matrix_kernel(
         lane = tl.arange(0, TILE)[:, None] * COLUMNS + m[None, :]
         mine = partials + tl.program_id(0) * splits * (TILE * COLUMNS) + lane
         tl.store(mine + tl.program_id(1) * (TILE * COLUMNS), total)
-        tl.debug_barrier()  # all of this program's sums are written before it says so
+        tl.debug_barrier()  # all threads' sums are written before the counter changes
         arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel")
         if arrived == splits - 1:
             total = tl.zeros([TILE, COLUMNS], tl.float32)

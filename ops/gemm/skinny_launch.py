@@ -1,6 +1,8 @@
-"""Launches of the kernels for few rows: what they multiply, how they cut it up, which cuts are worth a try."""
+"""Launches of the skinny GEMM kernels: shapes, tiles, default tiles and candidates for autotuning."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -10,25 +12,28 @@ from engine.ops.common.launch import dependent_launch, num_sms
 from engine.ops.gemm import skinny
 from engine.ops.sampling.argmax import reduce_max
 
-MOST_ROWS = 16
+SKINNY_MAX_ROWS = 16
+"""Rows of x that the skinny kernels multiply."""
 VECTOR_ROWS = (1, 2, 4)
-"""Rows of x that `vector` is compiled for."""
+"""Numbers of rows of x that the vector kernel is compiled for."""
+Epilogue = Literal["plain", "gated", "argmax"]
 EPILOGUES = {"plain": skinny.PLAIN, "gated": skinny.GATED, "argmax": skinny.ARGMAX}
 LARGE = 2**23
-"""Weights from which on the next kernel is released at the end: they take some microseconds to read."""
-MOST_SPLITS = 16
-MOST_PROGRAMS = 4096
-"""Tiles of W, where the columns of each are shared out."""
-MOST_SUMS = 2**22
-"""Numbers that all programs together may leave for the last of each tile."""
+"""Number of weights from which on the next kernel is released at the end: reading them takes some microseconds."""
+MAX_SPLITS = 16
+MAX_SPLIT_TILES = 4096
+"""Tiles of W that a Workspace has counters for, under split-K."""
+MAX_PARTIAL_SUMS = 2**22
+"""Partial sums of all programs together that a Workspace has room for, under split-K."""
 
 
 @frozen(kw_only=True)
 class GemmShape:
-    """A multiplication by one weight matrix."""
+    """Shape, dtype and epilogue of a skinny GEMM."""
 
-    epilogue: str
-    """plain: x W^T; gated: silu(x W_gate^T) * (x W_up^T), the gate's rows first; argmax: the largest of x W^T."""
+    epilogue: Epilogue
+    """plain: x W^T. gated: silu(x W_gate^T) * (x W_up^T), with the gate's rows first in W. argmax: the largest of each
+    row of x W^T, and its index."""
     outputs: int
     """Rows of W; half of them when gated."""
     inputs: int
@@ -44,35 +49,35 @@ class GemmShape:
 
 
 @frozen(kw_only=True)
-class Tile:
-    """What a program takes at once."""
+class SkinnyTile:
+    """A tile of W, and how a program multiplies by it."""
 
-    form: str
-    """vector or matrix."""
+    form: Literal["vector", "matrix"]
+    """The kernel."""
     rows: int
-    """Of W."""
+    """Rows of W."""
     block_k: int
     """Columns of W."""
     warps: int
     stages: int = 1
-    """Tiles on their way to shared memory at once; matrix only."""
+    """Software pipeline stages: tiles in shared memory. Matrix only."""
     splits: int = 1
-    """Programs that share the columns of one tile; matrix only."""
+    """Split-K: programs that divide the columns of one tile. Matrix only."""
     ahead: int = 0
-    """Bytes of each row of W to bring into the L2 cache before x is there."""
+    """Bytes of each row of W to prefetch into the L2 cache before x is written."""
 
     def __str__(self) -> str:
         more = f", {self.stages} stages, {self.splits} splits" if self.form == "matrix" else ""
         return f"{self.form} {self.rows}x{self.block_k}, {self.warps} warps{more}, {self.ahead} bytes ahead"
 
-    def programs(self, problem: GemmShape) -> int:
-        """Tiles that W has."""
-        return -(-problem.weight_rows // self.rows)
+    def programs(self, shape: GemmShape) -> int:
+        """Number of tiles of W."""
+        return -(-shape.weight_rows // self.rows)
 
 
 @frozen
 class Workspace:
-    """Where programs that share a tile leave their sums; one for all layers, as their kernels follow each other."""
+    """Memory for the partial sums and counters of split-K. All layers share one, as their kernels run in sequence."""
 
     device: torch.device
     partials: torch.Tensor = field()
@@ -80,27 +85,27 @@ class Workspace:
 
     @partials.default
     def _make_partials(self) -> torch.Tensor:
-        return torch.empty(MOST_SUMS, dtype=torch.float32, device=self.device)
+        return torch.empty(MAX_PARTIAL_SUMS, dtype=torch.float32, device=self.device)
 
     @arrivals.default
     def _make_arrivals(self) -> torch.Tensor:
-        return torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=self.device)
+        return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=self.device)
 
 
 class SkinnyLaunch:
-    """One kernel for one problem and up to so many rows, ready to be launched."""
+    """A kernel for one shape and tile, ready to launch."""
 
-    def __init__(self, problem: GemmShape, tile: Tile, rows: int, workspace: Workspace) -> None:
-        """rows: at most MOST_ROWS; for the vector form at most 4."""
-        self.problem = problem
+    def __init__(self, shape: GemmShape, tile: SkinnyTile, rows: int, workspace: Workspace) -> None:
+        """rows: the maximum; at most SKINNY_MAX_ROWS, for the vector form at most 4."""
+        self.shape = shape
         self.tile = tile
-        self._outputs = problem.outputs
-        self._programs = tile.programs(problem)
+        self._outputs = shape.outputs
+        self._programs = tile.programs(shape)
         constants = {
             "TILE": tile.rows,
             "BLOCK_K": tile.block_k,
             "THREADS": tile.warps * 32,
-            "EPILOGUE": EPILOGUES[problem.epilogue].value,
+            "EPILOGUE": EPILOGUES[shape.epilogue].value,
             "num_warps": tile.warps,
             **dependent_launch(workspace.device),
         }
@@ -108,7 +113,7 @@ class SkinnyLaunch:
         if tile.form == "vector":
             self._kernel = skinny.vector_kernel
             constants["ROWS"] = next(size for size in VECTOR_ROWS if size >= rows)
-            constants["LATE"] = problem.weight_rows * problem.inputs >= LARGE
+            constants["LATE_RELEASE"] = shape.weight_rows * shape.inputs >= LARGE
         else:
             self._kernel = skinny.matrix_kernel
             constants |= {"STAGES": tile.stages, "SPLIT": tile.splits > 1}
@@ -116,18 +121,18 @@ class SkinnyLaunch:
         self._constants = {bias: {**constants, "BIAS": bias} for bias in (False, True)}
         self._grid = (self._programs, tile.splits)
         self._run = self._kernel[self._grid]
-        self._sizes = (problem.outputs, problem.inputs, tile.ahead)
+        self._sizes = (shape.outputs, shape.inputs, tile.ahead)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [rows, inputs] -> [rows, outputs] in x's type, added up in float32; not for argmax."""
+        """x: [rows, inputs] -> [rows, outputs] in x's dtype, accumulated in float32. Not for argmax."""
         out = x.new_empty((x.shape[0], self._outputs))
         self._launch(out, out, x, weight, bias)
         return out
 
     def peaks(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest output of each row ([rows] float32, NaN if one is) and which it is ([rows] int64); argmax only.
+        """The largest output of each row ([rows] float32, NaN if any is) and its index ([rows] int64). Argmax only.
 
-        Outputs are compared as added up in float32, and the first of equals is taken.
+        Outputs are compared as accumulated, in float32. Of equals the first is taken.
         """
         shape = (x.shape[0], self._programs)
         peaks = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -136,9 +141,9 @@ class SkinnyLaunch:
         return reduce_max(peaks, tokens)
 
     def compile(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Compile without a launch, in the threads of a triton.AsyncCompileMode if one is active."""
-        out = x.new_empty(1, dtype=torch.float32 if self.problem.epilogue == "argmax" else x.dtype)
-        tokens = out.new_empty(1, dtype=torch.int32) if self.problem.epilogue == "argmax" else out
+        """Compile without a launch, in the threads of an active triton.AsyncCompileMode."""
+        out = x.new_empty(1, dtype=torch.float32 if self.shape.epilogue == "argmax" else x.dtype)
+        tokens = out.new_empty(1, dtype=torch.int32) if self.shape.epilogue == "argmax" else out
         self._kernel.warmup(
             *self._arguments(out, tokens, x, weight, bias), grid=self._grid, **self._constants[bias is not None]
         )
@@ -157,60 +162,60 @@ VECTORS = {
     2: ((4, 1024, 4), (8, 512, 2), (4, 2048, 8)),
     4: ((4, 1024, 4), (4, 512, 2)),
 }
-"""rows, block_k and warps of tiles to try, by rows of x. A warp has 256 columns of 16-bit numbers: then a row of x is
-loaded as the tile wants it, and warps meet only for the sum at the end."""
+"""(rows, block_k, warps) of the vector candidates, by rows of x. A warp has 256 columns of 16-bit numbers: a row of x
+is then loaded in the tile's layout, and warps exchange data only in the final sum."""
 MATRICES = ((64, 128, 4, 4), (64, 256, 4, 3), (32, 256, 4, 3), (128, 64, 4, 5), (16, 256, 4, 4))
-"""rows, block_k, warps and stages."""
+"""(rows, block_k, warps, stages) of the matrix candidates."""
 FEW_MATRICES = 2
-"""How many of them to try for up to 2 rows."""
+"""Number of MATRICES to try for up to 2 rows."""
 AHEAD = (16384, 65536)
-"""Bytes a program may bring into the L2 cache in advance."""
+"""Bytes per program to try prefetching."""
 
 
-def candidates(problem: GemmShape, rows: int, device: torch.device) -> list[Tile]:
-    """Tiles worth a measurement at so many rows, without `ahead`."""
+def candidates(shape: GemmShape, rows: int, device: torch.device) -> list[SkinnyTile]:
+    """Tiles to measure for a number of rows, without prefetching."""
     tiles = []
     for tile_rows, block_k, warps in VECTORS.get(rows, ()):
-        if block_k < 2 * problem.inputs:
-            tiles.append(Tile(form="vector", rows=tile_rows, block_k=block_k, warps=warps))
-    if problem.dtype != "float32":  # of which the tensor cores would drop digits
+        if block_k < 2 * shape.inputs:
+            tiles.append(SkinnyTile(form="vector", rows=tile_rows, block_k=block_k, warps=warps))
+    if shape.dtype != "float32":  # tensor cores would lose digits of float32
         for tile_rows, block_k, warps, stages in MATRICES[: FEW_MATRICES if rows <= 2 else None]:
-            tile = Tile(form="matrix", rows=tile_rows, block_k=block_k, warps=warps, stages=stages)
-            tiles.append(_split(tile, problem, num_sms(device)))
+            tile = SkinnyTile(form="matrix", rows=tile_rows, block_k=block_k, warps=warps, stages=stages)
+            tiles.append(_split(tile, shape, num_sms(device)))
     return tiles
 
 
-def default_tile(problem: GemmShape, rows: int, device: torch.device) -> Tile | None:
-    """A fair tile where nothing was measured; None: leave it to the library."""
+def default_tile(shape: GemmShape, rows: int, device: torch.device) -> SkinnyTile | None:
+    """The tile used where nothing was measured. None: cuBLAS."""
     sms = num_sms(device)
     if rows <= VECTOR_ROWS[-1]:
-        wanted = triton.next_power_of_2(max(problem.weight_rows // (4 * sms), 1))
-        block_k = min(1024, max(32, triton.next_power_of_2(problem.inputs)))
-        return Tile(form="vector", rows=min(max(wanted, 4), 4 if sms > 1 else 256), block_k=block_k, warps=4)
-    if problem.dtype == "float32":
+        wanted = triton.next_power_of_2(max(shape.weight_rows // (4 * sms), 1))
+        block_k = min(1024, max(32, triton.next_power_of_2(shape.inputs)))
+        return SkinnyTile(form="vector", rows=min(max(wanted, 4), 4 if sms > 1 else 256), block_k=block_k, warps=4)
+    if shape.dtype == "float32":
         return None
-    return _split(Tile(form="matrix", rows=64, block_k=128, warps=4, stages=4), problem, sms)
+    return _split(SkinnyTile(form="matrix", rows=64, block_k=128, warps=4, stages=4), shape, sms)
 
 
-def with_ahead(tile: Tile, problem: GemmShape, itemsize: int) -> list[Tile]:
-    """The same tile with weights fetched in advance, where rows of W start at multiples of 16 bytes."""
-    if problem.inputs * itemsize % 16:
+def with_ahead(tile: SkinnyTile, shape: GemmShape, itemsize: int) -> list[SkinnyTile]:
+    """The same tile with prefetching, where rows of W start at multiples of 16 bytes."""
+    if shape.inputs * itemsize % 16:
         return []
-    most = problem.inputs * itemsize
+    most = shape.inputs * itemsize
     amounts = sorted({min(budget // tile.rows, most) for budget in AHEAD})
     return [evolve(tile, ahead=amount) for amount in amounts]
 
 
-def _split(tile: Tile, problem: GemmShape, sms: int) -> Tile:
-    """Columns shared out so that there is half as many programs again as multiprocessors, if that can be."""
-    programs, splits = tile.programs(problem), 1
-    most = min(MOST_SPLITS, problem.inputs // (2 * tile.block_k))
-    if problem.epilogue == "argmax":
-        most = 1  # the largest of partial sums is not the largest sum
+def _split(tile: SkinnyTile, shape: GemmShape, sms: int) -> SkinnyTile:
+    """The tile with as many splits as give 1.5 programs per multiprocessor, if possible."""
+    programs, splits = tile.programs(shape), 1
+    most = min(MAX_SPLITS, shape.inputs // (2 * tile.block_k))
+    if shape.epilogue == "argmax":
+        most = 1  # the maximum of partial sums is not the maximum of the sums
     while programs * splits * 2 < sms * 3 and splits * 2 <= most and _fits(tile, programs, splits * 2):
         splits *= 2
     return evolve(tile, splits=splits)
 
 
-def _fits(tile: Tile, programs: int, splits: int) -> bool:
-    return programs <= MOST_PROGRAMS and programs * splits * tile.rows * MOST_ROWS <= MOST_SUMS
+def _fits(tile: SkinnyTile, programs: int, splits: int) -> bool:
+    return programs <= MAX_SPLIT_TILES and programs * splits * tile.rows * SKINNY_MAX_ROWS <= MAX_PARTIAL_SUMS

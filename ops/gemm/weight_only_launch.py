@@ -1,4 +1,4 @@
-"""Launches of the weight-only kernels, by the tiles that are chosen for each number of rows."""
+"""Launches of the weight-only kernels, with the tile chosen for each number of rows."""
 
 from __future__ import annotations
 
@@ -13,76 +13,88 @@ from engine.ops.common.launch import dependent_launch, num_sms, shared_memory
 from engine.ops.gemm import skinny, weight_only, weight_only_vector
 from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.ops.gemm.weight_only_tiles import ROW_CLASSES, GemmShape, Tile, VectorTile, choose
+from engine.ops.gemm.weight_only_tiles import (
+    ROW_CLASSES,
+    WeightOnlyShape,
+    WeightOnlyTile,
+    WeightOnlyVectorTile,
+    default_tile,
+)
 
 if TYPE_CHECKING:
     from triton.runtime.jit import JITFunction
 
 SCALE_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-CODES = {"unsigned": weight_only.UNSIGNED, "signed": weight_only.SIGNED, "float8": weight_only.FLOAT8}
-SCALES = {
+VALUE_TYPES = {"unsigned": weight_only.UNSIGNED, "signed": weight_only.SIGNED, "float8": weight_only.FLOAT8}
+SCALE_LAYOUTS = {
     "groups": weight_only.GROUPS_OF_INPUTS,
     "outputs": weight_only.OUTPUTS,
     "blocks": weight_only.BLOCKS,
 }
-UNPACK_ROWS = 32
-"""Outputs that a program unpacks."""
+DEQUANTIZE_ROWS = 32
+"""Outputs per program of the dequantize kernel."""
 
 
-class Multiplier:
-    """Multiplies by packed weights on one device."""
+class WeightOnlyMatmul:
+    """Weight-only GEMM on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.workspace = Workspace(device)
-        """For other kernels of the same layers, too."""
+        """Also used by the W8A8 kernels of the same layers."""
         self._dependent = dependent_launch(device)
-        self._asm = self._knows_assembly()
-        self._chosen: dict[tuple[GemmShape, int], Tile | VectorTile | None] = {}
-        self._tiles: dict[tuple[object, ...], Tile | VectorTile | None] = {}
+        self._asm = self._supports_ptx()
+        self._chosen: dict[tuple[WeightOnlyShape, int], WeightOnlyTile | WeightOnlyVectorTile | None] = {}
+        self._tiles: dict[tuple[object, ...], WeightOnlyTile | WeightOnlyVectorTile | None] = {}
 
-    def choose(self, problem: GemmShape, rows: int, tile: Tile | VectorTile | None) -> None:
-        """From now on multiply by this tile where x has so many rows, of ROW_CLASSES, or fewer, down to the class
-        before; None: by the library."""
-        self._chosen[problem, rows] = tile
+    def choose(self, shape: WeightOnlyShape, rows: int, tile: WeightOnlyTile | WeightOnlyVectorTile | None) -> None:
+        """Use a tile for one of ROW_CLASSES from now on. None: dequantize the matrix and multiply by cuBLAS."""
+        self._chosen[shape, rows] = tile
         self._tiles.clear()
 
-    def tile(self, problem: GemmShape, rows: int) -> Tile | VectorTile | None:
-        """What was chosen for so many rows, else what `choose` says."""
-        last = next((most for most in ROW_CLASSES if most >= rows), rows)
-        if (problem, last) in self._chosen:
-            return self._chosen[problem, last]
-        return choose(problem, rows, num_sms(self.device), shared_memory(self.device))
+    def tile(self, shape: WeightOnlyShape, rows: int) -> WeightOnlyTile | WeightOnlyVectorTile | None:
+        """The tile chosen for this many rows, else the default. None: dequantize and multiply by cuBLAS."""
+        row_class = next((size for size in ROW_CLASSES if size >= rows), rows)
+        if (shape, row_class) in self._chosen:
+            return self._chosen[shape, row_class]
+        return default_tile(shape, rows, num_sms(self.device), shared_memory(self.device))
 
     def __call__(
         self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None, *, gated: bool = False
     ) -> torch.Tensor:
-        """x: [rows, inputs] -> [rows, outputs], in x's type, added up in float32.
+        """x W^T + bias: [rows, inputs] -> [rows, outputs], in x's dtype, accumulated in float32.
 
-        gated: silu(gate) * up, the first and the second half of W's rows.
+        gated: the result is silu(gate) * up, of the first and second half of W's rows.
         """
         rows, inputs = x.shape
         weight_rows, layout, zeros = matrix.rows, matrix.layout, matrix.zeros
         key = (rows, weight_rows, inputs, layout, gated, x.dtype, zeros)
         if key not in self._tiles:
-            problem = GemmShape(
+            shape = WeightOnlyShape(
                 gated=gated, weight_rows=weight_rows, inputs=inputs, layout=layout, dtype=x.dtype, zeros=zeros
             )
-            self._tiles[key] = self.tile(problem, rows)
+            self._tiles[key] = self.tile(shape, rows)
         tile = self._tiles[key]
         if tile is None:
-            return self.by_library(x, matrix, bias, gated)
-        return self.by_tiles(x, matrix, bias, gated, tile)
+            return self.dequantize_and_multiply(x, matrix, bias, gated)
+        return self.multiply_by_tile(x, matrix, bias, gated, tile)
 
-    def by_library(self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
-        """As the call, from unpacked weights."""
+    def dequantize_and_multiply(
+        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, gated: bool
+    ) -> torch.Tensor:
+        """As the call, by dequantizing the matrix and multiplying by cuBLAS."""
         y = F.linear(x, self.dequantize(matrix, x), bias)
         return silu_and_mul(y) if gated else y
 
-    def by_tiles(
-        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, gated: bool, tile: Tile | VectorTile
+    def multiply_by_tile(
+        self,
+        x: torch.Tensor,
+        matrix: PackedMatrix,
+        bias: torch.Tensor | None,
+        gated: bool,
+        tile: WeightOnlyTile | WeightOnlyVectorTile,
     ) -> torch.Tensor:
-        """As the call, with a tile of one's own."""
+        """As the call, by a given tile."""
         x = x if x.is_contiguous() else x.contiguous()
         rows = x.shape[0]
         out = x.new_empty((rows, _outputs(matrix, gated)))
@@ -92,34 +104,39 @@ class Multiplier:
         return out
 
     def compile(
-        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, gated: bool, tile: Tile | VectorTile
+        self,
+        x: torch.Tensor,
+        matrix: PackedMatrix,
+        bias: torch.Tensor | None,
+        gated: bool,
+        tile: WeightOnlyTile | WeightOnlyVectorTile,
     ) -> None:
-        """What `by_tiles` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
+        """Compile what `multiply_by_tile` would launch, in the threads of an active triton.AsyncCompileMode."""
         kernel, arguments, constants = self._launch(x, x, matrix, bias, gated, tile)
         kernel.warmup(*arguments, grid=(1,), **constants)
 
     def dequantize(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
-        """W as a plain matrix for x, [rows of W, x's columns] in its type.
+        """W as a plain matrix, [rows of W, x's columns], in x's dtype.
 
-        Memory is taken and given back at each call: the allocator hands the same to all layers, one after the other.
+        The memory is allocated and freed at each call: the allocator reuses it for all layers.
         """
         inputs, outputs = x.shape[1], matrix.rows
         out = x.new_empty((outputs, inputs))
-        weight_only.dequantize_kernel[(-(-outputs // UNPACK_ROWS), matrix.words.shape[0])](
+        weight_only.dequantize_kernel[(-(-outputs // DEQUANTIZE_ROWS), matrix.packed.shape[0])](
             out,
-            matrix.words,
+            matrix.packed,
             _as_read(matrix),
             outputs,
             inputs,
             *_strides(matrix),
             **self._constants(matrix, x.dtype),
-            TILE=UNPACK_ROWS,
+            TILE=DEQUANTIZE_ROWS,
             num_warps=4,
         )
         return out
 
     def gather(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """x: [rows, inputs] -> x[:, order]; order: [any number] int32."""
+        """x: [rows, inputs] -> x[:, order]. order: [any number] int32."""
         x = x if x.is_contiguous() else x.contiguous()
         rows, inputs = x.shape
         count = len(order)
@@ -138,50 +155,50 @@ class Multiplier:
         matrix: PackedMatrix,
         bias: torch.Tensor | None,
         gated: bool,
-        tile: Tile | VectorTile,
+        tile: WeightOnlyTile | WeightOnlyVectorTile,
     ) -> tuple[JITFunction[Any], tuple[object, ...], dict[str, object]]:
-        """A tile's kernel, its arguments and its constants."""
+        """A tile's kernel, its arguments and its constexprs."""
         rows, inputs = x.shape
-        tensors = (out, x, matrix.words, _as_read(matrix), matrix.words if bias is None else bias)
+        tensors = (out, x, matrix.packed, _as_read(matrix), matrix.packed if bias is None else bias)
         sizes = (rows, _outputs(matrix, gated), inputs, *_strides(matrix))
         constants = {
             **self._constants(matrix, x.dtype),
-            "EVEN": inputs % matrix.layout.block == 0,
+            "WHOLE_BLOCKS": inputs % matrix.layout.block == 0,
             "TILE": tile.rows,
             "EPILOGUE": skinny.GATED.value if gated else skinny.PLAIN.value,
             "BIAS": bias is not None,
             "num_warps": tile.warps,
         }
-        if isinstance(tile, VectorTile):
-            return weight_only_vector.vector_kernel, (*tensors, *sizes), {**constants, "AT_ONCE": tile.blocks}
+        if isinstance(tile, WeightOnlyVectorTile):
+            return weight_only_vector.vector_kernel, (*tensors, *sizes), {**constants, "BLOCKS_PER_STEP": tile.blocks}
         constants |= {
             "COLUMNS": tile.columns,
             "PARTS": tile.parts(matrix.layout),
             "STAGES": tile.stages,
-            "EARLY": tile.early,
+            "SCALE_WEIGHTS": tile.scales_weights,
             "SPLIT": tile.splits > 1,
         }
         scratch = (self.workspace.partials, self.workspace.arrivals)
         return weight_only.matmul_kernel, (*tensors, *scratch, *sizes), constants
 
     def _constants(self, matrix: PackedMatrix, dtype: torch.dtype) -> dict[str, object]:
-        """Those that follow from the matrix and from x's type."""
+        """Constexprs that follow from the matrix and x's dtype."""
         layout = matrix.layout
         return {
             "BITS": layout.bits,
             "SPAN": layout.span,
             "GROUP": layout.group,
-            "CODE": CODES[layout.code].value,
-            "SCALES": SCALES[layout.scaled].value,
-            "SCALE": SCALE_TYPES[matrix.scales.dtype],
+            "VALUE_TYPE": VALUE_TYPES[layout.value_type].value,
+            "SCALE_LAYOUT": SCALE_LAYOUTS[layout.scale_layout].value,
+            "SCALE_DTYPE": SCALE_TYPES[matrix.scales.dtype],
             "POWER": layout.power(dtype),
-            "ZEROS": matrix.zeros,
+            "ZERO_POINTS": matrix.zeros,
             "ASM": self._asm,
             **self._dependent,
         }
 
-    def _knows_assembly(self) -> bool:
-        """Whether the kernels' PTX is for this device: fma.bf16x2 is of compute capability 8.0."""
+    def _supports_ptx(self) -> bool:
+        """Whether the kernels' PTX runs on this device: fma.bf16x2 needs compute capability 8.0."""
         if self.device.type != "cuda" or torch.version.hip is not None:
             return False
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
@@ -193,11 +210,11 @@ def _outputs(matrix: PackedMatrix, gated: bool) -> int:
 
 
 def _as_read(matrix: PackedMatrix) -> torch.Tensor:
-    """Scales; entries of groups are read as one number."""
-    return matrix.scales.view(torch.int32) if matrix.layout.scaled == "groups" else matrix.scales
+    """The scales as kernels read them: entries of groups as one int32."""
+    return matrix.scales.view(torch.int32) if matrix.layout.scale_layout == "groups" else matrix.scales
 
 
 def _strides(matrix: PackedMatrix) -> tuple[int, int, int]:
-    """From row to row and from block to block, in words; and the rows that share a scale of blocks."""
-    block_stride, row_stride, _ = matrix.words.stride()
+    """Row stride and block stride of `packed`, in words; and outputs per scale of blocks."""
+    block_stride, row_stride, _ = matrix.packed.stride()
     return row_stride, block_stride, max(matrix.layout.scale_rows, 1)

@@ -8,12 +8,12 @@ import triton.language as tl
 
 from engine.ops.activation.quantize_rows import (
     HALF,
-    empty_codes,
-    inverse_of,
-    magnitudes,
-    marked,
-    scale_of,
-    to_codes,
+    abs_or_inf,
+    empty_quantized,
+    inverse_scale,
+    row_scale,
+    scale_or_nan,
+    to_quantized,
 )
 from engine.ops.common.launch import dependent_launch, release, wait
 from engine.ops.common.limits import max_quantized
@@ -36,7 +36,7 @@ def _norm_quantize_kernel(
     HAS_RESIDUAL: tl.constexpr,
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
-    GIVEN: tl.constexpr,
+    STATIC_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     release(PDL)
@@ -46,16 +46,16 @@ def _norm_quantize_kernel(
     place = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     factor = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     scale = tl.full([ROWS], 1.0, tl.float32)
-    if GIVEN:
+    if STATIC_SCALE:
         scale *= tl.load(given)
     wait(PDL)
     normed = add_norm(x, residual, place, mask, factor, eps, SIZE, HAS_RESIDUAL)
     # Rounded as if the norm had been stored, so that quantized values equal those of two separate kernels.
     values = normed.to(x.dtype.element_ty).to(tl.float32)
-    peak = tl.max(magnitudes(values), axis=1)
-    if not GIVEN:
-        scale = scale_of(peak, LIMIT)
-    found = to_codes(values, inverse_of(scale)[:, None], LIMIT, INT8, GIVEN).to(codes.dtype.element_ty)
+    peak = tl.max(abs_or_inf(values), axis=1)
+    if not STATIC_SCALE:
+        scale = row_scale(peak, LIMIT)
+    found = to_quantized(values, inverse_scale(scale)[:, None], LIMIT, INT8, STATIC_SCALE).to(codes.dtype.element_ty)
     # Stored in another shape than loaded, so that the compiler does not lay out the row for this store: the order of
     # summation must stay that of add_rms_norm.
     halves = tl.reshape(found, [ROWS, BLOCK // (2 * HALF), 2, HALF])
@@ -65,7 +65,7 @@ def _norm_quantize_kernel(
     target = (row.to(tl.int64)[:, None] * count + block[None, :])[:, :, None] * (2 * HALF)
     present = (row < rows)[:, None] & (block < count)[None, :]
     tl.store(codes + target + tl.arange(0, 2 * HALF)[None, None, :], pairs, mask=present[:, :, None])
-    tl.store(scales + row, marked(scale, peak), mask=row < rows)
+    tl.store(scales + row, scale_or_nan(scale, peak), mask=row < rows)
 
 
 def add_rms_norm_quantize(
@@ -86,7 +86,7 @@ def add_rms_norm_quantize(
         x = x.contiguous()
     rows, size = x.shape
     total = x if residual is None else residual if residual.is_contiguous() else residual.contiguous()
-    codes, scales = empty_codes(rows, size, dtype, x.device)
+    codes, scales = empty_quantized(rows, size, dtype, x.device)
     if rows:
         block, per_program, warps = norm_tile(size, rows)
         _norm_quantize_kernel[(-(-rows // per_program),)](
@@ -104,7 +104,7 @@ def add_rms_norm_quantize(
             HAS_RESIDUAL=residual is not None,
             LIMIT=max_quantized(dtype),
             INT8=dtype == torch.int8,
-            GIVEN=scale is not None,
+            STATIC_SCALE=scale is not None,
             num_warps=warps,
             **dependent_launch(x.device),
         )

@@ -5,26 +5,26 @@ from engine.core.hooks import Register, hookimpl, lazy
 
 @hookimpl
 def register_attention(register: Register) -> None:
-    """Offer them."""
+    """Register the built-in attention backends."""
     register(
         "flashinfer",
         lazy("engine.plugins.attention.flashinfer:FlashInferAttention"),
         api="1",
-        summary="FlashInfer's kernels, compiled at start-up: FlashAttention 2 and 3 for prompts, XQA for decodes",
+        summary="FlashInfer's kernels, compiled at start-up: FlashAttention 2 and 3 for prefill, XQA for decode",
         preference=30,
     )
     register(
         "triton",
         lazy("engine.plugins.attention.triton:TritonAttention"),
         api="1",
-        summary="Triton kernels that read the paged cache in place, for GPUs; decodes in CUDA graphs",
+        summary="Triton kernels that read the paged cache in place, for GPUs; decode in CUDA graphs",
         preference=40,
     )
     register(
         "native",
         lazy("engine.plugins.attention.native:NativeAttention"),
         api="1",
-        summary="native kernel that reads the paged cache in place, for decodes in float32 on a CPU",
+        summary="C kernel that reads the paged cache in place, for decode in float32 on a CPU",
         preference=20,
     )
     register(

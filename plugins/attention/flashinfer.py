@@ -1,10 +1,10 @@
 """Attention by FlashInfer's kernels, compiled for the model's shape when the engine starts.
 
-Prompts: FlashAttention 3 on Hopper, FlashAttention 2 elsewhere and over a float8 cache, planned once a step. Decodes:
-XQA, which plans nothing and reads lengths on the device, so that CUDA graphs can replay it; where it does not fit the
-model, the planned decode. Written for FlashInfer 0.6.14.
+Prefill: FlashAttention 3 on Hopper, FlashAttention 2 on other GPUs and over a float8 cache, planned once per step.
+Decode: XQA, which needs no plan and reads lengths on the device, so that CUDA graphs can replay it; for models that XQA
+does not support, the planned decode wrapper. Written for FlashInfer 0.6.14.
 
-Over a float8 cache all of them compute in the type of the queries, to which they convert the codes.
+Over a float8 cache all kernels convert the quantized values to the type of the queries and compute in that type.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def trial_batch(device: torch.device) -> ForwardBatch:
-    """One decode and one prompt of a token each, both in block 0: enough to make every kernel run."""
+    """Make a batch of one decode and one prefill of a token each, both in block 0: enough to run every kernel."""
     ones = np.ones(2, np.int32)
     tables = np.zeros((2, 1), np.int32)
     zeros = torch.zeros(2, dtype=torch.int64, device=device)
@@ -65,12 +65,12 @@ def trial_batch(device: torch.device) -> ForwardBatch:
     )
 
 
-class _Planner:
-    """Two wrappers of one kind, used in turn.
+class _WrapperPair:
+    """Two wrappers of one kind, planned alternately.
 
     A wrapper's plan() fills pinned memory and queues its copy to the device. With one step in flight that copy may
-    still be waiting when the next step is planned, so the next plan needs memory of its own, and the one after it may
-    have to wait for the first copy.
+    still be queued when the next step is planned. So the next plan needs memory of its own, and the plan after it waits
+    for the first copy.
     """
 
     def __init__(self, make: Callable[[], Any], device: torch.device) -> None:
@@ -79,7 +79,7 @@ class _Planner:
         self._turn = 0
 
     def plan(self, *arguments: Any, **options: Any) -> Any:
-        """The wrapper, planned; valid until the plan after the next."""
+        """Plan and return a wrapper; valid until the second call from here."""
         self._turn = 1 - self._turn
         wrapper, copied = self._slots[self._turn]
         copied.synchronize()
@@ -90,17 +90,17 @@ class _Planner:
 
 @frozen
 class Plan:
-    """Decodes by XQA (tables and lengths) or by planned wrappers, prompts by planned wrappers."""
+    """Arguments of XQA, or planned wrappers for decode, and planned wrappers for prefill."""
 
     num_decodes: int
-    tables: torch.Tensor | None
-    """[decodes, most blocks] int32; None where XQA does not decode."""
-    lengths: torch.Tensor | None
+    block_tables: torch.Tensor | None
+    """[decodes, max_blocks] int32; None where XQA does not decode."""
+    context_lens: torch.Tensor | None
     """[decodes, 1] uint32."""
     decodes: Mapping[int | None, Any]
-    """By sliding window."""
-    prompts: Mapping[int | None, Any]
-    """By sliding window; empty where there is none."""
+    """Sliding window -> planned wrapper."""
+    prefills: Mapping[int | None, Any]
+    """Sliding window -> planned wrapper; empty without prefilling sequences."""
 
 
 class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
@@ -113,7 +113,6 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        """Other devices, older GPUs, types and heads that FlashInfer has no kernels for; and its absence."""
         if device.type != "cuda":
             return f"FlashInfer runs on NVIDIA GPUs, not on {device.torch_name}; use another backend or --device cuda"
         if importlib.util.find_spec("flashinfer") is None:
@@ -143,7 +142,7 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
         self._scales = pool.scales
         self._wrapper_scales = [{"k_scale": one.key, "v_scale": one.value} for one in pool.scales]
         self._device = pool.keys[0].device
-        # A window as long as the longest context hides nothing.
+        # A window of at least the maximum context length hides nothing.
         self._windows = [None if w is None or w >= spec.max_len else w for w in spec.sliding_windows]
         capability = torch.cuda.get_device_capability(self._device)
         self._prefill_kernels = self._choose_prefill(options.prefill, capability)
@@ -163,29 +162,27 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
             ) from error
         kernels = ", ".join(dict.fromkeys(self._prefill_kernels.values()))
         _log.info(
-            "FlashInfer's kernels (prompts: %s; decodes: %s) were ready after %.1f s",
+            "FlashInfer's kernels (prefill: %s; decode: %s) were ready after %.1f s",
             kernels,
             "xqa" if self._by_xqa else "wrapper",
             time.perf_counter() - begin,
         )
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
-        """See AttentionBackend."""
         count = batch.num_decodes
-        tables = lengths = None
+        block_tables = context_lens = None
         decodes: Mapping[int | None, Any] = {}
-        prompts: Mapping[int | None, Any] = {}
+        prefills: Mapping[int | None, Any] = {}
         if count and self._by_xqa:
-            tables = dense_rows(batch.block_tables[:count])
-            lengths = batch.context_lens[:count].view(torch.uint32).unsqueeze(1)
+            block_tables = dense_rows(batch.block_tables[:count])
+            context_lens = batch.context_lens[:count].view(torch.uint32).unsqueeze(1)
         elif count:
             decodes = self._plan_decodes(self._lists(batch, slice(count)))
         if count < batch.num_sequences:
-            prompts = self._plan_prompts(self._lists(batch, slice(count, None)))
-        return Plan(count, tables, lengths, decodes, prompts)
+            prefills = self._plan_prefills(self._lists(batch, slice(count, None)))
+        return Plan(count, block_tables, context_lens, decodes, prefills)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """See AttentionBackend."""
         out = q.new_empty(q.shape)
         self.forward_into(layer, q, k, v, plan, out)
         return out
@@ -193,19 +190,19 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
     def forward_into(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
         count = plan.num_decodes
         window = self._windows[layer]
-        if self._xqa is not None and plan.tables is not None and plan.lengths is not None:
+        if self._xqa is not None and plan.block_tables is not None and plan.context_lens is not None:
             keys, values = self._caches[layer]
-            self._xqa(q[:count], keys, values, plan.tables, plan.lengths, out[:count], window, self._scales[layer])
+            scales = self._scales[layer]
+            self._xqa(q[:count], keys, values, plan.block_tables, plan.context_lens, out[:count], window, scales)
         elif count:
             plan.decodes[window].run(q[:count], self._caches[layer], out=out[:count], **self._wrapper_scales[layer])
-        if plan.prompts:
-            plan.prompts[window].run(q[count:], self._caches[layer], out=out[count:], **self._wrapper_scales[layer])
+        if plan.prefills:
+            plan.prefills[window].run(q[count:], self._caches[layer], out=out[count:], **self._wrapper_scales[layer])
 
     def _choose_prefill(self, wanted: str, capability: tuple[int, int]) -> dict[int | None, str]:
-        """The kernel of each sliding window."""
+        """Choose the prefill kernel of each sliding window."""
         kernels = {}
         for window in dict.fromkeys(self._windows):
             refusal = fa3_refusal(self._spec, capability, window)
@@ -221,7 +218,7 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
         return wanted != "wrapper" and refusal is None
 
     def _make(self, options: FlashInferOptions) -> None:
-        """Workspaces and planners."""
+        """Allocate workspaces and make the wrappers."""
         from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -229,22 +226,24 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
         needs_workspace = not self._by_xqa or "fa2" in self._prefill_kernels.values()
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         size = options.workspace_bytes or (workspace_size(spec, multiprocessors) if needs_workspace else 2**20)
-        # All planners share it: what a layer leaves there, no later kernel reads.
+        # Shared by all wrappers: no kernel reads what another left there.
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
 
-        def prefill(kernel: str) -> _Planner:
-            return _Planner(lambda: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel), device)
+        def prefill(kernel: str) -> _WrapperPair:
+            return _WrapperPair(lambda: BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel), device)
 
-        def decode() -> _Planner:
+        def decode() -> _WrapperPair:
             wide = spec.num_heads // spec.num_kv_heads >= TENSOR_CORE_GROUP
-            return _Planner(lambda: BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=wide), device)
+            return _WrapperPair(
+                lambda: BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=wide), device
+            )
 
-        self._prefill_planners = {window: prefill(kernel) for window, kernel in self._prefill_kernels.items()}
-        self._decode_planners = {} if self._by_xqa else {window: decode() for window in self._prefill_kernels}
+        self._prefill_wrappers = {window: prefill(kernel) for window, kernel in self._prefill_kernels.items()}
+        self._decode_wrappers = {} if self._by_xqa else {window: decode() for window in self._prefill_kernels}
         self._xqa = XqaDecode(spec, device) if self._by_xqa else None
 
     def _run_once(self) -> None:
-        """Run every kernel, which compiles or loads it, so that start-up waits for that and no request does."""
+        """Run every kernel once, which compiles or loads it, so that no request waits for that."""
         spec = self._spec
         q = torch.zeros(2, spec.num_heads, spec.head_dim, dtype=self._dtype, device=self._device)
         k = torch.zeros(2, spec.num_kv_heads, spec.head_dim, dtype=self._dtype, device=self._device)
@@ -261,33 +260,33 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
             self._spec.block_size,
         )
 
-    def _plan_prompts(self, lists: PageLists) -> dict[int | None, Any]:
+    def _plan_prefills(self, lists: PageLists) -> dict[int | None, Any]:
         starts, page_starts, last, lengths, pages = self._staged(lists)
-        most = int(np.diff(lists.query_starts).max())
+        longest = int(np.diff(lists.query_starts).max())
         return {
-            window: planner.plan(
+            window: wrappers.plan(
                 starts,
                 page_starts,
                 pages,
                 last,
                 *self._shape,
                 causal=True,
-                max_token_per_sequence=most,
+                max_token_per_sequence=longest,
                 seq_lens=lengths,
                 **self._scores(window),
             )
-            for window, planner in self._prefill_planners.items()
+            for window, wrappers in self._prefill_wrappers.items()
         }
 
     def _plan_decodes(self, lists: PageLists) -> dict[int | None, Any]:
         _, page_starts, last, lengths, pages = self._staged(lists)
         return {
-            window: planner.plan(page_starts, pages, last, *self._shape, seq_lens=lengths, **self._scores(window))
-            for window, planner in self._decode_planners.items()
+            window: wrappers.plan(page_starts, pages, last, *self._shape, seq_lens=lengths, **self._scores(window))
+            for window, wrappers in self._decode_wrappers.items()
         }
 
     def _staged(self, lists: PageLists) -> list[torch.Tensor]:
-        """The arrays in pinned memory: FlashInfer reads them on the host and copies them without waiting."""
+        """Copy the arrays to pinned memory: FlashInfer reads them on the host and copies them asynchronously."""
         arrays = [
             lists.query_starts,
             lists.page_starts,
@@ -295,7 +294,7 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
             lists.context_lengths,
             lists.pages,
         ]
-        # One piece of pinned memory; torch keeps it until the copies out of it are done.
+        # One allocation of pinned memory; torch keeps it until the copies from it are done.
         pinned = torch.from_numpy(np.concatenate(arrays)).pin_memory()
         return list(pinned.split_with_sizes([len(array) for array in arrays]))
 
@@ -305,7 +304,7 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
         return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
 
     def _scores(self, window: int | None) -> dict[str, Any]:
-        """Arguments that all planners take. FlashInfer counts a window without the token itself; -1 is none."""
+        """Arguments of all wrappers' plan(). FlashInfer's window excludes the token itself; -1: no window."""
         return {
             "sm_scale": self._spec.scale,
             "logits_soft_cap": self._spec.softcap,
@@ -316,9 +315,9 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
 
 
 def dense_rows(tables: torch.Tensor) -> torch.Tensor:
-    """A table whose rows follow each other without a gap, over the same memory: [rows, columns] -> [rows, >= columns].
+    """View a block table with contiguous rows over the same memory: [rows, columns] -> [rows, >= columns].
 
-    Columns beyond the given ones are the rest of wider rows, so that a graph reads the table it was captured with.
+    The view includes the remaining columns of wider rows, so that a CUDA graph reads the table it was captured with.
     """
     rows, width = len(tables), tables.stride(0)
     if rows == 1 or width == tables.shape[1]:

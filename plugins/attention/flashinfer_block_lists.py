@@ -1,4 +1,4 @@
-"""The batch as FlashInfer's planners want it: lists of pages one after the other instead of a table."""
+"""Converts block tables to the page lists (compressed sparse rows) that FlashInfer's wrappers plan from."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Ints = npt.NDArray[np.int32]
 
 @frozen
 class PageLists:
-    """Sequences and their pages, in the compressed sparse row format. All int32."""
+    """Sequences and their blocks, which FlashInfer calls pages, as compressed sparse rows. All int32."""
 
     query_starts: Ints
     """[sequences + 1]: first row of q of each sequence, then the number of rows."""
     page_starts: Ints
-    """[sequences + 1]: first entry of `pages` of each sequence, then their number."""
+    """[sequences + 1]: index of each sequence's first entry in `pages`, then the number of entries."""
     last_lengths: Ints
-    """[sequences]: tokens in the last page, 1 to block_size."""
+    """[sequences]: tokens in the last block, 1 to block_size."""
     context_lengths: Ints
-    """[sequences]: tokens in all pages."""
+    """[sequences]: tokens in all blocks."""
     pages: Ints
-    """Block numbers of all sequences, end to end."""
+    """Block numbers of all sequences, concatenated."""
 
 
 def page_lists(query_lengths: Ints, context_lengths: Ints, tables: Ints, block_size: int) -> PageLists:
-    """From new tokens [sequences], tokens in the cache [sequences] and block tables [sequences, most blocks]."""
+    """Build the lists from new tokens [sequences], context lengths [sequences] and tables [sequences, max_blocks]."""
     counts = -(-context_lengths // block_size)
     used = np.arange(tables.shape[1]) < counts[:, None]
     return PageLists(

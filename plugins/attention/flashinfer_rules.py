@@ -1,4 +1,4 @@
-"""Which of FlashInfer's kernels serve which model, and the settings that choose among them. Nothing here imports it."""
+"""Which of FlashInfer's kernels support which model, and the backend's options. Does not import FlashInfer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engine.core.errors import near_misses
 from engine.core.quant import FLOAT8
 
 HEAD_DIMS = (64, 128, 256)
-"""What all of the kernels below are compiled for."""
-XQA_PAGE_SIZES = (16, 32, 64, 128)
+"""Head dimensions that all kernels below support."""
+XQA_BLOCK_SIZES = (16, 32, 64, 128)
 XQA_MAX_GROUP = 16
 XQA_CAPABILITIES = (9, 10, 12)
 """Major compute capabilities."""
 TENSOR_CORE_GROUP = 4
-"""From so many query heads a KV head the planned decode uses tensor cores."""
+"""Minimum number of query heads per KV head for which the planned decode uses tensor cores."""
 
 
 def _one_of(*choices: str) -> Callable[[Any, Attribute[str], str], None]:
@@ -39,15 +39,15 @@ class FlashInferOptions:
     """[attention.options] of this backend."""
 
     prefill: str = field(default="auto", validator=_one_of("auto", "fa2", "fa3"))
-    """FlashAttention 2 or 3 for prompts; auto: 3 where it works, which is not with a float8 cache."""
+    """FlashAttention 2 or 3 for prefill; auto: 3 where supported, which excludes float8 caches."""
     decode: str = field(default="auto", validator=_one_of("auto", "xqa", "wrapper"))
-    """XQA or the planned decode (BatchDecodeWithPagedKVCacheWrapper); auto: XQA where it works."""
+    """XQA or the planned decode (BatchDecodeWithPagedKVCacheWrapper); auto: XQA where supported."""
     workspace_bytes: int = field(default=0, validator=_not_negative)
-    """Memory for partial results of split contexts; 0: what FlashAttention 2 can need at most."""
+    """Memory for partial results of split contexts; 0: the maximum that FlashAttention 2 needs."""
 
 
 def fa3_refusal(spec: AttentionSpec, capability: tuple[int, int], window: int | None) -> str | None:
-    """Why FlashAttention 3 cannot serve layers of this window; None if it can."""
+    """Return why FlashAttention 3 cannot serve layers of this window; None if it can."""
     if capability[0] != 9:
         return f"it is made for compute capability 9.x (Hopper), not {capability[0]}.{capability[1]}"
     if spec.kv_dtype == FLOAT8:
@@ -59,23 +59,23 @@ def fa3_refusal(spec: AttentionSpec, capability: tuple[int, int], window: int | 
 
 
 def xqa_refusal(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
-    """Why XQA cannot decode for this model; None if it can."""
+    """Return why XQA cannot decode for this model; None if it can."""
     group = spec.num_heads // spec.num_kv_heads
     if capability[0] not in XQA_CAPABILITIES:
         return f"it is made for compute capability 9.0 and above, not {capability[0]}.{capability[1]}"
     if spec.softcap is not None:
         return "it does not cap scores"
-    if spec.block_size not in XQA_PAGE_SIZES:
-        return f"it reads KV blocks of {' or '.join(map(str, XQA_PAGE_SIZES))} tokens, not {spec.block_size}"
+    if spec.block_size not in XQA_BLOCK_SIZES:
+        return f"it reads KV blocks of {' or '.join(map(str, XQA_BLOCK_SIZES))} tokens, not {spec.block_size}"
     if group > XQA_MAX_GROUP:
         return f"it takes at most {XQA_MAX_GROUP} query heads a KV head, not {group}"
     return None
 
 
 def workspace_size(spec: AttentionSpec, multiprocessors: int) -> int:
-    """Most bytes of partial results: FlashAttention 2 splits contexts into at most two blocks a multiprocessor.
+    """Return the maximum size of partial results: FlashAttention 2 splits contexts into two parts per multiprocessor.
 
-    See PrefillPlan in FlashInfer's scheduler.cuh: for each block a tile of rows, each with its values and its sum.
+    See PrefillPlan in FlashInfer's scheduler.cuh: per part a tile of rows, each row with its values and its sum.
     """
     rows = 128 if spec.head_dim < 256 else 64
     group = spec.num_heads // spec.num_kv_heads

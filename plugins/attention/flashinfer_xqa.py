@@ -1,4 +1,4 @@
-"""FlashInfer's XQA kernel: decodes without a plan, by lengths and block tables on the device."""
+"""FlashInfer's XQA kernel: decodes without a plan, from lengths and block tables on the device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from engine.core.attention import AttentionSpec
 from engine.core.quant import FLOAT8, KVScales
 
 SCRATCH = 8 * 2**20
-"""Bytes for partial results: at most one a multiprocessor, 8 KiB each at 16 heads of 256."""
+"""Bytes for partial results: at most one per multiprocessor, 8 KiB each with 16 heads of 256."""
 SEMAPHORES = 2**16
-"""Bytes; one 32-bit counter for each sequence and KV head whose context is split, of which there are fewer than
-multiprocessors. Zero at first; each kernel leaves them zero."""
+"""Bytes; one 32-bit counter per sequence and KV head whose context is split, fewer than there are multiprocessors. Zero
+at first; each kernel leaves the counters at zero."""
 
 
 class XqaDecode:
-    """Launches the kernel; one for all layers, one launch at a time."""
+    """Launches the kernel for all layers, one launch at a time."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         from flashinfer.utils import device_support_pdl, get_device_sm_count
@@ -42,8 +42,11 @@ class XqaDecode:
         window: int | None,
         scales: KVScales,
     ) -> None:
-        """q, out: [decodes, heads, head_dim]; keys, values: [blocks, block_size, kv_heads, head_dim];
-        tables: [decodes, most blocks] int32, dense; lengths: [decodes, 1] uint32."""
+        """Compute attention of decoding sequences into `out`.
+
+        q, out: [decodes, heads, head_dim]; keys, values: [blocks, block_size, kv_heads, head_dim];
+        tables: [decodes, max_blocks] int32, dense; lengths: [decodes, 1] uint32.
+        """
         spec = self._spec
         q, out = q.contiguous().unsqueeze(1), out.unsqueeze(1)  # the kernel ignores strides
         scale = score_scale(spec, scales)
@@ -63,8 +66,8 @@ class XqaDecode:
                 sliding_win_size=window or 0,  # the token itself is counted; 0 is none
             )
             return
-        # What `xqa` does of a float8 cache on Hopper is another kernel (mha_sm90.cu), which rounds the queries and the
-        # softmax to float8 as well: 3 bits of mantissa. This is the one that converts keys and values to q's type.
+        # On Hopper, `xqa` calls another kernel for a float8 cache (mha_sm90.cu), which also rounds the queries and the
+        # softmax to float8 (3 bits of mantissa). The kernel called here converts keys and values to q's type.
         module = self._module_of(
             q.dtype,
             keys.dtype,
@@ -103,8 +106,8 @@ class XqaDecode:
 
 
 def score_scale(spec: AttentionSpec, scales: KVScales) -> float:
-    """The kernel's q_scale, which it divides by sqrt(head_dim).
+    """Return the kernel's q_scale, which the kernel divides by sqrt(head_dim).
 
-    Of a float8 cache it knows one scale, here that of the values, and multiplies scores and results by it.
+    The kernel has one scale for a float8 cache, here the value scale, and multiplies both scores and outputs by it.
     """
     return spec.scale * math.sqrt(spec.head_dim) * scales.key / scales.value

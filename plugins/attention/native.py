@@ -1,4 +1,4 @@
-"""Attention on a CPU: decodes by a native kernel that reads the paged cache in place, prompts by PyTorch."""
+"""Attention on a CPU: a C kernel decodes over the paged cache in place, PyTorch computes prefill."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SIGNATURE = (
 
 @functools.cache
 def native_kernel() -> Any:
-    """paged_decode of _paged.c; None where it was not built."""
+    """Load paged_decode of _paged.c; None if it was not built."""
     spec = importlib.util.find_spec("engine.ops.attention._paged")
     if spec is None or spec.origin is None:
         return None
@@ -43,27 +43,25 @@ def native_kernel() -> Any:
 
 @frozen
 class Plan:
-    """Decodes for the kernel, prompts for PyTorch."""
+    """Arguments of the decode kernel, and TorchAttention's plan of the prefilling sequences."""
 
-    decodes: int
-    tables: npt.NDArray[np.int32]
-    """[decodes, most blocks]."""
+    num_decodes: int
+    block_tables: npt.NDArray[np.int32]
+    """[decodes, max_blocks]."""
     starts: Mapping[int | None, npt.NDArray[np.int64]]
-    """For each sliding window, the first position that each decode sees."""
+    """Per sliding window, [decodes]: first position that a sequence sees."""
     ends: npt.NDArray[np.int64]
-    """Behind the last one."""
-    prompts: Mapping[int, Sequence[Group]]
-    """TorchAttention's."""
+    """[decodes]: context lengths."""
+    prefill: Mapping[int, Sequence[Group]]
 
 
 class NativeAttention(AttentionBackend[None, Plan]):
-    """Decodes copy no keys and values; prompts are TorchAttention's."""
+    """Decodes without copying keys and values; leaves prefill to TorchAttention."""
 
     api = "1"
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        """All but float32 on a CPU, and an installation without its native part."""
         if device.type != "cpu":
             return f"it runs on a CPU, not on {device.torch_name}; use another backend or --device cpu"
         if spec.dtype != "float32":
@@ -80,11 +78,10 @@ class NativeAttention(AttentionBackend[None, Plan]):
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         self._spec = spec
         self._pool = pool
-        self._prompts = TorchAttention(spec, pool, None)
+        self._prefill = TorchAttention(spec, pool, None)
         self._kernel = native_kernel()
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
-        """See AttentionBackend."""
         count = batch.num_decodes
         ends = batch.context_lens_host[:count].astype(np.int64)
         starts = {
@@ -92,17 +89,16 @@ class NativeAttention(AttentionBackend[None, Plan]):
             for window in set(self._spec.sliding_windows)
         }
         return Plan(
-            decodes=count,
-            tables=np.ascontiguousarray(batch.block_tables_host[:count]),
+            num_decodes=count,
+            block_tables=np.ascontiguousarray(batch.block_tables_host[:count]),
             starts=starts,
             ends=ends,
-            prompts=self._prompts.plan_prompts(batch),
+            prefill=self._prefill.plan_prefill(batch),
         )
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """See AttentionBackend."""
-        if not plan.decodes:
-            return self._prompts.forward(layer, q, k, v, plan.prompts)
+        if not plan.num_decodes:
+            return self._prefill.forward(layer, q, k, v, plan.prefill)
         out = torch.empty(q.shape, dtype=q.dtype)
         self.forward_into(layer, q, k, v, plan, out)
         return out
@@ -110,24 +106,23 @@ class NativeAttention(AttentionBackend[None, Plan]):
     def forward_into(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
-        if plan.decodes:
+        if plan.num_decodes:
             self._decode(layer, q, plan, out)
-        self._prompts.forward_groups(layer, q, plan.prompts[layer], out)
+        self._prefill.forward_groups(layer, q, plan.prefill[layer], out)
 
     def _decode(self, layer: int, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
-        """The rows of the decodes, into `out`."""
+        """Compute the decoding sequences' rows of `out`."""
         spec = self._spec
         failed = self._kernel(
             q.data_ptr(),
             q.stride(0),
             self._pool.keys[layer].data_ptr(),
             self._pool.values[layer].data_ptr(),
-            plan.tables.ctypes.data,
-            plan.tables.shape[1],
+            plan.block_tables.ctypes.data,
+            plan.block_tables.shape[1],
             plan.starts[spec.sliding_windows[layer]].ctypes.data,
             plan.ends.ctypes.data,
-            plan.decodes,
+            plan.num_decodes,
             spec.num_kv_heads,
             spec.num_heads // spec.num_kv_heads,
             spec.head_dim,

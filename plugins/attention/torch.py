@@ -1,6 +1,6 @@
-"""Attention by PyTorch operations alone: gather each sequence's keys and values, then scaled_dot_product_attention.
+"""Attention in plain PyTorch: gathers each sequence's keys and values and calls scaled_dot_product_attention.
 
-Runs wherever torch runs, and is what the other backends are compared with.
+Runs wherever torch runs; the reference for the other backends.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from engine.core.quant import FLOAT8
 
 @frozen
 class Group:
-    """Sequences attended to in one call: their queries, padded to one length, against their keys, padded likewise."""
+    """Sequences computed in one call, their queries and their keys each padded to a common length."""
 
     query_rows: torch.Tensor | slice
-    """[sequences * queries]: rows of q; a slice where they are adjacent."""
+    """[sequences * queries]: rows of q; a slice where the rows are adjacent."""
     num_sequences: int
     slots: torch.Tensor
-    """[sequences * keys]: where keys and values are in the pool; a padded key repeats a visible one."""
+    """[sequences * keys]: slots of keys and values in the pool; padding repeats a visible key."""
     mask: torch.Tensor | None
-    """[sequences, 1, queries, keys]: 0 where a query sees a key, -inf elsewhere; None: all, or causal."""
+    """[sequences, 1, queries, keys]: 0 where a query sees a key, -inf elsewhere; None: every key, or causal."""
     causal: bool
-    """Plain causal attention of as many queries as keys."""
+    """Whether attention is plainly causal, with as many queries as keys."""
 
 
 class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
@@ -42,7 +42,6 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        """Any model on any device, with keys and values in the type of the activations or float8."""
         if spec.kv_dtype not in (spec.dtype, FLOAT8):
             return (
                 f"keys and values must have the type of the activations ({spec.dtype}) or {FLOAT8}, "
@@ -56,27 +55,25 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         self._scales = pool.scales
         self._dtype = getattr(torch, spec.dtype)
         shape = (-1, spec.num_kv_heads, spec.head_dim)
-        # Codes are gathered as bytes: not everywhere does torch know how to gather float8.
+        # Float8 is gathered as bytes: torch does not gather float8 on every device.
         stored = torch.uint8 if pool.is_float8 else self._dtype
-        self._codes = getattr(torch, spec.kv_dtype)
+        self._kv_dtype = getattr(torch, spec.kv_dtype)
         self._keys = [keys.view(stored).view(shape) for keys in pool.keys]
         self._values = [values.view(stored).view(shape) for values in pool.values]
-        # What is gathered goes into memory that is kept: asking the system for fresh pages each time costs more than
-        # the copy itself.
+        # Gathered into buffers that are kept: fresh memory pages from the system cost more than the copy itself.
         self._gathered_keys = self._keys[0].new_empty(0, *shape[1:])
         self._gathered_values = self._gathered_keys.clone()
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Mapping[int, Sequence[Group]]:
-        """For each layer, the groups to attend to."""
-        prompts = self.plan_prompts(batch)
+        prefills = self.plan_prefill(batch)
         plans: dict[int, Sequence[Group]] = {}
         for window, layers in self._windows.items():
-            groups = [*self._decode_groups(batch, window), *prompts[layers[0]]]
+            groups = [*self._decode_groups(batch, window), *prefills[layers[0]]]
             plans.update(dict.fromkeys(layers, groups))
         return plans
 
-    def plan_prompts(self, batch: ForwardBatch) -> Mapping[int, Sequence[Group]]:
-        """As `plan`, without the sequences that decode; for a backend that does those by itself."""
+    def plan_prefill(self, batch: ForwardBatch) -> Mapping[int, Sequence[Group]]:
+        """Plan the prefilling sequences alone, for a backend that computes decodes itself."""
         plans: dict[int, Sequence[Group]] = {}
         for window, layers in self._windows.items():
             plans.update(dict.fromkeys(layers, self._prefill_groups(batch, window)))
@@ -85,7 +82,6 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Mapping[int, Sequence[Group]]
     ) -> torch.Tensor:
-        """See AttentionBackend."""
         groups = plan[layer]
         if len(groups) == 1:
             return self._attend(layer, q, groups[0])
@@ -102,11 +98,10 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         plan: Mapping[int, Sequence[Group]],
         out: torch.Tensor,
     ) -> None:
-        """See AttentionBackend."""
         self.forward_groups(layer, q, plan[layer], out)
 
     def forward_groups(self, layer: int, q: torch.Tensor, groups: Sequence[Group], out: torch.Tensor) -> None:
-        """Attention of the groups' rows of q into the same rows of `out`, both [tokens, heads, head_dim]."""
+        """Compute attention for the groups' rows of q into the same rows of out: [tokens, heads, head_dim] each."""
         for group in groups:
             out[group.query_rows] = self._attend(layer, q[group.query_rows], group)
 
@@ -137,9 +132,9 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         return out.transpose(1, 2).reshape(q.shape)
 
     def _gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `slots`, or their codes: [len(slots), kv_heads, head_dim] each, in the activations' type.
+        """Gather the (possibly quantized) keys and values of `slots`, converted to the activations' type.
 
-        Valid until the next call.
+        Returns [len(slots), kv_heads, head_dim] each, valid until the next call.
         """
         count = len(slots)
         if count > len(self._gathered_keys):
@@ -148,12 +143,12 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         keys, values = self._gathered_keys[:count], self._gathered_values[:count]
         torch.index_select(self._keys[layer], 0, slots, out=keys)
         torch.index_select(self._values[layer], 0, slots, out=values)
-        return keys.view(self._codes).to(self._dtype), values.view(self._codes).to(self._dtype)
+        return keys.view(self._kv_dtype).to(self._dtype), values.view(self._kv_dtype).to(self._dtype)
 
     def _attend_capped(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, scale: float, softcap: float
     ) -> torch.Tensor:
-        """As scaled_dot_product_attention, with scores capped. All [sequences, heads, length, head_dim]."""
+        """Compute scaled_dot_product_attention with capped scores. All [sequences, heads, length, head_dim]."""
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = (q @ k.transpose(2, 3)).float() * scale
@@ -165,7 +160,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         return scores.softmax(-1).to(q.dtype) @ v
 
     def _decode_groups(self, batch: ForwardBatch, window: int | None) -> list[Group]:
-        """Sequences with one query each, those of like lengths together, so that padding at most doubles the work."""
+        """Group decoding sequences of similar lengths, so that padding at most doubles the work."""
         if not batch.num_decodes:
             return []
         ends = batch.context_lens_host[: batch.num_decodes].astype(np.int64)
@@ -189,7 +184,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         return groups
 
     def _prefill_groups(self, batch: ForwardBatch, window: int | None) -> list[Group]:
-        """One group for each sequence with a stretch of prompt."""
+        """Make one group per prefilling sequence."""
         groups = []
         row = batch.num_decodes
         for sequence in range(batch.num_decodes, batch.num_sequences):
@@ -213,7 +208,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
     def _slots(
         self, batch: ForwardBatch, sequences: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> torch.Tensor:
-        """Places in the pool of `positions` [len(sequences), n]: [len(sequences) * n]."""
+        """Return the pool slots of `positions` [len(sequences), n]: [len(sequences) * n]."""
         size = self._spec.block_size
         blocks = batch.block_tables_host[sequences[:, None], positions // size].astype(np.int64)
         return self._to_device((blocks * size + positions % size).reshape(-1))

@@ -1,4 +1,4 @@
-"""Attention by Triton kernels that read the paged cache in place: one for decodes, one for stretches of prompts."""
+"""Attention by Triton kernels that read the paged cache in place: one for decode, one for prefill."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from engine.core.quant import FLOAT8, has_float8
 
 
 @frozen
-class Prompts:
-    """The tiles of the sequences with a stretch of prompt; `config` is a PrefillConfig."""
+class PrefillPlan:
+    """Tiles of the prefilling sequences, and the launch parameters of their kernel."""
 
     tiles: torch.Tensor
     config: Any
+    """A PrefillConfig."""
 
 
 @frozen
 class Plan:
-    """What a step's layers share; `launch` is how its decodes are launched: a DecodeConfig and its DecodeWorkspace."""
+    """Arguments that the kernels of all layers share."""
 
-    decodes: int
-    launch: Any
-    tables: torch.Tensor
-    lengths: torch.Tensor
-    prompts: Prompts | None
+    num_decodes: int
+    decode_launch: Any
+    """A DecodeConfig and its DecodeWorkspace."""
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    prefill: PrefillPlan | None
 
 
 class TritonAttention(AttentionBackend[None, Plan]):
@@ -42,7 +44,6 @@ class TritonAttention(AttentionBackend[None, Plan]):
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
-        """CPUs, GPUs too old for Triton, and sizes and types that the kernels cannot load."""
         if device.type != "cuda":
             return f"its kernels run on a GPU, not on {device.torch_name}; use another backend or --device cuda"
         if importlib.util.find_spec("triton") is None:
@@ -75,24 +76,23 @@ class TritonAttention(AttentionBackend[None, Plan]):
         keys = pool.keys[0]
         self._can_persist = can_persist(keys, getattr(torch, spec.dtype), self._group)
         self._shared_memory = _shared_memory(keys.device)
-        self._launches: list[tuple[float, Any]] = []  # up to so many sequences
-        for most, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory):
+        self._decode_launches: list[tuple[float, Any]] = []  # (maximum number of sequences, launch)
+        for limit, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory):
             programs = config.programs_a_head(spec.num_kv_heads, keys.device)
             workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
-            self._launches.append((most, (config, workspace)))
+            self._decode_launches.append((limit, (config, workspace)))
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
-        """See AttentionBackend. Decodes need nothing, in a graph or not: the device reads lengths and tables."""
+        # Decode needs no plan, in a graph or not: its kernel reads lengths and block tables on the device.
         return Plan(
-            decodes=batch.num_decodes,
-            launch=next(launch for most, launch in self._launches if batch.num_decodes <= most),
-            tables=batch.block_tables,
-            lengths=batch.context_lens,
-            prompts=self._plan_prompts(batch) if batch.num_decodes < batch.num_sequences else None,
+            num_decodes=batch.num_decodes,
+            decode_launch=next(launch for limit, launch in self._decode_launches if batch.num_decodes <= limit),
+            block_tables=batch.block_tables,
+            context_lens=batch.context_lens,
+            prefill=self._plan_prefill(batch) if batch.num_decodes < batch.num_sequences else None,
         )
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """See AttentionBackend."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.forward_into(layer, q, k, v, plan, out)
         return out
@@ -100,22 +100,21 @@ class TritonAttention(AttentionBackend[None, Plan]):
     def forward_into(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
     ) -> None:
-        """See AttentionBackend."""
         from engine.ops.attention.paged_decode import paged_decode
         from engine.ops.attention.paged_prefill import paged_prefill
 
         spec = self._spec
         keys, values, scales = self._pool.keys[layer], self._pool.values[layer], self._pool.scales[layer]
-        if plan.decodes:
-            config, workspace = plan.launch
+        if plan.num_decodes:
+            config, workspace = plan.decode_launch
             paged_decode(
                 q,
                 keys,
                 values,
-                plan.tables,
-                plan.lengths,
+                plan.block_tables,
+                plan.context_lens,
                 out,
-                num_sequences=plan.decodes,
+                num_sequences=plan.num_decodes,
                 scale=spec.scale * scales.key,
                 softcap=spec.softcap,
                 window=spec.sliding_windows[layer],
@@ -123,22 +122,22 @@ class TritonAttention(AttentionBackend[None, Plan]):
                 workspace=workspace,
                 config=config,
             )
-        if plan.prompts is not None:
+        if plan.prefill is not None:
             paged_prefill(
                 q,
                 keys,
                 values,
-                plan.tables,
-                plan.prompts.tiles,
+                plan.block_tables,
+                plan.prefill.tiles,
                 out,
                 scale=spec.scale * scales.key,
                 softcap=spec.softcap,
                 window=spec.sliding_windows[layer],
                 value_scale=scales.value,
-                config=plan.prompts.config,
+                config=plan.prefill.config,
             )
 
-    def _plan_prompts(self, batch: ForwardBatch) -> Prompts:
+    def _plan_prefill(self, batch: ForwardBatch) -> PrefillPlan:
         from engine.ops.attention.paged_prefill import prefill_config, prefill_tiles
 
         queries, first = batch.query_lens_host, batch.num_decodes
@@ -153,17 +152,17 @@ class TritonAttention(AttentionBackend[None, Plan]):
             persistent=self._can_persist,
         )
         tiles = prefill_tiles(queries, batch.context_lens_host, first, config.tokens(self._group))
-        return Prompts(_to_device(tiles, batch.tokens.device), config)
+        return PrefillPlan(_to_device(tiles, batch.tokens.device), config)
 
 
 def _to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """One copy, which a GPU makes while the host goes on."""
+    """Copy to the device; on a GPU asynchronously."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes a multiprocessor; the interpreter has no limit, and gets the least that any GPU has."""
+    """Shared memory per multiprocessor, bytes; on a CPU, where the interpreter has no limit, the least of any GPU."""
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
 
 

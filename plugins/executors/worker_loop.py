@@ -50,7 +50,7 @@ class ExecutorLink(Protocol):
     """A worker's connection to its executor. `report` and `send_result` may be called from different threads."""
 
     def receive(self, timeout: float) -> bytes:
-        """Receive the next step. Raises RingTimeoutError after `timeout` seconds, RingClosedError at the end."""
+        """Receive the next step. Raises RingTimeoutError after `timeout` seconds, RingClosedError after the last."""
 
     def send_result(self, result: StepResult) -> None:
         """Send a step's result. Called on every rank, although only the result of rank 0 is used."""

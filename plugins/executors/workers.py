@@ -93,7 +93,7 @@ class Workers:
             for make in self._makers:
                 self.workers.append(make())
             self._watch()
-        except Exception as error:  # a caller waiting for a worker must be told
+        except Exception as error:  # must reach a caller that waits for a worker
             log.exception("the thread that watches the workers failed")
             self._fail(ExecutorError(f"the workers could not be started or watched: {type(error).__name__}: {error}"))
         finally:

@@ -5,7 +5,7 @@ from engine.core.hooks import Register, hookimpl, lazy
 
 @hookimpl
 def register_quant(register: Register) -> None:
-    """Offer them."""
+    """Register the built-in methods."""
     register(
         "none",
         lazy("engine.plugins.quant.none:Unquantized"),

@@ -1,7 +1,7 @@
-"""AWQ checkpoints (version gemm): weights of 4 bits in groups of inputs, packed along outputs in an order of their own.
+"""The awq method: AWQ checkpoints (version gemm), 4-bit weights in groups of inputs, packed along outputs.
 
-A module has qweight [inputs, outputs / 8] and qzeros [groups, outputs / 8], int32; scales [groups, outputs].
-W = scales * (q - zero point). Source: AutoAWQ (modules/linear/gemm.py).
+A module has qweight [inputs, outputs / 8] and qzeros [groups, outputs / 8], int32, in AWQ_ORDER; scales [groups,
+outputs]. W = scales * (q - zero point). Source: AutoAWQ (modules/linear/gemm.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from engine.core.errors import CheckpointError
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.groups import check_scales
 from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
-from engine.plugins.quant.quantization_config import is_listed, modules_left_alone, same_for_all
-from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
+from engine.plugins.quant.quantization_config import is_listed, same_for_all, unquantized_modules
+from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
@@ -50,23 +50,24 @@ class Awq(W4A16Method):
             raise CheckpointError(
                 f"quantization_config: group_size is {group_size!r}; it must be a whole number, or -1 for all inputs"
             )
-        self._scheme = Scheme(bits=BITS, group_size=group_size)
-        self._left_alone = modules_left_alone(config)
+        self._scheme = GroupScheme(bits=BITS, group_size=group_size)
+        self._unquantized = unquantized_modules(config)
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
-        """None for modules that the checkpoint leaves alone."""
-        scheme = same_for_all(spec, lambda name: None if is_listed(name, self._left_alone) else self._scheme)
-        return None if scheme is None else W4A16Kernel(spec, AwqReader(scheme), self._multipliers)
+        """A W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
+        scheme = same_for_all(spec, lambda name: None if is_listed(name, self._unquantized) else self._scheme)
+        return None if scheme is None else W4A16Kernel(spec, AwqReader(scheme), self._matmuls)
 
 
 class AwqReader(Reader):
-    """Tensors of AWQ modules."""
+    """Reads the tensors of AWQ modules."""
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: GroupScheme) -> None:
         self.scheme = scheme
 
     def tensors(self, part: LinearPart, spec: LinearSpec) -> Mapping[str, TensorSpec]:
-        """NAME.qweight, qzeros, scales. Raises CheckpointError for outputs that fill no words."""
+        """NAME.qweight, qzeros, scales. Raises CheckpointError for a number of outputs that does not fill whole
+        words."""
         inputs, outputs = spec.in_features, part.out_features
         if outputs % PACK:
             raise CheckpointError(f"{part.name} has {outputs} outputs; awq packs {PACK} in a word")
@@ -79,11 +80,10 @@ class AwqReader(Reader):
             f"{part.name}.scales": TensorSpec(shape=(groups, outputs), dtypes=SCALE_DTYPES, shard_dim=group_dim),
         }
 
-    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> Quantized:
-        """See Reader."""
-        words = loaded[f"{part.name}.qweight"]
-        return Quantized(
-            values=unpack_awq(words).T,
+    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        packed = loaded[f"{part.name}.qweight"]
+        return QuantizedWeight(
+            values=unpack_awq(packed).T,
             scales=check_scales(f"{part.name}.scales", loaded[f"{part.name}.scales"]),
             zeros=unpack_awq(loaded[f"{part.name}.qzeros"]),
             group_of=None,

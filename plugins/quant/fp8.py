@@ -1,4 +1,5 @@
-"""float8 weights (e4m3): checkpoints of quant_method fp8 and of compressed-tensors, and plain ones while they load."""
+"""The fp8 method: float8 (e4m3) weights, from checkpoints of quant_method fp8 or compressed-tensors, or quantized while
+loading."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from attrs import frozen
 
 from engine.core.errors import CheckpointError
 from engine.plugins.quant.rounding import BLOCK
-from engine.plugins.quant.w8_kernel import STATIC, TOKEN, W8Format
+from engine.plugins.quant.w8_kernel import STATIC, TOKEN, W8Dtype, W8Format
 from engine.plugins.quant.w8_method import (
+    GRANULARITIES,
     ActivationOptions,
     CompressedFormats,
     FormatSource,
@@ -19,28 +21,28 @@ from engine.plugins.quant.w8_method import (
     one_of,
 )
 
-CODES = "float8_e4m3fn"
+DTYPE: W8Dtype = "float8_e4m3fn"
 
 
 @frozen(kw_only=True)
 class Fp8Options(ActivationOptions):
-    """Settings of the method."""
+    """Settings of the method (quant.options)."""
 
-    granularity: str | None = one_of("tensor", "channel", "block")
-    """What shares a scale when an unquantized checkpoint is quantized; not given: channel."""
+    granularity: str | None = one_of(*GRANULARITIES)
+    """What shares a scale when an unquantized checkpoint is quantized. Not given: channel."""
 
 
 class Fp8(W8Method[Fp8Options]):
-    """Weights of one byte, half the time of 16-bit ones to read and, from capability 8.9 on, to multiply."""
+    """float8 weights: half the bytes of 16-bit weights to read, and from compute capability 8.9 on twice their rate."""
 
     name: ClassVar[str] = "fp8"
     options_class: ClassVar[type | None] = Fp8Options
 
     @classmethod
     def online(cls, options: Fp8Options | None) -> W8Format:
-        """A scale an output, activations quantized per token, unless options say otherwise."""
+        """A scale per output, and activations quantized per token, unless options say otherwise."""
         granularity = None if options is None else options.granularity
-        return W8Format(dtype=CODES, granularity=granularity or "channel", activations=TOKEN)
+        return W8Format(dtype=DTYPE, granularity=GRANULARITIES[granularity or "channel"], activations=TOKEN)
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> FormatSource:
@@ -50,12 +52,12 @@ class Fp8(W8Method[Fp8Options]):
             return OneFormat.parse(fp8_format(checkpoint), checkpoint)
         if method == "compressed-tensors":
             found = CompressedFormats.parse(checkpoint)
-            if CODES in found.dtypes:
+            if DTYPE in found.dtypes:
                 return found
             raise CheckpointError("the checkpoint has int8 weights and no float8 ones; choose --quant int8 or auto")
         raise CheckpointError(
             f"the checkpoint's weights are quantized by {method!r} already, and quantizing them again would only lose"
-            " digits; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
+            " precision; leave --quant out to use the plugin made for it, or take an unquantized checkpoint"
         )
 
 
@@ -71,7 +73,7 @@ def fp8_format(config: Mapping[str, Any]) -> W8Format:
     if block is None:
         static = scheme == "static"
         return W8Format(
-            dtype=CODES,
+            dtype=DTYPE,
             granularity="tensor",
             activations=STATIC if static else TOKEN,
             scale_names=("weight_scale", "weight_scale_inv"),
@@ -81,5 +83,5 @@ def fp8_format(config: Mapping[str, Any]) -> W8Format:
         raise CheckpointError(f"quantization_config: weight_block_size is {block}; only {[BLOCK, BLOCK]} is supported")
     if scheme != "dynamic":
         raise CheckpointError("quantization_config: weight_block_size needs activation_scheme dynamic, not static")
-    # In spite of its name a code is multiplied by weight_scale_inv.
-    return W8Format(dtype=CODES, granularity="block", activations=TOKEN, scale_names=("weight_scale_inv",))
+    # In spite of its name, weights are multiplied by weight_scale_inv.
+    return W8Format(dtype=DTYPE, granularity="block", activations=TOKEN, scale_names=("weight_scale_inv",))

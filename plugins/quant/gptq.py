@@ -1,8 +1,8 @@
-"""GPTQ checkpoints: weights of 4 or 8 bits in groups of inputs, in their order or in one of their own (act-order).
+"""The gptq method: GPTQ checkpoints, weights of 4 or 8 bits in groups of inputs, with or without act-order.
 
-A module has qweight [inputs * bits / 32, outputs] and qzeros [groups, outputs * bits / 32], int32, first number lowest;
+A module has qweight [inputs * bits / 32, outputs] and qzeros [groups, outputs * bits / 32], int32, lowest field first;
 scales [groups, outputs]; g_idx [inputs], the group of each input. W = scales * (q - zero point). Format "gptq" stores
-zero points less one, "gptq_v2" as they are. Source: AutoGPTQ and GPTQModel (nn_modules/qlinear/__init__.py).
+zero points minus one, "gptq_v2" as they are. Source: AutoGPTQ and GPTQModel (nn_modules/qlinear/__init__.py).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from engine.core.layers import BIAS_SHARD_DIM
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.packing import WORD, gptq_zeros, unpack
-from engine.plugins.quant.quantization_config import is_listed, modules_left_alone, same_for_all
-from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
+from engine.plugins.quant.quantization_config import is_listed, same_for_all, unquantized_modules
+from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
 LESS_ONE = {"gptq": True, "gptq_v2": False}
-"""checkpoint_format -> whether zero points are stored less one."""
+"""checkpoint_format -> whether zero points are stored minus one."""
 LEFT_ALONE, OVERRIDDEN = "-:", "+:"
-"""What a pattern in `dynamic` begins with; without either it overrides."""
+"""Prefixes of a pattern in `dynamic`: leave unquantized, override. No prefix means override."""
 
 
 @frozen(kw_only=True)
 class GptqConfig:
-    """What quantization_config says of one module, or of all for which `dynamic` says nothing else."""
+    """How one module is quantized, or all modules that `dynamic` does not name."""
 
-    scheme: Scheme
+    scheme: GroupScheme
     symmetric: bool
     less_one: bool
     ordered: bool
-    """Whether inputs are given to groups in an order of their own (desc_act)."""
+    """Act-order (desc_act): whether inputs are assigned to groups in another order than their own."""
 
     def __str__(self) -> str:
         return f"gptq of {self.scheme}{'' if self.symmetric else ', asymmetric'}"
@@ -68,10 +68,10 @@ class Gptq(W4A16Method):
                 "the checkpoint's output layer is quantized too (lm_head), which is not supported; quantize with"
                 " lm_head false"
             )
-        scheme = Scheme(bits=4, group_size=128)
+        scheme = GroupScheme(bits=4, group_size=128)
         self._default = GptqConfig(scheme=scheme, symmetric=True, less_one=LESS_ONE[stored], ordered=False)
         self._default = self._read(config, "quantization_config")
-        self._left_alone = modules_left_alone(config)
+        self._unquantized = unquantized_modules(config)
         dynamic = config.get("dynamic") or {}
         if not isinstance(dynamic, Mapping):
             raise CheckpointError(f"quantization_config: dynamic is {dynamic!r}, not a table")
@@ -82,13 +82,13 @@ class Gptq(W4A16Method):
         self._patterns = {pattern: _compile(pattern) for pattern in dynamic}
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
-        """None for modules that the checkpoint leaves alone."""
+        """A W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
         config = same_for_all(spec, self.config_of)
-        return None if config is None else W4A16Kernel(spec, GptqReader(config), self._multipliers)
+        return None if config is None else W4A16Kernel(spec, GptqReader(config), self._matmuls)
 
     def config_of(self, name: str) -> GptqConfig | None:
-        """How a module is quantized; None: it is not."""
-        if is_listed(name, self._left_alone):
+        """How a module is quantized. None: it is not."""
+        if is_listed(name, self._unquantized):
             return None
         for pattern, config in self._dynamic.items():
             if self._patterns[pattern].match(name):
@@ -96,7 +96,7 @@ class Gptq(W4A16Method):
         return self._default
 
     def _read(self, table: Any, where: str) -> GptqConfig:
-        """The settings in a table, the defaults for those it lacks."""
+        """Parse a table of settings. Settings that it lacks are the defaults."""
         if not isinstance(table, Mapping):
             raise CheckpointError(f"quantization_config: {where} is {table!r}, not a table")
         default = self._default
@@ -112,14 +112,14 @@ class Gptq(W4A16Method):
             )
         return evolve(
             default,
-            scheme=Scheme(bits=bits, group_size=group_size),
+            scheme=GroupScheme(bits=bits, group_size=group_size),
             symmetric=bool(table.get("sym", default.symmetric)),
             ordered=bool(table.get("desc_act", default.ordered)),
         )
 
 
 class GptqReader(Reader):
-    """Tensors of GPTQ modules."""
+    """Reads the tensors of GPTQ modules."""
 
     def __init__(self, config: GptqConfig) -> None:
         self.config = config
@@ -127,7 +127,7 @@ class GptqReader(Reader):
         self.ordered = config.ordered
 
     def tensors(self, part: LinearPart, spec: LinearSpec) -> Mapping[str, TensorSpec]:
-        """NAME.qweight, qzeros, scales; perhaps g_idx, and a bias that the model does not know."""
+        """NAME.qweight, qzeros, scales; optional g_idx, and a bias where the model has none."""
         inputs, outputs, bits = spec.in_features, part.out_features, self.scheme.bits
         groups = self.scheme.groups(inputs)
         packed_dim = {"none": None, "column": 1, "row": 0}[spec.parallel]
@@ -150,20 +150,20 @@ class GptqReader(Reader):
             )
         return found
 
-    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> Quantized:
-        """See Reader. Raises CheckpointError also for a bias that the model does not know, unless it is 0."""
+    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        """Read a part. Also raises CheckpointError for a nonzero bias where the model has none."""
         name, bits = part.name, self.scheme.bits
         bias = None if spec.bias else loaded.get(f"{name}.bias")
         if bias is not None and bool(bias.any()):
             raise CheckpointError(f"tensor {name}.bias is not 0, but the model has no bias there")
         scales = check_scales(f"{name}.scales", loaded[f"{name}.scales"])
-        words = loaded[f"{name}.qweight"]
-        inputs = min(words.shape[0] * WORD // bits, spec.in_features)
+        packed = loaded[f"{name}.qweight"]
+        inputs = min(packed.shape[0] * WORD // bits, spec.in_features)
         stored = loaded.get(f"{name}.g_idx")
         group = group_of(f"{name}.g_idx", stored, self.scheme, inputs, spec.in_features, ordered=self.ordered)
-        outputs = words.shape[1]
-        return Quantized(
-            values=unpack(words, bits, 0, inputs).T,
+        outputs = packed.shape[1]
+        return QuantizedWeight(
+            values=unpack(packed, bits, 0, inputs).T,
             scales=scales,
             zeros=gptq_zeros(
                 loaded[f"{name}.qzeros"], bits, outputs, less_one=self.config.less_one, symmetric=self.config.symmetric

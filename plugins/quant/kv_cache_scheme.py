@@ -1,8 +1,8 @@
-"""What a quantization_config says of the KV cache, and what the scales of keys and values are called.
+"""Reads what a quantization_config says about the KV cache, and the names of the scales of keys and values.
 
-kv_cache_scheme is of compressed-tensors (quantization/quant_config.py), which describes it as it does activations, or,
-with quant_method fp8, the word "static". Scales lie beside the attention's projections or, as outputs of k_proj and
-v_proj, in them. Checkpoints of quant_method fp8 may have them without saying so.
+kv_cache_scheme is a field of compressed-tensors (quantization/quant_config.py), with the fields of activations; with
+quant_method fp8 it is the word "static". Scales are stored next to the attention's projections or, as output scales of
+k_proj and v_proj, in them. Checkpoints of quant_method fp8 may have scales without a kv_cache_scheme.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from engine.plugins.quant.quantization_config import QuantArgs
 log = logging.getLogger(__name__)
 
 KV_SCALES = ("*.k_scale", "*.v_scale", "*.q_scale", "*.kv_scale", "*.k_proj.output_scale", "*.v_proj.output_scale")
-"""All tensors of a quantized KV cache, as file names match, and those of queries, which are not quantized here."""
+"""Patterns of all tensors of a quantized KV cache, and of scales of queries, which are not quantized here."""
 SUPPORTED = QuantArgs(num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False)
 
 
 @frozen(kw_only=True)
 class KVCacheScheme:
-    """How the checkpoint would have keys and values stored."""
+    """How the checkpoint asks for keys and values to be stored."""
 
     dtype: str | None = None
-    """What it asks for; None: nothing, or something that is not supported."""
+    """The dtype that it asks for. None: none, or an unsupported one."""
     has_scales: bool = False
-    """Whether it may have scales that can be used."""
+    """Whether it may have usable scales."""
     unsupported: str = ""
-    """What it asks for in vain, in words."""
+    """What it asks for that is unsupported, as text for the warning."""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any] | None) -> KVCacheScheme:
-        """Of a quantization_config. Raises CheckpointError for one that cannot be read."""
+        """Parse a quantization_config. Raises CheckpointError for one that cannot be read."""
         if config is None:
             return cls()
         stored = config.get("kv_cache_scheme")
@@ -52,7 +52,7 @@ class KVCacheScheme:
         return cls(unsupported=f"{args}{', dynamic' if args.dynamic else ''}")
 
     def names(self, attention: str) -> KVScaleNames | None:
-        """Where an attention layer's scales may be; None: nowhere."""
+        """Names of an attention layer's scales. None: there are none."""
         if not self.has_scales:
             return None
         names = [
@@ -68,11 +68,11 @@ class KVCacheScheme:
         return KVScaleNames(keys=names[0], values=names[1])
 
     def ignored(self) -> Sequence[str]:
-        """Names of tensors that may be in the checkpoint unread."""
+        """Patterns of KV cache tensors that may be in the checkpoint and are not read."""
         return KV_SCALES if self.has_scales or self.unsupported else ()
 
-    def say(self) -> None:
-        """Warn of what is asked for in vain."""
+    def warn_unsupported(self) -> None:
+        """Log a warning if the checkpoint asks for an unsupported KV cache."""
         if self.unsupported:
             log.warning(
                 "the checkpoint asks for a KV cache in %s, which is not supported: its scales are not read; of"

@@ -1,4 +1,4 @@
-"""No quantization: every linear layer keeps its weights in the model's own type."""
+"""The none method: every linear layer keeps its weights in the model's dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 
 
 class Unquantized(QuantMethod[None]):
-    """Reads checkpoints whose weights are plain float32, bfloat16 or float16; scales of the KV cache they may have."""
+    """Reads checkpoints with float32, bfloat16 or float16 weights, and perhaps KV cache scales."""
 
     api: ClassVar[str] = "1"
 
@@ -21,7 +21,7 @@ class Unquantized(QuantMethod[None]):
 
     @classmethod
     def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
-        """A checkpoint that names a quantization method needs a plugin that reads it."""
+        """Refuses checkpoints that name a quantization method."""
         if checkpoint is None or is_kv_cache_alone(checkpoint):
             return None
         method = checkpoint.get("quant_method", "of an unnamed method")
@@ -33,28 +33,26 @@ class Unquantized(QuantMethod[None]):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> Unquantized:
-        """Only what it says of the KV cache. Raises CheckpointError for what `refuses` refuses."""
+        """Parse what the checkpoint says about the KV cache. Raises CheckpointError for what `refuses` refuses."""
         if checkpoint is not None and not is_kv_cache_alone(checkpoint):
             raise CheckpointError("a checkpoint with a quantization_config cannot be read as an unquantized one")
         kv_cache = KVCacheScheme.parse(checkpoint)
-        kv_cache.say()
+        kv_cache.warn_unsupported()
         return cls(kv_cache)
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
-        """None for all: core's own kernel multiplies by the weights as they are."""
+        """None: core's own kernel multiplies by the weights as they are."""
         return None
 
     @classmethod
     def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
-        """By kv_cache_scheme."""
         return KVCacheScheme.parse(checkpoint).dtype
 
     def kv_scales(self, attention: str) -> KVScaleNames | None:
-        """See QuantMethod."""
         return self._kv_cache.names(attention)
 
     def ignored(self) -> Sequence[str]:
-        """Scales of a quantized KV cache under other names, or of a kind that is not supported."""
+        """KV cache scales under other names, or of an unsupported kind."""
         return self._kv_cache.ignored()
 
 

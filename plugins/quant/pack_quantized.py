@@ -1,9 +1,9 @@
-"""Checkpoints of compressed-tensors, format pack-quantized: weights of 4 or 8 bits, activations as they are.
+"""The compressed-tensors method: checkpoints of format pack-quantized, weights of 4 or 8 bits (W4A16, W8A16).
 
-A module has weight_packed [outputs, inputs * bits / 32] int32, first number lowest, of q + 2^(bits - 1);
-weight_scale [outputs, groups]; if asymmetric weight_zero_point [outputs * bits / 32, groups], packed along outputs like
-the weights; for actorder group weight_g_idx [inputs]; weight_shape, [outputs, inputs]. W = scale * (q - zero point).
-Source: compressed-tensors (compressors/pack_quantized, quantization/quant_args.py).
+A module has weight_packed [outputs, inputs * bits / 32] int32, lowest field first, of q + 2^(bits - 1); weight_scale
+[outputs, groups]; if asymmetric weight_zero_point [outputs * bits / 32, groups], packed along outputs; with act-order
+weight_g_idx [inputs]; weight_shape, [outputs, inputs]. W = scale * (q - zero point). Source: compressed-tensors
+(compressors/pack_quantized, quantization/quant_args.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.plugins.quant import quantization_config as quant_config
 from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.packing import WORD, unpack
-from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
+from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
@@ -30,12 +30,12 @@ STRATEGIES = ("group", "channel")
 
 
 class PackQuantized(W4A16Method):
-    """Reads such checkpoints."""
+    """Reads pack-quantized checkpoints."""
 
     reads: ClassVar[str] = "that llm-compressor has packed (W4A16, W8A16)"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises CheckpointError for a quantization_config that is of another format or not supported."""
+        """Raises CheckpointError for a quantization_config of another format, or an unsupported one."""
         super().__init__(config)
         if config.get("quant_method") != "compressed-tensors":
             raise CheckpointError(
@@ -48,41 +48,39 @@ class PackQuantized(W4A16Method):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> Self:
-        """See W4A16Method; a KV cache that the checkpoint asks for is logged."""
+        """As W4A16Method.from_checkpoint. Logs a warning if the checkpoint asks for an unsupported KV cache."""
         found = super().from_checkpoint(checkpoint, options)
-        found._kv_cache.say()
+        found._kv_cache.warn_unsupported()
         return found
 
     @classmethod
     def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
-        """By kv_cache_scheme."""
         return KVCacheScheme.parse(checkpoint).dtype
 
     def kv_scales(self, attention: str) -> KVScaleNames | None:
-        """See QuantMethod."""
         return self._kv_cache.names(attention)
 
     def ignored(self) -> Sequence[str]:
-        """Scales of a quantized KV cache under other names, or of a kind that is not supported."""
+        """KV cache scales under other names, or of an unsupported kind."""
         return self._kv_cache.ignored()
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
-        """None for modules that the checkpoint leaves alone."""
+        """A W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
         scheme = quant_config.same_for_all(spec, self._config.scheme)
-        return None if scheme is None else W4A16Kernel(spec, PackedReader(scheme.weights), self._multipliers)
+        return None if scheme is None else W4A16Kernel(spec, PackedReader(scheme.weights), self._matmuls)
 
 
 class PackedReader(Reader):
-    """Tensors of packed modules."""
+    """Reads the tensors of packed modules."""
 
     def __init__(self, weights: quant_config.QuantArgs) -> None:
         self._symmetric = weights.symmetric
         self.ordered = weights.actorder == "group"
         size = weights.group_size if weights.strategy == "group" else None
-        self.scheme = Scheme(bits=weights.num_bits, group_size=size or -1)
+        self.scheme = GroupScheme(bits=weights.num_bits, group_size=size or -1)
 
     def tensors(self, part: LinearPart, spec: LinearSpec) -> Mapping[str, TensorSpec]:
-        """NAME.weight_packed, weight_scale, weight_shape; perhaps weight_zero_point and weight_g_idx."""
+        """NAME.weight_packed, weight_scale; weight_zero_point if asymmetric; optional weight_shape and weight_g_idx."""
         inputs, outputs, bits = spec.in_features, part.out_features, self.scheme.bits
         groups = self.scheme.groups(inputs)
         shard_dim = {"none": None, "column": 0, "row": 1}[spec.parallel]
@@ -106,8 +104,7 @@ class PackedReader(Reader):
             )
         return found
 
-    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> Quantized:
-        """See Reader."""
+    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         name, bits = part.name, self.scheme.bits
         shape = loaded.get(f"{name}.weight_shape")
         expected = [part.out_features, spec.in_features]
@@ -115,19 +112,19 @@ class PackedReader(Reader):
             raise CheckpointError(
                 f"tensor {name}.weight_shape says that the weight is {shape.tolist()}; the model expects {expected}"
             )
-        words = loaded[f"{name}.weight_packed"]
-        inputs = min(words.shape[1] * WORD // bits, spec.in_features)
+        packed = loaded[f"{name}.weight_packed"]
+        inputs = min(packed.shape[1] * WORD // bits, spec.in_features)
         stored = loaded.get(f"{name}.weight_g_idx")
         group = group_of(f"{name}.weight_g_idx", stored, self.scheme, inputs, spec.in_features, ordered=self.ordered)
         scales = check_scales(f"{name}.weight_scale", loaded[f"{name}.weight_scale"]).T
         zeros = None
         if not self._symmetric:
-            zeros = unpack(loaded[f"{name}.weight_zero_point"], bits, 0, words.shape[0]).T
-        return Quantized(values=unpack(words, bits, 1, inputs), scales=scales, zeros=zeros, group_of=group)
+            zeros = unpack(loaded[f"{name}.weight_zero_point"], bits, 0, packed.shape[0]).T
+        return QuantizedWeight(values=unpack(packed, bits, 1, inputs), scales=scales, zeros=zeros, group_of=group)
 
 
 def _check(scheme: quant_config.Scheme) -> None:
-    """Raises CheckpointError for a scheme that is not packed weights alone."""
+    """Raises CheckpointError for a scheme other than packed weights with unquantized activations."""
     weights = scheme.weights
     if scheme.format != FORMAT:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Reads quantization_config of a checkpoint's config.json: which module is quantized, and how.
+"""Reads quantization_config of a checkpoint's config.json: which modules are quantized, and how.
 
-Modules bear their names in the checkpoint, without ".weight". Sources: compressed-tensors (quantization/quant_args.py,
-quantization/quant_scheme.py, utils/match.py) and, for lists of modules left alone, transformers' quantizers.
+Modules are named as in the checkpoint, without ".weight". Sources: compressed-tensors (quantization/quant_args.py,
+quantization/quant_scheme.py, utils/match.py) and, for lists of unquantized modules, transformers' quantizers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from engine.core.quant import LinearSpec
 T = TypeVar("T")
 
 REGEX = "re:"
-"""Marks a target that is a regular expression, matched from the beginning of the name."""
+"""Prefix of a target that is a regular expression, matched from the beginning of the name."""
 CLASS = "Linear"
-"""The class of every module that is quantized here, as targets name it."""
+"""The class, as targets name it, of every module that is quantized here."""
 _ACTORDERS = {"static": "weight", "dynamic": "group"}
-"""Other names."""
+"""Aliases."""
 
 
 def match_rank(name: str, targets: Sequence[str]) -> int | None:
-    """How closely compressed-tensors targets name a module: 0 by its name, 1 by a pattern, 2 by its class; None: not.
+    """How specifically compressed-tensors targets match a module: 0 by name, 1 by pattern, 2 by class. None: not at
+    all.
 
     Raises CheckpointError for a pattern that is no regular expression.
     """
@@ -39,10 +40,10 @@ def match_rank(name: str, targets: Sequence[str]) -> int | None:
 
 
 def is_listed(name: str, modules: Sequence[str]) -> bool:
-    """Whether a list of modules left alone (modules_to_not_convert, ignored_layers) has this one.
+    """Whether a list of unquantized modules (modules_to_not_convert, ignored_layers) contains a module.
 
-    An entry stands for each module whose dotted name contains it whole: "lm_head", "model.layers.0", "mlp.gate" (which
-    is not gate_proj). Patterns with "re:" count too.
+    An entry matches each module whose dotted name contains it as whole components: "lm_head", "model.layers.0",
+    "mlp.gate" (which does not match gate_proj). Patterns with "re:" match too.
     """
     return any(
         _pattern(entry.removeprefix(REGEX)).match(name) is not None
@@ -52,30 +53,31 @@ def is_listed(name: str, modules: Sequence[str]) -> bool:
     )
 
 
-def modules_left_alone(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The list that is_listed takes, under any of its names in a quantization_config."""
+def unquantized_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The list of unquantized modules, under any of its names in a quantization_config."""
     keys = ("modules_to_not_convert", "ignored_layers", "ignore")
     return tuple(entry for key in keys for entry in _strings(config, key))
 
 
 def same_for_all(spec: LinearSpec, lookup: Callable[[str], T]) -> T:
-    """What `lookup` says of every part of a merged layer.
+    """The value of `lookup` for all parts of a merged layer.
 
-    Raises CheckpointError where it differs: the parts are multiplied as one matrix.
+    Raises CheckpointError where the parts differ: they are multiplied as one matrix.
     """
     found = [lookup(part.name) for part in spec.parts]
     for part, other in zip(spec.parts, found, strict=True):
         if other != found[0]:
             raise CheckpointError(
-                f"quantization_config treats {spec.parts[0].name} as {_say(found[0])} but {part.name} as {_say(other)};"
-                " they are multiplied as one matrix here, so both must be quantized alike or both left alone"
+                f"quantization_config treats {spec.parts[0].name} as {_describe(found[0])} but {part.name} as"
+                f" {_describe(other)}; they are multiplied as one matrix here, so both must be quantized alike or both"
+                " left alone"
             )
     return found[0]
 
 
 @frozen(kw_only=True)
 class QuantArgs:
-    """How the numbers of a weight or of activations are quantized ("QuantizationArgs" of compressed-tensors)."""
+    """How the values of weights or activations are quantized ("QuantizationArgs" of compressed-tensors)."""
 
     num_bits: int = 8
     type: str = "int"
@@ -85,11 +87,11 @@ class QuantArgs:
     """What shares a scale: tensor, channel, token, group, block or tensor_group."""
     group_size: int | None = None
     block: tuple[int, int] | None = None
-    """Rows and columns (outputs and inputs) that share a scale, for strategy block."""
+    """Outputs and inputs that share a scale, for strategy block."""
     dynamic: bool = False
-    """Whether scales are computed from the numbers when they come, not stored."""
+    """Whether scales are computed from the values at run time, not stored."""
     actorder: str | None = None
-    """weight (group indices need not be known), group (they are stored in weight_g_idx) or None."""
+    """weight (group indices are not needed), group (they are stored in weight_g_idx) or None."""
 
     @classmethod
     def parse(cls, stored: Mapping[str, Any]) -> QuantArgs:
@@ -124,18 +126,18 @@ class QuantArgs:
 
 @frozen(kw_only=True)
 class Scheme:
-    """One config group of compressed-tensors: what it applies to, and how."""
+    """One config group of compressed-tensors: its targets, and how they are quantized."""
 
     name: str
     targets: tuple[str, ...]
     weights: QuantArgs
     inputs: QuantArgs | None
-    """Of activations; None: they are not quantized."""
+    """Of activations. None: they are not quantized."""
     format: str
-    """How weights are stored, as "float-quantized"."""
+    """The storage format of weights, as "float-quantized"."""
 
     def __str__(self) -> str:
-        inputs = "activations as they are" if self.inputs is None else f"activations {self.inputs}"
+        inputs = "activations not quantized" if self.inputs is None else f"activations {self.inputs}"
         return f"{self.name} ({self.format}: weights {self.weights}, {inputs})"
 
 
@@ -148,7 +150,7 @@ class CompressedConfig:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> CompressedConfig:
-        """Raises CheckpointError for one that cannot be read, or in which nothing is quantized."""
+        """Parse a table. Raises CheckpointError for one that cannot be read, or that quantizes nothing."""
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise CheckpointError(f"quantization_config has no config_groups, but {groups!r}")
@@ -170,7 +172,7 @@ class CompressedConfig:
         )
 
     def scheme(self, name: str) -> Scheme | None:
-        """How a module is quantized: by the scheme that names it most closely; None: not at all."""
+        """How a module is quantized: by the scheme that matches it most specifically. None: it is not."""
         if match_rank(name, self.ignore) is not None:
             return None
         ranked = [(rank, one) for one in self.schemes if (rank := match_rank(name, one.targets)) is not None]
@@ -207,5 +209,5 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise CheckpointError(f"quantization_config: {text!r} is no regular expression: {error}") from error
 
 
-def _say(found: object) -> str:
+def _describe(found: object) -> str:
     return "unquantized" if found is None else str(found)

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits in groups of inputs: their numbers, and how the checkpoints of a method give them."""
+"""Weights of 4 or 8 bits with scales per group of inputs, and the contract of readers of their checkpoints."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from engine.plugins.quant.packing import WORD
 
 
 @frozen(kw_only=True)
-class Scheme:
-    """How the numbers of a linear layer are quantized."""
+class GroupScheme:
+    """How the weights of a linear layer are quantized."""
 
     bits: int
     group_size: int
-    """Inputs that share a scale and zero point; -1: all."""
+    """Inputs that share a scale and zero point. -1: all."""
 
     def __str__(self) -> str:
-        shared = "a channel" if self.group_size == -1 else f"a group of {self.group_size}"
-        return f"{self.bits} bits, a scale {shared}"
+        shared = "channel" if self.group_size == -1 else f"group of {self.group_size}"
+        return f"{self.bits} bits, a scale per {shared}"
 
     def groups(self, inputs: int) -> int:
-        """How many groups so many inputs have."""
+        """Number of groups of this many inputs."""
         return 1 if self.group_size == -1 else -(-inputs // self.group_size)
 
 
 @frozen(kw_only=True, eq=False)
-class Quantized:
-    """A weight matrix: scale * (value - zero point), on this rank."""
+class QuantizedWeight:
+    """This rank's part of a quantized weight matrix: scale * (value - zero point)."""
 
     values: torch.Tensor
     """[outputs, inputs] uint8."""
     scales: torch.Tensor
-    """[groups, outputs], a float type."""
+    """[groups, outputs], a float dtype."""
     zeros: torch.Tensor | None
     """[groups, outputs] uint8; None: all are 2^(bits - 1)."""
     group_of: torch.Tensor | None
-    """[inputs] int32, the group of each input; None: groups lie side by side."""
+    """[inputs] int32, the group of each input. None: groups are consecutive inputs."""
 
-    def sorted(self, scheme: Scheme, unit: int) -> Sorted:
-        """The same with groups side by side.
+    def sorted(self, scheme: GroupScheme, unit: int) -> SortedWeight:
+        """Sort the inputs so that groups are consecutive.
 
-        Where a rank's inputs are of groups of any sizes, each group is filled up to a multiple of `unit` inputs, and
-        becomes several groups of that size.
+        Where a rank's inputs do not fill whole groups (act-order, sharded inputs), each group is padded to a multiple
+        of `unit` inputs and split into groups of that size.
         """
         group_of = self.group_of
         if group_of is None:
-            return Sorted(weight=self, order=None, group_size=scheme.group_size)
+            return SortedWeight(weight=self, order=None, group_size=scheme.group_size)
         order = torch.argsort(group_of, stable=True)
         inputs = len(order)
         size = inputs if scheme.group_size == -1 else scheme.group_size
         if torch.equal(group_of[order].long(), torch.arange(inputs, device=order.device) // size):
             weight = evolve(self, values=self.values[:, order], group_of=None)
-            return Sorted(weight=weight, order=order, group_size=scheme.group_size)
+            return SortedWeight(weight=weight, order=order, group_size=scheme.group_size)
         counts = torch.bincount(group_of, minlength=len(self.scales))
         units = -(-counts // unit)
         scales = self.scales.repeat_interleave(units, 0)
@@ -67,20 +67,22 @@ class Quantized:
         places = ((units.cumsum(0) - units) * unit)[group] + within
         sources = torch.zeros(len(scales) * unit, dtype=torch.int64, device=order.device)
         sources[places] = order
-        # What is filled up meets some input, times scale * (zero point - zero point).
+        # Padding multiplies some input by scale * (zero point - zero point) = 0.
         centre = torch.full_like(scales, 2 ** (scheme.bits - 1), dtype=torch.uint8) if zeros is None else zeros
         values = centre.T.repeat_interleave(unit, 1)
         values[:, places] = self.values[:, order]
-        return Sorted(
-            weight=Quantized(values=values, scales=scales, zeros=zeros, group_of=None), order=sources, group_size=unit
+        return SortedWeight(
+            weight=QuantizedWeight(values=values, scales=scales, zeros=zeros, group_of=None),
+            order=sources,
+            group_size=unit,
         )
 
-    def has_zeros(self, scheme: Scheme) -> bool:
-        """Whether any zero point is not 2^(bits - 1)."""
+    def has_zeros(self, scheme: GroupScheme) -> bool:
+        """Whether any zero point differs from 2^(bits - 1)."""
         return self.zeros is not None and bool((self.zeros != 2 ** (scheme.bits - 1)).any())
 
-    def dequantize(self, scheme: Scheme) -> torch.Tensor:
-        """[outputs, inputs] float32."""
+    def dequantize(self, scheme: GroupScheme) -> torch.Tensor:
+        """The weight, [outputs, inputs] float32."""
         inputs = self.values.shape[1]
         group_of = self.group_of
         if group_of is None:
@@ -91,18 +93,18 @@ class Quantized:
 
 
 @frozen(kw_only=True, eq=False)
-class Sorted:
-    """A weight matrix whose groups lie side by side."""
+class SortedWeight:
+    """A quantized weight matrix whose groups are consecutive inputs."""
 
-    weight: Quantized
+    weight: QuantizedWeight
     order: torch.Tensor | None
-    """Where its inputs come from: [inputs] int64; None: it was so."""
+    """The input of x that each of its inputs reads: [inputs] int64. None: the same order as x."""
     group_size: int
-    """As `Scheme.group_size`."""
+    """As `GroupScheme.group_size`."""
 
 
-def check_shares(spec: LinearSpec, part: LinearPart, scheme: Scheme, *, whole_groups: bool) -> None:
-    """Raises CheckpointError where ranks that share a layer would cut words, or groups where these must be whole."""
+def check_shards(spec: LinearSpec, part: LinearPart, scheme: GroupScheme, *, whole_groups: bool) -> None:
+    """Raises CheckpointError where sharding a layer would cut packed words, or groups if they must be whole."""
     outputs, inputs = spec.rank_outputs(part), spec.rank_inputs
     if outputs != part.out_features and outputs * scheme.bits % WORD:
         raise CheckpointError(
@@ -124,17 +126,17 @@ def check_shares(spec: LinearSpec, part: LinearPart, scheme: Scheme, *, whole_gr
 
 
 class Reader(ABC):
-    """How a method stores one part of a linear layer."""
+    """Reads one part of a linear layer from a method's checkpoint tensors."""
 
-    scheme: Scheme
+    scheme: GroupScheme
     ordered: bool = False
-    """Whether inputs are given to groups in an order of their own (act-order). Ranks that share inputs then have the
-    scales and zero points of all groups, and the checkpoint says which group each input is in."""
+    """Act-order: whether inputs are assigned to groups in another order than their own. Ranks that share inputs then
+    have the scales and zero points of all groups, and the checkpoint stores the group of each input."""
 
     @abstractmethod
     def tensors(self, part: LinearPart, spec: LinearSpec) -> Mapping[str, TensorSpec]:
-        """What to read, by qualified name."""
+        """Tensors to read, by qualified name."""
 
     @abstractmethod
-    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> Quantized:
-        """The numbers. Raises CheckpointError, naming the tensor, for those that contradict each other."""
+    def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        """The quantized weight. Raises CheckpointError, naming the tensor, for inconsistent tensors."""

@@ -1,4 +1,4 @@
-"""What the methods that read packed weights (gptq, awq, pack-quantized) have in common."""
+"""What the methods with packed weights (gptq, awq, compressed-tensors) have in common."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, ClassVar, Self
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import QuantMethod
-from engine.plugins.quant.w4a16_kernel import Multipliers
+from engine.plugins.quant.w4a16_kernel import WeightOnlyMatmuls
 
 
 class W4A16Method(QuantMethod[None]):
-    """Made of a quantization_config, which it refuses by a CheckpointError; has no options."""
+    """Base of methods that are constructed from a quantization_config and have no options."""
 
     api: ClassVar[str] = "1"
     reads: ClassVar[str]
-    """What a checkpoint must be, after "it needs one"."""
+    """What a checkpoint must be, as the end of the sentence "it needs one ..."."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises CheckpointError for a quantization_config of another method, or one that is not supported."""
-        self._multipliers = Multipliers()
+        """Raises CheckpointError for a quantization_config of another method, or an unsupported one."""
+        self._matmuls = WeightOnlyMatmuls()
 
     @classmethod
     def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
-        """An unquantized checkpoint, or one of another method, format or width; a GPU without Triton."""
+        """Refuses unquantized checkpoints, those of another method, format or bit width, and GPUs without Triton."""
         if checkpoint is None:
             return f"the checkpoint is not quantized; it needs one {cls.reads}"
         try:

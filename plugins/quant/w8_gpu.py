@@ -1,9 +1,9 @@
-"""Linear layers with eight-bit weights on a GPU: which kernel for how many rows.
+"""W8 linear layers on a GPU: W8A16 for few rows, W8A8 for more.
 
-Few rows: reading the weights is all that counts. They are multiplied by activations as they are. More rows: activations
-are quantized too, by one kernel, and codes multiplied by codes, which takes half the time of numbers of 16 bits. So
-what is computed follows from the number of rows alone; by which tiles is measured at start (multiplications). With
-scales of blocks, which have to be applied to sums of 128 products, that takes longer than by activations as they are.
+With few rows the time is that of reading the weights, and activations stay 16-bit (W8A16). With more rows activations
+are quantized too, by one kernel, and the GEMM is W8A8, at twice the rate of 16-bit numbers. The number of rows alone
+decides which of the two computes, so results do not depend on autotuning, which only chooses tiles. Scales of blocks
+must be applied to the sums of every 128 products; as this makes W8A8 slower than W8A16, such layers are W8A16 always.
 """
 
 from __future__ import annotations
@@ -17,134 +17,126 @@ from engine.core.autotune import AutotunedCall, Operands
 from engine.core.errors import CheckpointError
 from engine.core.quant import FLOAT8_CAPABILITY, FusedInputQuantization, LinearSpec
 from engine.ops.activation.silu_and_mul import silu_and_mul
-from engine.ops.gemm.packed_layout import CodeLayout, PackedMatrix
-from engine.ops.gemm.weight_only_launch import Multiplier
-from engine.ops.gemm.weight_only_tiles import MOST_ROWS, GemmShape
+from engine.ops.gemm.packed_layout import PackedMatrix, W8Layout
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+from engine.ops.gemm.weight_only_tiles import WEIGHT_ONLY_MAX_ROWS, WeightOnlyShape
 from engine.plugins.quant.fused_quantization import NormAndActivationQuantization
 from engine.plugins.quant.rounding import dequantize
 from engine.plugins.quant.w8_kernel import NONE, W8Format, W8Kernel
 from engine.plugins.quant.w8a8_matmul import HOPPER, W8A8Matmul, has_capability
-from engine.plugins.quant.w8a8_tuning import ByCodes
-from engine.plugins.quant.weight_only_tuning import WeightOnly
+from engine.plugins.quant.w8a8_tuning import W8A8Op
+from engine.plugins.quant.weight_only_tuning import WeightOnlyOp
 
-FEW_ROWS = 32
-"""Up to so many rows activations are not quantized."""
-NOT_A_NUMBER = 0x7F
-"""The code of a NaN in e4m3, the sign aside."""
+W8A16_MAX_ROWS = 32
+"""Up to this many rows activations are not quantized."""
+FLOAT8_NAN = 0x7F
+"""The bits of a NaN in e4m3, without the sign."""
 
 
 class W8GpuKernel(W8Kernel):
-    """Codes in the order of a CodeLayout and scales in memory, kernels by the number of rows."""
+    """Weights in a W8Layout, multiplied by a W8A16 or a W8A8 GEMM."""
 
-    def __init__(self, spec: LinearSpec, form: W8Format, multiplier: Multiplier) -> None:
+    def __init__(self, spec: LinearSpec, form: W8Format, w8a16: WeightOnlyMatmul) -> None:
         super().__init__(spec, form)
-        self._multiplier = multiplier
-        self._layout = CodeLayout(dtype=form.dtype, scale_rows=self.scale_rows)
+        self._w8a16 = w8a16
+        self._layout = W8Layout(dtype=form.dtype, scale_rows=self.scale_rows)
         slow_tiles = self.scale_rows > 0 or is_without_tma(torch.device(spec.device))
         self._quantizes = form.activations != NONE and not slow_tiles
         outputs = sum(spec.rank_outputs(part) for part in spec.parts)
-        self._codes = W8A8Matmul(multiplier.workspace, form.torch_dtype, outputs, spec.rank_inputs, self.compute_dtype)
+        self._w8a8 = W8A8Matmul(w8a16.workspace, form.torch_dtype, outputs, spec.rank_inputs, self.compute_dtype)
         self._last: tuple[Mapping[str, torch.Tensor], PackedMatrix] | None = None
-        """The weights given last, and their matrix."""
+        """The weights of the last call, and their matrix."""
 
     def prepare(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Codes and scales. Raises CheckpointError for float8 codes that are no numbers."""
-        codes = self.merge(loaded)
-        if codes.weight.dtype != torch.int8 and bool((codes.weight.view(torch.uint8) & 127 == NOT_A_NUMBER).any()):
+        """Quantized values in the W8Layout, and scales. Raises CheckpointError for NaN among float8 values."""
+        merged = self.merge(loaded)
+        if merged.weight.dtype != torch.int8 and bool((merged.weight.view(torch.uint8) & 127 == FLOAT8_NAN).any()):
             names = ", ".join(part.name for part in self.spec.parts)
             raise CheckpointError(f"the weights of {names} have a NaN; fetch the checkpoint again")
-        given = {} if codes.input_scale is None else {"input_scale": codes.input_scale}
-        return {"weight": self._layout.pack(codes.weight), "scale": codes.scale.contiguous(), **given}
+        static = {} if merged.input_scale is None else {"input_scale": merged.input_scale}
+        return {"weight": self._layout.pack(merged.weight), "scale": merged.scale.contiguous(), **static}
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """x: [..., in_features] -> [..., out_features]."""
         return self._multiply(x, weights, bias, gated=False)
 
     def apply_gated(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See LinearKernel."""
         return self._multiply(x, weights, bias, gated=True)
 
     def _multiply(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, *, gated: bool
     ) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        if self.spec.dtype == "float32":  # of which the tensor cores would drop digits
-            y = F.linear(flat, self.widen(weights, x.dtype, x.shape[-1]), bias)
+        if self.spec.dtype == "float32":  # tensor cores would lose digits of float32
+            y = F.linear(flat, self.dequantize(weights, x.dtype, x.shape[-1]), bias)
             y = silu_and_mul(y) if gated else y
-        elif self._by_codes(flat.shape[0]):
-            y = self._codes(flat, weights, bias)
+        elif self._is_w8a8(flat.shape[0]):
+            y = self._w8a8(flat, weights, bias)
             y = silu_and_mul(y) if gated else y
         else:
-            y = self._multiplier(flat, self._matrix(weights), bias, gated=gated)
+            y = self._w8a16(flat, self._matrix(weights), bias, gated=gated)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _matrix(self, weights: Mapping[str, torch.Tensor]) -> PackedMatrix:
-        """Kept, as a layer gives the same mapping, unchanged, at each call."""
+        """Kept from call to call, as a layer passes the same mapping each time."""
         if self._last is None or self._last[0] is not weights:
-            words = self._layout.words(weights["weight"])
-            self._last = weights, PackedMatrix(words=words, scales=weights["scale"], layout=self._layout)
+            packed = self._layout.as_words(weights["weight"])
+            self._last = weights, PackedMatrix(packed=packed, scales=weights["scale"], layout=self._layout)
         return self._last[1]
 
     def fuses_gating(self, rows: int) -> bool:
-        """See LinearKernel."""
-        return not self._by_codes(rows)
+        return not self._is_w8a8(rows)
 
     def fused_input_quantization(self) -> FusedInputQuantization | None:
-        """Where there are rows whose activations are quantized."""
+        """For the numbers of rows that are W8A8."""
         can = self._quantizes and self.spec.dtype != "float32"
-        return NormAndActivationQuantization(self._codes, self._by_codes) if can else None
+        return NormAndActivationQuantization(self._w8a8, self._is_w8a8) if can else None
 
-    def _by_codes(self, rows: int) -> bool:
-        """Whether so many rows are quantized, but for float32 ones."""
-        return self._quantizes and rows > FEW_ROWS
+    def _is_w8a8(self, rows: int) -> bool:
+        """Whether activations of this many rows are quantized, if they are not float32."""
+        return self._quantizes and rows > W8A16_MAX_ROWS
 
     def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> Sequence[AutotunedCall]:
-        """One of few rows and one of many, or one of all where activations are not quantized."""
+        """W8A16 for few rows and W8A8 for more, or W8A16 for all where activations are not quantized."""
         spec = self.spec
         if spec.dtype == "float32":
             return ()
         matrix = self._matrix(weights)
-        problem = GemmShape(
+        shape = WeightOnlyShape(
             gated=spec.gated,
             weight_rows=matrix.rows,
             inputs=spec.rank_inputs,
             layout=self._layout,
             dtype=self.compute_dtype,
         )
-        most_rows = FEW_ROWS if self._quantizes else MOST_ROWS
-        few = WeightOnly(self._multiplier, problem, most_rows)
-        found = [AutotunedCall(op=few, operands=Operands(weights=matrix.tensors, bias=bias))]
+        max_rows = W8A16_MAX_ROWS if self._quantizes else WEIGHT_ONLY_MAX_ROWS
+        w8a16 = WeightOnlyOp(self._w8a16, shape, max_rows)
+        found = [AutotunedCall(op=w8a16, operands=Operands(weights=matrix.tensors, bias=bias))]
         if self._quantizes:
-            many = ByCodes(self._codes, static="input_scale" in weights)
-            found.append(AutotunedCall(op=many, operands=Operands(weights=weights, bias=bias)))
+            w8a8 = W8A8Op(self._w8a8, static="input_scale" in weights)
+            found.append(AutotunedCall(op=w8a8, operands=Operands(weights=weights, bias=bias)))
         return found
 
-    def widen(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, inputs: int) -> torch.Tensor:
-        """Codes and scales, as kernels here keep them -> the weight, [outputs, inputs]."""
+    def dequantize(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, inputs: int) -> torch.Tensor:
+        """The weight as a plain matrix, [outputs, inputs]. weights: as `prepare` returned them."""
         scale = weights["scale"] if self.scale_rows else weights["scale"][:, None]
         return dequantize(self._layout.unpack(weights["weight"], inputs), scale, dtype, self.scale_rows)
 
     def describe(self) -> str:
-        """See W8Kernel."""
         if not self._quantizes:
-            return (
-                f"weight-only Triton kernels, more than {MOST_ROWS} rows by unpacked weights; activations as they are"
-            )
-        few = f"up to {FEW_ROWS} rows weight-only Triton kernels"
-        how = "per token" if self.form.activations == "token" else "by a stored scale"
-        return f"{few}, more with activations quantized {how}, on the tensor cores"
+            return f"W8A16 by Triton kernels, above {WEIGHT_ONLY_MAX_ROWS} rows by dequantized weights and cuBLAS"
+        scales = "per token" if self.form.activations == "token" else "by a stored scale"
+        return f"W8A16 up to {W8A16_MAX_ROWS} rows, above W8A8 with activations quantized {scales}"
 
     def slow(self) -> str | None:
-        """Why this will not be fast, if it will not."""
         return "activations are float32; use --dtype bfloat16" if self.spec.dtype == "float32" else None
 
 
 class DequantizeEachCallKernel(W8GpuKernel):
-    """For GPUs without float8: weights are widened at every multiplication."""
+    """For GPUs without float8: weights are dequantized at each call."""
 
     def fused_input_quantization(self) -> FusedInputQuantization | None:
         """None: activations are not quantized."""
@@ -153,27 +145,26 @@ class DequantizeEachCallKernel(W8GpuKernel):
     def autotuned_calls(
         self, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> Sequence[AutotunedCall]:
-        """None: there is one way."""
+        """None: there is one way to compute."""
         return ()
 
     def _multiply(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, *, gated: bool
     ) -> torch.Tensor:
-        y = F.linear(x, self.widen(weights, x.dtype, x.shape[-1]), bias)
+        y = F.linear(x, self.dequantize(weights, x.dtype, x.shape[-1]), bias)
         return silu_and_mul(y) if gated else y
 
     def describe(self) -> str:
-        """See W8Kernel."""
-        return f"weight-only: widened to {self.spec.dtype} at every multiplication"
+        return f"weights dequantized to {self.spec.dtype} at each call"
 
     def slow(self) -> str | None:
-        """See W8GpuKernel."""
+        capability = ".".join(map(str, FLOAT8_CAPABILITY))
         return (
-            f"this GPU has no float8 (compute capability below {FLOAT8_CAPABILITY[0]}.{FLOAT8_CAPABILITY[1]}): weights"
-            " take less memory but multiplying takes longer; an int8 checkpoint would be faster"
+            f"this GPU has no float8 (compute capability below {capability}): weights take less memory but multiplying"
+            " takes longer; an int8 checkpoint would be faster"
         )
 
 
 def is_without_tma(device: torch.device) -> bool:
-    """Whether the kernel that multiplies codes by codes would load its tiles without overlap."""
+    """Whether a GPU lacks TMA: the W8A8 GEMM would then load its tiles without overlap."""
     return device.type == "cuda" and not has_capability(device, HOPPER)

@@ -1,10 +1,11 @@
-"""What linear layers with eight-bit weights have in common: reading or making codes and scales, and merging parts."""
+"""What the W8 kernels have in common: reading or making quantized weights and scales, and merging parts."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from attrs import frozen
@@ -16,32 +17,39 @@ from engine.plugins.quant.rounding import BLOCK, quantize
 
 SCALE_DTYPES = ("float32", "bfloat16", "float16")
 NAMES = {"float8_e4m3fn": "fp8", "int8": "int8"}
-NONE, TOKEN, STATIC = "none", "token", "static"
+
+W8Dtype = Literal["float8_e4m3fn", "int8"]
+Granularity = Literal["tensor", "channel", "block"]
+"""What shares a scale: a part of a merged layer, an output, or a block of 128 x 128."""
+Activations = Literal["none", "token", "static"]
+"""none: not quantized. token: a scale per token, computed from its values. static: one stored scale."""
+NONE: Activations = "none"
+TOKEN: Activations = "token"
+STATIC: Activations = "static"
 
 
 @frozen(kw_only=True)
 class W8Format:
-    """How a linear layer is quantized."""
+    """How a linear layer's weights and activations are quantized."""
 
-    dtype: str
-    """Of codes: float8_e4m3fn or int8."""
-    granularity: str
-    """What shares a scale: tensor (a part of a merged layer), channel (an output) or block (of 128 x 128)."""
-    activations: str
-    """none: not quantized; token: with a scale a token (with blocks: a token's 128 inputs); static: a stored scale."""
+    dtype: W8Dtype
+    """Of the weights."""
+    granularity: Granularity
+    activations: Activations
     scale_names: tuple[str, ...] = ()
-    """What scales may be called in the checkpoint; empty: it has no codes, and weights are quantized as they come."""
+    """Names of the scales in the checkpoint. Empty: the checkpoint is unquantized, and weights are quantized at
+    load."""
     input_scale_names: tuple[str, ...] = ()
-    """The same of scales of activations, which are read if `activations` is static and else left out."""
+    """Names of the scales of activations; read if `activations` is static, else ignored."""
 
     @property
     def is_stored(self) -> bool:
-        """Whether the checkpoint has codes."""
+        """Whether the checkpoint's weights are quantized."""
         return bool(self.scale_names)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of codes."""
+        """The dtype of the weights."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -52,29 +60,29 @@ class W8Format:
 
 
 @frozen(kw_only=True)
-class Codes:
-    """The weight of one linear layer on this rank, parts one below the other."""
+class W8Weight:
+    """The quantized weight of one linear layer on this rank, its parts concatenated along the outputs."""
 
     weight: torch.Tensor
     """[out, in]."""
     scale: torch.Tensor
-    """float32: [out], or of blocks [ceil(out / scale_rows), ceil(in / 128)]."""
+    """float32: [out], or per block [ceil(out / scale_rows), ceil(in / 128)]."""
     input_scale: torch.Tensor | None
-    """[1] float32, of static activations: the largest of the parts'."""
+    """[1] float32, of static activations: the largest of the parts' scales."""
 
 
 class W8Kernel(LinearKernel):
-    """Reads codes and scales, or makes them of plain weights; subclasses multiply."""
+    """Reads quantized weights and scales, or quantizes plain weights. Subclasses multiply."""
 
     def __init__(self, spec: LinearSpec, form: W8Format) -> None:
-        """Raises CheckpointError where ranks that share the layer would cut blocks."""
+        """Raises CheckpointError where sharding the layer would cut blocks."""
         self.spec = spec
         self.form = form
         sizes = [part.out_features for part in spec.parts[:-1]]
         self.scale_rows = math.gcd(BLOCK, *sizes) if form.granularity == "block" else 0
-        """Outputs that share a block's scale once the parts are merged; 0: no blocks."""
+        """Outputs per scale of a block, once the parts are merged. 0: no blocks."""
         for part in spec.parts:
-            self._check_shares(part)
+            self._check_shards(part)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """NAME.weight of each part, and its scales."""
@@ -112,25 +120,25 @@ class W8Kernel(LinearKernel):
             },
         }
 
-    def merge(self, loaded: Mapping[str, torch.Tensor]) -> Codes:
-        """One weight of what was read. Raises CheckpointError for scales that are absent, broken or cannot be shared.
+    def merge(self, loaded: Mapping[str, torch.Tensor]) -> W8Weight:
+        """Merge the parts into one weight. Raises CheckpointError for missing, invalid or ambiguous scales.
 
-        Parts are quantized one after the other into the memory of the whole.
+        Parts are quantized one after the other into the memory of the merged weight.
         """
         sizes = [loaded[f"{part.name}.weight"].shape for part in self.spec.parts]
-        codes = self.form.torch_dtype
+        dtype = self.form.torch_dtype
         first = loaded[f"{self.spec.parts[0].name}.weight"]
         weight = first
         if len(sizes) > 1:
-            weight = torch.empty((sum(size[0] for size in sizes), sizes[0][1]), dtype=codes, device=first.device)
+            weight = torch.empty((sum(size[0] for size in sizes), sizes[0][1]), dtype=dtype, device=first.device)
         scales, begin = [], 0
         for part, size in zip(self.spec.parts, sizes, strict=True):
             stored = loaded[f"{part.name}.weight"]
             if self.form.is_stored:
                 scale = self._scale_of(part, loaded, self.form.scale_names)
             else:
-                stored, scale = quantize(stored, codes, self.form.granularity)
-            scales.append(self._widen(scale, size))
+                stored, scale = quantize(stored, dtype, self.form.granularity)
+            scales.append(self._spread_scale(scale, size))
             if len(sizes) > 1:
                 weight[begin : begin + size[0]] = stored
             else:
@@ -140,7 +148,7 @@ class W8Kernel(LinearKernel):
         if self.form.activations == STATIC:
             found = [self._scale_of(part, loaded, self.form.input_scale_names) for part in self.spec.parts]
             input_scale = torch.stack(found).amax(0)
-        return Codes(weight=weight, scale=torch.cat(scales), input_scale=input_scale)
+        return W8Weight(weight=weight, scale=torch.cat(scales), input_scale=input_scale)
 
     def _scale_of(self, part: LinearPart, loaded: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
         found = [f"{part.name}.{name}" for name in names if f"{part.name}.{name}" in loaded]
@@ -156,7 +164,7 @@ class W8Kernel(LinearKernel):
             )
         return scale
 
-    def _check_shares(self, part: LinearPart) -> None:
+    def _check_shards(self, part: LinearPart) -> None:
         spec = self.spec
         sizes = (
             (spec.rank_outputs(part), part.out_features, "outputs"),
@@ -166,24 +174,24 @@ class W8Kernel(LinearKernel):
             if self.scale_rows and local != total and local % BLOCK:
                 raise CheckpointError(
                     f"{spec.ranks} ranks cannot share {part.name}: each would have {local} of its {total} {what},"
-                    f" which are no whole blocks of {BLOCK}; use fewer ranks or a checkpoint quantized per channel"
+                    f" which cuts blocks of {BLOCK}; use fewer ranks or a checkpoint quantized per channel"
                 )
 
-    def _widen(self, scale: torch.Tensor, size: torch.Size) -> torch.Tensor:
-        """A part's scales as `Codes` has them."""
+    def _spread_scale(self, scale: torch.Tensor, size: torch.Size) -> torch.Tensor:
+        """A part's scales in the shape that `W8Weight` has."""
         if not self.scale_rows:
             return scale.reshape(-1).expand(size[0]).contiguous()
         return scale.repeat_interleave(BLOCK // self.scale_rows, 0)[: -(-size[0] // self.scale_rows)]
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         return torch_dtype(self.spec.dtype)
 
     @abstractmethod
     def describe(self) -> str:
-        """How it is multiplied, for the log."""
+        """How the layer computes, for the log."""
 
     def slow(self) -> str | None:
-        """Why it will not be fast, if it will not."""
+        """Why the layer will be slow, for a warning. None: it will not."""
         return None

@@ -1,4 +1,4 @@
-"""Many rows of activations, quantized, times eight-bit codes: by which kernel."""
+"""W8A8 GEMM of one layer: default tiles, candidates, and the choice between our kernels and torch._scaled_mm."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from attrs import evolve
 from engine.ops.activation.quantize_rows import quantize_rows
 from engine.ops.common.launch import has_wgmma, num_sms
 from engine.ops.gemm.persistent_matmul import ALIGNMENT
-from engine.ops.gemm.scaled_matmul import MatmulTile, compile_matmul, matmul
+from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 
 ROW_CLASSES = (64, 128, 256, 512, 4096)
-"""Numbers of rows that a kernel is chosen for; fewer take the next one's, more the last one's."""
-SOME_ROWS = 64
-"""Up to so many rows tiles have as many."""
+"""Row classes: a number of rows uses the choice of the smallest class that is not less, or of the last."""
+SMALL_TILE_ROWS = 64
+"""Up to this many rows, tiles have as many rows."""
 SMALL_TILES = (
-    MatmulTile(rows=SOME_ROWS, outputs=32, warps=4, stages=6),
-    MatmulTile(rows=SOME_ROWS, outputs=64, warps=4, stages=5),
+    W8A8Tile(rows=SMALL_TILE_ROWS, outputs=32, warps=4, stages=6),
+    W8A8Tile(rows=SMALL_TILE_ROWS, outputs=64, warps=4, stages=5),
 )
-MIDDLE_TILES = (
-    MatmulTile(rows=128, outputs=64, warps=4, stages=6),
-    MatmulTile(rows=128, outputs=128, warps=8, stages=4),
+MEDIUM_TILES = (
+    W8A8Tile(rows=128, outputs=64, warps=4, stages=6),
+    W8A8Tile(rows=128, outputs=128, warps=8, stages=4),
 )
-LARGE_TILE = MatmulTile(rows=128, outputs=256, warps=8, stages=4)
-"""The fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
+LARGE_TILE = W8A8Tile(rows=128, outputs=256, warps=8, stages=4)
+"""Default tiles: the fastest, or nearly, of those that benchmarks/quant_kernels.py --tune tries, on an H200."""
 SHAPES = {
     64: (
         (64, 32, 4, 6), (64, 32, 4, 8), (64, 64, 4, 5), (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6),
@@ -44,7 +44,7 @@ SHAPES = {
     512: ((128, 128, 8, 4), (128, 256, 8, 4), (256, 128, 8, 3)),
     4096: ((128, 256, 8, 4), (256, 128, 8, 3)),
 }  # fmt: skip
-"""Rows of x, outputs, warps and stages of the tiles to try, by class of rows."""
+"""(rows of x, outputs, warps, stages) of the candidates, by row class."""
 PERSISTENT_SHAPES = {
     64: (),
     128: ((128, 128, 8, 6),),
@@ -52,80 +52,80 @@ PERSISTENT_SHAPES = {
     512: ((128, 128, 8, 6), (128, 256, 8, 4), (256, 128, 8, 3)),
     4096: ((128, 256, 8, 4), (256, 128, 8, 3)),
 }
-"""The same of persistent tiles, where a GPU has wgmma."""
+"""The same of persistent candidates, for GPUs with wgmma."""
 SPLITS = (2, 4)
-LEAST_BLOCKS = 4
-"""That each of the programs that share a tile must have."""
-MOST_LANE_SUMS = 64
-"""Of a tile with splits: a thread keeps its own sums in registers and reads others."""
-TORCH_TILE = 128 * 128
-"""From this size of a tile on torch's float8 kernel is faster than ours."""
+MIN_BLOCKS_PER_SPLIT = 4
+"""Minimum loop iterations per program of a split tile."""
+MAX_SUMS_PER_THREAD = 64
+"""Maximum sums per thread of a split tile: a thread keeps its own sums in registers and reads others."""
+MIN_SCALED_MM_TILE = 128 * 128
+"""From this tile size on, torch's float8 kernel is faster than ours."""
 FAST_ACCUMULATION = True
-"""Whether torch's float8 kernel may add up products within the tensor cores only, with fewer digits."""
+"""Whether torch's float8 kernel may accumulate in the tensor cores only, at lower precision."""
 HOPPER = (9, 0)
-"""From which on there is TMA, and torch's float8 kernel takes a scale a row."""
+"""From this compute capability on there is TMA, and torch._scaled_mm takes a scale per row."""
 
 
 class W8A8Matmul:
-    """Multiplies by the codes of one layer, as it is chosen for each number of rows."""
+    """W8A8 GEMM by one layer's weight, with the kernel chosen per number of rows."""
 
     def __init__(
         self, workspace: Workspace, weight_dtype: torch.dtype, outputs: int, inputs: int, dtype: torch.dtype
     ) -> None:
-        """weight_dtype: float8_e4m3fn or int8; outputs, inputs: rows and columns of W; dtype: of x."""
+        """weight_dtype: float8_e4m3fn or int8; outputs, inputs: rows and columns of W; dtype: of x before
+        quantization."""
         self.device = device = workspace.device
         self.weight_dtype = weight_dtype
         self.outputs = outputs
         self.inputs = inputs
         self.dtype = dtype
-        self.by_torch = (
+        self.has_scaled_mm = (
             weight_dtype != torch.int8
             and dtype == torch.bfloat16
             and outputs % 16 == 0
             and has_capability(device, HOPPER)
         )
-        """Whether torch has a kernel for it."""
+        """Whether torch._scaled_mm can compute it."""
         self.persistent = outputs % ALIGNMENT == 0 and has_wgmma(device)
-        """Whether tiles may be."""
+        """Whether persistent tiles can be used."""
         self._workspace = workspace
-        self._chosen: dict[int, MatmulTile | None] = {}
+        self._chosen: dict[int, W8A8Tile | None] = {}
 
     def __call__(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-        """x: [rows, inputs], dense -> [rows, outputs], in x's type.
+        """Quantize x and multiply: [rows, inputs], contiguous -> [rows, outputs], in x's dtype.
 
-        weights: weight (codes in the order of a CodeLayout), scale ([outputs] float32), and input_scale ([1] float32)
-        where activations have a stored one.
+        weights: `weight` (in a W8Layout), `scale` ([outputs] float32), and `input_scale` ([1] float32) where
+        activations have a stored scale.
         """
         return self.multiply(x, weights, bias, self.tile(x.shape[0]))
 
-    def tile(self, rows: int) -> MatmulTile | None:
-        """What was chosen for so many rows, else what `usual` says."""
-        last = next((most for most in ROW_CLASSES if most >= rows), ROW_CLASSES[-1])
-        return self._chosen[last] if last in self._chosen else self.usual(rows)
+    def tile(self, rows: int) -> W8A8Tile | None:
+        """The tile chosen for this many rows, else the default. None: torch._scaled_mm."""
+        row_class = next((size for size in ROW_CLASSES if size >= rows), ROW_CLASSES[-1])
+        return self._chosen[row_class] if row_class in self._chosen else self.default_tile(rows)
 
-    def usual(self, rows: int) -> MatmulTile | None:
-        """What is taken unmeasured; None: torch's kernel."""
+    def default_tile(self, rows: int) -> W8A8Tile | None:
+        """The tile used unless another was chosen. None: torch._scaled_mm."""
         tile = matmul_tile(rows, self.outputs, num_sms(self.device))
-        return None if self.by_torch and tile.rows * tile.outputs >= TORCH_TILE else tile
+        return None if self.has_scaled_mm and tile.rows * tile.outputs >= MIN_SCALED_MM_TILE else tile
 
-    def candidates(self, rows: int) -> list[MatmulTile | None]:
-        """What is worth a measurement for one of ROW_CLASSES, `usual` first."""
-        found = [self.usual(rows)]
+    def candidates(self, rows: int) -> list[W8A8Tile | None]:
+        """Tiles to measure for one of ROW_CLASSES, the default first."""
+        found = [self.default_tile(rows)]
         split: set[tuple[int, int]] = set()
         for tile_rows, outputs, warps, stages in SHAPES[rows]:
-            tile = MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages)
+            tile = W8A8Tile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages)
             found.append(tile)
             if (tile_rows, outputs) not in split:  # once, whatever the stages
-                found += splits_of(tile, rows, self.outputs, self.inputs, num_sms(self.device))
+                found += split_tiles(tile, rows, self.outputs, self.inputs, num_sms(self.device))
             split.add((tile_rows, outputs))
         for tile_rows, outputs, warps, stages in PERSISTENT_SHAPES[rows] if self.persistent else ():
-            tile = MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True)
-            found += [tile, *splits_of(tile, rows, self.outputs, self.inputs, num_sms(self.device))]
-        return list(dict.fromkeys([*found, None] if self.by_torch else found))
+            tile = W8A8Tile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True)
+            found += [tile, *split_tiles(tile, rows, self.outputs, self.inputs, num_sms(self.device))]
+        return list(dict.fromkeys([*found, None] if self.has_scaled_mm else found))
 
-    def choose(self, rows: int, tile: MatmulTile | None) -> None:
-        """From now on multiply by this tile where x has so many rows, of ROW_CLASSES, or fewer, down to the class
-        before; None: by torch's kernel."""
+    def choose(self, rows: int, tile: W8A8Tile | None) -> None:
+        """Use a tile for one of ROW_CLASSES from now on. None: torch._scaled_mm."""
         self._chosen[rows] = tile
 
     def multiply(
@@ -133,26 +133,26 @@ class W8A8Matmul:
         x: torch.Tensor,
         weights: Mapping[str, torch.Tensor],
         bias: torch.Tensor | None,
-        tile: MatmulTile | None,
+        tile: W8A8Tile | None,
     ) -> torch.Tensor:
-        """As the call, with a tile of one's own."""
-        codes, x_scale = quantize_rows(x, weights["weight"].dtype, scale=weights.get("input_scale"))
-        return self.multiply_quantized(codes, x_scale, weights, bias, tile)
+        """As the call, by a given tile."""
+        quantized, x_scale = quantize_rows(x, weights["weight"].dtype, scale=weights.get("input_scale"))
+        return self.multiply_quantized(quantized, x_scale, weights, bias, tile)
 
     def multiply_quantized(
         self,
-        codes: torch.Tensor,
+        quantized: torch.Tensor,
         x_scale: torch.Tensor,
         weights: Mapping[str, torch.Tensor],
         bias: torch.Tensor | None,
-        tile: MatmulTile | None,
+        tile: W8A8Tile | None,
     ) -> torch.Tensor:
-        """As `multiply`, of rows as quantize_rows leaves them."""
+        """As `multiply`, of rows that are already quantized (quantize_rows)."""
         weight, scale = weights["weight"], weights["scale"]
         if tile is not None:
-            return matmul(codes, x_scale, weight, scale, bias, self.dtype, tile, self._workspace)
+            return matmul(quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace)
         return torch._scaled_mm(
-            codes,
+            quantized,
             weight.t(),
             scale_a=x_scale[:, None],
             scale_b=scale[None, :],
@@ -162,36 +162,36 @@ class W8A8Matmul:
         )
 
     def compile(
-        self, rows: int, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, tile: MatmulTile
+        self, rows: int, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, tile: W8A8Tile
     ) -> None:
-        """What `multiply` would launch, in the threads of a triton.AsyncCompileMode if one is active."""
+        """Compile what `multiply` would launch, in the threads of an active triton.AsyncCompileMode."""
         weight, scale = weights["weight"], weights["scale"]
-        codes = torch.empty((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-        compile_matmul(codes, scale.new_empty(rows), weight, scale, bias, self.dtype, tile, self._workspace)
+        quantized = torch.empty((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        compile_matmul(quantized, scale.new_empty(rows), weight, scale, bias, self.dtype, tile, self._workspace)
 
 
-def matmul_tile(rows: int, outputs: int, sms: int) -> MatmulTile:
-    """The tile for a product of this size: small ones where large ones would leave multiprocessors idle."""
-    if rows <= SOME_ROWS:
+def matmul_tile(rows: int, outputs: int, sms: int) -> W8A8Tile:
+    """The default tile for a product of this size: small where large tiles would leave multiprocessors idle."""
+    if rows <= SMALL_TILE_ROWS:
         return next((tile for tile in SMALL_TILES if tile.programs(rows, outputs) <= 2 * sms), SMALL_TILES[-1])
-    return next((tile for tile in MIDDLE_TILES if tile.programs(rows, outputs) <= sms), LARGE_TILE)
+    return next((tile for tile in MEDIUM_TILES if tile.programs(rows, outputs) <= sms), LARGE_TILE)
 
 
-def splits_of(tile: MatmulTile, rows: int, outputs: int, inputs: int, sms: int) -> list[MatmulTile]:
-    """The same tile with splits that keep more multiprocessors busy, of all of them more than half."""
+def split_tiles(tile: W8A8Tile, rows: int, outputs: int, inputs: int, sms: int) -> list[W8A8Tile]:
+    """The same tile with splits that occupy more than half of the multiprocessors, without exceeding them."""
     found = []
     for splits in SPLITS:
         split = evolve(tile, splits=splits)
         programs = tile.programs(rows, outputs) * splits
         wanted = programs <= sms * tile.resident and (programs * 2 > sms or splits == SPLITS[-1])
-        enough = -(-inputs // tile.block_k) >= splits * LEAST_BLOCKS
-        small = tile.rows <= rows and tile.rows * tile.outputs <= MOST_LANE_SUMS * tile.warps * 32
+        enough = -(-inputs // tile.block_k) >= splits * MIN_BLOCKS_PER_SPLIT
+        small = tile.rows <= rows and tile.rows * tile.outputs <= MAX_SUMS_PER_THREAD * tile.warps * 32
         if wanted and enough and small and split.fits(rows, outputs):
             found.append(split)
     return found
 
 
 @cache
-def has_capability(device: torch.device, least: tuple[int, int]) -> bool:
+def has_capability(device: torch.device, minimum: tuple[int, int]) -> bool:
     """Whether a device is a GPU of at least this compute capability."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= least
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= minimum

@@ -17,7 +17,7 @@ def salient(inputs=64, tokens=500, seed=0):
     return torch.randn(48, inputs, generator=generator), x
 
 
-def test_scales_protect_large_inputs():
+def test_scales_protect_large_inputs() -> None:
     weight, x = salient()
     hessian = x.T @ x
     scales = search_scales([weight], hessian, x.abs().mean(0), GRID, 32)
@@ -28,7 +28,7 @@ def test_scales_protect_large_inputs():
     assert errors[0] < 0.6 * errors[1]
 
 
-def test_shared_scales_are_equal():
+def test_shared_scales_are_equal() -> None:
     weight, x = salient()
     shared = torch.arange(64) % 16 + torch.arange(64) // 32 * 16  # two inputs each
     scales = search_scales([weight, weight * 2], x.T @ x, x.abs().mean(0), GRID, 32, shared)
@@ -37,7 +37,7 @@ def test_shared_scales_are_equal():
         assert scales[shared == number].unique().numel() == 1
 
 
-def test_without_activations_that_stand_out_nothing_gets_worse():
+def test_without_outliers_the_error_does_not_grow() -> None:
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     hessian = torch.eye(64)
     scales = search_scales([weight], hessian, torch.ones(64), GRID, 32)
@@ -46,7 +46,7 @@ def test_without_activations_that_stand_out_nothing_gets_worse():
     assert relative_error(change, weight, hessian) <= relative_error(rounded, weight, hessian)
 
 
-def test_relative_error_is_that_of_outputs():
+def test_relative_error_is_that_of_outputs() -> None:
     weight, x = salient()
     change = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1
     expected = float((x @ change.T).norm() / (x @ weight.T).norm())

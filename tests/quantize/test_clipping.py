@@ -10,7 +10,7 @@ from engine.quantize.grid import Grid, round_to_nearest
 GRID = Grid(bits=4, symmetric=False, scale_dtype=torch.float16)
 
 
-def test_clipping_is_the_best_of_the_shares_tried():
+def test_clipping_is_the_best_of_the_fractions_tried() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 32, generator=generator)
     x = torch.randn(500, 32, generator=generator) * (torch.arange(32) % 7 + 1)

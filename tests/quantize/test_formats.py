@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from engine.core import Engine, SamplingParams
-from engine.plugins.quant.w4a16 import Quantized
+from engine.plugins.quant.w4a16 import QuantizedWeight
 from engine.quantize.formats import AwqFormat, GptqFormat, PackedTensors, pack
 from engine.quantize.run import quantize
 from engine.quantize.settings import Settings
@@ -28,14 +30,14 @@ PROMPT = [(7 * i + i * i) % 500 for i in range(40)]
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("columns", [16, 21])
-def test_pack(bits, columns):
+def test_pack_equals_the_reference(bits: int, columns: int) -> None:
     numbers = np.random.default_rng(0).integers(0, 2**bits, (3, columns))
     expected = words_along_last(numbers, bits)
     assert torch.equal(pack(torch.from_numpy(numbers), bits, 1), expected)
     assert torch.equal(pack(torch.from_numpy(numbers).T, bits, 0), expected.T)
 
 
-def test_golden_words():
+def test_packed_words_equal_known_ones() -> None:
     row = torch.arange(8)[None]
     assert pack(row, 4, 1).item() == 0x76543210
     assert pack(row, 4, 1, [0, 2, 4, 6, 1, 3, 5, 7]).item() == 0x75316420
@@ -44,7 +46,7 @@ def test_golden_words():
 
 @pytest.mark.parametrize("kind", [GptqFormat, AwqFormat, PackedTensors])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_tensors_are_those_of_a_packer_by_hand(kind, ordered):
+def test_tensors_equal_a_reference_packer(kind: Any, ordered: Any) -> None:
     if ordered and kind is not GptqFormat:
         pytest.skip("has no groups in an order of their own")
     made = Weight(16, 64, group_size=32, symmetric=False, ordered=ordered)
@@ -53,7 +55,7 @@ def test_tensors_are_those_of_a_packer_by_hand(kind, ordered):
         "rtn", format={GptqFormat: "gptq", AwqFormat: "awq"}.get(kind), group_size=32, symmetric=False
     )
     form = kind(settings, torch.float16)
-    quantized = Quantized(
+    quantized = QuantizedWeight(
         values=torch.from_numpy(made.values).to(torch.uint8),
         scales=made.scales,
         zeros=torch.from_numpy(made.zeros).to(torch.uint8),
@@ -93,7 +95,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_engine_and_the_library_read_the_same_model(case, model, calibration, tmp_path):
+def test_engine_and_library_read_the_same_model(case: Any, model: Path, calibration: Any, tmp_path: Path) -> None:
     """Written; served by the plugin made for it; decompressed by compressed-tensors where the format is its own."""
     method, options, plugin = CASES[case]
     if method in ("rtn", "gptq", "awq"):

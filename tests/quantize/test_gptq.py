@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,7 @@ GRIDS = [Grid(bits=4, symmetric=symmetric, scale_dtype=torch.float32) for symmet
 @pytest.mark.parametrize("grid", GRIDS, ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("act_order", "grouping"), [("none", "order"), ("weight", "neighbours"), ("group", "order")])
 @pytest.mark.parametrize("size", [16, 48])
-def test_each_value_is_the_nearest_to_what_the_formula_rounds(grid, act_order, grouping, size):
+def test_each_value_is_nearest_to_what_the_formula_rounds(grid: Any, act_order: Any, grouping: Any, size: int) -> None:
     weight, hessian = problem()
     found = gptq(weight, hessian.float(), grid, size, act_order=act_order, damp=0.01)
     order = list(range(48))
@@ -50,8 +52,8 @@ def test_each_value_is_the_nearest_to_what_the_formula_rounds(grid, act_order, g
 
 
 @pytest.mark.parametrize("size", [16, 64, 128, -1])
-def test_inputs_of_several_blocks_are_rounded_as_the_formula_says(size, monkeypatch):
-    """With blocks, and with one block for all."""
+def test_result_follows_the_formula_with_and_without_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of several blocks, and one block for all."""
     weight, hessian = problem(4, 256, 400)
     for block in (None, 256):
         if block is not None:
@@ -73,7 +75,7 @@ def test_inputs_of_several_blocks_are_rounded_as_the_formula_says(size, monkeypa
 
 
 @pytest.mark.parametrize("act_order", ["none", "weight", "group"])
-def test_outputs_are_nearer_than_by_rounding(act_order):
+def test_error_is_smaller_than_by_rounding(act_order: Any) -> None:
     weight, hessian = problem(32, 256, 1000)
     grid = GRIDS[0]
     errors = [
@@ -86,13 +88,13 @@ def test_outputs_are_nearer_than_by_rounding(act_order):
     assert errors[0] < 0.85 * errors[1]
 
 
-def test_without_correlation_it_is_rounding():
+def test_without_correlation_gptq_equals_rounding() -> None:
     weight, _ = problem()
     found = gptq(weight, torch.eye(48), GRIDS[0], 16, act_order="none", damp=0.01)
     assert torch.equal(found.values, round_to_nearest(weight, GRIDS[0], 16).values)
 
 
-def test_inputs_that_are_always_zero_get_no_weight():
+def test_inputs_that_are_always_zero_get_no_weight() -> None:
     weight, hessian = problem()
     hessian[:, 5] = hessian[5] = 0
     weight[:, 5] = 1e4
@@ -101,7 +103,7 @@ def test_inputs_that_are_always_zero_get_no_weight():
     assert float((found - weight)[:, 6:].norm()) < float(weight[:, 6:].norm())
 
 
-def test_a_hessian_that_is_no_number_is_refused():
+def test_hessian_with_nan_is_an_error() -> None:
     weight, hessian = problem()
     with pytest.raises(CheckpointError, match="positive definite"):
         gptq(weight, hessian.float() * float("nan"), GRIDS[0], 16, act_order="none", damp=0.01)

@@ -14,7 +14,7 @@ from .references import nearest
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("size", [16, -1])
-def test_rounding(bits, symmetric, size):
+def test_round_to_nearest_equals_the_formula(bits: int, symmetric: bool, size: int) -> None:
     weight = torch.randn(5, 48, generator=torch.Generator().manual_seed(1)) + 0.3
     grid = Grid(bits=bits, symmetric=symmetric, scale_dtype=torch.float32)
     found = round_to_nearest(weight, grid, size)
@@ -25,7 +25,7 @@ def test_rounding(bits, symmetric, size):
     torch.testing.assert_close(off, (torch.from_numpy(numbers) - weight).abs(), atol=1e-4, rtol=0)
 
 
-def test_scales_are_rounded_before_codes_are_chosen():
+def test_scales_are_rounded_before_values_are_quantized() -> None:
     """In bfloat16 a scale is off by up to 0.4 %: codes chosen for the unrounded one would be off by a whole step."""
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
     grid = Grid(bits=8, symmetric=True, scale_dtype=torch.bfloat16)
@@ -36,7 +36,7 @@ def test_scales_are_rounded_before_codes_are_chosen():
     assert float(off[inner].max()) <= 0.5 + 1e-3
 
 
-def test_zero_points_can_be_kept_from_zero():
+def test_zero_points_can_have_a_minimum() -> None:
     weight = torch.rand(4, 32) + 0.1  # no negative number: the zero point would be 0
     for least in (0, 1):
         grid = Grid(bits=4, symmetric=False, scale_dtype=torch.float16, least_zero=least)
@@ -45,14 +45,14 @@ def test_zero_points_can_be_kept_from_zero():
         assert found.zeros.unique().tolist() == [least]
 
 
-def test_groups_of_zeros_stay_zeros():
+def test_groups_of_zeros_stay_zeros() -> None:
     grid = Grid(bits=4, symmetric=True, scale_dtype=torch.float16)
     found = round_to_nearest(torch.zeros(2, 32), grid, 16)
     assert float(found.scales.min()) > 0
     assert not plain(found, grid, 16).any()
 
 
-def test_weights_that_are_no_number_are_refused():
+def test_weights_with_nan_are_an_error() -> None:
     grid = Grid(bits=4, symmetric=True, scale_dtype=torch.float16)
     for bad in (float("nan"), float("inf"), 1e7):
         with pytest.raises(CheckpointError, match="not finite, or its scale is too large for float16"):

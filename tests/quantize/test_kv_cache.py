@@ -6,6 +6,8 @@ import json
 import logging
 import shutil
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +74,7 @@ def stored_scales(path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
-def test_scales_are_the_largest_keys_and_values_over_448(architecture, calibration, tmp_path):
+def test_scales_are_the_largest_keys_and_values_over_448(architecture: str, calibration: Any, tmp_path: Path) -> None:
     rotary = {"rope_type": "default", "rope_theta": 10.0}  # turns every pair of numbers far within a sample
     plain = make_checkpoint(tmp_path / "plain", architecture, tokenizer=True, rope_parameters=rotary)
     report = quantize(plain, tmp_path / "out", ALONE, calibration=calibration, device="cpu")
@@ -90,7 +92,7 @@ def test_scales_are_the_largest_keys_and_values_over_448(architecture, calibrati
     assert len(after) == len(before) + 4
 
 
-def test_scales_are_those_of_the_quantized_model(model, calibration, tmp_path):
+def test_scales_are_those_of_the_quantized_model(model: Path, calibration: Any, tmp_path: Path) -> None:
     """AWQ moves scales from o_proj's inputs into the values themselves.
 
     One value of each head is made far larger than the others: without scales its weights lose too much, by any
@@ -117,7 +119,9 @@ def test_scales_are_those_of_the_quantized_model(model, calibration, tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_engine_and_the_library_read_the_same_model(case, model, calibration, tmp_path, caplog):
+def test_engine_and_library_read_the_same_model(
+    case: Any, model: Path, calibration: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A float8 cache without being asked for and without a warning; the log probabilities of compressed-tensors'."""
     method, options = CASES[case]
     settings = Settings.choose(method, **options, kv_cache="fp8")
@@ -168,7 +172,7 @@ class StopAtSecond(Progress):
 
 
 @pytest.mark.parametrize("method", ["none", "int8", "rtn"])
-def test_a_run_that_goes_on_keeps_them(method, model, calibration, tmp_path):
+def test_resumed_run_keeps_the_scales(method: Any, model: Path, calibration: Any, tmp_path: Path) -> None:
     options = {"group_size": 32} if method == "rtn" else {}
     settings = Settings.choose(method, **options, kv_cache="fp8")
     arguments = {"calibration": calibration, "device": "cpu"}
@@ -184,14 +188,14 @@ def test_a_run_that_goes_on_keeps_them(method, model, calibration, tmp_path):
     assert [one.kv_scales for one in reports[0].layers] == [one.kv_scales for one in reports[1].layers]
 
 
-def test_layers_left_alone_have_scales_too(model, calibration, tmp_path):
+def test_unquantized_layers_have_scales_too(model: Path, calibration: Any, tmp_path: Path) -> None:
     settings = Settings.choose("int8", ignore=("model.layers.1",), kv_cache="fp8")
     report = quantize(model, tmp_path / "out", settings, calibration=calibration, device="cpu")
     assert not report.layers[1].linears
     assert len(stored_scales(tmp_path / "out")) == 3
 
 
-def test_peaks_are_of_all_that_is_seen():
+def test_peaks_are_over_all_keys_and_values() -> None:
     found = KVPeaks()
     keys, values = torch.tensor([1.0, -896.0]), torch.zeros(2)
     assert found.update(keys, values, 0) == (keys, values)
@@ -207,7 +211,7 @@ def test_peaks_are_of_all_that_is_seen():
         KVPeaks().scales("model.layers.3")
 
 
-def test_refusals_write_nothing(model, calibration, tmp_path, monkeypatch):
+def test_refusals_write_nothing(model: Path, calibration: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"--kv-cache fp8 needs text.*--calibration FILE.*leave out --kv-cache"):
         quantize(model, out, Settings.choose("rtn", group_size=32, kv_cache="fp8"), device="cpu")
@@ -224,7 +228,9 @@ def test_refusals_write_nothing(model, calibration, tmp_path, monkeypatch):
     assert not out.exists()
 
 
-def test_a_checkpoint_of_a_cache_alone_is_quantized_already(model, calibration, tmp_path):
+def test_checkpoint_with_a_quantized_cache_only_counts_as_quantized(
+    model: Path, calibration: Any, tmp_path: Path
+) -> None:
     once = tmp_path / "once"
     quantize(model, once, ALONE, calibration=calibration, device="cpu")
     with pytest.raises(CheckpointError, match=r"is quantized already \(compressed-tensors\)"):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -12,7 +14,7 @@ from engine.quantize.perplexity import measure, perplexity, windows
 @pytest.mark.parametrize(
     ("count", "context", "stride"), [(100, 32, 16), (100, 32, 31), (33, 32, 1), (20, 32, 8), (2, 8, 4)]
 )
-def test_each_token_but_the_first_is_scored_once(count, context, stride):
+def test_each_token_but_the_first_is_scored_once(count: int, context: int, stride: int) -> None:
     scored = []
     for begin, end, first in windows(count, context, stride):
         assert end - begin <= context
@@ -22,7 +24,7 @@ def test_each_token_but_the_first_is_scored_once(count, context, stride):
     assert scored == list(range(1, count))
 
 
-def test_against_transformers(model):
+def test_perplexity_equals_transformers(model: Path) -> None:
     """Window by window, each token's loss by itself."""
     tokens = [(7 * i + i * i) % 500 for i in range(150)]
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -38,7 +40,7 @@ def test_against_transformers(model):
     assert found.loss == pytest.approx(total / 149, rel=1e-4)
 
 
-def test_what_cannot_be_measured_is_refused(model):
+def test_windows_that_do_not_fit_are_an_error(model: Path) -> None:
     settings = {"executor__device": "cpu", "cache__memory": "8MiB"}
     with pytest.raises(ConfigError, match=r"--context 512 does not fit the model's 512; use 511"):
         perplexity(model, "some text", context=512, stride=256, **settings)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,9 @@ quantize(model, output, settings, calibration=calibration, device="cpu", progres
 """
 
 
-def test_a_killed_run_goes_on_and_writes_the_same_checkpoint(model, text, calibration, tmp_path):
+def test_killed_run_resumes_and_writes_the_same_checkpoint(
+    model: Path, text: Path, calibration: Any, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(model), str(out), str(text), "gptq"]
     # Sums of as many threads as here, to the last digit.
@@ -120,7 +123,9 @@ class StopAt(Progress):
 @pytest.mark.parametrize(
     ("where", "method"), [("layer 0", "awq"), ("layer 1", "int8"), ("writing", "int8"), ("perplexity", "int8")]
 )
-def test_a_run_goes_on_from_anywhere(where, method, model, calibration, text, tmp_path):
+def test_run_resumes_from_any_point(
+    where: Any, method: Any, model: Path, calibration: Any, text: Path, tmp_path: Path
+) -> None:
     settings = Settings.choose(method, **({} if method == "int8" else {"group_size": 32}))
     held_out = HeldOut(text=text.read_text()[:300], context=64)
     outs = [tmp_path / "a", tmp_path / "b"]
@@ -132,7 +137,7 @@ def test_a_run_goes_on_from_anywhere(where, method, model, calibration, text, tm
     assert reports[0].perplexity_after == reports[1].perplexity_after
 
 
-def test_restart_throws_away_what_was_left(model, tmp_path):
+def test_restart_deletes_the_earlier_run(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(Stop):
         quantize(model, out, Settings.choose("rtn", group_size=32), device="cpu", progress=StopAt("layer 1"))
@@ -141,7 +146,7 @@ def test_restart_throws_away_what_was_left(model, tmp_path):
     assert seen.events == ["layer 0", "layer 1", "layer 2", "writing"]
 
 
-def test_two_processes_do_not_write_to_one_directory(model, tmp_path):
+def test_two_processes_do_not_write_to_one_directory(model: Path, tmp_path: Path) -> None:
     settings = Settings.choose("rtn", group_size=32)
 
     class Second(Progress):
@@ -152,7 +157,7 @@ def test_two_processes_do_not_write_to_one_directory(model, tmp_path):
     quantize(model, tmp_path / "out", settings, device="cpu", progress=Second())
 
 
-def test_the_checkpoint_is_whole(model, text, tmp_path):
+def test_checkpoint_is_complete(model: Path, text: Path, tmp_path: Path) -> None:
     """Shards of a size, other tensors and files as they were, the report."""
     out = tmp_path / "out"
     settings = Settings.choose("rtn", group_size=32, ignore=("model.layers.1.mlp",))
@@ -193,7 +198,7 @@ def test_the_checkpoint_is_whole(model, text, tmp_path):
         assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))[0].token_ids) == 4
 
 
-def test_shards_and_bfloat16_are_read(calibration, tmp_path):
+def test_shards_and_bfloat16_are_read(calibration: Any, tmp_path: Path) -> None:
     """A checkpoint in several files and in bfloat16; norms keep the type, scales get it."""
     plain = make_checkpoint(tmp_path / "plain", "qwen2", tokenizer=True, shards=True)
     for file in plain.glob("*.safetensors"):
@@ -211,7 +216,7 @@ def test_shards_and_bfloat16_are_read(calibration, tmp_path):
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
 
 
-def test_calibrated_methods_are_nearer_to_the_model_than_rounding(model, calibration, tmp_path):
+def test_calibrated_methods_have_smaller_errors_than_rounding(model: Path, calibration: Any, tmp_path: Path) -> None:
     errors = {}
     for method in ("rtn", "gptq", "awq"):
         settings = Settings.choose(method, group_size=32, symmetric=True)
@@ -223,7 +228,7 @@ def test_calibrated_methods_are_nearer_to_the_model_than_rounding(model, calibra
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["fp8", "rtn", "gptq", "awq"])
-def test_a_gpu_finds_the_same_errors(method, model, calibration, tmp_path):
+def test_gpu_reports_the_same_errors(method: Any, model: Path, calibration: Any, tmp_path: Path) -> None:
     settings = Settings.choose(method, **({} if method == "fp8" else {"group_size": 32}))
     found = [
         quantize(model, tmp_path / device, settings, calibration=calibration, device=device)
@@ -239,7 +244,7 @@ def refuse(error, match, *arguments, **options):
         quantize(*arguments, device="cpu", **options)
 
 
-def test_refusals_write_nothing(model, calibration, tmp_path):
+def test_refusals_write_nothing(model: Path, calibration: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     rtn = Settings.choose("rtn", group_size=32)
     refuse(ConfigError, r"gptq needs text.*--calibration FILE", model, out, GPTQ)
@@ -267,18 +272,18 @@ def test_refusals_write_nothing(model, calibration, tmp_path):
     assert not out.exists()
 
 
-def test_a_quantized_checkpoint_is_refused(model, tmp_path):
+def test_quantized_checkpoint_is_an_error(model: Path, tmp_path: Path) -> None:
     quantize(model, tmp_path / "once", Settings.choose("int8"), device="cpu")
     refuse(CheckpointError, r"is quantized already \(compressed-tensors\)", tmp_path / "once", tmp_path / "twice",
            Settings.choose("int8"))  # fmt: skip
 
 
-def test_an_unknown_architecture_is_refused(tmp_path):
+def test_unknown_architecture_is_an_error(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "gpt_neox")
     refuse(PluginError, "GPTNeoXForCausalLM", plain, tmp_path / "out", Settings.choose("int8"))
 
 
-def test_other_directories_are_left_alone(model, tmp_path):
+def test_other_directories_are_not_written_to(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     for restart in (False, True):
@@ -288,7 +293,7 @@ def test_other_directories_are_left_alone(model, tmp_path):
     assert [file.name for file in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(model, tmp_path):
+def test_checkpoint_without_a_tensor_is_an_error(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     broken = tmp_path / "broken"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.core.errors import ConfigError
@@ -7,7 +9,7 @@ from engine.quantize.settings import CHOICES, DEFAULTS, Settings
 
 
 @pytest.mark.parametrize("method", DEFAULTS)
-def test_defaults_are_among_the_choices(method):
+def test_defaults_are_among_the_choices(method: Any) -> None:
     settings = Settings.choose(method, kv_cache="fp8" if method == "none" else None)
     for name, allowed in CHOICES[method].items():
         assert getattr(settings, name) in allowed
@@ -39,7 +41,7 @@ def test_defaults_are_among_the_choices(method):
         ("none", {"kv_cache": "fp8", "ignore": ("lm_head",)}, "--ignore means nothing to none"),
     ],
 )
-def test_what_does_not_fit_is_refused(method, given, sentence):
+def test_settings_that_do_not_fit_are_an_error(method: Any, given: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Settings.choose(method, **given)
     assert sentence in str(caught.value)

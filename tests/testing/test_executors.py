@@ -363,9 +363,9 @@ FAULTS: list[tuple[type[Executor], str, str]] = [
     (OtherPages, "test_start", "blocks of 32 tokens"),
     (OtherType, "test_start", "the model is in bfloat16"),
     (Backwards, "test_start", "phases took"),
-    (Chatty, "test_start", "the listener was told"),
+    (Chatty, "test_start", "the listener received"),
     (Vague, "test_start", "asynchronous is None"),
-    (Raw, "test_a_step_that_fails", str(executors.STRANGER)),
+    (Raw, "test_a_step_that_fails", str(executors.UNKNOWN_SEQUENCE)),
     (Mumbling, "test_a_step_that_fails", "does not say what went wrong: a step failed"),
     (Optimistic, "test_a_step_that_fails", "finds nothing wrong after a step has failed"),
     (Wordless, "test_a_step_that_fails", "does not say what is wrong"),
@@ -389,12 +389,12 @@ FAULTS: list[tuple[type[Executor], str, str]] = [
 
 @pytest.mark.usefixtures("tidy")
 @pytest.mark.parametrize(
-    ("executor", "test", "told"), FAULTS, ids=[f"{fault[0].__name__}-{fault[1]}" for fault in FAULTS]
+    ("executor", "test", "message"), FAULTS, ids=[f"{fault[0].__name__}-{fault[1]}" for fault in FAULTS]
 )
 def test_a_fault_is_found(
     executor: type[Executor],
     test: str,
-    told: str,
+    message: str,
     engine_checkpoint: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -407,7 +407,7 @@ def test_a_fault_is_found(
         needs = ()
     if test == "test_a_checkpoint_without_weights":
         needs = (engine_checkpoint, tmp_path)
-    with pytest.raises((AssertionError, KeyError, ExecutorError, pytest.fail.Exception), match=told):
+    with pytest.raises((AssertionError, KeyError, ExecutorError, pytest.fail.Exception), match=message):
         getattr(suite, test)(*needs)
 
 

@@ -1,4 +1,4 @@
-"""The model suite finds the mistakes it is there to find, and passes a correct model."""
+"""The model suite finds faults, and passes a correct model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.testing.models import ModelConformance
 
 
 class Tiny(ModelConformance):
-    """Of one layer with biases; faulty models below change one thing in Llama."""
+    """One layer with biases. Each faulty model below changes one thing in Llama."""
 
     model = Llama
     architecture = "llama"
@@ -50,7 +50,7 @@ class WrongRope(Llama):
 
 
 class Unbiased(Llama):
-    """Leaves the biases where they are."""
+    """Does not read the biases."""
 
     @classmethod
     def parse(cls, config):
@@ -62,7 +62,7 @@ class Unbiased(Llama):
 
 
 class Passing(Llama):
-    """Feeds the layers another batch."""
+    """Passes another batch to the layers."""
 
     def forward(self, run):
         return super().forward(evolve(run, batch=self.changed(run.batch)))
@@ -76,14 +76,14 @@ class FromZero(Passing):
 
 
 class Arranged(Passing):
-    """Counts positions through the batch."""
+    """Numbers positions consecutively over the batch."""
 
     def changed(self, batch):
         return evolve(batch, positions=batch.positions[0] + torch.arange(len(batch.positions)))
 
 
 class Remembering(Llama):
-    """Has the rotations of the first batch of each size."""
+    """Returns the hidden states of the first batch of each size."""
 
     def __init__(self, config, layers, options=None):
         super().__init__(config, layers, options)
@@ -96,37 +96,26 @@ class Remembering(Llama):
 
 class Least(Llama):
     def greedy(self, hidden):
-        peaks, tokens = super().greedy(-hidden)
-        return peaks, tokens
+        max_logits, tokens = super().greedy(-hidden)
+        return max_logits, tokens
 
 
-class LowPeaks(Llama):
+class LowMaxLogits(Llama):
     def greedy(self, hidden):
-        peaks, tokens = super().greedy(hidden)
-        return peaks - 1, tokens
+        max_logits, tokens = super().greedy(hidden)
+        return max_logits - 1, tokens
 
 
 class OtherTypes(Llama):
     def greedy(self, hidden):
-        peaks, tokens = super().greedy(hidden)
-        return peaks, tokens.int()
+        max_logits, tokens = super().greedy(hidden)
+        return max_logits, tokens.int()
 
 
-class DoublePeaks(Llama):
+class DoubleMaxLogits(Llama):
     def greedy(self, hidden):
-        peaks, tokens = super().greedy(hidden)
-        return peaks.double(), tokens
-
-
-class Layers:
-    """A factory whose products are changed."""
-
-    def __init__(self, layers: Any, **changes: Any) -> None:
-        self.layers = layers
-        self.changes = changes
-
-    def __getattr__(self, name: str) -> Any:
-        return self.changes.get(name, getattr(self.layers, name))
+        max_logits, tokens = super().greedy(hidden)
+        return max_logits.double(), tokens
 
 
 class Unreduced(Llama):
@@ -139,19 +128,19 @@ class Unreduced(Llama):
 
 
 class OwnTokens(Llama):
-    """Finds the likeliest of its own share of tokens."""
+    """Finds the most likely token of its own shard of the vocabulary."""
 
     def __init__(self, config, layers, options=None):
         super().__init__(config, layers, options)
         self.rank, self.ranks = layers.rank, layers.ranks
 
     def greedy(self, hidden):
-        peaks, tokens = self.logits(hidden).chunk(self.ranks, -1)[self.rank].max(-1)
-        return peaks.float(), tokens
+        max_logits, tokens = self.logits(hidden).chunk(self.ranks, -1)[self.rank].max(-1)
+        return max_logits.float(), tokens
 
 
 class Unused(Llama):
-    """Reads the last norm, and does without."""
+    """Reads the last norm's weight but does not use it."""
 
     def forward(self, run):
         self._norm.weight = torch.ones_like(self._norm.weight)
@@ -159,7 +148,7 @@ class Unused(Llama):
 
 
 class Unknowing(Llama):
-    """Does not know the biases, and does not say so."""
+    """Neither reads nor ignores the biases."""
 
     @classmethod
     def parse(cls, config):
@@ -172,7 +161,7 @@ class Widened(Llama):
 
 
 class Coarse(Llama):
-    """Has its numbers rounded to three bits in bfloat16."""
+    """Rounds hidden states to three bits in bfloat16."""
 
     def logits(self, hidden):
         if hidden.dtype == torch.bfloat16:
@@ -186,7 +175,7 @@ class Infinite(Llama):
 
 
 class Peeking(Llama):
-    """Looks at what only attention may."""
+    """Reads a field of the batch that only attention may read."""
 
     def forward(self, run):
         return super().forward(run)[: len(run.batch.context_lens) and None]
@@ -253,14 +242,14 @@ class Shapeless(Llama):
 FAULTS: list[tuple[type[Model], str, tuple[Any, ...], str]] = [
     (WrongRope, "test_logits", (), "a prompt of 100 tokens: relative error"),
     (Unbiased, "test_logits", (), "a prompt of 100 tokens: relative error"),
-    (FromZero, "test_stretches", (), "a prompt in stretches: relative error"),
-    (Peeking, "test_stretches", (), "NoneType"),
+    (FromZero, "test_prefill_chunks", (), "a prompt in chunks: relative error"),
+    (Peeking, "test_prefill_chunks", (), "NoneType"),
     (Arranged, "test_batches", (), "of prompt 2: relative error"),
-    (Remembering, "test_a_pass_leaves_nothing_in_the_model", (), "a prompt after others: relative error"),
+    (Remembering, "test_model_keeps_no_state_between_passes", (), "a prompt after others: relative error"),
     (Least, "test_greedy", (), "other tokens than those of the largest logits"),
-    (LowPeaks, "test_greedy", (), "greedy.*: relative error"),
+    (LowMaxLogits, "test_greedy", (), "greedy.*: relative error"),
     (OtherTypes, "test_greedy", (), "gives tokens in torch.int32"),
-    (DoublePeaks, "test_greedy", (), "gives logits in torch.float64"),
+    (DoubleMaxLogits, "test_greedy", (), "gives logits in torch.float64"),
     (Unreduced, "test_ranks", (0,), "rank 0 of 2: relative error"),
     (Unreduced, "test_ranks", (1,), "rank 0 of 4: relative error"),
     (OwnTokens, "test_ranks", (0,), "on rank 0 of 2 gives other tokens"),
@@ -268,23 +257,25 @@ FAULTS: list[tuple[type[Model], str, tuple[Any, ...], str]] = [
     (Unknowing, "test_every_tensor_counts", (), "does not know: .*bias"),
     (Widened, "test_rounding", (), "logits are in torch.float32"),
     (Coarse, "test_rounding", (), "bfloat16: relative error"),
-    (Infinite, "test_made_up_weights", (), "not finite"),
+    (Infinite, "test_dummy_weights", (), "not finite"),
     (OtherHidden, "test_spec", (), "hidden states of"),
     (OtherVocabulary, "test_spec", (), "logits are not of 500 tokens"),
     (MoreWindows, "test_spec", (), "of 1 layers"),
     (Willing, "test_refusals", (), "answers None to an architecture"),
     (Unwilling, "test_refusals", (), "refuses its own config.json: no"),
     (Silent, "test_refusals", (), "with an empty string"),
-    (Raw, "test_keys_that_are_lacking", (), "hidden_size"),
-    (Nameless, "test_keys_that_are_lacking", (), "config.json without hidden_size does not name it"),
-    (Shapeless, "test_keys_that_are_lacking", (), "spec.. answers None"),
+    (Raw, "test_missing_keys", (), "hidden_size"),
+    (Nameless, "test_missing_keys", (), "config.json without hidden_size does not name it"),
+    (Shapeless, "test_missing_keys", (), "spec.. answers None"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model", "test", "arguments", "told"), FAULTS, ids=[f"{fault[0].__name__}-{fault[1]}" for fault in FAULTS]
+    ("model", "test", "arguments", "message"), FAULTS, ids=[f"{fault[0].__name__}-{fault[1]}" for fault in FAULTS]
 )
-def test_a_fault_is_found(model: type[Model], test: str, arguments: tuple[Any, ...], told: str, tmp_path: Path) -> None:
+def test_suite_finds_fault(
+    model: type[Model], test: str, arguments: tuple[Any, ...], message: str, tmp_path: Path
+) -> None:
     suite = type("Suite", (Tiny,), {"model": model})()
-    with pytest.raises((AssertionError, CheckpointError, KeyError, TypeError), match=told):
+    with pytest.raises((AssertionError, CheckpointError, KeyError, TypeError), match=message):
         getattr(suite, test)(tmp_path, *arguments)

@@ -1,4 +1,4 @@
-"""The quantization suite finds the mistakes it is there to find, and passes correct methods."""
+"""The quantization suite finds faulty methods, and passes correct ones."""
 
 from __future__ import annotations
 
@@ -6,75 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from attrs import evolve
 
 from engine.core.errors import CheckpointError
-from engine.core.quant.base import (
-    FusedInputQuantization,
-    KVScaleNames,
-    LinearKernel,
-    QuantizedActivation,
-    QuantMethod,
-    TensorSpec,
-)
+from engine.core.quant.base import QuantMethod
 from engine.testing.quant import QuantConformance
-
-HALVED = {"quant_method": "halved"}
-
-
-class Kernel(LinearKernel):
-    """Codes are halves of the weight; a scale an output makes up for it. Faulty ones below change one thing."""
-
-    def __init__(self, spec):
-        self.spec = spec
-
-    def tensors(self):
-        spec = self.spec
-        codes = {"column": 0, "row": 1}.get(spec.parallel)
-        scales = {"column": 0}.get(spec.parallel)
-        found = {}
-        for part in spec.parts:
-            shape = (part.out_features, spec.in_features)
-            found[f"{part.name}.codes"] = TensorSpec(shape=shape, dtypes=("float32",), shard_dim=codes)
-            found[f"{part.name}.scale"] = TensorSpec(shape=shape[:1], dtypes=("float32",), shard_dim=scales)
-        return found
-
-    def prepare(self, loaded):
-        codes, scales = (torch.cat([loaded[f"{part.name}.{end}"] for part in self.spec.parts]) for end in ENDS)
-        return {"codes": codes, "scale": scales}
-
-    def apply(self, x, weights, bias):
-        y = F.linear(x, weights["codes"].to(x.dtype)) * weights["scale"].to(x.dtype)
-        return y if bias is None else y + bias
-
-
-ENDS = ("codes", "scale")
-
-
-class Method(QuantMethod):
-    api = "1"
-    kernel = Kernel
-
-    @classmethod
-    def refuses(cls, checkpoint, device):
-        return None if checkpoint == HALVED else f"it reads halved weights, not {checkpoint}"
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint, options):
-        return cls()
-
-    def linear(self, spec):
-        return self.kernel(spec)
-
-
-class Halved(QuantConformance):
-    method = Method
-    checkpoint = HALVED
-
-    def store(self, name, weight):
-        return {"codes": weight / 2, "scale": torch.full((len(weight),), 2.0)}, weight
+from tests.testing.quant_faults import FAULTS, Gating, Halved, Kernel, OneScale, Preparing, method_of, named
 
 
 class TestHalved(Halved):
@@ -85,55 +21,7 @@ class TestHalvedInHalf(Halved):
     dtype = "bfloat16"
 
 
-class Made(QuantizedActivation):
-    __slots__ = ("x",)
-
-    def __init__(self, x):
-        self.x = x
-
-
-class Fused(FusedInputQuantization):
-    """By the definition; takes some rows."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def supports_rows(self, rows):
-        return rows > 1
-
-    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
-        total = x if residual is None else x + residual
-        return Made(F.rms_norm(total, norm_weight.shape, norm_weight, eps)), total
-
-    def activate_and_quantize(self, x, weights):
-        gate, up = x.chunk(2, -1)
-        return Made(F.silu(gate) * up)
-
-    def apply(self, made, weights, bias):
-        return self.kernel.apply(made.x, weights, bias)
-
-
-class Preparing(Kernel):
-    kind = Fused
-
-    def fused_input_quantization(self):
-        return self.kind(self)
-
-
-class Gating(Kernel):
-    def apply_gated(self, x, weights, bias):
-        gate, up = self.apply(x, weights, bias).chunk(2, -1)
-        return F.silu(gate) * up
-
-    def fuses_gating(self, rows):
-        return rows < 20
-
-
-def method_of(kernel: type[LinearKernel], **members: Any) -> type[QuantMethod[Any]]:
-    return type("Faulty", (Method,), {"kernel": kernel, **members})
-
-
-class TestPrologue(Halved):
+class TestFusedInputQuantization(Halved):
     method = method_of(Preparing)
 
 
@@ -141,318 +29,19 @@ class TestGating(Halved):
     method = method_of(Gating)
 
 
-class ManyRows(Kernel):
-    """Computes tiles of 16 rows, and leaves the rest."""
-
-    def apply(self, x, weights, bias):
-        y = super().apply(x, weights, bias)
-        y[len(y) // 16 * 16 :] = 0
-        return y
-
-
-class LastRow(Kernel):
-    """Overlooks the last row of many."""
-
-    def apply(self, x, weights, bias):
-        y = super().apply(x, weights, bias)
-        y[64 - 1 :] = 0
-        return y
-
-
-class Unbiased(Kernel):
-    def apply(self, x, weights, bias):
-        return super().apply(x, weights, None)
-
-
-class Wide(Kernel):
-    def apply(self, x, weights, bias):
-        return super().apply(x.double(), weights, bias)
-
-
-class Flat(Kernel):
-    def apply(self, x, weights, bias):
-        return super().apply(x.reshape(-1, x.shape[-1]), weights, bias)
-
-
-class OneScale(Kernel):
-    """Rounds all parts by the largest."""
-
-    def prepare(self, loaded):
-        weights = super().prepare(loaded)
-        unit = weights["codes"].abs().max() / 2000
-        return {**weights, "codes": (weights["codes"] / unit).round() * unit}
-
-
-class FirstScale(Kernel):
-    """Takes each part to have the scales of the first."""
-
-    def prepare(self, loaded):
-        weights = super().prepare({name: loaded[name] for name in loaded})
-        first = loaded[f"{self.spec.parts[0].name}.codes"]
-        size = first.norm() / weights["codes"][-len(first) :].norm()
-        return {**weights, "scale": weights["scale"] * size}
-
-
-class Backwards(Kernel):
-    """Has the parts in another order."""
-
-    def prepare(self, loaded):
-        self.spec = evolve(self.spec, parts=tuple(sorted(self.spec.parts, key=lambda part: part.name, reverse=True)))
-        return super().prepare(loaded)
-
-
-class UpAlone(Kernel):
-    def apply_gated(self, x, weights, bias):
-        gate, up = self.apply(x, weights, bias).chunk(2, -1)
-        return gate * up
-
-
-class Undecided(Gating):
-    def fuses_gating(self, rows):
-        return None
-
-
-def shared(codes: Any, scales: Any) -> type[LinearKernel]:
-    """A kernel whose tensors are shared out so, whatever `parallel` is."""
-
-    class Shared(Kernel):
-        def tensors(self):
-            dims = {"codes": codes, "scale": scales}
-            found = super().tensors()
-            return {
-                name: spec if spec.shard_dim is None else evolve(spec, shard_dim=dims[name.rpartition(".")[2]])
-                for name, spec in found.items()
-            }
-
-    return Shared
-
-
-class FirstInputs(Kernel):
-    """Has every rank read all of the weight, and multiplies by the columns of the first."""
-
-    def tensors(self):
-        return {name: evolve(spec, shard_dim=None) for name, spec in super().tensors().items()}
-
-    def apply(self, x, weights, bias):
-        return super().apply(x, {**weights, "codes": weights["codes"][:, : x.shape[-1]]}, bias)
-
-
-class BlockOfRank(Kernel):
-    """Takes its outputs for those of the spec, over all ranks."""
-
-    def apply(self, x, weights, bias):
-        return super().apply(x, weights, bias)[..., : self.spec.parts[0].out_features]
-
-
-class OwnCopies(Kernel):
-    """Counts the outputs of its parts without those that several ranks have."""
-
-    def apply(self, x, weights, bias):
-        ranks = self.spec.ranks if self.spec.parallel == "column" else 1
-        return super().apply(x, weights, bias)[..., : self.spec.out_features // ranks]
-
-
-class InPlace(Kernel):
-    def apply(self, x, weights, bias):
-        y = super().apply(x, weights, bias)
-        x.mul_(2)
-        return y
-
-
-class GrowingWeights(Kernel):
-    def apply(self, x, weights, bias):
-        weights["scale"].mul_(1.001)
-        return super().apply(x, weights, bias)
-
-
-class BiasInPlace(Kernel):
-    def apply(self, x, weights, bias):
-        return super().apply(x, weights, bias if bias is None else bias.mul_(2))
-
-
-class GatedInPlace(Gating):
-    def apply_gated(self, x, weights, bias):
-        return super().apply_gated(x.mul_(2), weights, bias)
-
-
-class Centring(Kernel):
-    """Prepares in the memory it was given."""
-
-    def prepare(self, loaded):
-        for name, tensor in loaded.items():
-            if name.endswith("codes"):
-                tensor.mul_(2)
-        return {name: tensor / 2 if name == "codes" else tensor for name, tensor in super().prepare(loaded).items()}
-
-
-class Remembering(Kernel):
-    """Keeps the result of an x by where it is in memory."""
-
-    def __init__(self, spec):
-        super().__init__(spec)
-        self.known = {}
-
-    def apply(self, x, weights, bias):
-        key = x.data_ptr(), tuple(x.shape), id(weights)
-        if key not in self.known:
-            self.known[key] = super().apply(x, weights, bias)
-        return self.known[key]
-
-
-class FirstWeights(Kernel):
-    """Multiplies by the weights that it saw first."""
-
-    def apply(self, x, weights, bias):
-        self.first = getattr(self, "first", weights)
-        return super().apply(x, self.first, bias)
-
-
-class Accumulating(Kernel):
-    """Adds to what is left in its workspace."""
-
-    def apply(self, x, weights, bias):
-        y = super().apply(x, weights, bias)
-        if getattr(self, "left", None) is None or self.left.shape != y.shape:
-            self.left = torch.zeros_like(y)
-        self.left += y
-        return self.left.clone()
-
-
-class AnyShape(Kernel):
-    def tensors(self):
-        return {name: evolve(spec, shape=(-1,) * len(spec.shape)) for name, spec in super().tensors().items()}
-
-    def apply(self, x, weights, bias):
-        weights = {"codes": weights["codes"][: len(weights["scale"]), : x.shape[-1]], "scale": weights["scale"]}
-        weights["scale"] = weights["scale"][: len(weights["codes"])]
-        return super().apply(x, weights, bias)
-
-
-class Nameless(AnyShape):
-    """Refuses, but does not say what."""
-
-    def prepare(self, loaded):
-        for name, tensor in loaded.items():
-            if tensor.shape != Kernel.tensors(self)[name].shape:
-                raise CheckpointError("a tensor has a wrong shape")
-        return super().prepare(loaded)
-
-
-class Unscaled(Kernel):
-    """Takes weights without scales for plain ones."""
-
-    def tensors(self):
-        return {name: evolve(spec, optional=name.endswith("scale")) for name, spec in super().tensors().items()}
-
-    def prepare(self, loaded):
-        ones = {f"{part.name}.scale": torch.ones(part.out_features) for part in self.spec.parts}
-        return super().prepare({**ones, **loaded})
-
-
-class Silent(Unscaled):
-    """Does not say what it lacks."""
-
-    def prepare(self, loaded):
-        if len(loaded) < 2:
-            raise CheckpointError("the checkpoint lacks something")
-        return super().prepare(loaded)
-
-
-class Residual(Fused):
-    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
-        return super().norm_and_quantize(x, None, norm_weight, eps, weights)
-
-
-class SumAlone(Fused):
-    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
-        return super().norm_and_quantize(x, residual, norm_weight, eps, weights)[0], x
-
-
-class Unweighted(Fused):
-    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
-        return super().norm_and_quantize(x, residual, torch.ones_like(norm_weight), eps, weights)
-
-
-class Swapped(Fused):
-    def activate_and_quantize(self, x, weights):
-        return super().activate_and_quantize(torch.cat(x.chunk(2, -1)[::-1], -1), weights)
-
-
-def preparing(fused: type[FusedInputQuantization]) -> type[LinearKernel]:
-    return type("Prepared", (Preparing,), {"kind": fused})
-
-
-def refusing(answer: Any) -> type[QuantMethod[Any]]:
-    return named(refuses=classmethod(lambda cls, checkpoint, device: answer(checkpoint)))
-
-
-def scaled(names: Any) -> type[QuantMethod[Any]]:
-    return named(kv_scales=lambda self, attention: names)
-
-
-def named(**members: Any) -> type[QuantMethod[Any]]:
-    return method_of(Kernel, **members)
-
-
-FAULTS = [
-    (method_of(ManyRows), "test_product", (2, False), "2 rows: relative error 1.00e"),
-    (method_of(ManyRows), "test_product", (17, True), "in row 16"),
-    (method_of(LastRow), "test_product", (64, False), "in row 63"),
-    (method_of(Unbiased), "test_product", (1, True), "relative error"),
-    (method_of(Wide), "test_product", (2, False), "the result of torch.float64"),
-    (method_of(Flat), "test_leading_dimensions", (), r"gives \[6, 64\]"),
-    (method_of(OneScale), "test_merged_parts", (), "part 0: relative error"),
-    (method_of(FirstScale), "test_merged_parts", (), "part 0: relative error"),
-    (method_of(Backwards), "test_merged_parts", (), "part 0: relative error"),
-    (method_of(BlockOfRank), "test_merged_parts", (), r"shape \[17, 64\], not \[17, 128\]"),
-    (method_of(UpAlone), "test_gated", (17,), "gated, 17 rows: relative error"),
-    (method_of(Undecided), "test_gated", (1,), "no truth value"),
-    (method_of(shared(None, None)), "test_column_parallel", (), "size of tensor"),
-    (method_of(shared(0, None)), "test_column_parallel", (), "size of tensor"),
-    (method_of(Backwards), "test_column_parallel", (), "2 ranks, part 0: relative error"),
-    (method_of(FirstInputs), "test_row_parallel", (), "the sum over 2 ranks: relative error"),
-    (method_of(shared(0, None)), "test_row_parallel", (), "shapes cannot be multiplied"),
-    (method_of(OwnCopies), "test_fewer_key_and_value_heads_than_ranks", (), "rank 0 of 4, shape"),
-    (method_of(InPlace), "test_nothing_is_changed", (), r"apply\(\) changed x"),
-    (method_of(GrowingWeights), "test_nothing_is_changed", (), r"apply\(\) changed scale"),
-    (method_of(BiasInPlace), "test_nothing_is_changed", (), r"apply\(\) changed the bias"),
-    (method_of(GatedInPlace), "test_nothing_is_changed", (), r"apply_gated\(\) changed x"),
-    (method_of(Centring), "test_nothing_is_changed", (), r"prepare\(\) changed gate.codes"),
-    (method_of(Remembering), "test_a_call_depends_on_its_arguments_alone", (), "17 rows after others: relative"),
-    (method_of(FirstWeights), "test_a_call_depends_on_its_arguments_alone", (), "17 rows after others: relative"),
-    (method_of(Accumulating), "test_a_call_depends_on_its_arguments_alone", (), "17 rows after others: relative"),
-    (method_of(preparing(Residual)), "test_fused_input_quantization", (17,), "the sum of 17 rows with a residual"),
-    (method_of(preparing(SumAlone)), "test_fused_input_quantization", (17,), "the sum of 17 rows with a residual"),
-    (method_of(preparing(Unweighted)), "test_fused_input_quantization", (2,), "the norm of 2 rows without a residual"),
-    (method_of(preparing(Swapped)), "test_fused_input_quantization", (2,), "the activation of 2 rows"),
-    (method_of(AnyShape), "test_wrong_shapes_are_refused", (), "is not refused"),
-    (method_of(Nameless), "test_wrong_shapes_are_refused", (), "is refused without its name"),
-    (method_of(Unscaled), "test_lacking_tensors_are_refused", (), "without a.scale: relative error"),
-    (method_of(Silent), "test_lacking_tensors_are_refused", (), "a.scale, lacking, is refused without its name"),
-    (refusing(lambda checkpoint: None), "test_refusals", (), "answered None to a method"),
-    (refusing(lambda checkpoint: "no"), "test_refusals", (), "refuses its checkpoint on cpu: no"),
-    (refusing(lambda checkpoint: checkpoint != HALVED or None), "test_refusals", (), "answered True"),
-    (refusing(lambda checkpoint: "" if checkpoint != HALVED else None), "test_refusals", (), "an empty string"),
-    (named(kv_dtype=classmethod(lambda cls, checkpoint: "fp8")), "test_scales_of_the_cache", (), "answered 'fp8'"),
-    (scaled(("k_scale", "v_scale")), "test_scales_of_the_cache", (), "answered"),
-    (scaled(KVScaleNames(keys=("k",), values=())), "test_scales_of_the_cache", (), "no name of a scale of values"),
-    (scaled(KVScaleNames(keys=(), values=("v",))), "test_scales_of_the_cache", (), "no name of a scale of keys"),
-]
-
-
 @pytest.mark.parametrize(
     ("method", "test", "arguments", "told"), FAULTS, ids=[f"{fault[0].kernel.__name__}-{fault[1]}" for fault in FAULTS]
 )
-def test_a_fault_is_found(
+def test_suite_finds_faults(
     method: type[QuantMethod[Any]], test: str, arguments: tuple[Any, ...], told: str, tmp_path: Path
 ) -> None:
     suite = type("Suite", (Halved,), {"method": method})()
-    needs = () if test in ("test_refusals", "test_scales_of_the_cache") else (tmp_path,)
+    needs = () if test in ("test_refusals", "test_kv_cache_dtype_and_scales") else (tmp_path,)
     with pytest.raises((AssertionError, RuntimeError), match=told):
         getattr(suite, test)(*needs, *arguments)
 
 
-def test_what_cannot_be_shared_is_skipped_with_its_sentence(tmp_path: Path) -> None:
+def test_suite_skips_refused_sharding_with_the_refusal(tmp_path: Path) -> None:
     def linear(self, spec):
         if spec.ranks > 2:
             raise CheckpointError("4 ranks would cut blocks of 32")
@@ -463,7 +52,7 @@ def test_what_cannot_be_shared_is_skipped_with_its_sentence(tmp_path: Path) -> N
         suite.test_row_parallel(tmp_path)
 
 
-def test_a_method_that_leaves_all_to_core_may_say_so(tmp_path: Path) -> None:
+def test_suite_accepts_a_method_that_quantizes_nothing(tmp_path: Path) -> None:
     method = named(linear=lambda self, spec: None, refuses=classmethod(lambda cls, checkpoint, device: None))
     suite = type("Suite", (QuantConformance,), {"method": method})()
     with pytest.raises(AssertionError, match="lacks a kernel for a plain layer"):
@@ -473,7 +62,7 @@ def test_a_method_that_leaves_all_to_core_may_say_so(tmp_path: Path) -> None:
     suite.test_product(tmp_path, 17, True)
 
 
-def test_an_error_that_is_allowed_for(tmp_path: Path) -> None:
+def test_suite_allows_the_stated_error(tmp_path: Path) -> None:
     members = {"method": method_of(OneScale), "error": 0.02}
     suite = type("Suite", (Halved,), members)()
     suite.test_product(tmp_path, 17, True)
@@ -482,7 +71,7 @@ def test_an_error_that_is_allowed_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_replay_that_does_not_follow_its_input_is_found(tmp_path: Path) -> None:
+def test_suite_finds_a_replay_of_stale_input(tmp_path: Path) -> None:
     class Stale(Kernel):
         """Multiplies the x that it saw first of each size."""
 

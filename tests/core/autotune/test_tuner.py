@@ -14,7 +14,7 @@ from engine.core.autotune.tuner import collect_tasks, tune_tasks
 from engine.core.errors import ExecutorError
 from engine.core.layers import LayerFactory
 from engine.core.layers.linear import Linear
-from engine.core.layers.skinny_linear import BUCKETS, FewRowsTables, SkinnyKernel
+from engine.core.layers.skinny_linear import ROW_CLASSES, SkinnyGemms, SkinnyKernel
 from engine.core.quant.base import LinearPart, LinearSpec
 
 MACHINE = {"device": "GPU 1 / 80 GB", "pytorch": "1", "triton": "2"}
@@ -33,7 +33,7 @@ class FakeTimer:
 
     def seconds(self, task, candidate):
         self.asked.append((task.key, candidate))
-        return 10.0 if candidate is None else self.rule(task.op.problem, task.rows, candidate)
+        return 10.0 if candidate is None else self.rule(task.op.shape, task.rows, candidate)
 
 
 def model():
@@ -62,7 +62,7 @@ def test_collect_tasks_groups_layers_of_one_shape():
     tasks = collect_tasks(model())
     assert {task.key: len(task.operands) for task in tasks} == {
         (key, rows): count
-        for rows in BUCKETS
+        for rows in ROW_CLASSES
         for key, count in {
             "plain 96x64 bfloat16": 2,
             "gated 80x64 bfloat16": 2,
@@ -80,23 +80,23 @@ def test_operands_lack_a_bias_that_is_added_after_the_all_reduce():
         parts=(LinearPart(name="o", out_features=8),), in_features=16, bias=True, dtype="bfloat16", parallel="row"
     )
     for reduce, biased in ((None, True), (lambda y: y, False)):
-        layer = Linear(spec, SkinnyKernel(spec, FewRowsTables("cpu")), reduce)
+        layer = Linear(spec, SkinnyKernel(spec, SkinnyGemms("cpu")), reduce)
         layer.fill({"o.weight": torch.zeros(8, 16), "o.bias": torch.zeros(8)})
         [one] = layer.autotuned_calls()
         assert (one.operands.bias is not None) == biased
 
 
 def test_tune_tasks_chooses_the_fastest_and_torch_where_nothing_gains(tmp_path):
-    def rule(problem, rows, tile):
-        if problem.epilogue == "argmax":
+    def rule(gemm_shape, rows, tile):
+        if gemm_shape.epilogue == "argmax":
             return 9.95  # less than a hundredth
-        if problem.epilogue == "gated":
+        if gemm_shape.epilogue == "gated":
             raise CandidateError("it is too large")
         return 5.0 if (tile.rows, tile.block_k) == (32, 256) else 6.0
 
     layers = model()
     report, timer = run(layers, tmp_path, rule)
-    assert report.measured == len(report.results) == 4 * len(BUCKETS)
+    assert report.measured == len(report.results) == 4 * len(ROW_CLASSES)
     assert timer.prepared == timer.asked
     assert tables(layers, "gated") == tables(layers, "argmax") == [None] * 17
     plain = tables(layers, "plain 96")
@@ -109,7 +109,7 @@ def test_tune_tasks_chooses_the_fastest_and_torch_where_nothing_gains(tmp_path):
 
 
 def test_prefetching_is_tried_with_the_fastest_tile_only(tmp_path):
-    report, timer = run(model(), tmp_path, lambda problem, rows, tile: 5.0 - tile.rows / 1000 - tile.ahead / 1e6)
+    report, timer = run(model(), tmp_path, lambda gemm_shape, rows, tile: 5.0 - tile.rows / 1000 - tile.ahead / 1e6)
     for result in report.results:
         tried = [tile for place, tile in timer.asked if place == (result.op, result.rows)][1:]
         ahead = [tile for tile in tried if tile.ahead]
@@ -119,7 +119,7 @@ def test_prefetching_is_tried_with_the_fastest_tile_only(tmp_path):
 
 
 def test_a_candidate_that_cannot_run_is_logged_and_left_out(tmp_path, caplog):
-    def rule(problem, rows, tile):
+    def rule(gemm_shape, rows, tile):
         if tile.rows == 64:
             raise CandidateError("out of shared memory")
         return 1.0
@@ -144,7 +144,7 @@ def test_tune_tasks_chooses_the_fastest_tile_where_torch_cannot_run(tmp_path):
 
     layers = model()
     cache = TuningCache(tmp_path, MACHINE)
-    report = tune_tasks(collect_tasks(layers), cache, WithoutTorch(lambda problem, rows, tile: 20.0 + tile.rows))
+    report = tune_tasks(collect_tasks(layers), cache, WithoutTorch(lambda gemm_shape, rows, tile: 20.0 + tile.rows))
     assert {result.default_seconds for result in report.results} == {float("inf")}
     assert [tables(layers, "gated")[rows].tile.rows for rows in (1, 8)] == [64, 16]
     assert dict(cache.load()) == {(result.op, result.rows): result for result in report.results}
@@ -163,11 +163,11 @@ def test_tune_tasks_raises_where_no_candidate_runs(tmp_path):
 
 
 def test_cached_results_are_not_measured_again(tmp_path):
-    first, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000 - tile.ahead / 1e6)
+    first, _ = run(model(), tmp_path, lambda gemm_shape, rows, tile: 1.0 + tile.rows / 1000 - tile.ahead / 1e6)
     layers = model()
     layers.linear([("new", 48)], 64).fill({"new.weight": torch.zeros(48, 64, dtype=torch.bfloat16)})
-    second, timer = run(layers, tmp_path, lambda problem, rows, tile: 1.0 + tile.rows / 1000)
-    assert second.measured == len(BUCKETS)
+    second, timer = run(layers, tmp_path, lambda gemm_shape, rows, tile: 1.0 + tile.rows / 1000)
+    assert second.measured == len(ROW_CLASSES)
     assert {key for (key, _), _ in timer.asked} == {"plain 48x64 bfloat16"}
     assert set(first.results) < set(second.results)
     layers = model()
@@ -184,7 +184,7 @@ def test_cached_results_are_not_measured_again(tmp_path):
 
 @pytest.mark.parametrize("change", [{"version": "old"}, {"candidate": "a tile that is no candidate any more"}])
 def test_an_outdated_result_is_measured_again(tmp_path, change):
-    def rule(problem, rows, tile):
+    def rule(gemm_shape, rows, tile):
         return 1.0 + tile.rows / 1000
 
     first, _ = run(model(), tmp_path, rule)
@@ -201,9 +201,9 @@ def test_an_outdated_result_is_measured_again(tmp_path, change):
 
 
 def test_each_machine_has_its_own_file(tmp_path):
-    run(model(), tmp_path, lambda problem, rows, tile: 1.0)
+    run(model(), tmp_path, lambda gemm_shape, rows, tile: 1.0)
     for key in MACHINE:
-        report, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0, {**MACHINE, key: "other"})
+        report, _ = run(model(), tmp_path, lambda gemm_shape, rows, tile: 1.0, {**MACHINE, key: "other"})
         assert report.measured
     assert len(list(tmp_path.iterdir())) == 1 + len(MACHINE)
 
@@ -225,7 +225,7 @@ def test_an_unreadable_file_is_replaced_with_a_warning(content, tmp_path, caplog
     cache = TuningCache(tmp_path, MACHINE)
     cache.path.write_text(content, encoding="latin-1")
     with caplog.at_level(logging.WARNING):
-        report, _ = run(model(), tmp_path, lambda problem, rows, tile: 1.0)
+        report, _ = run(model(), tmp_path, lambda gemm_shape, rows, tile: 1.0)
     assert report.measured
     assert str(cache.path) in caplog.text
     caplog.clear()
@@ -237,7 +237,7 @@ def test_an_unwritable_directory_is_a_warning(tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
     layers = model()
-    report, _ = run(layers, blocked / "kernels", lambda problem, rows, tile: 1.0)
+    report, _ = run(layers, blocked / "kernels", lambda gemm_shape, rows, tile: 1.0)
     assert report.measured
     assert tables(layers, "gated")[1] is not None
     assert "measures again" in caplog.text
@@ -262,7 +262,7 @@ def test_tune_on_a_gpu(tmp_path):
         layer.fill({name: torch.randn(spec.shape).to("cuda", torch.bfloat16) / 32 for name, spec in names})
     with torch.inference_mode():
         report = tune(layers, str(tmp_path))
-        assert report.measured == 3 * len(BUCKETS)
+        assert report.measured == 3 * len(ROW_CLASSES)
         assert all(0 < result.seconds < 1e-3 for result in report.results)
         assert tune(layers, str(tmp_path)).measured == 0
         for rows in (1, 3, 16, 17):

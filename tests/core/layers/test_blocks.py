@@ -1,4 +1,4 @@
-"""Composite layers against their layers called one after the other, and the type of their results."""
+"""Composite layers equal the sequence of their layers, and return partial sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def factory(group: RankGroup | None = None) -> LayerFactory:
 
 
 def fill(layers: LayerFactory) -> None:
-    """Random weights that depend on the tensors' names alone, cut for the rank."""
+    """Fill all layers with random weights, which depend on tensor names only."""
     for layer in layers.layers:
         layer.fill({name: weight(name, spec, layers) for name, spec in layer.tensors().items()})
 
@@ -36,7 +36,7 @@ def weight(name: str, spec: TensorSpec, layers: LayerFactory) -> torch.Tensor:
 
 
 def forward_pass() -> Any:
-    """A pass whose attention returns the queries."""
+    """A pass whose attention adds the means of keys and values to queries."""
     return SimpleNamespace(
         batch=SimpleNamespace(slots=None),
         plan=None,
@@ -60,7 +60,7 @@ def gated_mlp(layers: LayerFactory, **settings: Any) -> Any:
 
 
 def attention_layers(layers: LayerFactory, bias: bool) -> Any:
-    """The layers of an attention block one after the other, the output projection reduced by itself."""
+    """The layers of an attention block in sequence, with a reducing output projection."""
     norm = layers.norm("norm", HIDDEN, EPS)
     names = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
     qkv = layers.qkv(names, HIDDEN, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, bias=bias)
@@ -77,7 +77,7 @@ def attention_layers(layers: LayerFactory, bias: bool) -> Any:
 
 
 def mlp_layers(layers: LayerFactory, bias: bool) -> Any:
-    """The layers of a gated MLP one after the other, the down projection reduced by itself."""
+    """The layers of a gated MLP in sequence, with a reducing down projection."""
     norm = layers.norm("norm", HIDDEN, EPS)
     parts = [("mlp.gate_proj", INTERMEDIATE), ("mlp.up_proj", INTERMEDIATE)]
     gate_up = layers.linear(parts, HIDDEN, bias=bias, parallel="column")
@@ -148,7 +148,7 @@ def test_norm_reduces_a_partial_sum(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("group", [None, LoneRank(1, 2)])
-def test_a_forgotten_reduction_is_an_error_with_one_rank_too(group: RankGroup | None) -> None:
+def test_using_a_partial_sum_as_a_tensor_is_an_error_with_any_number_of_ranks(group: RankGroup | None) -> None:
     layers = factory(group)
     mlp, head = gated_mlp(layers), layers.lm_head("head", 40, HIDDEN)
     linear, head_norm = layers.linear([("next", 3)], HIDDEN), layers.head_norm([("q_norm", 1)], HIDDEN, EPS)

@@ -1,15 +1,16 @@
-"""The fused layers against the plain ones; on the CPU in Triton's interpreter."""
+"""Fused layers equal plain layers. On the CPU in Triton's interpreter."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from engine.core.distributed import PartialSum
 from engine.core.layers import LayerFactory, RotarySpec
-from engine.core.layers.skinny_linear import BUCKETS, SkinnyKernel
+from engine.core.layers.skinny_linear import ROW_CLASSES, SkinnyKernel
 from engine.core.quant.float8 import UNSCALED, KVScales
-from engine.ops.gemm.skinny_launch import MOST_ROWS
+from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS
 from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
 from engine.testing.ranks import LoneRank
 
@@ -17,14 +18,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Doubling(LoneRank):
-    """A rank of two, whose other one computes the same."""
+    """One of two ranks that compute the same."""
 
     def all_reduce(self, x):
         return 2 * x
 
 
 def both(build, **shares):
-    """What `build` makes of a plain and a fused factory, filled with the same weights."""
+    """What `build` makes with a plain and a fused factory, filled with the same weights."""
     made = []
     for fused in (False, True):
         layers = LayerFactory(dtype="float32", device=DEVICE, fused=fused, **shares)
@@ -49,7 +50,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_norm():
+def test_norm_equals_plain() -> None:
     plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5))
     x, residual = randn(3, 48), randn(3, 48) + 1
     for one, other in zip(fused(x, residual.clone()), plain(x, residual), strict=True):
@@ -58,7 +59,7 @@ def test_norm():
 
 
 class Reaching(Doubling):
-    """A rank that reaches the memory of another, which has been there before it, and left its rows in both places."""
+    """A rank that reads the memory of another, which has already written its rows to both buffers."""
 
     def __init__(self, theirs, max_rows):
         super().__init__(0, 2)
@@ -97,8 +98,8 @@ def test_norm_reduces_partial_sums() -> None:
             close(one, other)
 
 
-class Following:
-    """A layer whose kernel has norms of three rows and more made for it."""
+class NextLinear:
+    """A layer whose kernel fuses input quantization from three rows on."""
 
     weights = "its weights"
 
@@ -109,17 +110,17 @@ class Following:
         return "made", given
 
 
-def test_a_norm_is_made_for_the_layer_that_follows():
+def test_norm_is_quantized_for_the_next_layer() -> None:
     norm = both(lambda layers: layers.norm("norm", 48, 1e-5))[1]
     x, residual = randn(3, 48), randn(3, 48) + 1
-    assert norm.quantized_for(Following(), x, residual) == ("made", (x, residual, norm.weight, 1e-5, "its weights"))
-    assert norm.quantized_for(Following(), x)[1][1] is None
-    normed, total = norm.quantized_for(Following(), x[:2], residual[:2].clone())
+    assert norm.quantized_for(NextLinear(), x, residual) == ("made", (x, residual, norm.weight, 1e-5, "its weights"))
+    assert norm.quantized_for(NextLinear(), x)[1][1] is None
+    normed, total = norm.quantized_for(NextLinear(), x[:2], residual[:2].clone())
     assert torch.equal(total, x[:2] + residual[:2])
     assert torch.equal(normed, norm(total)[0])
 
 
-def test_a_norm_of_sums_is_made_for_the_layer_that_follows_unless_it_sums():
+def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces() -> None:
     def build(layers):
         return layers.norm("norm", 48, 1e-5)
 
@@ -127,20 +128,20 @@ def test_a_norm_of_sums_is_made_for_the_layer_that_follows_unless_it_sums():
     alone = both(build)[0]
     group = Reaching(theirs, 3)
     norm = both(build, group=group)[1]
-    normed, _ = norm.quantized_for(Following(), PartialSum(x[:3], group), residual[:3].clone())
+    normed, _ = norm.quantized_for(NextLinear(), PartialSum(x[:3], group), residual[:3].clone())
     close(normed, alone(x[:3] + theirs, residual[:3])[0])
-    made, (summed, *_) = norm.quantized_for(Following(), PartialSum(x, group), residual)
+    made, (summed, *_) = norm.quantized_for(NextLinear(), PartialSum(x, group), residual)
     assert made == "made"
     assert torch.equal(summed, 2 * x)
     other = Doubling(0, 2)
     norm = both(build, group=other)[1]
-    normed, _ = norm.quantized_for(Following(), PartialSum(x[:2], other), residual[:2].clone())
+    normed, _ = norm.quantized_for(NextLinear(), PartialSum(x[:2], other), residual[:2].clone())
     close(normed, alone(2 * x[:2], residual[:2])[0])
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 16, 17, 40])
 @pytest.mark.parametrize(("bias", "parallel", "ranks"), [(False, "none", 1), (True, "column", 2), (True, "row", 2)])
-def test_linear(rows, bias, parallel, ranks):
+def test_linear_equals_plain(rows: int, bias: bool, parallel: Any, ranks: int) -> None:
     def build(layers):
         return layers.linear([("a", 40), ("b", 24)], 64, bias=bias, parallel=parallel)
 
@@ -153,7 +154,7 @@ def test_linear(rows, bias, parallel, ranks):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 9, 20])
-def test_gated(rows):
+def test_gated_equals_plain(rows: int) -> None:
     def build(layers):
         return layers.linear([("gate", 40), ("up", 40)], 64, bias=True, parallel="column", gated=True)
 
@@ -164,14 +165,14 @@ def test_gated(rows):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 17])
-def test_lm_head(rows):
+def test_lm_head_equals_plain(rows: int) -> None:
     plain, fused = both(lambda layers: layers.lm_head("lm_head", 100, 32))
     hidden = randn(rows, 32)
     logits = plain(hidden)
     close(fused(hidden), logits)
     for head in (plain, fused):
-        peaks, tokens = head.greedy(hidden)
-        close(peaks, logits.amax(-1))
+        max_logits, tokens = head.greedy(hidden)
+        close(max_logits, logits.amax(-1))
         assert torch.equal(tokens, logits.argmax(-1))
 
 
@@ -180,7 +181,7 @@ def test_lm_head(rows):
     [(16, {}), (8, {}), (16, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})],
 )
 @pytest.mark.parametrize("normed", [False, True])
-def test_attention(rotary_dim, scaling, normed):
+def test_attention_equals_plain(rotary_dim: int, scaling: Any, normed: bool) -> None:
     spec = RotarySpec(rotary_dim=rotary_dim, type=scaling.get("rope_type", "default"), parameters=scaling)
 
     def build(layers):
@@ -214,9 +215,9 @@ def test_attention(rotary_dim, scaling, normed):
         close(one, other)
 
 
-def test_codes_are_by_the_scales_of_the_layer(monkeypatch):
-    told = []
-    monkeypatch.setattr("engine.core.layers.fused.rotate_and_write", lambda *arguments: told.append(arguments))
+def test_attention_quantizes_by_the_scales_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("engine.core.layers.fused.rotate_and_write", lambda *arguments: calls.append(arguments))
     layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
     pool = SimpleNamespace(keys="kK", values="vV", scales=(UNSCALED, KVScales(key=0.5, value=0.25)))
     run = SimpleNamespace(
@@ -226,19 +227,19 @@ def test_codes_are_by_the_scales_of_the_layer(monkeypatch):
         attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: q),
     )
     layers.attention(1, 4, 2, 16)(run, torch.zeros(3, 8 * 16), (None, None))
-    assert told[0][1:3] == ("K", "V")
-    assert told[0][-1] == KVScales(key=0.5, value=0.25)
+    assert calls[0][1:3] == ("K", "V")
+    assert calls[0][-1] == KVScales(key=0.5, value=0.25)
 
 
-def test_a_choice_is_for_all_layers_of_a_shape_and_all_rows_up_to_it():
+def test_choice_is_for_all_layers_of_a_shape_and_all_rows_of_its_class() -> None:
     layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
-    first, second = (layers.linear([(name, 40)], 64).kernel.few_rows for name in ("a", "b"))
-    other = layers.linear([("c", 41)], 64).kernel.few_rows
+    first, second = (layers.linear([(name, 40)], 64).kernel.skinny_gemm for name in ("a", "b"))
+    other = layers.linear([("c", 41)], 64).kernel.skinny_gemm
     assert first is second
     assert first is not other
-    for rows in BUCKETS:
+    for rows in ROW_CLASSES:
         first.choose(rows, None)
-    assert first.launches == [None] * (MOST_ROWS + 1)
+    assert first.launches == [None] * (SKINNY_MAX_ROWS + 1)
     tile = other.launches[1].tile
     first.choose(4, tile)
     assert [launch is not None for launch in first.launches[:6]] == [False, False, False, True, True, False]

@@ -1,8 +1,9 @@
-"""Scales of the KV cache on their way from the checkpoint to the pool."""
+"""KV scales, from the checkpoint to the KV pool."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import attrs
 import pytest
@@ -64,11 +65,11 @@ def reader(layer: int = 0, **scales: float) -> KVScaleReader:
         ({}, None),
     ],
 )
-def test_the_first_name_that_is_there_counts(scales, expected) -> None:
+def test_the_first_name_in_the_checkpoint_is_read(scales: Any, expected: Any) -> None:
     assert reader(**scales).scales == expected
 
 
-def test_every_name_may_be_missing_and_is_read_whole_by_every_rank() -> None:
+def test_scales_are_optional_and_not_sharded() -> None:
     specs = KVScaleReader(0, NAMES).tensors()
     assert set(specs) == {*NAMES.keys, *NAMES.values}
     assert all(spec.optional and spec.shape == (1,) and spec.shard_dim is None for spec in specs.values())
@@ -86,12 +87,12 @@ def test_every_name_may_be_missing_and_is_read_whole_by_every_rank() -> None:
         ({"k": 1.0, "v": -1.0}, "tensor a.v is -1.0"),
     ],
 )
-def test_scales_that_cannot_be_meant(scales, message) -> None:
+def test_invalid_scales_are_an_error(scales: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         reader(**scales)
 
 
-def test_the_factory_asks_the_method_by_the_name_in_the_checkpoint() -> None:
+def test_factory_asks_the_method_by_the_name_in_the_checkpoint() -> None:
     layers = LayerFactory(dtype="float32", device="cpu", quant=Scaled())
     for index in range(3):
         layers.attention(index, 2, 1, 8, None, f"layers.{index}")
@@ -102,24 +103,26 @@ def test_the_factory_asks_the_method_by_the_name_in_the_checkpoint() -> None:
     assert set(made.tensors()) == {"layers.1.k", "layers.1.v"}
 
 
-def test_all_scales_are_there(caplog) -> None:
+def test_no_warning_if_no_scale_is_missing(caplog: pytest.LogCaptureFixture) -> None:
     found = find_kv_scales(SPEC, [reader(1, k=3.0, v=4.0), reader(0, k=1.0, v=2.0)])
     assert found == (KVScales(key=1.0, value=2.0), KVScales(key=3.0, value=4.0))
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("readers", "missing"), [([], 2), ([reader(0), reader(1, k=3.0, v=4.0)], 1)])
-def test_layers_without_scales_are_said_once(readers, missing, caplog) -> None:
+def test_layers_without_scales_are_warned_about_once(
+    readers: Any, missing: int, caplog: pytest.LogCaptureFixture
+) -> None:
     found = find_kv_scales(SPEC, readers)
     assert found.count(UNSCALED) == missing
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert f"no scales for the keys and values of {missing} of 2 layers" in record.message
-    assert "beyond 448 is cut off" in record.message
+    assert "values beyond 448 are clipped" in record.message
     assert "--kv-dtype bfloat16" in record.message
 
 
-def test_scales_that_are_not_used_are_said_once(caplog) -> None:
+def test_unused_scales_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     spec = attrs.evolve(SPEC, kv_dtype="bfloat16")
     assert find_kv_scales(spec, [reader(0, k=1.0, v=2.0), reader(1, k=1.0, v=2.0)]) == ()
     [record] = caplog.records

@@ -1,6 +1,7 @@
 """Norms, embedding, LM head, activation and the attention layer."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ def reference_norm(x, weight, eps):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-7), ("float16", 2**-9)])
-def test_rms_norm(dtype, tolerance):
+def test_rms_norm_equals_the_reference(dtype: Any, tolerance: float) -> None:
     kind = getattr(torch, dtype)
     torch.manual_seed(0)
     x, residual, weight = torch.randn(7, 64).to(kind), torch.randn(7, 64).to(kind), torch.randn(64).to(kind)
@@ -33,13 +34,13 @@ def test_rms_norm(dtype, tolerance):
     torch.testing.assert_close(fused, reference_norm(total, weight, 1e-5), rtol=tolerance, atol=tolerance)
 
 
-def test_rms_norm_of_tiny_values_uses_eps():
+def test_rms_norm_of_tiny_values_uses_eps() -> None:
     norm = RMSNorm("norm.weight", 4, 1.0, "float32")
     norm.fill({"norm.weight": torch.ones(4)})
     torch.testing.assert_close(norm(torch.full((1, 4), 1e-3))[0], torch.full((1, 4), 1e-3), rtol=1e-5, atol=0)
 
 
-def test_norms_leave_their_inputs_alone():
+def test_norm_does_not_change_its_inputs() -> None:
     norm = RMSNorm("norm.weight", 4, 1e-6, "float32")
     norm.fill({"norm.weight": torch.ones(4)})
     x, residual = torch.ones(1, 4), torch.ones(1, 4)
@@ -48,7 +49,7 @@ def test_norms_leave_their_inputs_alone():
     assert torch.equal(residual, torch.ones(1, 4))
 
 
-def test_head_norm():
+def test_head_norm_equals_the_reference() -> None:
     torch.manual_seed(0)
     x, queries, keys = torch.randn(5, 6, 8), torch.randn(8), torch.randn(8)
     norm = HeadNorm((("q.weight", 4), ("k.weight", 2)), 8, 1e-6, "float32")
@@ -58,14 +59,14 @@ def test_head_norm():
     torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_silu_and_mul():
+def test_silu_and_mul_does_not_change_its_input() -> None:
     x = torch.randn(3, 10)
     kept = x.clone()
     torch.testing.assert_close(silu_and_mul(x), F.silu(x[:, :5]) * x[:, 5:])
     assert torch.equal(x, kept)
 
 
-def test_embedding_and_heads():
+def test_embedding_with_tied_and_own_lm_head() -> None:
     layers = LayerFactory(dtype="float32", device="cpu")
     embedding = layers.embedding("embed", 6, 4)
     tied = layers.lm_head("lm_head", 6, 4, embedding)
@@ -82,7 +83,7 @@ def test_embedding_and_heads():
     assert layers.nbytes == tables + packed_heads
 
 
-def test_attention_rotates_writes_and_attends():
+def test_attention_rotates_writes_to_the_cache_and_attends() -> None:
     written = []
     run = SimpleNamespace(
         batch=SimpleNamespace(slots=torch.tensor([3, 1])),
@@ -113,13 +114,13 @@ def test_attention_rotates_writes_and_attends():
     assert torch.equal(written[1][2], heads[:, 6:])
 
 
-def test_greedy_is_the_first_of_the_largest():
+def test_greedy_is_the_first_of_equal_max_logits() -> None:
     layers = LayerFactory(dtype="float32", device="cpu")
     head = layers.lm_head("lm_head", 5, 2)
     for layer in layers.layers:
         layer.fill({"lm_head.weight": torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 1.0], [2.0, 1.0], [0.0, 3.0]])})
-    peaks, tokens = head.greedy(torch.tensor([[1.0, 0.0], [0.0, 1.0], [float("nan"), 1.0]]))
-    assert peaks.dtype == torch.float32
+    max_logits, tokens = head.greedy(torch.tensor([[1.0, 0.0], [0.0, 1.0], [float("nan"), 1.0]]))
+    assert max_logits.dtype == torch.float32
     assert tokens[:2].tolist() == [2, 4]
-    assert peaks[:2].tolist() == [2.0, 3.0]
-    assert peaks[2].isnan()
+    assert max_logits[:2].tolist() == [2.0, 3.0]
+    assert max_logits[2].isnan()

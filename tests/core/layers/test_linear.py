@@ -1,5 +1,7 @@
 """Linear layers, their kernels, and the factory that chooses them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ def make(**changes):
     return LayerFactory(**{"dtype": "float32", "device": "cpu", **changes})
 
 
-def test_the_quantization_method_is_asked_for_each_linear():
+def test_factory_asks_the_quantization_method_for_each_linear() -> None:
     quant = Chosen()
     layers = make(quant=quant)
     special = layers.linear([("special", 3)], 3, bias=True)
@@ -63,7 +65,7 @@ def test_the_quantization_method_is_asked_for_each_linear():
 
 
 @pytest.mark.parametrize("parallel", ["none", "column", "row"])
-def test_tensors_of_a_plain_linear(parallel):
+def test_plain_linear_reads_weights_and_biases_of_its_parts(parallel: Any) -> None:
     linear = make().linear([("a", 4), ("b", 2)], 6, bias=True, parallel=parallel)
     shapes = {name: spec.shape for name, spec in linear.tensors().items()}
     assert shapes == {"a.weight": (4, 6), "b.weight": (2, 6), "a.bias": (4,), "b.bias": (2,)}
@@ -72,13 +74,13 @@ def test_tensors_of_a_plain_linear(parallel):
     assert shards == {"a.weight": weight, "b.weight": weight, "a.bias": bias, "b.bias": bias}
 
 
-def test_a_single_weight_is_kept_without_a_copy():
+def test_single_weight_is_not_copied() -> None:
     linear = make().linear([("a", 4)], 6)
-    weight = torch.randn(4, 6, device="meta")  # a CPU's weights are laid out anew, see test_matmul.py
+    weight = torch.randn(4, 6, device="meta")  # weights on a CPU are packed, see test_matmul.py
     assert linear.kernel.prepare({"a.weight": weight})["weight"] is weight
 
 
-def test_a_gated_linear_activates_unless_its_kernel_does():
+def test_gated_linear_activates_unless_its_kernel_does() -> None:
     class Both(Doubled):
         def apply_gated(self, x, weights, bias):
             return x + 100
@@ -97,12 +99,12 @@ def test_a_gated_linear_activates_unless_its_kernel_does():
     assert torch.equal(default.gated(x), 0.5 * x)
     assert len(seen) == 1
     assert torch.equal(Linear(plain.spec, Both()).gated(x), x + 100)
-    summed = Linear(plain.spec, Both(), reduce=lambda y: 2 * y)  # what a rank has is activated once it is summed
+    summed = Linear(plain.spec, Both(), reduce=lambda y: 2 * y)  # activated after the reduction
     summed.weights = weights
     torch.testing.assert_close(summed.gated(x), silu_and_mul(x))
 
 
-def test_only_row_layers_sum_and_the_bias_is_added_once():
+def test_only_row_parallel_layers_reduce_and_the_bias_is_added_once() -> None:
     calls = []
 
     class Group(LoneRank):
@@ -130,19 +132,19 @@ def test_partial_linear_adds_the_bias_on_rank_0_only(rank: int) -> None:
 
 
 @pytest.mark.parametrize(("parallel", "said"), [("column", "3 outputs of b"), ("row", "5 inputs of a")])
-def test_sizes_that_ranks_cannot_share(parallel, said):
+def test_sizes_that_ranks_do_not_divide_are_an_error(parallel: Any, said: str) -> None:
     layers = make(group=LoneRank(0, 2))
     with pytest.raises(ConfigError, match=f"2 ranks cannot share {said} evenly"):
         layers.linear([("a", 4), ("b", 3)], 5, parallel=parallel)
 
 
-def test_unknown_type_to_compute_in():
+def test_unknown_dtype_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot compute in 'int8'; use one of float32"):
         make(dtype="int8")
 
 
 class Made(QuantizedActivation):
-    """Rows that only Particular takes."""
+    """A quantized activation for Particular."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -169,7 +171,7 @@ class Particular(Doubled, FusedInputQuantization):
 
 
 class Gating(Doubled):
-    """Activates one row where it multiplies."""
+    """Fuses gating for one row."""
 
     def apply_gated(self, x, weights, bias):
         return x[:, :4] - 1
@@ -184,7 +186,7 @@ def linear(kernel, **settings):
     return layer
 
 
-def test_fused_input_quantization_makes_the_input_of_the_row_counts_it_supports():
+def test_gated_output_is_quantized_for_the_rows_that_the_next_kernel_supports() -> None:
     down = linear(Particular())
     x = torch.randn(3, 8)
     for gate_up in (linear(Doubled()), linear(PlainKernel(down.spec))):
@@ -200,7 +202,7 @@ def test_fused_input_quantization_makes_the_input_of_the_row_counts_it_supports(
     assert torch.equal(summed(made), 1.5 * (made.rows + 7))
 
 
-def test_what_was_made_for_one_layer_may_be_gated_by_it():
+def test_gated_layer_takes_a_quantized_activation() -> None:
     gate_up, down = linear(Particular()), linear(Particular())
     made, _ = gate_up.fused_input_quantization(torch.ones(2, 8)).norm_and_quantize(
         torch.randn(2, 8), None, torch.ones(8), 1e-5, gate_up.weights
@@ -211,7 +213,7 @@ def test_what_was_made_for_one_layer_may_be_gated_by_it():
     assert torch.equal(gate_up.gated_quantized_for(linear(Doubled()), made), silu_and_mul(y))
 
 
-def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
+def test_kernel_that_fuses_gating_is_preferred_to_fused_input_quantization() -> None:
     down = linear(Particular())
     x = torch.randn(2, 8)
 
@@ -225,12 +227,12 @@ def test_a_kernel_that_activates_where_it_multiplies_is_left_to_it():
     assert Doubled().fused_input_quantization() is None
 
 
-def test_a_layer_refuses_what_was_made_for_another():
+def test_activation_quantized_for_another_layer_is_an_error() -> None:
     with pytest.raises(TypeError, match="a takes tensors only; this activation was quantized for another layer"):
         linear(Doubled())(Made(torch.ones(2, 8)))
 
 
-def test_plain_norms_leave_tensors():
+def test_plain_norm_does_not_quantize() -> None:
     layers = make()
     norm = layers.norm("norm", 8, 1e-5)
     norm.fill({"norm.weight": torch.randn(8)})
@@ -240,7 +242,7 @@ def test_plain_norms_leave_tensors():
             assert torch.equal(one, other)
 
 
-def test_first_names_of_fused_input_quantization_still_work() -> None:
+def test_into_and_gated_into_are_aliases() -> None:
     layers, down = make(), linear(Particular())
     norm = layers.norm("norm", 8, 1e-5)
     norm.fill({"norm.weight": torch.randn(8)})

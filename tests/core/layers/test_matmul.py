@@ -1,4 +1,4 @@
-"""AutotunedCall by packed weights gives what the plain one gives."""
+"""A product by a packed weight equals the plain product."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from engine.core.layers.matmul import can_pack, multiply, pack
 @pytest.mark.parametrize("rows", [1, 2, 17, 64, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 33), (96, 64), (513, 256)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_packed_equals_float64(rows: int, outputs: int, inputs: int, biased: bool) -> None:
+def test_packed_product_equals_float64(rows: int, outputs: int, inputs: int, biased: bool) -> None:
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     bias = torch.randn(outputs) if biased else None
     reference = x.double() @ weight.double().T + (0 if bias is None else bias.double())
@@ -17,18 +17,18 @@ def test_packed_equals_float64(rows: int, outputs: int, inputs: int, biased: boo
     assert torch.linalg.norm(got - reference) < 1e-6 * torch.linalg.norm(reference)
 
 
-def test_strided_rows_and_more_dimensions() -> None:
+def test_x_strided_and_of_more_dimensions() -> None:
     weight = torch.randn(8, 16)
     x = torch.randn(3, 5, 32)[..., :16]
     torch.testing.assert_close(multiply(x, pack(weight)), x @ weight.T)
     torch.testing.assert_close(multiply(x[0, ::2], pack(weight)), x[0, ::2] @ weight.T)
 
 
-def test_no_rows() -> None:
+def test_x_without_rows() -> None:
     assert multiply(torch.empty(0, 16), pack(torch.randn(8, 16))).shape == (0, 8)
 
 
-def test_what_onednn_has_no_layout_for_is_kept() -> None:
+def test_weight_that_onednn_cannot_pack_is_kept() -> None:
     for weight in (
         torch.randn(4, 4, dtype=torch.float16),
         torch.randn(4, 4, device="meta"),
@@ -38,6 +38,6 @@ def test_what_onednn_has_no_layout_for_is_kept() -> None:
         assert pack(weight) is weight
 
 
-def test_bfloat16_where_the_cpu_has_it() -> None:
+def test_bfloat16_if_the_cpu_supports_it() -> None:
     x, weight = torch.randn(9, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     torch.testing.assert_close(multiply(x, pack(weight)), x @ weight.T, rtol=0.02, atol=0.1)

@@ -1,5 +1,7 @@
 """Rotary embedding against transformers' own tables, and the two layouts of its parameters."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize("parameters", TABLES, ids=lambda parameters: "-".join(map(str, parameters.values())))
-def test_angles_equal_transformers(parameters):
+def test_angles_equal_transformers(parameters: Any) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -45,7 +47,7 @@ def test_angles_equal_transformers(parameters):
 
 
 @pytest.mark.parametrize("kind", ["default", "linear"])
-def test_frequencies_are_equal_to_the_last_bit(kind):
+def test_frequencies_equal_transformers_to_the_last_bit(kind: Any) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -56,7 +58,7 @@ def test_frequencies_are_equal_to_the_last_bit(kind):
     assert factor == 1.0
 
 
-def test_rotation_turns_each_pair_by_its_angle():
+def test_rotate_turns_each_pair_by_its_angle() -> None:
     spec = RotarySpec(rotary_dim=8, type="default", parameters={"rope_theta": 100.0})
     frequencies, _ = spec.frequencies()
     positions = torch.tensor([0, 3, 1000])
@@ -69,7 +71,7 @@ def test_rotation_turns_each_pair_by_its_angle():
     assert torch.equal(turned[0], x[0])
 
 
-def test_only_a_part_of_each_head_may_turn():
+def test_rotate_leaves_dimensions_beyond_rotary_dim() -> None:
     spec = RotarySpec.from_config({"rope_theta": 10000.0, "partial_rotary_factor": 0.5}, 16)
     assert spec.rotary_dim == 8
     x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0))
@@ -79,7 +81,7 @@ def test_only_a_part_of_each_head_may_turn():
     torch.testing.assert_close(turned[..., :8], rotate(x[..., :8], angles))
 
 
-def test_angles_have_the_models_type():
+def test_angles_have_the_models_dtype() -> None:
     spec = RotarySpec(rotary_dim=8, type="default", parameters={})
     exact = Rotary(spec, "float32", "cpu").angles(torch.tensor([7777]))
     for ours, precise in zip(Rotary(spec, "bfloat16", "cpu").angles(torch.tensor([7777])), exact, strict=True):
@@ -87,7 +89,7 @@ def test_angles_have_the_models_type():
 
 
 @pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 2.0}, YARN])
-def test_both_layouts_mean_the_same(scaling):
+def test_both_layouts_of_parameters_are_equivalent(scaling: Any) -> None:
     older = {key: value for key, value in scaling.items() if key != "rope_type"} | {"type": scaling["rope_type"]}
     common = {"max_position_embeddings": 8192}
     new = RotarySpec.from_config({**common, "rope_parameters": {**scaling, "rope_theta": 5e5}}, 64)
@@ -98,13 +100,13 @@ def test_both_layouts_mean_the_same(scaling):
 
 
 @pytest.mark.parametrize("config", [{}, {"rope_scaling": None}, {"rope_parameters": None, "rope_scaling": {}}])
-def test_nothing_said_is_the_default(config):
+def test_missing_parameters_mean_the_default_type(config: Any) -> None:
     spec = RotarySpec.from_config(config, 64)
     assert spec.type == "default"
     assert float(spec.frequencies()[0][-1]) == pytest.approx(10000 ** (-62 / 64))
 
 
-def test_unknown_types_are_refused_by_name():
+def test_unknown_types_are_refused_by_name() -> None:
     for kind in ("dynamic", "longrope", "mrope"):
         config = {"rope_scaling": {"type": kind, "factor": 2.0}}
         assert f"{kind!r}" in (refuses_rope(config) or "")
@@ -125,6 +127,6 @@ def test_unknown_types_are_refused_by_name():
         ({"rope_type": "default", "partial_rotary_factor": 1.5}, "96 of 64 dimensions"),
     ],
 )
-def test_parameters_missing_or_wrong(parameters, said):
+def test_missing_or_wrong_parameters_are_an_error(parameters: Any, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         RotarySpec.from_config({"rope_parameters": parameters}, 64)

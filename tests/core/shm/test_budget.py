@@ -1,4 +1,4 @@
-"""The budget in _ring.c: how much a reader may spin for announcements, from what it is told alone."""
+"""The budget in _ring.c: how much a reader may spin for announcements."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_a_writer_alone_is_told(make):
     assert ring.closed is None
 
 
-def test_long_messages_take_memory_only_while_somebody_needs_them(make):
+def test_long_messages_take_memory_until_all_readers_have_them(make):
     ring = make(readers=2)
     writer, readers = ring.writer(), [ring.reader(0), ring.reader(1)]
     file = ring.handle.descriptors[0]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine.ops.activation import quantize_rows as kernel
-from engine.ops.gemm.packed_layout import CodeLayout
+from engine.ops.gemm.packed_layout import W8Layout
 
 FP8 = torch.float8_e4m3fn
 
@@ -11,13 +11,13 @@ def quantize_rows(x, dtype, **settings):
     """Codes in the order of x's inputs; and there are zeros beyond them."""
     codes, scales = kernel.quantize_rows(x, dtype, **settings)
     assert codes.shape == (x.shape[0], -(-x.shape[1] // 128) * 128)
-    layout = CodeLayout(dtype=str(dtype).removeprefix("torch."))
+    layout = W8Layout(dtype=str(dtype).removeprefix("torch."))
     whole = layout.unpack(codes, codes.shape[1])
     assert not whole[:, x.shape[1] :].float().any()
     return whole[:, : x.shape[1]], scales
 
 
-def test_inputs_64_apart_are_side_by_side(device):
+def test_values_are_in_the_order_of_a_w8_layout(device):
     x = torch.arange(256.0, device=device)[None] - 128
     codes, _ = kernel.quantize_rows(x, torch.int8, scale=torch.ones(1, device=device))
     assert codes[0, :6].tolist() == [-127, -64, -127, -63, -126, -62]
@@ -26,7 +26,7 @@ def test_inputs_64_apart_are_side_by_side(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("inputs", [1, 100, 300, 1024])
-def test_int8_rows_get_the_nearest_codes(inputs, dtype, device):
+def test_int8_values_are_the_nearest(inputs, dtype, device):
     x = torch.randn(3, inputs, device=device).to(dtype)
     x[1] = 0
     codes, scale = quantize_rows(x, torch.int8)
@@ -37,12 +37,12 @@ def test_int8_rows_get_the_nearest_codes(inputs, dtype, device):
     assert codes.abs().amax(1).tolist() == [127, 0, 127]
 
 
-def test_ties_go_to_the_even_code(device):
+def test_ties_round_to_even(device):
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]], device=device)
     assert quantize_rows(x, torch.int8)[0].tolist() == [[127, 0, 2, 2, 0, -2]]
 
 
-def test_fp8_of_numbers_that_float8_has(device):
+def test_fp8_values_are_exact(device):
     grid = torch.randn(5, 300, device=device).to(FP8).float().clamp(-14, 14)
     grid[:, [0, 130, 299]] = -14.0  # the largest: 14 * 32 is 448, so codes are numbers times 32
     codes, scale = quantize_rows(grid / 8, FP8)
@@ -53,7 +53,7 @@ def test_fp8_of_numbers_that_float8_has(device):
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
-def test_given_scale_clamps(dtype, device):
+def test_static_scale_clamps(dtype, device):
     limit = 448.0 if dtype == FP8 else 127.0
     x = torch.tensor([[1.0, 2.0, 2.5, 1e6, -1e6]], device=device)
     codes, scale = quantize_rows(x, dtype, scale=torch.tensor([0.5], device=device))
@@ -65,7 +65,7 @@ def test_given_scale_clamps(dtype, device):
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("given", [False, True])
-def test_a_broken_row_has_the_scale_nan(broken, dtype, given, device):
+def test_a_row_that_is_not_finite_has_the_scale_nan(broken, dtype, given, device):
     x = torch.ones(3, 200, device=device)
     x[1, 150] = broken
     scale = torch.ones(1, device=device) if given else None
@@ -74,7 +74,7 @@ def test_a_broken_row_has_the_scale_nan(broken, dtype, given, device):
 
 
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
-def test_rows_too_small_for_a_scale_are_zeros(dtype, device):
+def test_rows_too_small_for_a_scale_become_zeros(dtype, device):
     x = torch.zeros(2, 130, device=device)
     x[0, 7], x[1, 8] = 1e-38, 1e-20
     codes, scale = quantize_rows(x, dtype)

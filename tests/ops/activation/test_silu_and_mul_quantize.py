@@ -23,14 +23,14 @@ def check(x, dtype, scale=None):
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 24), (2, 200), (5, 1000), (2, 3072)])
-def test_the_codes_of_two_kernels(rows, size, half, dtype, device):
+def test_equals_two_kernels_bit_for_bit(rows, size, half, dtype, device):
     x = (torch.randn(rows, 2 * size, device=device) * 4).to(half)
     codes, _ = check(x, dtype)
     assert codes.float().any()
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_a_scale_known_beforehand(dtype, device, half):
+def test_static_scale(dtype, device, half):
     x = (torch.randn(3, 600, device=device) * 4).to(half)
     limit = 448 if dtype == torch.float8_e4m3fn else 127
     codes, _ = check(x, dtype, torch.tensor([1 / limit], device=device))  # which clamps many
@@ -41,7 +41,7 @@ def test_a_scale_known_beforehand(dtype, device, half):
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("given", [False, True])
-def test_a_broken_row_has_the_scale_nan(broken, dtype, given, device, half):
+def test_a_row_that_is_not_finite_has_the_scale_nan(broken, dtype, given, device, half):
     x = torch.ones(4, 400, dtype=half, device=device)
     x[1, 150] = broken  # the gate: of -inf silu is 0 * -inf
     x[2, 350] = broken
@@ -50,7 +50,7 @@ def test_a_broken_row_has_the_scale_nan(broken, dtype, given, device, half):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_products_beyond_the_type(device):
+def test_products_beyond_the_dtypes_range(device):
     """The activation is rounded before it is quantized, here to infinity."""
     x = torch.ones(2, 80, dtype=torch.float16, device=device)
     x[1] = 300.0

@@ -1,4 +1,4 @@
-"""A prefill kernel on random keys and values, compared with the definition."""
+"""Compares a prefill kernel on random keys and values with the definition of attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.ops.attention.paged_prefill import PrefillConfig, paged_prefill, pre
 from engine.testing.attention import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
-PAGE = 16
-SMALL = PrefillConfig(rows=32, keys=16, warps=4, stages=2)
+BLOCK_SIZE = 16
+SMALL = PrefillConfig(block_m=32, block_n=16, num_warps=4, num_stages=2)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -27,15 +27,15 @@ def check(
     dtype=torch.float32,
     kv_dtype=None,
     value_scale=1.0,
-    page=PAGE,
+    block_size=BLOCK_SIZE,
 ):
-    """lengths: (cached, new) of each sequence; the first row of q is a decode's, which is to be left alone."""
+    """Run and compare. lengths: (cached, new) per sequence. Row 0 of out belongs to a decode and must not change."""
     torch.manual_seed(0)
     kv_dtype = kv_dtype or dtype
     contexts = [cached + new for cached, new in lengths]
-    counts = [-(-context // page) for context in contexts]
+    counts = [-(-context // block_size) for context in contexts]
     order = torch.randperm(sum(counts) + 1).tolist()
-    pool = [torch.full((sum(counts) + 1, page, heads[1], dim), torch.nan) for _ in range(2)]
+    pool = [torch.full((sum(counts) + 1, block_size, heads[1], dim), torch.nan) for _ in range(2)]
     tables = torch.full((1 + len(lengths), max(counts)), order.pop(), dtype=torch.int32)
     starts = np.cumsum([0, 1, *(new for _, new in lengths)])
     q = torch.randn(int(starts[-1]), heads[0] + 2 * heads[1], dim).to(dtype).to(DEVICE)[:, : heads[0]]
@@ -47,7 +47,7 @@ def check(
         scale=dim**-0.5,
         dtype="float32",
         kv_dtype="float32",
-        block_size=page,
+        block_size=block_size,
         max_len=max(contexts),
         sliding_windows=(window,),
         softcap=softcap,
@@ -56,9 +56,9 @@ def check(
     for row, (context, count) in enumerate(zip(contexts, counts, strict=True), start=1):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
         at = torch.arange(context)
-        blocks = tables[row][at // page].long()
+        blocks = tables[row][at // block_size].long()
         k, v = (torch.randn(context, heads[1], dim).to(kv_dtype).float() for _ in range(2))
-        pool[0][blocks, at % page], pool[1][blocks, at % page] = k, v
+        pool[0][blocks, at % block_size], pool[1][blocks, at % block_size] = k, v
         v = v.double() * value_scale
         expected.append(dense_attention(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window))
     tiles = prefill_tiles(

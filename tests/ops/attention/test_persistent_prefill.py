@@ -1,4 +1,4 @@
-"""The persistent prefill kernel where its tiles, halves and blocks of keys meet; the suite of backends has the rest."""
+"""The persistent prefill kernel at the edges of its tiles, halves and blocks; the conformance suite has the rest."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from engine.ops.attention.persistent_prefill import _prefill_kernel as kernel
 
 constants = {
-    "HEADS": 8, "GROUP": 4, "DIM": 128, "PAGE": 16, "WINDOWED": False, "SOFTCAP": False, "ROWS": 128, "KEYS": 128,
-    "STAGES": 2, "PDL": True,
+    "KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOWED": False, "SOFTCAP": False,
+    "BLOCK_M": 128, "BLOCK_N": 128, "STAGES": 2, "PDL": True,
 }
 types = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | dict.fromkeys(("tables", "tiles"), "*i32")
 types |= dict.fromkeys(("scale", "softcap", "value_scale"), "fp32")
@@ -34,24 +34,24 @@ attributes = {(number,): [["tt.divisibility", 16]] for number in aligned}
 source = GluonASTSource(kernel, signature, values, attributes)
 print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "launch_pdl": True}).asm["ptx"])
 """
-"""Without a GPU, for Hopper."""
+"""Compiles the kernel for Hopper without a GPU."""
 
 
-def test_both_products_of_a_step_are_in_flight_and_a_copy_has_16_bytes():
+def test_kernel_has_both_products_of_a_step_in_flight_and_copies_of_16_bytes():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     steps = [line.split()[0] for line in done.stdout.splitlines() if line.strip().startswith("wgmma.")]
     waits = [number for number, step in enumerate(steps) if "wait_group" in step]
     commits = [steps[begin:end].count("wgmma.commit_group.sync.aligned;") for begin, end in pairwise([0, *waits])]
-    # Of each half: scores of the first step, values of the last, both in steps without and with a mask.
+    # Per half: scores of the first step, values of the last, and both products in steps without and with a mask.
     assert sorted(commits) == [1, 1, 1, 1, 2, 2, 2, 2]
     copies = [line for line in done.stdout.splitlines() if "cp.async.c" in line]
     assert copies
     assert all(", 0x10" in copy for copy in copies), copies[0]
 
 
-# Of its blocks of 128 keys, tiles of 128 rows, halves of these, and turns among more tiles than multiprocessors.
+# Edges of blocks of 128 keys, of tiles of 128 rows and their halves, and more tiles than multiprocessors.
 PERSISTENT_EDGES = ((0, 1), (0, 64), (0, 65), (127, 1), (127, 130), (128, 33), (300, 900))
 
 
@@ -59,15 +59,15 @@ PERSISTENT_EDGES = ((0, 1), (0, 64), (0, 65), (127, 1), (127, 130), (128, 33), (
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("page", "dtype"), [(8, torch.float16), (16, torch.bfloat16), (256, torch.bfloat16)])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (2, 128), (4, 128), (7, 64), (128, 128)])
-def test_the_persistent_kernel_at_its_edges(group, dim, page, dtype):
-    check(PERSISTENT_EDGES, heads=(2 * group, 2), dim=dim, config=PERSISTENT, dtype=dtype, page=page)
+def test_kernel_is_correct_at_tile_edges(group, dim, page, dtype):
+    check(PERSISTENT_EDGES, heads=(2 * group, 2), dim=dim, config=PERSISTENT, dtype=dtype, block_size=page)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 1000])
-def test_windows_and_soft_caps_in_the_persistent_kernel(window, softcap):
+def test_kernel_handles_windows_and_soft_caps(window, softcap):
     check(
         PERSISTENT_EDGES,
         heads=(8, 2),
@@ -82,7 +82,7 @@ def test_windows_and_soft_caps_in_the_persistent_kernel(window, softcap):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-def test_the_persistent_kernel_in_many_turns_again_and_again():
+def test_kernel_is_correct_in_many_turns_repeatedly():
     for _ in range(3):
         check(((0, 3000), (700, 2000), (5, 1)), heads=(16, 8), dim=128, config=PERSISTENT, dtype=torch.bfloat16)
 
@@ -101,11 +101,11 @@ def test_the_persistent_kernel_in_many_turns_again_and_again():
         ({"kv_dtype": torch.float8_e4m3fn}, False),
     ],
 )
-def test_what_the_persistent_kernel_takes(change, taken):
+def test_can_persist_says_what_the_kernel_supports(change, taken):
     given = {"dim": 128, "page": 16, "group": 4, "dtype": torch.bfloat16} | change
     keys = torch.empty(2, given["page"], 1, given["dim"], dtype=given.get("kv_dtype", given["dtype"]), device="cuda")
     assert can_persist(keys, given["dtype"], given["group"]) is taken
 
 
-def test_a_cpu_has_no_persistent_kernel():
+def test_can_persist_is_false_on_a_cpu():
     assert not can_persist(torch.empty(2, 16, 1, 128, dtype=torch.bfloat16), torch.bfloat16, 4)

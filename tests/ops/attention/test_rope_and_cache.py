@@ -52,7 +52,7 @@ def check(tokens, num_heads, kv_heads, dim, rotary_dim, dtype, kv_dtype, normed,
     slots = torch.randperm(blocks * PAGE, device=device)[:tokens]
     frequencies = torch.rand(rotary_dim // 2, device=device)
     cos, sin = angles(torch.randint(0, 1000, (tokens,), device=device), frequencies, 1.0)
-    rotate_and_write(qkv, keys, values, slots, cos, sin, num_heads, weight, 1e-6, scales)
+    rotate_and_write(qkv, keys, values, slots, cos, sin, num_heads, weight, 1e-6, scales.key, scales.value)
 
     want = expected(heads, num_heads, kv_heads, cos, sin, weight, 1e-6)
     got = qkv.view(tokens, total, dim)
@@ -128,7 +128,7 @@ def test_codes_that_need_no_rounding(rotary_dim, device):
     keys, values = torch.zeros(2, 2, PAGE, 2, 16, device=device).to(torch.float8_e4m3fn)
     cos, sin = angles(torch.zeros(5, dtype=torch.int64, device=device), torch.ones(rotary_dim // 2, device=device), 1.0)
     slots = torch.tensor([7, 0, 3, 4, 1], device=device)
-    rotate_and_write(qkv.view(5, -1), keys, values, slots, cos, sin, 4, scales=scales)
+    rotate_and_write(qkv.view(5, -1), keys, values, slots, cos, sin, 4, key_scale=scales.key, value_scale=scales.value)
     assert torch.equal(keys.float().flatten(0, 1)[slots], numbers[0])
     assert torch.equal(values.float().flatten(0, 1)[slots], numbers[1])
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from engine.ops.gemm.scaled_matmul import MatmulTile, matmul
+from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
 from engine.plugins.quant.w8a8_matmul import PERSISTENT_SHAPES
 
@@ -38,7 +38,7 @@ print(triton.compile(GluonASTSource(kernel, signature, values), GPUTarget("cuda"
 """Without a GPU, int8 for Hopper."""
 
 
-def test_two_steps_of_whole_numbers_are_in_flight():
+def test_two_int8_steps_are_in_flight():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -59,7 +59,7 @@ def test_products(kind, splits, rows, weight_rows, inputs, hopper, half):
     operands = Operands(kind, rows, weight_rows, inputs, hopper, biased=rows == 257, half=half)
     codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
     for tile_rows, outputs, warps, stages in SHAPES:
-        whole = MatmulTile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True)
+        whole = W8A8Tile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages, persistent=True)
         tile = evolve(whole, splits=splits)
         if tile.fits(rows, weight_rows):
             first = matmul(*codes, half, tile, workspace)

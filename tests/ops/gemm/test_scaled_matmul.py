@@ -2,13 +2,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from engine.ops.gemm.scaled_matmul import MatmulTile, matmul
+from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.plugins.quant.w8a8_matmul import LARGE_TILE, MIDDLE_TILES, SMALL_TILES, matmul_tile
+from engine.plugins.quant.w8a8_matmul import LARGE_TILE, MEDIUM_TILES, SMALL_TILES, matmul_tile
 
 from .w8a8 import Operands, check_close
 
-TILE = MatmulTile(rows=32, outputs=64, warps=4, stages=2)
+TILE = W8A8Tile(rows=32, outputs=64, warps=4, stages=2)
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float32: 1e-5}
 
 
@@ -31,14 +31,14 @@ def check(operands, tile, dtype, workspace):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize(("rows", "weight_rows", "inputs"), [(70, 90, 208), (32, 64, 256), (1, 16, 16)])
-def test_codes_with_a_scale_a_row(kind, rows, weight_rows, inputs, device, half, workspace):
+def test_matmul_with_a_scale_per_row(kind, rows, weight_rows, inputs, device, half, workspace):
     operands = Operands(kind, rows, weight_rows, inputs, device, biased=rows == 70, half=half)
     check(operands, TILE, half, workspace)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize(("splits", "inputs"), [(2, 208), (2, 1024), (4, 528), (4, 96)])
-def test_programs_share_the_inputs_of_a_tile(kind, splits, inputs, device, half, workspace):
+def test_split_k(kind, splits, inputs, device, half, workspace):
     """Of 96 inputs three of four programs have none."""
     operands = Operands(kind, 70, 90, inputs, device, biased=inputs == 208, half=half)
     tile = evolve(TILE, splits=splits)
@@ -48,18 +48,18 @@ def test_programs_share_the_inputs_of_a_tile(kind, splits, inputs, device, half,
 
 
 @pytest.mark.parametrize(("tile", "room"), [((64, 64), True), ((256, 256), False)])
-def test_sums_of_splits_must_fit_the_workspace(tile, room):
+def test_fits_limits_splits_to_the_workspace(tile, room):
     rows, outputs = tile
-    split = MatmulTile(rows=rows, outputs=outputs, warps=8, stages=3, splits=4)
+    split = W8A8Tile(rows=rows, outputs=outputs, warps=8, stages=3, splits=4)
     assert split.fits(128, 8192) == room
     assert evolve(split, splits=1).fits(2**16, 2**16)
 
 
-def test_more_tiles_of_rows_than_are_taken_together(device, half, workspace):
+def test_more_tiles_of_rows_than_one_swizzle_group(device, half, workspace):
     check(Operands("int8", 300, 130, 128, device, half=half), TILE, torch.float32, workspace)
 
 
-def test_a_broken_row_stays_alone(device, half, workspace):
+def test_a_nan_stays_in_its_row(device, half, workspace):
     operands = Operands("int8", 40, 64, 128, device, half=half)
     operands.x_scale[3] = float("nan")
     assert multiply(operands, TILE, half, workspace).isnan().any(1).nonzero().tolist() == [[3]]
@@ -70,10 +70,10 @@ def test_no_rows(device, half, workspace):
     assert multiply(operands, TILE, half, workspace).shape == (0, 64)
 
 
-def test_no_multiprocessor_is_idle_if_that_can_be():
+def test_default_tiles_occupy_all_multiprocessors_if_possible():
     assert [matmul_tile(64, outputs, 132) for outputs in (4096, 6144, 28672)] == [SMALL_TILES[0]] * 2 + [SMALL_TILES[1]]
-    assert [matmul_tile(128, outputs, 132) for outputs in (4096, 6144, 28672)] == [MIDDLE_TILES[0]] * 2 + [LARGE_TILE]
-    assert [matmul_tile(256, outputs, 132) for outputs in (4096, 6144, 8192)] == [*MIDDLE_TILES, MIDDLE_TILES[1]]
+    assert [matmul_tile(128, outputs, 132) for outputs in (4096, 6144, 28672)] == [MEDIUM_TILES[0]] * 2 + [LARGE_TILE]
+    assert [matmul_tile(256, outputs, 132) for outputs in (4096, 6144, 8192)] == [*MEDIUM_TILES, MEDIUM_TILES[1]]
     assert matmul_tile(512, 6144, 132) == LARGE_TILE
 
 
@@ -83,7 +83,7 @@ def test_no_multiprocessor_is_idle_if_that_can_be():
 def test_real_sizes(rows, weight_rows, inputs, device, half, workspace):
     for kind in ("fp8", "int8"):
         operands = Operands(kind, rows, weight_rows, inputs, device, half=half)
-        for tile in (*SMALL_TILES, *MIDDLE_TILES, LARGE_TILE):
+        for tile in (*SMALL_TILES, *MEDIUM_TILES, LARGE_TILE):
             check(operands, tile, half, workspace)
             for splits in (2, 4):
                 split = evolve(tile, splits=splits)
@@ -92,9 +92,9 @@ def test_real_sizes(rows, weight_rows, inputs, device, half, workspace):
 
 
 @pytest.mark.gpu
-def test_sums_do_not_depend_on_the_order_of_arrival(device, half, workspace):
+def test_split_k_sums_do_not_depend_on_the_order_of_arrival(device, half, workspace):
     operands = Operands("fp8", 64, 4096, 4096, device, half=half)
-    tile = MatmulTile(rows=64, outputs=128, warps=4, stages=4, splits=4)
+    tile = W8A8Tile(rows=64, outputs=128, warps=4, stages=4, splits=4)
     first = multiply(operands, tile, torch.float32, workspace)
     for _ in range(50):
         assert torch.equal(multiply(operands, tile, torch.float32, workspace), first)

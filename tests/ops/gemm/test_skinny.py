@@ -6,11 +6,11 @@ import torch.nn.functional as F
 
 from engine.ops.gemm.skinny_launch import (
     AHEAD,
-    MOST_ROWS,
-    MOST_SUMS,
+    MAX_PARTIAL_SUMS,
+    SKINNY_MAX_ROWS,
     GemmShape,
     SkinnyLaunch,
-    Tile,
+    SkinnyTile,
     Workspace,
     candidates,
     default_tile,
@@ -19,9 +19,9 @@ from engine.ops.gemm.skinny_launch import (
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-VECTOR = Tile(form="vector", rows=8, block_k=64, warps=4)
-MATRIX = Tile(form="matrix", rows=16, block_k=32, warps=4, stages=3)
-SHARED = Tile(form="matrix", rows=32, block_k=16, warps=4, stages=3, splits=4)
+VECTOR = SkinnyTile(form="vector", rows=8, block_k=64, warps=4)
+MATRIX = SkinnyTile(form="matrix", rows=16, block_k=32, warps=4, stages=3)
+SHARED = SkinnyTile(form="matrix", rows=32, block_k=16, warps=4, stages=3, splits=4)
 
 
 @pytest.fixture
@@ -39,13 +39,13 @@ def padded(rows, columns, dtype, device):
 
 
 class Operands:
-    """Random operands of one problem, and what it comes to in float64."""
+    """Random operands of one GEMM shape, and the exact result in float64."""
 
     def __init__(self, epilogue, rows, outputs, inputs, device, dtype=torch.float32, biased=False):
-        self.problem = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=NAMES[dtype])
+        self.gemm_shape = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=NAMES[dtype])
         self.x = padded(rows, inputs, dtype, device)
-        self.weight = padded(self.problem.weight_rows, inputs, dtype, device)
-        self.bias = padded(1, self.problem.weight_rows, dtype, device)[0] if biased else None
+        self.weight = padded(self.gemm_shape.weight_rows, inputs, dtype, device)
+        self.bias = padded(1, self.gemm_shape.weight_rows, dtype, device)[0] if biased else None
         bias = None if self.bias is None else self.bias.double()
         self.exact = F.linear(self.x.double(), self.weight.double(), bias)
         if epilogue == "gated":
@@ -56,8 +56,8 @@ class Operands:
 def compare(tile, operands, workspace, rows):
     """Run a tile on the first rows."""
     x, exact = operands.x[:rows], operands.exact[:rows]
-    launch = SkinnyLaunch(operands.problem, tile, rows, workspace)
-    if operands.problem.epilogue == "argmax":
+    launch = SkinnyLaunch(operands.gemm_shape, tile, rows, workspace)
+    if operands.gemm_shape.epilogue == "argmax":
         peaks, tokens = launch.peaks(x, operands.weight)
         assert (peaks.dtype, tokens.dtype, peaks.shape, tokens.shape) == (torch.float32, torch.int64, (rows,), (rows,))
         best = exact.amax(-1)
@@ -96,7 +96,7 @@ def test_matrix(epilogue, rows, outputs, inputs, workspace):
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated"])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 50), (16, 33, 72)])
-def test_columns_shared_out(epilogue, rows, outputs, inputs, workspace):
+def test_split_k(epilogue, rows, outputs, inputs, workspace):
     """Among them: a share that is empty (50 columns are 4 blocks of 16, 72 are 5)."""
     check(SHARED, epilogue, rows, outputs, inputs, workspace)
 
@@ -125,14 +125,14 @@ def test_shorter_types(tile, dtype, workspace):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy: infinity times a padding zero
 @pytest.mark.parametrize("tile", [VECTOR, MATRIX], ids=["vector", "matrix"])
-def test_peaks_show_what_is_not_finite(tile, workspace):
+def test_max_logits_show_values_that_are_not_finite(tile, workspace):
     device = workspace.device
     weight = torch.randn(50, 32, device=device).abs()
     weight[40] = weight[7] = 100.0
     x = torch.ones(4, 32, device=device)
     x[1, 3], x[2, 3], x[3] = float("nan"), float("inf"), -1.0
-    problem = GemmShape(epilogue="argmax", outputs=50, inputs=32, dtype="float32")
-    peaks, tokens = SkinnyLaunch(problem, tile, 4, workspace).peaks(x, weight)
+    gemm_shape = GemmShape(epilogue="argmax", outputs=50, inputs=32, dtype="float32")
+    peaks, tokens = SkinnyLaunch(gemm_shape, tile, 4, workspace).peaks(x, weight)
     assert tokens[0] == 7
     assert peaks[1].isnan()
     assert peaks[2] == float("inf")
@@ -143,9 +143,9 @@ def test_peaks_show_what_is_not_finite(tile, workspace):
 def test_a_nan_in_one_weight_row_shows_only_for_its_output(workspace):
     weight = torch.randn(20, 32, device=workspace.device)
     weight[5, 9] = float("nan")
-    problem = GemmShape(epilogue="plain", outputs=20, inputs=32, dtype="float32")
+    gemm_shape = GemmShape(epilogue="plain", outputs=20, inputs=32, dtype="float32")
     for tile in (VECTOR, MATRIX, SHARED):
-        out = SkinnyLaunch(problem, tile, 2, workspace)(torch.randn(2, 32, device=workspace.device), weight)
+        out = SkinnyLaunch(gemm_shape, tile, 2, workspace)(torch.randn(2, 32, device=workspace.device), weight)
         assert torch.equal(out.isnan().nonzero()[:, 1].unique(), torch.tensor([5], device=workspace.device))
 
 
@@ -155,25 +155,25 @@ SHAPES = [(6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (1024, 2048)
 @pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (128256, 4096), (64, 64)])
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tiles_to_try_fit_the_workspace(outputs, inputs, epilogue, dtype, monkeypatch):
+def test_candidates_fit_the_workspace(outputs, inputs, epilogue, dtype, monkeypatch):
     monkeypatch.setattr("engine.ops.gemm.skinny_launch.num_sms", lambda device: 132)
-    problem = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype)
+    gemm_shape = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype)
     cpu = torch.device("cpu")
-    for rows in (1, 2, 4, 8, MOST_ROWS):
-        tiles = [*candidates(problem, rows, cpu), default_tile(problem, rows, cpu)]
+    for rows in (1, 2, 4, 8, SKINNY_MAX_ROWS):
+        tiles = [*candidates(gemm_shape, rows, cpu), default_tile(gemm_shape, rows, cpu)]
         for tile in filter(None, tiles):
             assert tile.form == "matrix" or rows <= 4
             assert dtype != "float32" or tile.form == "vector"
             assert tile.splits == 1 or epilogue != "argmax"
             if tile.splits > 1:
-                assert tile.programs(problem) * tile.splits * tile.rows * MOST_ROWS <= MOST_SUMS
+                assert tile.programs(gemm_shape) * tile.splits * tile.rows * SKINNY_MAX_ROWS <= MAX_PARTIAL_SUMS
         if dtype == "bfloat16" and inputs >= 1024:
             assert len(tiles) >= 4
 
 
-def test_fetching_ahead_needs_aligned_rows():
-    problem = GemmShape(epilogue="plain", outputs=64, inputs=4096, dtype="bfloat16")
-    assert [tile.ahead for tile in with_ahead(VECTOR, problem, 2)] == [AHEAD[0] // 8, 8192]
+def test_prefetching_needs_aligned_rows():
+    gemm_shape = GemmShape(epilogue="plain", outputs=64, inputs=4096, dtype="bfloat16")
+    assert [tile.ahead for tile in with_ahead(VECTOR, gemm_shape, 2)] == [AHEAD[0] // 8, 8192]
     assert with_ahead(VECTOR, GemmShape(epilogue="plain", outputs=64, inputs=4097, dtype="bfloat16"), 2) == []
 
 
@@ -181,10 +181,10 @@ def test_fetching_ahead_needs_aligned_rows():
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
 def test_all_tiles_at_real_sizes(outputs, inputs, epilogue, workspace):
-    operands = Operands(epilogue, MOST_ROWS, outputs, inputs, workspace.device, torch.bfloat16)
-    for rows in (1, 2, 4, 8, MOST_ROWS):
-        for tile in candidates(operands.problem, rows, workspace.device):
-            for one in [tile, *with_ahead(tile, operands.problem, 2)]:
+    operands = Operands(epilogue, SKINNY_MAX_ROWS, outputs, inputs, workspace.device, torch.bfloat16)
+    for rows in (1, 2, 4, 8, SKINNY_MAX_ROWS):
+        for tile in candidates(operands.gemm_shape, rows, workspace.device):
+            for one in [tile, *with_ahead(tile, operands.gemm_shape, 2)]:
                 for present in sorted({rows, max(rows - 1, 1)}):
                     compare(one, operands, workspace, present)
 
@@ -192,5 +192,11 @@ def test_all_tiles_at_real_sizes(outputs, inputs, epilogue, workspace):
 @pytest.mark.gpu
 def test_a_weight_beyond_two_to_the_31_bytes(workspace):
     check(
-        Tile(form="vector", rows=4, block_k=1024, warps=4), "argmax", 1, 151936, 16384, workspace, dtype=torch.bfloat16
+        SkinnyTile(form="vector", rows=4, block_k=1024, warps=4),
+        "argmax",
+        1,
+        151936,
+        16384,
+        workspace,
+        dtype=torch.bfloat16,
     )

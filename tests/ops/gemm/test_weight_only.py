@@ -5,31 +5,31 @@ import torch
 import torch.nn.functional as F
 from attrs import evolve
 
-from engine.ops.gemm.packed_layout import CodeLayout, Layout, PackedMatrix
-from engine.ops.gemm.skinny_launch import MOST_PROGRAMS, MOST_SUMS
-from engine.ops.gemm.weight_only_launch import Multiplier
+from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix, W8Layout
+from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import (
     COLUMNS,
-    FEW_LARGE,
-    FEW_SMALL,
-    MOST_ROWS,
-    MOST_SPLITS,
+    LARGE_TILE,
+    MAX_SPLITS,
+    SMALL_TILE,
     TILES,
-    GemmShape,
-    Tile,
-    VectorTile,
-    choose,
-    split,
+    WEIGHT_ONLY_MAX_ROWS,
+    WeightOnlyShape,
+    WeightOnlyTile,
+    WeightOnlyVectorTile,
+    default_tile,
+    with_splits,
 )
 
 from .w8a8 import Operands as CodeOperands
 
-SMALL = Tile(rows=32, columns=16, warps=2, stages=3)
+SMALL = WeightOnlyTile(rows=32, columns=16, warps=2, stages=3)
 SHARED = evolve(SMALL, splits=3)
-EARLY = Tile(rows=64, columns=32, warps=4, stages=2, early=True)
+EARLY = WeightOnlyTile(rows=64, columns=32, warps=4, stages=2, scales_weights=True)
 STEPS = evolve(EARLY, stages=3, step=64, splits=2)
 """Takes blocks in parts."""
-VECTOR = VectorTile(rows=4, blocks=2, warps=2)
+VECTOR = WeightOnlyVectorTile(rows=4, blocks=2, warps=2)
 """For one row of x; the interpreter takes long for more."""
 LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
 HOPPER = 227 * 2**10
@@ -39,7 +39,7 @@ LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
 @pytest.fixture
 def multiplier(device):
-    made = Multiplier(device)
+    made = WeightOnlyMatmul(device)
     made.workspace.partials.fill_(float("nan"))
     return made
 
@@ -56,9 +56,9 @@ class Operands:
         group_of = torch.arange(inputs, device=device) // (inputs if group_size == -1 else group_size)
         centre = 2 ** (bits - 1) if offsets is None else offsets.double()[group_of].T
         self.weight = (values.double() - centre) * scales.double()[group_of].T
-        layout = Layout.choose(bits, group_size)
-        words, entries = layout.pack(values, scales, offsets, group_size, dtype)
-        self.matrix = PackedMatrix(words=words, scales=entries, layout=layout)
+        layout = GroupedLayout.choose(bits, group_size)
+        packed, entries = layout.pack(values, scales, offsets, group_size, dtype)
+        self.matrix = PackedMatrix(packed=packed, scales=entries, layout=layout)
         x = torch.full((rows + 2, inputs), float("nan"), device=device).to(dtype)  # NaN before and behind
         x[1:-1] = torch.randn(rows, inputs, device=device) / inputs**0.5
         self.x = x[1:-1]
@@ -84,7 +84,7 @@ def gated(operands, bias=None):
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, 256), (4, -1), (8, 32), (8, 128)])
 def test_layouts(multiplier, device, half, bits, group_size, zeros, tile):
     operands = Operands(5, 40, 768, group_size, device, half, bits=bits, zeros=zeros)
-    check(multiplier.by_tiles(operands.x, operands.matrix, None, False, tile), linear(operands))
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
@@ -92,14 +92,14 @@ def test_layouts(multiplier, device, half, bits, group_size, zeros, tile):
 def test_ragged_sizes(multiplier, device, half, outputs, inputs, tile):
     operands = Operands(3, outputs, inputs, 32 if inputs % 64 else 64, device, half)
     bias = torch.randn(outputs, device=device).to(half)
-    check(multiplier.by_tiles(operands.x, operands.matrix, bias, False, tile), linear(operands, bias))
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, False, tile), linear(operands, bias))
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
 def test_rows(multiplier, device, half, rows, tile):
     operands = Operands(rows, 64, 512, 128, device, half, zeros=False)
-    check(multiplier.by_tiles(operands.x, operands.matrix, None, False, tile), linear(operands))
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
@@ -107,7 +107,7 @@ def test_rows(multiplier, device, half, rows, tile):
 def test_gated(multiplier, device, half, outputs, biased, tile):
     operands = Operands(6, outputs, 512, 64, device, half)
     bias = torch.randn(outputs, device=device).to(half) if biased else None
-    check(multiplier.by_tiles(operands.x, operands.matrix, bias, True, tile), gated(operands, bias))
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, True, tile), gated(operands, bias))
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -115,42 +115,42 @@ def test_gated(multiplier, device, half, outputs, biased, tile):
 def test_one_row(multiplier, device, half, bits, group_size, zeros):
     operands = Operands(1, 10, 768, group_size, device, half, bits=bits, zeros=zeros)
     bias = torch.randn(10, device=device).to(half)
-    check(multiplier.by_tiles(operands.x, operands.matrix, bias, False, VECTOR), linear(operands, bias))
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, False, VECTOR), linear(operands, bias))
 
 
 def test_one_row_and_part_of_a_block(multiplier, device, half):
     operands = Operands(1, 7, 352, 32, device, half)
-    check(multiplier.by_tiles(operands.x, operands.matrix, None, False, VECTOR), linear(operands))
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, VECTOR), linear(operands))
 
 
 def test_one_row_gated(multiplier, device, half):
     operands = Operands(1, 12, 512, 64, device, half)
     bias = torch.randn(12, device=device).to(half)
-    check(multiplier.by_tiles(operands.x, operands.matrix, bias, True, VECTOR), gated(operands, bias))
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, True, VECTOR), gated(operands, bias))
 
 
-def test_one_row_after_the_other(multiplier, device, half):
+def test_rows_multiplied_one_by_one_equal_the_batch(multiplier, device, half):
     operands = Operands(3, 8, 256, 128, device, half, zeros=False)
-    check(multiplier.by_tiles(operands.x, operands.matrix, None, False, VECTOR), linear(operands))
+    check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, VECTOR), linear(operands))
 
 
-def test_programs_that_share_a_tile_leave_their_counters_at_zero(multiplier, device, half):
+def test_split_k_counters_are_reset_to_zero(multiplier, device, half):
     operands = Operands(4, 64, 2048, 128, device, half)
-    first, second = (multiplier.by_tiles(operands.x, operands.matrix, None, False, SHARED) for _ in range(2))
+    first, second = (multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, SHARED) for _ in range(2))
     assert torch.equal(first, second)
     assert not multiplier.workspace.arrivals.any()
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (8, 64)])
-def test_unpacked_weights_are_rounded_once(multiplier, device, half, bits, group_size, kind):
+def test_dequantized_weights_are_rounded_once(multiplier, device, half, bits, group_size, kind):
     operands = Operands(1, 50, 352, 32 if group_size == 32 else -1, device, half, bits=bits, scale_dtype=kind)
-    unpacked = multiplier.dequantize(operands.matrix, operands.x)
-    torch.testing.assert_close(unpacked, operands.weight.to(half), rtol=0, atol=0)
+    dequantized = multiplier.dequantize(operands.matrix, operands.x)
+    torch.testing.assert_close(dequantized, operands.weight.to(half), rtol=0, atol=0)
 
 
-def test_many_rows_go_to_the_library(multiplier, device, half):
-    operands = Operands(MOST_ROWS + 1, 64, 128, 64, device, half)
+def test_many_rows_are_multiplied_by_the_library(multiplier, device, half):
+    operands = Operands(WEIGHT_ONLY_MAX_ROWS + 1, 64, 128, 64, device, half)
     bias = torch.randn(64, device=device).to(half)
     check(multiplier(operands.x, operands.matrix, bias), linear(operands, bias))
     check(multiplier(operands.x, operands.matrix, bias, gated=True), gated(operands, bias))
@@ -172,22 +172,22 @@ def test_gather(multiplier, device, half):
     assert torch.equal(multiplier.gather(x, order), x[:, order.long()])
 
 
-LAYOUTS = [Layout.choose(4, 64), CodeLayout(dtype="int8"), CodeLayout(dtype="float8_e4m3fn", scale_rows=128)]
+LAYOUTS = [GroupedLayout.choose(4, 64), W8Layout(dtype="int8"), W8Layout(dtype="float8_e4m3fn", scale_rows=128)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("rows", [2, 16, 17, 64, 200, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (256, 64), (128256, 4096)])
 def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
-    problem = GemmShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
-    tile = choose(problem, rows, 132, HOPPER)
+    gemm_shape = WeightOnlyShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+    tile = default_tile(gemm_shape, rows, 132, HOPPER)
     assert tile.columns >= min(rows, COLUMNS[-1])
-    assert tile.splits <= max(1, min(MOST_SPLITS, problem.blocks))
+    assert tile.splits <= max(1, min(MAX_SPLITS, gemm_shape.blocks))
     if tile.splits > 1:
-        programs = tile.programs(problem, rows)
-        assert programs <= MOST_PROGRAMS
-        assert programs * tile.splits * tile.rows * tile.columns <= MOST_SUMS
-    assert choose(problem, MOST_ROWS + 1, 132, HOPPER) is None
+        programs = tile.programs(gemm_shape, rows)
+        assert programs <= MAX_SPLIT_TILES
+        assert programs * tile.splits * tile.rows * tile.columns <= MAX_PARTIAL_SUMS
+    assert default_tile(gemm_shape, WEIGHT_ONLY_MAX_ROWS + 1, 132, HOPPER) is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -196,21 +196,21 @@ def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
 )
 def test_tiles_fit_shared_memory(layout, shared, most_stages):
     for rows in (2, 16, 32, 64, 128, 256):
-        problem = GemmShape(gated=False, weight_rows=4096, inputs=4096, layout=layout)
-        tile = choose(problem, rows, 132, shared)
+        gemm_shape = WeightOnlyShape(gated=False, weight_rows=4096, inputs=4096, layout=layout)
+        tile = default_tile(gemm_shape, rows, 132, shared)
         assert tile.shared_memory(layout) <= shared
         assert tile.stages <= most_stages
-    assert choose(problem, 16, 132, 2**12) is None
+    assert default_tile(gemm_shape, 16, 132, 2**12) is None
 
 
-def test_shared_memory_is_what_the_compiler_takes():
+def test_shared_memory_equals_the_compilers():
     """For compute capability 9.0, by Triton 3.6 and 3.7."""
-    four, eight = Layout.choose(4, 128), CodeLayout(dtype="float8_e4m3fn")
+    four, eight = GroupedLayout.choose(4, 128), W8Layout(dtype="float8_e4m3fn")
     for tile, layout, compiled in (
         (TILES[128], four, 115712),
         (evolve(TILES[128], step=256), four, 230400),
         (TILES[64], four, 115200),
-        (evolve(FEW_LARGE, stages=6), four, 104960),
+        (evolve(LARGE_TILE, stages=6), four, 104960),
         (TILES[128], eight, 131072),
         (TILES[16], eight, 106496),
     ):
@@ -220,32 +220,32 @@ def test_shared_memory_is_what_the_compiler_takes():
 @pytest.mark.parametrize(
     ("layout", "outputs", "inputs", "one", "few"),
     [
-        (CodeLayout(dtype="int8"), 4096, 4096, VectorTile(rows=4, blocks=8, warps=2), FEW_SMALL),
-        (CodeLayout(dtype="int8"), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
-        (CodeLayout(dtype="int8"), 28672, 4096, FEW_LARGE, FEW_LARGE),
-        (CodeLayout(dtype="int8"), 4096, 4095, FEW_SMALL, FEW_SMALL),
-        (Layout.choose(4, 128), 1024, 2048, VectorTile(rows=2, blocks=8, warps=2), FEW_SMALL),
-        (Layout.choose(4, 32), 1024, 2048, VectorTile(rows=2, blocks=16, warps=2), FEW_SMALL),
-        (Layout.choose(4, 128), 4096, 14336, FEW_LARGE, FEW_LARGE),
-        (Layout.choose(8, 128), 4096, 14336, VectorTile(rows=4, blocks=8, warps=2), FEW_LARGE),
+        (W8Layout(dtype="int8"), 4096, 4096, WeightOnlyVectorTile(rows=4, blocks=8, warps=2), SMALL_TILE),
+        (W8Layout(dtype="int8"), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), SMALL_TILE),
+        (W8Layout(dtype="int8"), 28672, 4096, LARGE_TILE, LARGE_TILE),
+        (W8Layout(dtype="int8"), 4096, 4095, SMALL_TILE, SMALL_TILE),
+        (GroupedLayout.choose(4, 128), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=8, warps=2), SMALL_TILE),
+        (GroupedLayout.choose(4, 32), 1024, 2048, WeightOnlyVectorTile(rows=2, blocks=16, warps=2), SMALL_TILE),
+        (GroupedLayout.choose(4, 128), 4096, 14336, LARGE_TILE, LARGE_TILE),
+        (GroupedLayout.choose(8, 128), 4096, 14336, WeightOnlyVectorTile(rows=4, blocks=8, warps=2), LARGE_TILE),
     ],
 )
-def test_what_multiplies_one_row_and_few(layout, outputs, inputs, one, few):
-    problem = GemmShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
+def test_default_tiles_for_one_row_and_few(layout, outputs, inputs, one, few):
+    gemm_shape = WeightOnlyShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
     for rows, expected in ((1, one), (2, few), (8, few)):
-        tile = choose(problem, rows, 132, HOPPER)
-        if isinstance(tile, Tile):
+        tile = default_tile(gemm_shape, rows, 132, HOPPER)
+        if isinstance(tile, WeightOnlyTile):
             tile = evolve(tile, splits=1, step=expected.step)
         assert tile == expected
 
 
 def test_few_tiles_are_split_and_many_are_not():
-    layout = Layout.choose(4, 128)
-    tile = Tile(rows=64, columns=16, warps=4, stages=4)
-    few = GemmShape(gated=False, weight_rows=4096, inputs=14336, layout=layout)
+    layout = GroupedLayout.choose(4, 128)
+    tile = WeightOnlyTile(rows=64, columns=16, warps=4, stages=4)
+    few = WeightOnlyShape(gated=False, weight_rows=4096, inputs=14336, layout=layout)
     many = evolve(few, weight_rows=128256)
-    assert split(tile, few, 1, 132).splits > 1
-    assert split(tile, many, 1, 132).splits == 1
+    assert with_splits(tile, few, 1, 132).splits > 1
+    assert with_splits(tile, many, 1, 132).splits == 1
 
 
 def each_code(dtype, device):
@@ -255,42 +255,44 @@ def each_code(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
-def test_each_code_is_read_as_what_it_is(multiplier, device, half, dtype):
+def test_each_w8_value_is_dequantized_exactly(multiplier, device, half, dtype):
     codes = each_code(dtype, device)
-    layout = CodeLayout(dtype=str(dtype).removeprefix("torch."))
-    matrix = PackedMatrix(words=layout.words(layout.pack(codes)), scales=torch.ones(2, device=device), layout=layout)
+    layout = W8Layout(dtype=str(dtype).removeprefix("torch."))
+    matrix = PackedMatrix(
+        packed=layout.as_words(layout.pack(codes)), scales=torch.ones(2, device=device), layout=layout
+    )
     x = torch.eye(128, device=device, dtype=half)
-    for tile in (SMALL, evolve(SMALL, columns=64), VectorTile(rows=2, blocks=1, warps=1)):
-        assert torch.equal(multiplier.by_tiles(x, matrix, None, False, tile).float(), codes.float().T)
+    for tile in (SMALL, evolve(SMALL, columns=64), WeightOnlyVectorTile(rows=2, blocks=1, warps=1)):
+        assert torch.equal(multiplier.multiply_by_tile(x, matrix, None, False, tile).float(), codes.float().T)
     assert torch.equal(multiplier.dequantize(matrix, x).float(), codes.float())
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 384), (66, 200), (8, 64)])
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
-def test_codes(multiplier, device, half, kind, scale_rows, outputs, inputs, tile):
+def test_w8(multiplier, device, half, kind, scale_rows, outputs, inputs, tile):
     operands = CodeOperands(kind, 5, outputs, inputs, device, scale_rows=scale_rows, biased=True, half=half)
-    matrix = coded(operands, scale_rows)
+    matrix = w8_matrix(operands, scale_rows)
     exact = operands.exact(codes=False)
-    check(multiplier.by_tiles(operands.x, matrix, operands.bias, False, tile), exact)
+    check(multiplier.multiply_by_tile(operands.x, matrix, operands.bias, False, tile), exact)
     gate, up = exact.chunk(2, -1)
-    check(multiplier.by_tiles(operands.x, matrix, operands.bias, True, tile), F.silu(gate) * up)
-    check(multiplier.by_library(operands.x, matrix, operands.bias, False), exact)
+    check(multiplier.multiply_by_tile(operands.x, matrix, operands.bias, True, tile), F.silu(gate) * up)
+    check(multiplier.dequantize_and_multiply(operands.x, matrix, operands.bias, False), exact)
 
 
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
-def test_one_row_of_codes(multiplier, device, half, kind, scale_rows):
+def test_one_row_w8(multiplier, device, half, kind, scale_rows):
     operands = CodeOperands(kind, 1, 10, 328, device, scale_rows=scale_rows, biased=True, half=half)
-    matrix = coded(operands, scale_rows)
+    matrix = w8_matrix(operands, scale_rows)
     exact = operands.exact(codes=False)
-    check(multiplier.by_tiles(operands.x, matrix, operands.bias, False, VECTOR), exact)
+    check(multiplier.multiply_by_tile(operands.x, matrix, operands.bias, False, VECTOR), exact)
     gate, up = exact.chunk(2, -1)
-    check(multiplier.by_tiles(operands.x, matrix, operands.bias, True, VECTOR), F.silu(gate) * up)
+    check(multiplier.multiply_by_tile(operands.x, matrix, operands.bias, True, VECTOR), F.silu(gate) * up)
 
 
-def coded(operands, scale_rows):
-    layout = CodeLayout(dtype=str(operands.weight.dtype).removeprefix("torch."), scale_rows=scale_rows)
-    return PackedMatrix(words=layout.words(layout.pack(operands.weight)), scales=operands.scale, layout=layout)
+def w8_matrix(operands, scale_rows):
+    layout = W8Layout(dtype=str(operands.weight.dtype).removeprefix("torch."), scale_rows=scale_rows)
+    return PackedMatrix(packed=layout.as_words(layout.pack(operands.weight)), scales=operands.scale, layout=layout)
 
 
 @pytest.mark.gpu
@@ -298,9 +300,9 @@ def coded(operands, scale_rows):
 @pytest.mark.parametrize("rows", [1, 9, 32, 64, 200, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 128)])
-def test_real_sizes_of_codes(multiplier, device, dtype, kind, scale_rows, rows, outputs, inputs):
+def test_real_sizes_w8(multiplier, device, dtype, kind, scale_rows, rows, outputs, inputs):
     operands = CodeOperands(kind, rows, outputs, inputs, device, scale_rows=scale_rows, half=dtype)
-    check(multiplier(operands.x, coded(operands, scale_rows)), operands.exact(codes=False))
+    check(multiplier(operands.x, w8_matrix(operands, scale_rows)), operands.exact(codes=False))
 
 
 @pytest.mark.gpu
@@ -313,10 +315,10 @@ def test_real_sizes(multiplier, device, dtype, rows, outputs, inputs):
     check(multiplier(operands.x, operands.matrix, gated=True), gated(operands))
 
 
-def tried(problem, rows):
+def tried(gemm_shape, rows):
     """The tile chosen, with other numbers of warps and stages."""
-    tile = choose(problem, rows, 132, HOPPER)
-    if isinstance(tile, VectorTile):
+    tile = default_tile(gemm_shape, rows, 132, HOPPER)
+    if isinstance(tile, WeightOnlyVectorTile):
         return [tile, evolve(tile, rows=8), evolve(tile, warps=4, blocks=2 * tile.blocks)]
     warps_tried = {tile.warps, 4 if tile.columns <= 64 else tile.warps}  # four have no registers for more sums
     return [evolve(tile, warps=warps, stages=stages) for warps in warps_tried for stages in (2, tile.stages)]
@@ -329,7 +331,7 @@ def tried(problem, rows):
 @pytest.mark.parametrize("zeros", [False, True])
 def test_every_tile(multiplier, device, dtype, zeros, bits, group_size, rows):
     operands = Operands(rows, 4096, 4096, group_size, device, dtype, bits=bits, zeros=zeros)
-    problem = GemmShape(gated=False, weight_rows=4096, inputs=4096, layout=operands.matrix.layout)
+    gemm_shape = WeightOnlyShape(gated=False, weight_rows=4096, inputs=4096, layout=operands.matrix.layout)
     exact = linear(operands)
-    for tile in tried(problem, rows):
-        check(multiplier.by_tiles(operands.x, operands.matrix, None, False, tile), exact)
+    for tile in tried(gemm_shape, rows):
+        check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), exact)

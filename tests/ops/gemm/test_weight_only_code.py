@@ -16,19 +16,19 @@ def compiled(tile, layout):
 
     from engine.ops.gemm.packed_layout import PackedMatrix
     from engine.ops.gemm.weight_only import matmul_kernel as kernel
-    from engine.ops.gemm.weight_only_launch import Multiplier
+    from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 
-    multiplier = Multiplier(torch.device("cpu"))
+    multiplier = WeightOnlyMatmul(torch.device("cpu"))
     multiplier._asm = True
     x = torch.empty(1, 4096, dtype=torch.bfloat16)
     scales = torch.empty(1, layout.groups // 2, 1, 2, dtype=torch.bfloat16)
-    words = torch.empty(1, 1, layout.span, dtype=torch.int16)
-    matrix = PackedMatrix(words=words, scales=scales, layout=layout)
+    packed = torch.empty(1, 1, layout.span, dtype=torch.int16)
+    matrix = PackedMatrix(packed=packed, scales=scales, layout=layout)
     constants = multiplier._launch(x, x, matrix, None, False, tile)[2]
     warps = constants.pop("num_warps")
     pointers = dict.fromkeys(("out", "x", "bias"), "*bf16") | dict.fromkeys(("partials", "scales"), "*fp32")
-    pointers |= {"words": "*i16", "arrivals": "*i32"}
-    if layout.scaled == "groups":
+    pointers |= {"packed": "*i16", "arrivals": "*i32"}
+    if layout.scale_layout == "groups":
         pointers["scales"] = "*i32"
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
@@ -48,12 +48,12 @@ WGMMA = ("WARPGROUP.DEPBAR", "HGMMA")
 
 def main():
     """Print what the test looks at, by tile."""
-    from engine.ops.gemm.packed_layout import CodeLayout, Layout
+    from engine.ops.gemm.packed_layout import GroupedLayout, W8Layout
     from engine.ops.gemm.weight_only_tiles import TILES
 
-    codes = CodeLayout(dtype="float8_e4m3fn")
+    codes = W8Layout(dtype="float8_e4m3fn")
     counts = []
-    for tile, layout in ((TILES[128], Layout.choose(4, 128)), (TILES[64], codes)):
+    for tile, layout in ((TILES[128], GroupedLayout.choose(4, 128)), (TILES[64], codes)):
         lines = compiled(tile, layout)
         waits, multiplications = ([i for i, line in enumerate(lines) if name in line] for name in WGMMA)
         between = lines[multiplications[0] : multiplications[-1]]
@@ -62,7 +62,7 @@ def main():
     print(json.dumps(counts))
 
 
-def test_multiplications_of_a_field_are_in_flight_together(tmp_path):
+def test_products_of_a_field_are_in_flight_together(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, check=False, env=environment)

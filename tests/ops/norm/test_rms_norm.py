@@ -1,5 +1,7 @@
 """Residual addition and norm against float64."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -33,11 +35,11 @@ def check(rows, size, dtype, device):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 96), (5, 1000), (2, 4096), (MAX_SINGLE_ROWS + 3, 24)])
-def test_equals_float64(rows, size, dtype, device):
+def test_add_rms_norm_equals_float64(rows: int, size: int, dtype: Any, device: torch.device) -> None:
     check(rows, size, dtype, device)
 
 
-def test_rows_of_more_dimensions_and_strided_ones(device):
+def test_add_rms_norm_of_strided_and_more_dimensional_rows(device: torch.device) -> None:
     weight = torch.randn(32, device=device)
     x = torch.randn(3, 5, 64, device=device)[..., ::2]
     out, total = add_rms_norm(x, None, weight, 1e-5)
@@ -46,12 +48,12 @@ def test_rows_of_more_dimensions_and_strided_ones(device):
     torch.testing.assert_close(out.double(), reference(x, weight, 1e-5), rtol=1e-5, atol=1e-6)
 
 
-def test_no_rows(device):
+def test_add_rms_norm_of_no_rows(device: torch.device) -> None:
     out, total = add_rms_norm(torch.empty(0, 8, device=device), None, torch.ones(8, device=device), 1e-5)
     assert out.shape == total.shape == (0, 8)
 
 
-def test_a_bad_row_stays_alone(device):
+def test_row_that_is_not_finite_does_not_affect_others(device: torch.device) -> None:
     x = torch.randn(4, 48, device=device)
     x[2] = float("nan")
     out, _ = add_rms_norm(x, None, torch.ones(48, device=device), 1e-5)
@@ -62,5 +64,5 @@ def test_a_bad_row_stays_alone(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "size"), [(1, 4096), (256, 1024), (8192, 4096), (16384, 1024), (300, 5120)])
-def test_real_sizes(rows, size, dtype, device):
+def test_add_rms_norm_equals_float64_at_real_sizes(rows: int, size: int, dtype: Any, device: torch.device) -> None:
     check(rows, size, dtype, device)

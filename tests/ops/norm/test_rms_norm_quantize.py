@@ -1,5 +1,7 @@
 """Norm and quantization in one kernel: the codes of the two kernels one after the other, bit for bit."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def operands(rows, size, dtype, device):
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "size"), [(1, 24), (3, 64), (2, 200), (5, 1000), (2, 4096)])
-def test_the_codes_of_two_kernels(rows, size, half, dtype, device):
+def test_fused_kernel_equals_two_kernels(rows: int, size: int, half: Any, dtype: Any, device: torch.device) -> None:
     x, residual, weight = operands(rows, size, half, device)
     codes, scales = check(x, residual, weight, dtype)
     assert codes.float().any()
@@ -44,14 +46,14 @@ def test_the_codes_of_two_kernels(rows, size, half, dtype, device):
 
 
 @pytest.mark.parametrize("size", [24, 600])
-def test_several_rows_a_program(size, device, half, monkeypatch):
+def test_several_rows_per_program(size: int, device: torch.device, half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm, "MAX_SINGLE_ROWS", 2)
     assert norm.norm_tile(size, 5)[1] > 1
     check(*operands(5, size, half, device), torch.int8)
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_a_scale_known_beforehand(dtype, device, half):
+def test_given_scale_is_used(dtype: Any, device: torch.device, half: Any) -> None:
     x, residual, weight = operands(3, 300, half, device)
     limit = 448 if dtype == torch.float8_e4m3fn else 127
     codes, scales = check(x, residual, weight, dtype, torch.tensor([1 / limit], device=device))  # which clamps many
@@ -63,7 +65,9 @@ def test_a_scale_known_beforehand(dtype, device, half):
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("given", [False, True])
-def test_a_broken_row_has_the_scale_nan(broken, dtype, given, device, half):
+def test_row_that_is_not_finite_has_scale_nan(
+    broken: Any, dtype: Any, given: Any, device: torch.device, half: Any
+) -> None:
     x, residual, weight = operands(4, 200, half, device)
     x[1, 150] = broken
     residual[2, 7] = broken
@@ -71,14 +75,14 @@ def test_a_broken_row_has_the_scale_nan(broken, dtype, given, device, half):
     assert scales.isnan().tolist() == [False, True, True, False]
 
 
-def test_rows_of_zeros(device, half):
+def test_rows_of_zeros_equal_two_kernels(device: torch.device, half: Any) -> None:
     x = torch.zeros(2, 40, dtype=half, device=device)
     codes, scales = check(x, x.clone(), torch.ones(40, dtype=half, device=device), torch.int8)
     assert not codes.any()
     assert scales.tolist() == [1, 1]
 
 
-def test_no_rows_and_strided_ones(device, half):
+def test_no_rows_and_strided_rows(device: torch.device, half: Any) -> None:
     x, residual, weight = operands(3, 96, half, device)
     check(x[:0], residual[:0], weight, torch.int8)
     wide = torch.cat([x, x], 1)[:, :96]
@@ -92,7 +96,7 @@ def test_no_rows_and_strided_ones(device, half):
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [896, 1024, 4096, 5120, 8192])
-def test_real_sizes(size, half, dtype, device):
+def test_fused_kernel_equals_two_kernels_at_real_sizes(size: int, half: Any, dtype: Any, device: torch.device) -> None:
     for rows in (1, 33, 64, 256, MAX_SINGLE_ROWS, MAX_SINGLE_ROWS + 1, 4096):
         x, residual, weight = operands(rows, size, half, device)
         check(x, residual, weight, dtype)

@@ -97,7 +97,7 @@ class TestFlashInferOnGpu(AttentionConformance):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_triton_in_other_types_on_a_gpu(dtype):
+def test_triton_computes_in_16_bit_types_on_a_gpu(dtype):
     suite = TestTritonOnGpu()
     suite.dtype = dtype
     suite.test_batch("mixed", (4, 2))
@@ -133,7 +133,7 @@ def test_refusals_say_what_would_work(backend, changes, device, said):
     assert said in backend.refuses(attrs.evolve(SPEC, **changes), device)
 
 
-def test_backends_that_read_a_float8_cache():
+def test_backends_declare_whether_they_read_a_float8_cache():
     reading = {
         cls for cls in (TorchAttention, NativeAttention, TritonAttention, FlashInferAttention) if cls.reads_float8
     }
@@ -143,7 +143,7 @@ def test_backends_that_read_a_float8_cache():
     assert TritonAttention.refuses(spec, attrs.evolve(GPU, capability=(8, 9))) is None
 
 
-def test_an_engine_with_two_backends_gives_the_tokens_of_one(make_engine):
+def test_engine_with_two_backends_generates_the_same_tokens(make_engine):
     prompts = [[1, 2, 3], list(range(4, 40)), [5]]
     settings = {"scheduler__max_batch_tokens": 16}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -153,11 +153,11 @@ def test_an_engine_with_two_backends_gives_the_tokens_of_one(make_engine):
     assert "torch,native" in [choice.name for choice in pair.parts.choices]
 
 
-def test_without_its_native_part_it_refuses(monkeypatch):
+def test_native_refuses_without_its_native_part(monkeypatch):
     monkeypatch.setattr(native, "native_kernel", lambda: None)
     assert "C compiler" in NativeAttention.refuses(SPEC, CPU)
 
 
-def test_without_triton_it_refuses(monkeypatch):
+def test_triton_refuses_without_triton(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install" in TritonAttention.refuses(SPEC, GPU)

@@ -87,7 +87,7 @@ def test_flash_attention_3_is_for_hopper_and_full_attention() -> None:
         ({"num_heads": 136}, (9, 0), "at most 16 query heads a KV head, not 17"),
     ],
 )
-def test_where_xqa_does_not_decode(changes: dict[str, Any], capability: tuple[int, int], said: str) -> None:
+def test_xqa_refusal_says_why(changes: dict[str, Any], capability: tuple[int, int], said: str) -> None:
     assert xqa_refusal(SPEC, (9, 0)) is None
     assert xqa_refusal(attrs.evolve(SPEC, num_heads=128, block_size=128), (12, 0)) is None
     assert said in (xqa_refusal(attrs.evolve(SPEC, **changes), capability) or "")
@@ -114,7 +114,7 @@ class FakeFlashInfer:
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", FLOAT8])
-def test_what_xqa_is_told(kv_dtype: str, window: int | None, monkeypatch) -> None:
+def test_xqa_receives_its_arguments(kv_dtype: str, window: int | None, monkeypatch) -> None:
     flashinfer = FakeFlashInfer(monkeypatch)
     spec = attrs.evolve(SPEC, kv_dtype=kv_dtype)
     q = torch.zeros(3, 32, 128, dtype=torch.bfloat16)
@@ -145,7 +145,7 @@ def test_the_workspace_holds_all_partial_results() -> None:
     assert workspace_size(attrs.evolve(SPEC, head_dim=256), 132) == 2 * 132 * 4 * 64 * 257 * 4 + 2**20
 
 
-def test_options() -> None:
+def test_options_have_defaults() -> None:
     given = {"prefill": "fa3", "decode": "wrapper", "workspace_bytes": 4096}
     assert structure_options(given, FlashInferOptions, "x") == FlashInferOptions(**given)
     assert FlashInferOptions() == FlashInferOptions(prefill="auto", decode="auto", workspace_bytes=0)
@@ -169,7 +169,7 @@ def ints(*values: int) -> np.ndarray[Any, Any]:
     return np.array(values, np.int32)
 
 
-def test_page_lists() -> None:
+def test_page_lists_of_a_batch() -> None:
     tables = np.array([[7, 3, 99], [4, 99, 99], [1, 2, 8]], np.int32)
     lists = page_lists(ints(1, 5, 2), ints(17, 16, 41), tables, 16)
     assert lists.query_starts.tolist() == [0, 1, 6, 8]
@@ -202,7 +202,7 @@ def test_dense_rows_are_the_same_memory() -> None:
         assert torch.equal(dense[:, : part.shape[1]], part)
 
 
-def test_the_batch_of_the_first_run() -> None:
+def test_trial_batch_has_one_decode_and_one_prefill() -> None:
     batch = trial_batch(torch.device("cpu"))
     assert (batch.num_decodes, batch.num_sequences) == (1, 2)
     assert len(batch.tokens) == int(batch.query_lens_host.sum()) == int(batch.query_starts[-1])

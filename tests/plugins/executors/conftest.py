@@ -80,7 +80,7 @@ def worker_pids() -> Callable[[], list[int]]:
 
 
 def children() -> list[int]:
-    """The processes that this one has started with a fake worker in them, dead ones that nobody has reaped too."""
+    """Process ids of this process's fake workers in the order of their start, including dead ones not yet reaped."""
     found = []
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError):  # a thread or a process may end meanwhile
@@ -88,7 +88,7 @@ def children() -> list[int]:
                 command = Path(f"/proc/{child}/cmdline").read_text()
                 if "fake_worker" in command or not command:
                     begun = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[19]
-                    found.append((int(begun), int(child)))  # numbers of processes begin anew some day
+                    found.append((int(begun), int(child)))  # process ids wrap around
     return [child for _, child in sorted(found)]
 
 
@@ -108,7 +108,7 @@ def shared_memory() -> set[str]:
 def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        assert time.monotonic() < deadline, f"the condition was not met within {seconds} s"
         time.sleep(0.01)
 
 

@@ -20,7 +20,7 @@ import pytest
 from engine.core.config.tree import EngineConfig, ExecutorConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError, EngineError, ExecutorError, PluginError
-from engine.core.shm import RingSpaceError, RingWriter, segment, side
+from engine.core.shm import RingSpaceError, RingWriter, overflow, segment
 from engine.core.startup import Progress
 from engine.core.types import NewSequence, SamplingParams, Step
 from engine.plugins.executors.multiproc import MultiprocExecutor, Options
@@ -40,7 +40,7 @@ def run(executor: Any, *steps: Step) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_results_come_in_the_order_of_the_steps(make_executor: Make, make_step: MakeStep, ranks: int) -> None:
+def test_executor_returns_results_in_order_of_steps(make_executor: Make, make_step: MakeStep, ranks: int) -> None:
     executor = make_executor(ranks)
     info = executor.start()
     assert info.num_blocks == 101 - ranks  # what the smallest has
@@ -56,7 +56,7 @@ def test_results_come_in_the_order_of_the_steps(make_executor: Make, make_step: 
     assert run(executor, *map(make_step, range(3, 50))) == list(range(3, 50))
 
 
-def test_a_result_comes_while_the_next_step_runs(make_executor: Make, make_step: MakeStep) -> None:
+def test_executor_returns_a_result_while_the_next_step_runs(make_executor: Make, make_step: MakeStep) -> None:
     executor = make_executor(delay=0.5)
     executor.start()
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
@@ -67,7 +67,7 @@ def test_a_result_comes_while_the_next_step_runs(make_executor: Make, make_step:
     second.result()
 
 
-def test_the_step_after_a_result_is_announced(
+def test_executor_announces_the_step_after_a_result(
     make_executor: Make, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -87,14 +87,14 @@ def test_the_step_after_a_result_is_announced(
     assert calls == ["send", "send", "announce", "announce", "send", "announce"]
 
 
-def test_every_rank_sees_every_step(make_executor: Make, make_step: MakeStep, until: Make) -> None:
+def test_every_rank_runs_every_step(make_executor: Make, make_step: MakeStep, until: Make) -> None:
     executor = make_executor(3)
     executor.start()
     run(executor, *map(make_step, (1, 2, 3)))
     until(lambda: [row.finished for row in executor._heartbeats] == [3, 3, 3])
 
 
-def test_a_long_prompt_gets_through(make_executor: Make) -> None:
+def test_executor_sends_a_long_prompt(make_executor: Make) -> None:
     executor = make_executor(2)
     executor.start()
     prompt = tuple(range(300_000))
@@ -102,24 +102,24 @@ def test_a_long_prompt_gets_through(make_executor: Make) -> None:
     assert run(executor, Step(id=1, decodes=(), chunks=(), new=(new,))) == [1]
 
 
-def test_starting_is_told_by_rank(make_executor: Make) -> None:
+def test_start_reports_progress_by_rank(make_executor: Make) -> None:
     for ranks, named in ((1, {None}), (2, {0, 1})):
-        told: list[Progress] = []
+        reports: list[Progress] = []
         executor = make_executor(ranks)
-        executor.watch(told.append)
+        executor.watch(reports.append)
         assert [phase for phase, _ in executor.start().phases] == ["weights"]
-        assert {one.rank for one in told} == named
-        assert {one.phase for one in told} == {"weights"}
+        assert {one.rank for one in reports} == named
+        assert {one.phase for one in reports} == {"weights"}
 
 
-def test_an_error_at_start_is_raised_as_what_it_is(make_executor: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_raises_a_worker_error_with_its_class(make_executor: Make, caplog: pytest.LogCaptureFixture) -> None:
     executor = make_executor(2, **{"1": {"at": "start", "do": "capacity"}})
     with pytest.raises(CapacityError, match=r"^the worker of rank 1 \(process \d+\) failed in weights: the model does"):
         executor.start()
     assert "Traceback" not in caplog.text  # the sentence says it all
 
 
-def test_an_unexpected_error_is_told_with_its_traceback_once(
+def test_start_logs_the_traceback_of_an_unexpected_error_once(
     make_executor: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor = make_executor(**{"0": {"at": "start", "do": "unexpected"}})
@@ -129,7 +129,7 @@ def test_an_unexpected_error_is_told_with_its_traceback_once(
     assert "in unexpected" in caplog.text
 
 
-def test_ranks_that_all_fail_at_once(make_executor: Make, make_step: MakeStep) -> None:
+def test_executor_raises_one_error_when_all_ranks_fail_together(make_executor: Make, make_step: MakeStep) -> None:
     fault = {"at": 1, "do": "out_of_memory"}
     executor = make_executor(2, **{"0": fault, "1": fault})
     executor.start()
@@ -137,7 +137,7 @@ def test_ranks_that_all_fail_at_once(make_executor: Make, make_step: MakeStep) -
         run(executor, make_step(1))
 
 
-def test_a_start_that_is_given_up_is_over_at_once(make_executor: Make, until: Make, worker_pids: Pids) -> None:
+def test_shutdown_during_start_does_not_wait(make_executor: Make, until: Make, worker_pids: Pids) -> None:
     def interrupt(_: Progress) -> None:
         raise KeyboardInterrupt
 
@@ -148,17 +148,19 @@ def test_a_start_that_is_given_up_is_over_at_once(make_executor: Make, until: Ma
     assert worker_pids() == []
 
 
-@pytest.mark.parametrize(("do", "fate"), [("kill", "was killed by SIGKILL"), ("leave", "exited with code 3")])
-def test_a_death_at_start_is_noticed(make_executor: Make, do: str, fate: str) -> None:
+@pytest.mark.parametrize(("do", "status"), [("kill", "was killed by SIGKILL"), ("leave", "exited with code 3")])
+def test_start_reports_the_exit_of_a_worker(make_executor: Make, do: str, status: str) -> None:
     executor = make_executor(2, **{"1": {"at": "start", "do": do}})
     begun = time.monotonic()
-    with pytest.raises(ExecutorError, match=rf"the worker of rank 1 \(process \d+\) {fate} in weights"):
+    with pytest.raises(ExecutorError, match=rf"the worker of rank 1 \(process \d+\) {status} in weights"):
         executor.start()
     assert time.monotonic() - begun < PROMPT
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_death_wakes_who_waits(make_executor: Make, make_step: MakeStep, worker_pids: Pids, ranks: int) -> None:
+def test_exit_of_a_worker_wakes_the_caller(
+    make_executor: Make, make_step: MakeStep, worker_pids: Pids, ranks: int
+) -> None:
     executor = make_executor(ranks, delay=1000)
     executor.start()
     pending = executor.submit(make_step(1))
@@ -179,7 +181,7 @@ def test_a_death_wakes_who_waits(make_executor: Make, make_step: MakeStep, worke
         executor.submit(make_step(2))
 
 
-def test_an_idle_death_is_noticed_too(make_executor: Make, until: Make, worker_pids: Pids) -> None:
+def test_check_reports_the_exit_of_an_idle_worker(make_executor: Make, until: Make, worker_pids: Pids) -> None:
     executor = make_executor(2)
     executor.start()
     assert executor.check().ok
@@ -191,7 +193,7 @@ def test_an_idle_death_is_noticed_too(make_executor: Make, until: Make, worker_p
 
 @pytest.mark.parametrize("at", [2, -2])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_in_a_step_names_rank_and_step(
+def test_step_error_names_rank_and_step(
     make_executor: Make, make_step: MakeStep, ranks: int, at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor = make_executor(ranks, **{str(ranks - 1): {"at": at, "do": "out_of_memory"}, "delay": 0.01})
@@ -215,7 +217,7 @@ def test_an_error_in_a_step_names_rank_and_step(
         (2, "stop", r"it gives no stack: it is stopped \(SIGSTOP\)"),
     ],
 )
-def test_a_step_that_hangs_is_ended_and_located(
+def test_hung_step_fails_with_the_stack_of_the_late_rank(
     make_executor: Make, make_step: MakeStep, at: int, do: str, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor = make_executor(2, step_timeout=0.5, **{"0": {"at": at, "do": do}})
@@ -229,7 +231,7 @@ def test_a_step_that_hangs_is_ended_and_located(
     assert ("Current thread" in caplog.text) == (do == "sleep_for_ever")
 
 
-def test_a_slow_step_is_not_hung(make_executor: Make, make_step: MakeStep) -> None:
+def test_slow_step_does_not_count_as_hung(make_executor: Make, make_step: MakeStep) -> None:
     executor = make_executor(step_timeout=0.6, delay=0.4)
     executor.start()
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
@@ -242,7 +244,7 @@ def test_a_slow_step_is_not_hung(make_executor: Make, make_step: MakeStep) -> No
     assert executor.check().ok
 
 
-def test_beats_tell_of_an_idle_worker_that_is_stopped(
+def test_check_returns_the_heartbeat_of_a_stopped_idle_worker(
     make_executor: Make, make_step: MakeStep, until: Make, worker_pids: Pids
 ) -> None:
     executor = make_executor(2)
@@ -259,7 +261,7 @@ def test_beats_tell_of_an_idle_worker_that_is_stopped(
     assert time.monotonic() - begun < STOP_SECONDS + PROMPT
 
 
-def test_shutdown_ends_in_order_and_twice_is_no_error(make_executor: Make, make_step: MakeStep) -> None:
+def test_shutdown_is_orderly_and_may_be_repeated(make_executor: Make, make_step: MakeStep) -> None:
     executor = make_executor(2)
     executor.shutdown()
     executor = make_executor(2)
@@ -274,7 +276,7 @@ def test_shutdown_ends_in_order_and_twice_is_no_error(make_executor: Make, make_
         executor.submit(make_step(2))
 
 
-def test_workers_outlive_the_thread_that_asked_for_them(make_executor: Make, make_step: MakeStep) -> None:
+def test_workers_outlive_the_thread_that_started_the_executor(make_executor: Make, make_step: MakeStep) -> None:
     executor = make_executor()
     thread = threading.Thread(target=executor.start)
     thread.start()
@@ -283,7 +285,7 @@ def test_workers_outlive_the_thread_that_asked_for_them(make_executor: Make, mak
     assert run(executor, make_step(1)) == [1]
 
 
-def test_a_killed_parent_leaves_nothing(until: Make, tmp_path: Path) -> None:
+def test_workers_die_with_a_killed_parent(until: Make, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import time\n"
@@ -320,7 +322,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_a_full_shared_memory_is_an_error_that_says_so(
+def test_full_shared_memory_is_an_error(
     make_executor: Make, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segment, "free_bytes", lambda _: 1000)
@@ -334,14 +336,14 @@ def test_a_full_shared_memory_is_an_error_that_says_so(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(side, "write", full)
+    monkeypatch.setattr(overflow, "write", full)
     prompt = tuple(range(100_000))
     new = NewSequence(sequence=1, tokens=prompt, prompt_len=len(prompt), params=SamplingParams(seed=0))
     with pytest.raises(ExecutorError, match="/dev/shm"):
         executor.submit(Step(id=1, decodes=(), chunks=(), new=(new,)))
 
 
-def test_who_runs_where() -> None:
+def test_executors_refuse_the_wrong_number_of_ranks() -> None:
     cpu = DeviceInfo(type="cpu")
     one, two = (EngineConfig(executor=ExecutorConfig(tensor_parallel=ranks)) for ranks in (1, 2))
     assert UniprocExecutor.refuses(one, cpu) is None
@@ -352,13 +354,13 @@ def test_who_runs_where() -> None:
     assert TensorParallelExecutor.refuses(two, cpu) is None
 
 
-def test_an_object_is_refused(make_deployment: Make) -> None:
+def test_constructor_refuses_a_plugin_passed_in_as_an_object(make_deployment: Make) -> None:
     choice = SimpleNamespace(seam="attention", name="Mine", provenance="object")
     with pytest.raises(PluginError, match="'Mine' was passed in as an object, which other processes cannot have"):
         MultiprocExecutor(make_deployment(EngineConfig(), choice), Options())
 
 
-def test_errors_of_the_engine_are_known_by_name() -> None:
+def test_errors_lists_every_error_class_of_the_engine() -> None:
     from engine.core import errors
     from engine.plugins.executors.messages import ERRORS
 

@@ -31,7 +31,7 @@ def engine(engine_checkpoint: Path) -> Iterator[Engine]:
         yield made
 
 
-def test_a_stream_that_is_cut_frees_its_blocks(engine: Engine) -> None:
+def test_closed_stream_frees_its_blocks(engine: Engine) -> None:
     stream = engine.stream(PROMPTS[5], GREEDY)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
@@ -39,19 +39,19 @@ def test_a_stream_that_is_cut_frees_its_blocks(engine: Engine) -> None:
     assert not engine.has_work
 
 
-def test_phases_of_the_worker_are_the_engine_s(engine: Engine) -> None:
+def test_engine_reports_the_phases_of_the_worker(engine: Engine) -> None:
     phases = dict(engine.cache_info.phases)
     assert {"checkpoint", "executor", "import", "plugins", "model", "weights", "memory", "kv_cache"} <= set(phases)
     assert all(seconds >= 0 for seconds in phases.values())
 
 
-def test_a_model_that_does_not_fit(engine_checkpoint: Path) -> None:
-    told = r"(?s)^the worker of rank 0 \(process \d+\) failed in memory: .*--kv-memory"
-    with pytest.raises(CapacityError, match=told):
+def test_model_that_does_not_fit_is_a_capacity_error(engine_checkpoint: Path) -> None:
+    message = r"(?s)^the worker of rank 0 \(process \d+\) failed in memory: .*--kv-memory"
+    with pytest.raises(CapacityError, match=message):
         build(engine_checkpoint, executor="multiproc", cache__memory="1KiB")
 
 
-def test_plugins_that_a_worker_cannot_load_are_named(engine_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_names_plugins_that_workers_lack(engine_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Here:
         @staticmethod
         @hookimpl
@@ -62,7 +62,7 @@ def test_plugins_that_a_worker_cannot_load_are_named(engine_checkpoint: Path, ca
         build(engine_checkpoint, executor="multiproc", plugins=load_plugins(extra=[Here()]))
 
 
-def test_death_in_generate(engine_checkpoint: Path) -> None:
+def test_generate_reports_the_exit_of_a_worker(engine_checkpoint: Path) -> None:
     with build(engine_checkpoint, executor="multiproc") as made:
         stream = made.stream(PROMPTS[0], attrs.evolve(GREEDY, max_tokens=None))
         next(stream)

@@ -176,24 +176,24 @@ def test_one_device_and_plugins_that_its_node_lacks(
         def engine_started(engine: Engine) -> None:
             """Do nothing."""
 
-    told = r"rank 0 .* failed in plugins: this process lacks Here object .*same Python"
-    with pytest.raises(PluginError, match=told):
+    message = r"rank 0 .* failed in plugins: this process lacks Here object .*same Python"
+    with pytest.raises(PluginError, match=message):
         build(engine_checkpoint, address, executor="ray", plugins=load_plugins(extra=[Here()]))
     assert not ray.is_initialized()
 
 
-def test_results_come_in_the_order_of_the_steps(make_executor: Make, make_step: MakeStep) -> None:
-    told: list[Progress] = []
+def test_executor_returns_results_in_order_of_steps(make_executor: Make, make_step: MakeStep) -> None:
+    reports: list[Progress] = []
     executor = make_executor()
-    executor.watch(told.append)
+    executor.watch(reports.append)
     handler = signal.getsignal(signal.SIGTERM)
     info = executor.start()
     assert signal.getsignal(signal.SIGTERM) is handler  # Ray sets its own
     assert info.num_blocks == 99  # what the smallest has
     assert info.device == "rank 0"
     assert executor.asynchronous
-    assert told[0].phase == "placement"
-    assert {(one.phase, one.rank) for one in told[1:]} == {("weights", 0), ("weights", 1)}
+    assert reports[0].phase == "placement"
+    assert {(one.phase, one.rank) for one in reports[1:]} == {("weights", 0), ("weights", 1)}
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
     with pytest.raises(ExecutorError, match="step 3 was submitted while 2 others"):
         executor.submit(make_step(3))
@@ -209,7 +209,7 @@ def test_results_come_in_the_order_of_the_steps(make_executor: Make, make_step: 
     assert executor.check().ok
 
 
-def test_a_result_comes_while_the_next_step_runs(make_executor: Make, make_step: MakeStep) -> None:
+def test_executor_returns_a_result_while_the_next_step_runs(make_executor: Make, make_step: MakeStep) -> None:
     executor = make_executor(1, delay=1.0)
     executor.start()
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
@@ -219,14 +219,14 @@ def test_a_result_comes_while_the_next_step_runs(make_executor: Make, make_step:
     second.result()
 
 
-def test_an_error_at_start_is_raised_as_what_it_is(make_executor: Make) -> None:
+def test_start_raises_a_worker_error_with_its_class(make_executor: Make) -> None:
     executor = make_executor(**{"1": {"at": "start", "do": "capacity"}})
     with pytest.raises(CapacityError, match=rf"^{WORKER.format(1)} failed in weights: the model does not fit"):
         executor.start()
 
 
 @pytest.mark.parametrize("at", [1, -1])
-def test_an_error_in_a_step(
+def test_step_error_names_rank_and_step(
     make_executor: Make, make_step: MakeStep, caplog: pytest.LogCaptureFixture, at: int
 ) -> None:
     executor = make_executor(**{"1": {"at": at, "do": "out_of_memory"}})
@@ -245,7 +245,7 @@ def test_an_error_in_a_step(
 
 
 @pytest.mark.parametrize("at", ["start", 1])
-def test_a_death_is_noticed(make_executor: Make, make_step: MakeStep, at: str | int) -> None:
+def test_death_of_an_actor_is_reported(make_executor: Make, make_step: MakeStep, at: str | int) -> None:
     executor = make_executor(**{"0": {"at": at, "do": "kill"}})
     place = "(start|weights)" if at == "start" else "step 1"  # its last words may die with it
 
@@ -257,7 +257,7 @@ def test_a_death_is_noticed(make_executor: Make, make_step: MakeStep, at: str | 
         run()
 
 
-def test_a_death_between_steps_is_noticed(make_executor: Make, make_step: MakeStep, until: Make) -> None:
+def test_check_reports_the_death_of_an_idle_actor(make_executor: Make, make_step: MakeStep, until: Make) -> None:
     executor = make_executor()
     executor.start()
     executor.submit(make_step(1)).result()
@@ -270,31 +270,31 @@ def test_a_death_between_steps_is_noticed(make_executor: Make, make_step: MakeSt
 
 
 @pytest.mark.parametrize(
-    ("do", "told"),
+    ("do", "message"),
     [("sleep_for_ever", r"its stack is sleep_for_ever \(fake_worker.py:\d+\) < "), ("stop", "it gives no stack")],
 )
-def test_a_step_that_hangs(
-    make_executor: Make, make_step: MakeStep, caplog: pytest.LogCaptureFixture, do: str, told: str
+def test_hung_step_fails_with_the_stack_of_the_late_rank(
+    make_executor: Make, make_step: MakeStep, caplog: pytest.LogCaptureFixture, do: str, message: str
 ) -> None:
     executor = make_executor(options={"step_timeout": 3.0}, **{"1": {"at": 2, "do": do}, "0": {"at": -2, "do": do}})
     executor.start()
     executor.submit(make_step(1)).result()
-    expected = rf"^step 2 took more than 3 s \(option step_timeout\); {WORKER.format('[01]')}: {told}"
+    expected = rf"^step 2 took more than 3 s \(option step_timeout\); {WORKER.format('[01]')}: {message}"
     with pytest.raises(ExecutorError, match=expected):
         executor.submit(make_step(2)).result()
     assert caplog.text.count("has not finished step 2") == 2
 
 
-def test_a_cluster_that_has_too_little(make_executor: Make) -> None:
-    told = (
+def test_start_fails_when_the_cluster_has_no_room(make_executor: Make) -> None:
+    message = (
         r"^Ray could not place 3 ranks of 1 CPU each within 1 s \(option placement_timeout\); the cluster has "
         r"1 CPU on [\d.]+, 1 CPU on [\d.]+, of which 2 CPU are free; "
     )
-    with pytest.raises(ExecutorError, match=told):
+    with pytest.raises(ExecutorError, match=message):
         make_executor(3, options={"placement_timeout": 1.0}).start()
 
 
-def test_a_cluster_that_this_process_has_joined_is_not_left(
+def test_shutdown_stays_in_a_cluster_joined_before(
     make_executor: Make, make_step: MakeStep, address: str, until: Make
 ) -> None:
     ray.init(address=address, logging_level=logging.WARNING)
@@ -314,35 +314,35 @@ def test_a_cluster_that_this_process_has_joined_is_not_left(
         ray.shutdown()
 
 
-def test_a_node_without_the_engine(make_executor: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_fails_on_a_node_without_the_actor_class(make_executor: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("only_here")
     module.Elsewhere = type("Elsewhere", (RankActor,), {"__module__": "only_here"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "only_here", module)
     executor = make_executor(1)
     monkeypatch.setattr(type(executor), "actor", module.Elsewhere)
-    told = (
+    message = (
         r"^the worker of rank 0 could not be started: ModuleNotFoundError: No module named 'only_here'; all nodes must"
     )
-    with pytest.raises(ExecutorError, match=told):
+    with pytest.raises(ExecutorError, match=message):
         executor.start()
 
 
-def test_a_node_with_another_version(make_executor: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_fails_on_a_node_with_another_version(make_executor: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = make_executor(1)
     monkeypatch.setattr(type(executor), "actor", importlib.import_module("fake_actor").OtherVersion)
-    told = rf"^{WORKER.format(0)} could not be started: .*EngineError: a message could not be read; all nodes must"
-    with pytest.raises(ExecutorError, match=told):
+    message = rf"^{WORKER.format(0)} could not be started: .*EngineError: a message could not be read; all nodes must"
+    with pytest.raises(ExecutorError, match=message):
         executor.start()
 
 
-def test_an_address_where_nothing_is(make_executor: Make) -> None:
+def test_start_fails_at_an_address_without_a_cluster(make_executor: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         free = "{}:{}".format(*listening.getsockname())
     with pytest.raises(ExecutorError, match=rf"^Ray cannot be joined at {free}: .*refused; see the option address"):
         make_executor(options={"address": free}).start()
 
 
-def test_replicas_of_a_server_are_placed_each_for_itself(engine_checkpoint: Path, address: str, until: Make) -> None:
+def test_each_replica_of_a_server_is_placed_separately(engine_checkpoint: Path, address: str, until: Make) -> None:
     """Two nodes with room for one rank each: both replicas answer, from different nodes."""
     command = [sys.executable, "-P", "-c", "from engine.cli.main import main; main()", "serve"]
     command += ["--model", str(engine_checkpoint), "--port", "0", "--api-workers", "1", "--device", "cpu"]

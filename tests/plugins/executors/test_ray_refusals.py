@@ -63,9 +63,9 @@ def test_importing_the_executor_imports_neither_ray_nor_torch() -> None:
 def test_executor_refuses_a_numbered_gpu(monkeypatch: pytest.MonkeyPatch, device: str, refused: bool) -> None:
     monkeypatch.setattr(executor, "find_spec", lambda name: object())
     config = EngineConfig(executor=ExecutorConfig(device=device, tensor_parallel=2))
-    told = RayExecutor.refuses(config, DeviceInfo(type="cuda"))
-    assert (told is not None) == refused
-    assert not refused or f"{device} cannot be asked for; use --device cuda" in str(told)
+    refusal = RayExecutor.refuses(config, DeviceInfo(type="cuda"))
+    assert (refusal is not None) == refused
+    assert not refused or f"{device} cannot be asked for; use --device cuda" in str(refusal)
 
 
 def test_constructor_refuses_a_ray_client_and_objects(make_deployment: Callable[..., Deployment]) -> None:

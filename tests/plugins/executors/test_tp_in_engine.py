@@ -50,18 +50,18 @@ def test_the_same_tokens_as_one_rank_and_the_death_of_one_of_two(engine_checkpoi
         assert not two.check().ok
 
 
-def test_ranks_need_devices_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executor_refuses_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     for first, ranks, refusal in (
         (0, 2, None),
         (1, 2, None),
-        (1, 3, "there are 2 GPUs from cuda:1 on, and --tp wants 3; use --tp 2"),
+        (1, 3, "there are 2 GPUs from cuda:1 on, and --tp asks for 3; use --tp 2"),
     ):
         config = EngineConfig(model=ModelConfig(path="x"), executor=ExecutorConfig(tensor_parallel=ranks))
         assert tp.TensorParallelExecutor.refuses(config, DeviceInfo(type="cuda", index=first)) == refusal
 
 
-def test_a_worker_asks_its_executor_about_the_first_device(
+def test_worker_asks_its_executor_about_the_first_device(
     engine_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module: Any = ModuleType("asked")
@@ -74,7 +74,7 @@ def test_a_worker_asks_its_executor_about_the_first_device(
         executor="asked:Asked",
         manifest=load_plugins().manifest(),
         device="cpu",
-        first=DeviceInfo(type="cpu", name="the first"),
+        first_device=DeviceInfo(type="cpu", name="the first"),
         rendezvous=Rendezvous(rank=1, ranks=2, place=""),
     )
     with pytest.raises(PluginError, match=r"refuses: the first$"):

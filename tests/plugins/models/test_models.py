@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def edit(directory: Path, **changes) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case, tmp_path):
+def test_logits_equal_transformers(case: Any, tmp_path: Path) -> None:
     architecture, config = CASES[case]
     directory = make_checkpoint(tmp_path, architecture, shards=case.endswith("yarn"), **config)
     expected = reference(directory, prompt())
@@ -113,7 +114,7 @@ def test_logits_equal_transformers(case, tmp_path):
     assert difference(chunked, expected) < 1e-5
 
 
-def test_the_comparison_can_fail(tmp_path):
+def test_comparison_fails_for_a_wrong_model(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "mistral", sliding_window=24)
     expected = reference(directory, prompt())
     edit(directory, sliding_window=25)
@@ -149,14 +150,14 @@ def test_the_comparison_can_fail(tmp_path):
         ),
     ],
 )
-def test_older_layout_of_rope_parameters(architecture, older, tmp_path):
+def test_older_layout_of_rope_parameters_gives_the_same_logits(architecture: str, older: Any, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, architecture)
     edit(directory, rope_parameters=..., **older)
     expected = reference(directory, prompt())
     assert difference(bench_of(directory).prompt_logits(0), expected) < 1e-5
 
 
-def test_greedy_is_the_argmax_of_the_logits(tmp_path):
+def test_greedy_is_the_argmax_of_the_logits(tmp_path: Path) -> None:
     bench = bench_of(make_checkpoint(tmp_path, "llama"))
     hidden = torch.randn(5, TINY["hidden_size"], generator=torch.Generator().manual_seed(3))
     logits = bench.model.logits(hidden)
@@ -165,7 +166,7 @@ def test_greedy_is_the_argmax_of_the_logits(tmp_path):
         assert torch.equal(tokens, logits.argmax(-1))
 
 
-def test_dummy_weights_give_finite_logits(tmp_path):
+def test_dummy_weights_give_finite_logits(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "qwen3", attention_bias=True)
     logits = bench_of(directory, source=DummySource(seed=3)).prompt_logits(0)
     assert torch.isfinite(logits).all()
@@ -186,7 +187,7 @@ def config_of(architecture: str, **changes) -> dict:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_each_accepts_only_its_own(architecture):
+def test_each_model_accepts_only_its_own_architecture(architecture: str) -> None:
     config = config_of(architecture)
     assert [name for name, model in MODELS.items() if model.refuses(config) is None] == [architecture]
     unnamed = config_of(architecture, architectures=...)
@@ -206,7 +207,7 @@ def test_each_accepts_only_its_own(architecture):
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ],
 )
-def test_refusals_name_the_reason(architecture, changes, said):
+def test_refusals_name_the_reason(architecture: str, changes: Any, said: str) -> None:
     refusal = MODELS[architecture].refuses(config_of(architecture, **changes))
     assert refusal is not None
     assert said in refusal
@@ -234,13 +235,13 @@ def test_refusals_name_the_reason(architecture, changes, said):
         ),
     ],
 )
-def test_a_config_that_lacks_something_is_an_error_naming_it(architecture, changes, said):
+def test_missing_key_is_an_error_naming_it(architecture: str, changes: Any, said: str) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json") as caught:
         MODELS[architecture].spec(config_of(architecture, **changes))
     assert said in str(caught.value)
 
 
-def test_spec():
+def test_spec_of_a_config() -> None:
     spec = Qwen2.spec(
         config_of(
             "qwen2", num_hidden_layers=3, use_sliding_window=True, sliding_window=8, max_window_layers=2, head_dim=...
@@ -264,5 +265,5 @@ def test_spec():
         ({"type": "yarn", "original_max_position_embeddings": 128}, 512),
     ],
 )
-def test_yarn_stretches_the_longest_context(scaling, longest):
+def test_yarn_extends_the_longest_context(scaling: Any, longest: Any) -> None:
     assert Llama.spec(config_of("llama", rope_scaling=scaling)).max_len == longest

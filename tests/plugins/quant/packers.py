@@ -85,7 +85,7 @@ class Weight:
         return tensors
 
 
-def quantize_checkpoint(source: Path, target: Path, quantization: dict, make, left_alone=()) -> None:
+def quantize_checkpoint(source: Path, target: Path, quantization: dict, make, unquantized=()) -> None:
     """Replace each projection's weight by random numbers: as stored in `target`, as they are in `source`.
 
     make: name and shape -> (tensors by the end of their name, plain weight).
@@ -94,7 +94,7 @@ def quantize_checkpoint(source: Path, target: Path, quantization: dict, make, le
     stored = dict(plain)
     for name, tensor in list(plain.items()):
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj") or module in left_alone:
+        if not module.endswith("_proj") or module in unquantized:
             continue
         packed, weight = make(module, tuple(tensor.shape))
         plain[name] = weight

@@ -80,7 +80,7 @@ def logprobs(path, **settings):
 
 
 @pytest.mark.parametrize("case", FP8)
-def test_fp8_checkpoints_mean_their_twins(case, plain, tmp_path):
+def test_fp8_checkpoints_compute_what_their_dequantized_twins_do(case, plain, tmp_path):
     packer, config = FP8[case]
     stored, meant = quantized(plain, tmp_path, packer, config)
     tokens, scores = logprobs(stored)
@@ -89,7 +89,7 @@ def test_fp8_checkpoints_mean_their_twins(case, plain, tmp_path):
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_int8_checkpoints_mean_their_twins(plain, tmp_path):
+def test_int8_checkpoints_compute_what_their_dequantized_twins_do(plain, tmp_path):
     stored, meant = quantized(plain, tmp_path, int8_per_channel, CT_INT8)
     _, expected = logprobs(meant)
     _, scores = logprobs(stored)
@@ -114,21 +114,21 @@ def test_quantized_while_loading(name, options, limit, plain):
     assert 1e-5 < float((scores[:39] - expected[:39]).norm() / expected[:39].norm()) < limit
 
 
-def test_modules_left_alone(plain, tmp_path):
+def test_listed_modules_are_not_quantized(plain, tmp_path):
     def alone(module):
         return "layers.0.self_attn" in module or "down_proj" in module
 
     names = ["model.layers.0.self_attn", "down_proj", "lm_head"]
     stored, meant = quantized(
-        plain, tmp_path / "fp8", fp8_per_tensor(), FP8_DYNAMIC | {"modules_to_not_convert": names}, left_alone=alone
+        plain, tmp_path / "fp8", fp8_per_tensor(), FP8_DYNAMIC | {"modules_to_not_convert": names}, unquantized=alone
     )
     assert logprobs(stored)[0] == logprobs(meant)[0]
     config = {**CT_CHANNEL, "ignore": ["re:.*layers\\.0\\.self_attn.*", "re:.*down_proj$", "lm_head"]}
-    stored, meant = quantized(plain, tmp_path / "compressed", fp8_per_channel, config, left_alone=alone)
+    stored, meant = quantized(plain, tmp_path / "compressed", fp8_per_channel, config, unquantized=alone)
     assert logprobs(stored)[0] == logprobs(meant)[0]
 
 
-def test_groups_of_float8_and_int8(plain, tmp_path):
+def test_config_groups_of_float8_and_int8(plain, tmp_path):
     def packer(module, weight):
         return (int8_per_channel if "mlp" in module else fp8_per_channel)(module, weight)
 
@@ -151,7 +151,7 @@ def test_groups_of_float8_and_int8(plain, tmp_path):
 
 
 @pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")])
-def test_scales_of_a_quantized_cache_are_read_with_the_weights(names, plain, tmp_path, caplog):
+def test_kv_cache_scales_are_read_with_the_weights(names, plain, tmp_path, caplog):
     def more(module):
         return {} if "k_proj" not in module else {f"../{name}": torch.tensor([0.02]) for name in names}
 
@@ -220,13 +220,13 @@ def test_scales_that_may_have_two_names(change, message, plain, tmp_path):
         open_engine(path)
 
 
-def test_part_of_a_merged_layer_left_alone_is_refused(plain, tmp_path):
+def test_merged_layer_with_an_unquantized_part_is_refused(plain, tmp_path):
     stored, _ = quantized(
         plain,
         tmp_path,
         fp8_per_channel,
         {**CT_CHANNEL, "ignore": ["re:.*k_proj", "lm_head"]},
-        left_alone=lambda module: module.endswith("k_proj"),
+        unquantized=lambda module: module.endswith("k_proj"),
     )
     with pytest.raises(CheckpointError, match=r"q_proj as fp8 weights per channel but .*k_proj as unquantized"):
         open_engine(stored)
@@ -239,7 +239,7 @@ def test_auto_chooses_by_the_checkpoint(plain, tmp_path):
             assert [choice.name for choice in engine.parts.choices if choice.seam == "quant"] == [name]
 
 
-def test_options_that_contradict_the_checkpoint(plain, tmp_path):
+def test_options_that_contradict_the_checkpoint_are_refused(plain, tmp_path):
     stored, _ = quantized(plain, tmp_path, fp8_per_channel, CT_CHANNEL)
     with pytest.raises(ConfigError, match=r"granularity is 'block'.*quantized already"):
         open_engine(stored, quant__name="fp8", quant__options={"granularity": "block"})

@@ -58,7 +58,7 @@ class TestInt8WeightsAloneWhileLoading(QuantConformance):
     error = 0.015
 
 
-class EightBit(QuantConformance):
+class W8OnGpu(QuantConformance):
     """Checkpoints by hand."""
 
     packer = staticmethod(fp8_per_channel)
@@ -67,38 +67,38 @@ class EightBit(QuantConformance):
         return self.packer(name, weight)
 
 
-class TestFp8OfTensors(EightBit):
+class TestFp8OfTensors(W8OnGpu):
     method = Fp8
     checkpoint = FP8
     packer = staticmethod(fp8_per_tensor())
 
 
-class TestFp8Static(EightBit):
+class TestFp8Static(W8OnGpu):
     method = Fp8
     checkpoint = FP8 | {"activation_scheme": "static"}
     packer = staticmethod(fp8_per_tensor(input_scale=0.01, shape=()))
 
 
-class TestFp8OfBlocks(EightBit):
+class TestFp8OfBlocks(W8OnGpu):
     method = Fp8
     checkpoint = FP8 | {"weight_block_size": [128, 128]}
     packer = staticmethod(fp8_blocks("weight_scale_inv"))
     outputs, inputs = BLOCKS.values()
 
 
-class TestFp8OfChannels(EightBit):
+class TestFp8OfChannels(W8OnGpu):
     method = Fp8
     checkpoint = compressed("float-quantized", number("float", "channel"), number("float", "token", dynamic=True))
 
 
-class TestInt8(EightBit):
+class TestInt8(W8OnGpu):
     method = Int8
     checkpoint = compressed("int-quantized", number("int", "channel"), number("int", "token", dynamic=True))
     packer = staticmethod(int8_per_channel)
     error = 0.015
 
 
-class TestInt8WeightsAlone(EightBit):
+class TestInt8WeightsAlone(W8OnGpu):
     method = Int8
     checkpoint = compressed("int-quantized", number("int", "channel"), None)
     packer = staticmethod(int8_per_channel)

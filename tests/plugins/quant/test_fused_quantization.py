@@ -1,4 +1,4 @@
-"""Activations quantized where they are made: the same digits as in kernels of their own."""
+"""Fused input quantization: results equal those of separate kernels, bit for bit."""
 
 import pytest
 import torch
@@ -7,15 +7,15 @@ from engine.core import Engine, SamplingParams
 from engine.core.layers import LayerFactory
 from engine.core.quant.base import LinearPart, LinearSpec, QuantizedActivation
 from engine.ops.activation.silu_and_mul import silu_and_mul
-from engine.ops.gemm.weight_only_launch import Multiplier
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.plugins.quant import (
     fused_quantization,
-    w8_gpu as eight_bit_gpu,
-    w8a8_matmul as eight_bit_codes,
+    w8_gpu,
+    w8a8_matmul,
 )
 from engine.plugins.quant.fp8 import Fp8
 from engine.plugins.quant.int8 import Int8
-from engine.plugins.quant.w8_gpu import FEW_ROWS, DequantizeEachCallKernel, W8GpuKernel
+from engine.plugins.quant.w8_gpu import W8A16_MAX_ROWS, DequantizeEachCallKernel, W8GpuKernel
 from engine.plugins.quant.w8_kernel import W8Format
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.ranks import LoneRank
@@ -25,29 +25,30 @@ HALF = "bfloat16" if DEVICE.type == "cuda" else "float16"  # of which the interp
 HIDDEN, INTERMEDIATE = 136, 264
 
 
-class EightBit(Int8):
-    """Kernels for GPUs, on a CPU by the interpreter. Codes are int8: float8 is rounded wrongly there."""
+class W8OnGpu(Int8):
+    """The GPU kernels, which Triton's interpreter runs on a CPU. Weights are int8: the interpreter rounds float8
+    wrongly."""
 
     def _kernel(self, spec, form):
-        return W8GpuKernel(spec, form, self._multipliers.setdefault(spec.device, Multiplier(DEVICE)))
+        return W8GpuKernel(spec, form, self._matmuls.setdefault(spec.device, WeightOnlyMatmul(DEVICE)))
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Names of the kernels that quantize, one after the other."""
+    """Records the names of the quantizing kernels, in order."""
     names = []
 
     def noted(module, name):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, **more: names.append(name) or kernel(*given, **more))
 
-    noted(eight_bit_codes, "quantize_rows")
+    noted(w8a8_matmul, "quantize_rows")
     noted(fused_quantization, "add_rms_norm_quantize")
     noted(fused_quantization, "silu_and_mul_quantize")
     return names
 
 
-def make_mlp(*, group=None, fused=True, method=EightBit, hidden=HIDDEN, intermediate=INTERMEDIATE):
+def make_mlp(*, group=None, fused=True, method=W8OnGpu, hidden=HIDDEN, intermediate=INTERMEDIATE):
     """Norm, gate and up, down, of one rank."""
     torch.manual_seed(0)
     quant = method.from_checkpoint(None, None)
@@ -73,8 +74,8 @@ def randn(*shape):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("static", [False, True])
-def test_many_rows_are_quantized_where_they_are_made(static, ranks, launched, monkeypatch):
-    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 2)
+def test_input_quantization_is_fused_for_many_rows(static, ranks, launched, monkeypatch):
+    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
     norm, gate_up, down = make_mlp(group=None if ranks == 1 else LoneRank(1, ranks))
     if static:
         for layer in (gate_up, down):
@@ -120,29 +121,33 @@ def test_captured_in_a_graph(method, hidden, intermediate):
         assert torch.equal(got, down(gate_up.gated(normed)))
 
 
-def test_plain_layers_norm_by_themselves(launched, monkeypatch):
-    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 2)
+def test_plain_layers_do_not_fuse_input_quantization(launched, monkeypatch):
+    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
     norm, gate_up, _ = make_mlp(fused=False)
     x = randn(3, HIDDEN)
     assert torch.equal(norm.quantized_for(gate_up, x)[0], norm(x)[0])
     assert not launched
 
 
-def test_which_kernels_have_their_input_made(monkeypatch):
+def test_which_kernels_fuse_input_quantization(monkeypatch):
     def kernel(cls=W8GpuKernel, activations="token", granularity="channel", dtype=HALF, codes="float8_e4m3fn"):
         spec = LinearSpec(
             parts=(LinearPart(name="a", out_features=16),), in_features=16, bias=False, dtype=dtype, device=str(DEVICE)
         )
-        return cls(spec, W8Format(dtype=codes, granularity=granularity, activations=activations), Multiplier(DEVICE))
+        return cls(
+            spec, W8Format(dtype=codes, granularity=granularity, activations=activations), WeightOnlyMatmul(DEVICE)
+        )
 
-    monkeypatch.setattr(eight_bit_gpu, "is_without_tma", lambda device: False)
+    monkeypatch.setattr(w8_gpu, "is_without_tma", lambda device: False)
     for one in (kernel(), kernel(codes="int8"), kernel(activations="static")):
-        assert [one.fused_input_quantization().supports_rows(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [
+        assert [
+            one.fused_input_quantization().supports_rows(rows) for rows in (0, W8A16_MAX_ROWS, W8A16_MAX_ROWS + 1)
+        ] == [
             False,
             False,
             True,
         ]
-        assert [one.fuses_gating(rows) for rows in (0, FEW_ROWS, FEW_ROWS + 1)] == [True, True, False]
+        assert [one.fuses_gating(rows) for rows in (0, W8A16_MAX_ROWS, W8A16_MAX_ROWS + 1)] == [True, True, False]
     tensors = [
         {"activations": "none"},
         {"granularity": "block"},
@@ -150,12 +155,12 @@ def test_which_kernels_have_their_input_made(monkeypatch):
         {"cls": DequantizeEachCallKernel},
     ]
     assert all(kernel(**changes).fused_input_quantization() is None for changes in tensors)
-    monkeypatch.setattr(eight_bit_gpu, "is_without_tma", lambda device: True)
+    monkeypatch.setattr(w8_gpu, "is_without_tma", lambda device: True)
     assert kernel().fused_input_quantization() is None
 
 
-def test_rows_of_another_kernel_are_refused(monkeypatch):
-    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 2)
+def test_activations_of_another_kernel_are_refused(monkeypatch):
+    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
     _, _, down = make_mlp()
 
     class Other(QuantizedActivation):
@@ -165,9 +170,9 @@ def test_rows_of_another_kernel_are_refused(monkeypatch):
         down(Other())
 
 
-def test_a_model_answers_the_same(tmp_path, launched, monkeypatch):
-    """Whole engines, with activations quantized by themselves and where they are made."""
-    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 4)
+def test_a_model_generates_the_same_with_and_without_fusion(tmp_path, launched, monkeypatch):
+    """Whole engines, with and without fused input quantization."""
+    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 4)
     path = make_checkpoint(tmp_path / "model", "qwen3", tokenizer=True, num_hidden_layers=2)
     settings = {"model__dtype": HALF, "cache__memory": "4MiB", "attention": "torch", "executor__kernels": "fused"}
     settings |= {"executor__graphs": "off", "executor__kernel_cache": str(tmp_path / "kernels"), "model__max_len": 32}
@@ -183,7 +188,7 @@ def test_a_model_answers_the_same(tmp_path, launched, monkeypatch):
         (lambda kernel: None, ["quantize_rows"] * 4),
     ):
         monkeypatch.setattr(W8GpuKernel, "fused_input_quantization", fused_input_quantization)
-        with Engine(model=str(path), quant=EightBit, executor__device=DEVICE.type, **settings) as engine:
+        with Engine(model=str(path), quant=W8OnGpu, executor__device=DEVICE.type, **settings) as engine:
             launched.clear()
             [done] = engine.generate([prompt], params)
         assert launched == block * 2  # of the prompt; a decode has few rows

@@ -34,11 +34,11 @@ PACKED = compressed("pack-quantized", {**number("int", "group"), "num_bits": 4, 
         ({"quant_method": "fp8", "kv_cache_scheme": "static"}, FLOAT8, True),
     ],
 )
-def test_what_is_asked_for(config, dtype, has_scales, caplog):
+def test_kv_cache_scheme_is_parsed(config, dtype, has_scales, caplog):
     scheme = KVCacheScheme.parse(config)
     assert (scheme.dtype, scheme.has_scales, bool(scheme.ignored())) == (dtype, has_scales, has_scales)
     assert (scheme.names("a") is not None) == has_scales
-    scheme.say()
+    scheme.warn_unsupported()
     assert not caplog.records
 
 
@@ -53,11 +53,11 @@ def test_what_is_asked_for(config, dtype, has_scales, caplog):
         ("dynamic", "'dynamic'"),
     ],
 )
-def test_what_is_asked_for_in_vain_is_said(stored, said, caplog):
+def test_unsupported_kv_cache_scheme_is_logged(stored, said, caplog):
     scheme = KVCacheScheme.parse({"quant_method": "compressed-tensors", "kv_cache_scheme": stored})
     assert (scheme.dtype, scheme.names("a")) == (None, None)
     assert "*.k_scale" in scheme.ignored()
-    scheme.say()
+    scheme.warn_unsupported()
     assert said in caplog.text
     assert "not supported" in caplog.text
 
@@ -91,7 +91,7 @@ def test_methods_that_read_the_scales(method, config):
     assert "*.q_scale" in layers.ignored
 
 
-def test_methods_without_it():
+def test_methods_without_a_kv_cache_scheme():
     for method, config in ((Unquantized, None), (Gptq, {"quant_method": "gptq", "bits": 4}), (Fp8, None)):
         assert method.kv_dtype(config) is None
         layers = LayerFactory(dtype="float32", device="cpu", quant=method.from_checkpoint(config, None))
@@ -99,7 +99,7 @@ def test_methods_without_it():
         assert layers.kv_scales == []
 
 
-def test_a_cache_alone_is_for_the_method_that_leaves_weights_as_they_are():
+def test_none_reads_a_checkpoint_that_quantizes_only_the_kv_cache():
     for method in (Fp8, Int8, PackQuantized):
         assert "config_groups" in (method.refuses(ALONE, CPU) or "")
     assert Unquantized.refuses({**ALONE, "kv_cache_scheme": None}, CPU)

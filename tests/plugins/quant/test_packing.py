@@ -10,7 +10,7 @@ def word(value):
     return value - 2**32 if value >= 2**31 else value
 
 
-def test_numbers_lie_from_the_low_end_of_a_word():
+def test_unpack_starts_at_the_low_end_of_a_word():
     words = torch.tensor([[word(0x76543210)], [word(0xFEDCBA98)]], dtype=torch.int32)
     assert unpack(words.T, 4, 1, 16).tolist() == [list(range(16))]
     assert unpack(words, 4, 0, 16).T.tolist() == [list(range(16))]

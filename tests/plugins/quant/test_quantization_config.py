@@ -7,8 +7,8 @@ from engine.plugins.quant.quantization_config import (
     QuantArgs,
     is_listed,
     match_rank,
-    modules_left_alone,
     same_for_all,
+    unquantized_modules,
 )
 
 NAME = "model.layers.1.mlp.gate_proj"
@@ -34,7 +34,7 @@ def compressed(**groups):
         ([], None),
     ],
 )
-def test_targets_name_a_module_by_name_pattern_or_class(targets, rank):
+def test_targets_match_by_name_pattern_or_class(targets, rank):
     assert match_rank(NAME, targets) == rank
 
 
@@ -53,15 +53,15 @@ def test_targets_name_a_module_by_name_pattern_or_class(targets, rank):
         ("re:.*layers\\.2\\..*", False),
     ],
 )
-def test_modules_left_alone_by_whole_parts_of_their_names(entry, listed):
+def test_is_listed_matches_whole_components(entry, listed):
     assert is_listed(NAME, [entry]) is listed
 
 
-def test_modules_left_alone_under_any_key():
-    assert modules_left_alone({"modules_to_not_convert": None, "ignored_layers": ["a"], "ignore": ["b"]}) == ("a", "b")
-    assert modules_left_alone({}) == ()
+def test_unquantized_modules_are_read_under_any_key():
+    assert unquantized_modules({"modules_to_not_convert": None, "ignored_layers": ["a"], "ignore": ["b"]}) == ("a", "b")
+    assert unquantized_modules({}) == ()
     with pytest.raises(CheckpointError, match="ignored_layers is 'lm_head'"):
-        modules_left_alone({"ignored_layers": "lm_head"})
+        unquantized_modules({"ignored_layers": "lm_head"})
 
 
 def test_broken_pattern_is_named():
@@ -69,7 +69,7 @@ def test_broken_pattern_is_named():
         match_rank(NAME, ["re:*gate"])
 
 
-def test_closest_scheme_wins_and_ignored_modules_have_none():
+def test_most_specific_scheme_wins_and_ignored_modules_have_none():
     config = CompressedConfig.parse(
         {
             **compressed(

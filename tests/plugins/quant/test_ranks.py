@@ -68,14 +68,14 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", EIGHT_BITS)
-def test_eight_bits(case, plain, tmp_path):
+def test_w8_ranks_compute_what_one_does(case, plain, tmp_path):
     packer, config, settings = EIGHT_BITS[case]
     stored, _ = quantized(plain, tmp_path, packer, config)
     assert_same(stored, 2, **settings)
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])
-def test_activations_and_weights_quantized_here_have_scales_a_rank(method, plain):
+def test_scales_computed_at_load_are_per_rank(method, plain):
     """Where a rank has some of the inputs its scales are for those, so that results differ a little from one rank's."""
     _, whole = scores(plain)
     _, one = scores(plain, quant__name=method)
@@ -86,7 +86,7 @@ def test_activations_and_weights_quantized_here_have_scales_a_rank(method, plain
 
 
 @pytest.mark.parametrize("case", FEW_BITS)
-def test_few_bits(case, tmp_path):
+def test_w4a16_ranks_compute_what_one_does(case, tmp_path):
     config, options = FEW_BITS[case]
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256}
     source = make_checkpoint(tmp_path / "plain", "llama", tokenizer=True, **sizes)
@@ -161,7 +161,7 @@ def test_processes_on_gpus(case, graphs, ranks, plain, wide, tmp_path):
         assert shortfalls(one, PROMPT[:24]).median() > 20 * TIE
 
 
-def test_heads_of_keys_on_several_ranks(tmp_path):
+def test_kv_head_replicas(tmp_path):
     """Two heads of keys on four ranks: quantized tensors are read twice like plain ones."""
     source = make_checkpoint(tmp_path / "plain", "qwen2", tokenizer=True, **SIZES, num_key_value_heads=2)
     stored, _ = quantized(source, tmp_path, fp8_per_channel, CHANNEL)

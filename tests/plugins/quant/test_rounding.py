@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.plugins.quant.rounding import FP8, dequantize, encode, expand, quantize, quantize_rows
+from engine.plugins.quant.rounding import FP8, dequantize, expand, quantize, quantize_rows, round_to
 
 
 def e4m3(code):
@@ -21,11 +21,11 @@ def nearest(values):
     return values.sign() * E4M3[(values.abs()[..., None] - E4M3).abs().argmin(-1)]
 
 
-def test_golden_words():
+def test_round_to_golden_values():
     values = torch.tensor([0.0, 1.0, -1.0, 448.0, 1000.0, -1000.0, 2.0**-9, 0.1])
     words = [0x00, 0x38, 0xB8, 0x7E, 0x7E, 0xFE, 0x01, 0x1D]
-    assert encode(values, FP8).view(torch.uint8).tolist() == words
-    assert encode(torch.tensor([0.5, 1.5, 2.5, -0.5, 126.9, 300.0, -300.0]), torch.int8).tolist() == [
+    assert round_to(values, FP8).view(torch.uint8).tolist() == words
+    assert round_to(torch.tensor([0.5, 1.5, 2.5, -0.5, 126.9, 300.0, -300.0]), torch.int8).tolist() == [
         0, 2, 2, 0, 127, 127, -127,
     ]  # fmt: skip
 
@@ -33,7 +33,7 @@ def test_golden_words():
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("shape", [(200, 300), (128, 256), (5, 7), (1, 130)])
-def test_every_number_gets_the_nearest_code(dtype, granularity, shape):
+def test_quantize_rounds_to_the_nearest_value(dtype, granularity, shape):
     torch.manual_seed(0)
     weight = torch.randn(shape).bfloat16()
     codes, scale = quantize(weight, dtype, granularity)
@@ -54,7 +54,7 @@ def test_every_number_gets_the_nearest_code(dtype, granularity, shape):
 
 
 def test_large_weights_are_quantized_strip_by_strip(monkeypatch):
-    monkeypatch.setattr("engine.plugins.quant.rounding.AT_ONCE", 1)
+    monkeypatch.setattr("engine.plugins.quant.rounding.STRIP_NUMBERS", 1)
     torch.manual_seed(0)
     weight = torch.randn(300, 200)
     for granularity in ("tensor", "channel", "block"):
@@ -63,7 +63,7 @@ def test_large_weights_are_quantized_strip_by_strip(monkeypatch):
         whole, whole_scale = quantize(weight, torch.int8, granularity)
         assert torch.equal(codes, whole)
         assert torch.equal(scale, whole_scale)
-        monkeypatch.setattr("engine.plugins.quant.rounding.AT_ONCE", 1)
+        monkeypatch.setattr("engine.plugins.quant.rounding.STRIP_NUMBERS", 1)
         assert torch.equal(dequantize(codes, scale, torch.float32), dequantize(whole, scale, torch.float32))
 
 
@@ -83,7 +83,7 @@ def test_blocks_of_fewer_rows():
     torch.testing.assert_close(dequantize(ones, scale, torch.float32, 4), wide, rtol=0, atol=0)
 
 
-def test_rows_of_activations():
+def test_quantize_rows():
     x = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [127.0, 63.5, 1.5]])
     codes, scale = quantize_rows(x)
     assert codes.tolist() == [[64, -127, 32], [0, 0, 0], [127, 64, 2]]
@@ -93,6 +93,6 @@ def test_rows_of_activations():
     assert scale.tolist() == [0.5]
 
 
-def test_a_broken_row_has_a_broken_scale():
+def test_quantize_rows_marks_rows_that_are_not_finite_by_their_scale():
     _, scale = quantize_rows(torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [1.0, 1.0]]))
     assert scale.isfinite().flatten().tolist() == [False, False, True]

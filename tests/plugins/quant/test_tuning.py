@@ -1,4 +1,4 @@
-"""Kernels of quantized layers chosen by measurement: which multiplications a layer has, and that the result is run."""
+"""Quantized layers as autotuned ops: which calls a layer has, and that the chosen tile is used."""
 
 import json
 
@@ -12,17 +12,17 @@ from engine.core.autotune.tuner import collect_tasks, tune_tasks
 from engine.core.layers import LayerFactory
 from engine.core.quant.base import LinearPart, LinearSpec
 from engine.ops.gemm import scaled_matmul
-from engine.ops.gemm.packed_layout import CodeLayout, Layout
+from engine.ops.gemm.packed_layout import GroupedLayout, W8Layout
 from engine.ops.gemm.skinny_launch import Workspace
-from engine.ops.gemm.weight_only_launch import Multiplier
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import MEASURED_CLASSES
-from engine.plugins.quant import w8a8_matmul as eight_bit_codes
-from engine.plugins.quant.w4a16 import Quantized, Reader, Scheme
-from engine.plugins.quant.w4a16_kernel import Multipliers, W4A16Kernel
-from engine.plugins.quant.w8_gpu import FEW_ROWS, DequantizeEachCallKernel, W8GpuKernel
+from engine.plugins.quant import w8a8_matmul
+from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
+from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
+from engine.plugins.quant.w8_gpu import W8A16_MAX_ROWS, DequantizeEachCallKernel, W8GpuKernel
 from engine.plugins.quant.w8_kernel import W8Format
 from engine.plugins.quant.w8a8_matmul import HOPPER, ROW_CLASSES, W8A8Matmul, has_capability
-from engine.plugins.quant.w8a8_tuning import ByCodes
+from engine.plugins.quant.w8a8_tuning import W8A8Op
 from engine.testing.checkpoints import make_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,11 +30,11 @@ HALF = "bfloat16" if DEVICE.type == "cuda" else "float16"  # of which the interp
 MACHINE = {"device": "GPU", "pytorch": "1", "triton": "2"}
 LIMIT = 2**-6
 MOST_CANDIDATES = 16
-FEW = "weight-only 64x256 int8, a scale an output, " + HALF
-MANY = "codes 64x256 int8, " + HALF
+FEW = "weight-only 64x256 int8, a scale per output, " + HALF
+MANY = "w8a8 64x256 int8, " + HALF
 
 
-def eight_bit(multiplier, activations, *, dtype=HALF, kind="int8", granularity="channel", gated=False, cls=W8GpuKernel):
+def w8_kernel(multiplier, activations, *, dtype=HALF, kind="int8", granularity="channel", gated=False, cls=W8GpuKernel):
     codes = {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]
     parts = tuple(LinearPart(name=name, out_features=32) for name in ("gate", "up"))
     spec = LinearSpec(parts=parts, in_features=256, bias=False, dtype=dtype, device=str(DEVICE), gated=gated)
@@ -51,49 +51,51 @@ def described(kernel, weights, bias=None):
 
 @pytest.fixture
 def multiplier():
-    return Multiplier(DEVICE)
+    return WeightOnlyMatmul(DEVICE)
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Names of the tiles that multiply, one after the other."""
+    """Records the names of the tiles that are used, in order."""
     names = []
-    by_tiles, matmul = Multiplier.by_tiles, scaled_matmul.matmul
-    monkeypatch.setattr(Multiplier, "by_tiles", lambda *given: names.append(str(given[-1])) or by_tiles(*given))
-    monkeypatch.setattr(eight_bit_codes, "matmul", lambda *given: names.append(str(given[6])) or matmul(*given))
+    multiply_by_tile, matmul = WeightOnlyMatmul.multiply_by_tile, scaled_matmul.matmul
+    monkeypatch.setattr(
+        WeightOnlyMatmul, "multiply_by_tile", lambda *given: names.append(str(given[-1])) or multiply_by_tile(*given)
+    )
+    monkeypatch.setattr(w8a8_matmul, "matmul", lambda *given: names.append(str(given[6])) or matmul(*given))
     return names
 
 
-def test_activations_are_quantized_by_the_number_of_rows_alone(multiplier):
-    """Whatever is measured: candidates of a class are either all weight-only or all by codes."""
-    for activations, words in (("token", "a scale a row"), ("static", "a stored scale")):
-        kernel = eight_bit(multiplier, activations)
-        weights = dict(prepared(eight_bit(multiplier, "token")))
+def test_the_number_of_rows_alone_decides_between_w8a16_and_w8a8(multiplier):
+    """Candidates of a row class are either all W8A16 or all W8A8."""
+    for activations, words in (("token", "a scale per row"), ("static", "a stored scale")):
+        kernel = w8_kernel(multiplier, activations)
+        weights = dict(prepared(w8_kernel(multiplier, "token")))
         if activations == "static":
             weights["input_scale"] = torch.ones(1, device=DEVICE)
         few, many = described(kernel, weights)
         assert few == (FEW, (16, 32))
         assert many == (f"{MANY} with {words}", ROW_CLASSES)
-        assert few[1][-1] == FEW_ROWS < ROW_CLASSES[0]
-    kernel = eight_bit(multiplier, "none")
+        assert few[1][-1] == W8A16_MAX_ROWS < ROW_CLASSES[0]
+    kernel = w8_kernel(multiplier, "none")
     assert described(kernel, prepared(kernel)) == [(FEW, MEASURED_CLASSES)]
-    kernel = eight_bit(multiplier, "token", kind="fp8", granularity="block")
+    kernel = w8_kernel(multiplier, "token", kind="fp8", granularity="block")
     [(key, classes)] = described(kernel, prepared(kernel))
-    assert "a scale a block of 32 outputs" in key
+    assert "a scale per block of 32 outputs" in key
     assert classes == MEASURED_CLASSES
 
 
-def test_what_has_one_way_is_not_measured(multiplier):
-    kernel = eight_bit(multiplier, "token", dtype="float32")
+def test_layers_with_one_implementation_are_not_autotuned(multiplier):
+    kernel = w8_kernel(multiplier, "token", dtype="float32")
     assert not kernel.autotuned_calls(prepared(kernel), None)
-    kernel = eight_bit(multiplier, "token", cls=DequantizeEachCallKernel)
+    kernel = w8_kernel(multiplier, "token", cls=DequantizeEachCallKernel)
     assert not kernel.autotuned_calls(prepared(kernel), None)
 
 
 class Groups(Reader):
     """Symmetric weights of 4 bits; `orders`: what group each input of a part is in."""
 
-    scheme = Scheme(bits=4, group_size=64)
+    scheme = GroupScheme(bits=4, group_size=64)
 
     def __init__(self, orders=()):
         self.orders = dict(orders)
@@ -104,24 +106,24 @@ class Groups(Reader):
     def read(self, part, spec, loaded):
         values = torch.randint(0, 16, (32, 256), dtype=torch.uint8, device=DEVICE)
         scales = torch.rand(4, 32, device=DEVICE).half() / 16
-        return Quantized(values=values, scales=scales, zeros=None, group_of=self.orders.get(part.name))
+        return QuantizedWeight(values=values, scales=scales, zeros=None, group_of=self.orders.get(part.name))
 
 
 def packed(orders=(), *, gated=True):
     parts = tuple(LinearPart(name=name, out_features=32) for name in ("gate", "up"))
     spec = LinearSpec(parts=parts, in_features=256, bias=True, dtype=HALF, device=str(DEVICE), gated=gated)
-    return W4A16Kernel(spec, Groups(orders), Multipliers())
+    return W4A16Kernel(spec, Groups(orders), WeightOnlyMatmuls())
 
 
-def test_packed_weights_are_a_multiplication_for_each_order_of_inputs():
+def test_packed_weights_are_one_call_per_order_of_inputs():
     bias = torch.randn(64, device=DEVICE)
     kernel = packed()
-    weights = kernel.packed({})
-    layout = Layout.choose(4, 64)
+    weights = kernel.pack_weights({})
+    layout = GroupedLayout.choose(4, 64)
     assert described(kernel, weights, bias) == [(f"weight-only gated 64x256 {layout}, {HALF}", MEASURED_CLASSES)]
     shuffled = torch.randperm(256, device=DEVICE).to(torch.int32) // 64
     kernel = packed({"up": shuffled})
-    weights = kernel.packed({})
+    weights = kernel.pack_weights({})
     assert described(kernel, weights, bias) == [(f"weight-only 32x256 {layout}, {HALF}", MEASURED_CLASSES)] * 2
     first, second = kernel.autotuned_calls(weights, bias)
     assert torch.equal(torch.cat([first.operands.bias, second.operands.bias]), bias)
@@ -132,9 +134,9 @@ def test_packed_weights_are_a_multiplication_for_each_order_of_inputs():
     assert not kernel.autotuned_calls({"weight": torch.zeros(64, 256)}, None)
 
 
-def test_packed_weights_by_the_tiles_chosen(taken):
+def test_packed_weights_are_multiplied_by_the_chosen_tile(taken):
     kernel = packed(gated=False)
-    weights = kernel.packed({})
+    weights = kernel.pack_weights({})
     x = torch.randn(11, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
     usual = kernel.apply(x, weights, None)
     [one] = kernel.autotuned_calls(weights, None)
@@ -146,26 +148,26 @@ def test_packed_weights_by_the_tiles_chosen(taken):
         assert float((y - usual).norm() / usual.norm()) < LIMIT
 
 
-@pytest.mark.parametrize("by_torch", [False, True])
+@pytest.mark.parametrize("has_scaled_mm", [False, True])
 @pytest.mark.parametrize("outputs", [64, 4096, 6144, 28672])
-def test_candidates_by_codes_are_few_and_begin_with_the_usual(outputs, by_torch, monkeypatch):
-    monkeypatch.setattr(eight_bit_codes, "has_capability", lambda device, least: by_torch)
-    monkeypatch.setattr(eight_bit_codes, "num_sms", lambda device: 132)
+def test_w8a8_candidates_are_few_and_begin_with_the_default(outputs, has_scaled_mm, monkeypatch):
+    monkeypatch.setattr(w8a8_matmul, "has_capability", lambda device, least: has_scaled_mm)
+    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
     workspace = Workspace(torch.device("cpu"))
     codes = W8A8Matmul(workspace, torch.float8_e4m3fn, outputs, 4096, torch.bfloat16)
-    op = ByCodes(codes, static=False)
+    op = W8A8Op(codes, static=False)
     for rows in op.row_classes:
         found = op.candidates(rows)
         assert found[0] == codes.tile(rows)
         assert len({op.name(tile) for tile in found}) == len(found) <= MOST_CANDIDATES
-        assert (None in found) == by_torch
+        assert (None in found) == has_scaled_mm
     other = W8A8Matmul(workspace, torch.int8, outputs, 4096, torch.bfloat16)
-    assert not other.by_torch
+    assert not other.has_scaled_mm
 
 
 @pytest.mark.parametrize(("rows", "static"), [(40, False), (40, True), (66, False)])
-def test_every_candidate_by_codes_multiplies_right(multiplier, rows, static):
-    kernel = eight_bit(multiplier, "token")
+def test_every_w8a8_candidate_is_correct(multiplier, rows, static):
+    kernel = w8_kernel(multiplier, "token")
     weights = dict(prepared(kernel))
     if static:
         weights["input_scale"] = torch.tensor([1 / 32], device=DEVICE)
@@ -174,7 +176,7 @@ def test_every_candidate_by_codes_multiplies_right(multiplier, rows, static):
     whole = torch.randint(-127, 128, (rows, 256), device=DEVICE)
     whole[:, 0] = 127
     x = (whole / 32).to(getattr(torch, HALF))
-    codes = CodeLayout(dtype="int8").unpack(weights["weight"], 256).double()
+    codes = W8Layout(dtype="int8").unpack(weights["weight"], 256).double()
     exact = F.linear(x.double(), codes * weights["scale"].double()[:, None], bias.double())
     for tile in many.op.candidates(next(most for most in ROW_CLASSES if most >= rows)):
         y = many.op.run(tile, x, many.operands)
@@ -182,8 +184,8 @@ def test_every_candidate_by_codes_multiplies_right(multiplier, rows, static):
         assert float((y.double() - exact).norm() / exact.norm()) < LIMIT
 
 
-def test_what_is_chosen_by_codes_multiplies_its_class_of_rows(multiplier, taken):
-    kernel = eight_bit(multiplier, "token")
+def test_a_chosen_w8a8_tile_serves_its_row_class(multiplier, taken):
+    kernel = w8_kernel(multiplier, "token")
     weights = prepared(kernel)
     _, many = kernel.autotuned_calls(weights, None)
     x = torch.randn(129, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
@@ -199,11 +201,11 @@ def test_what_is_chosen_by_codes_multiplies_its_class_of_rows(multiplier, taken)
     assert not taken
 
 
-class EightBit:
-    """A method whose kernels are those for GPUs, on a CPU by the interpreter."""
+class W8OnGpu:
+    """A method with the GPU kernels, which Triton's interpreter runs on a CPU."""
 
     def __init__(self):
-        self.multiplier = Multiplier(DEVICE)
+        self.multiplier = WeightOnlyMatmul(DEVICE)
 
     def ignored(self):
         return ()
@@ -213,7 +215,7 @@ class EightBit:
 
 
 class FakeTimer:
-    """The last candidate is the fastest; nothing that refines it is faster."""
+    """The last candidate is the fastest, and no refinement is faster."""
 
     def __init__(self):
         self.asked = {}
@@ -229,9 +231,9 @@ class FakeTimer:
 
 
 def tuned(tmp_path):
-    """Two layers of one size after a start: their inputs, what was chosen, and the timer."""
+    """Two layers of one size, autotuned: the layers, the report and the timer."""
     torch.manual_seed(0)
-    layers = LayerFactory(dtype=HALF, device=str(DEVICE), quant=EightBit())
+    layers = LayerFactory(dtype=HALF, device=str(DEVICE), quant=W8OnGpu())
     for index in range(2):
         layers.linear([(f"{index}.gate", 32), (f"{index}.up", 32)], 256)
     for layer in layers.layers:
@@ -241,10 +243,10 @@ def tuned(tmp_path):
     return layers, report, timer
 
 
-def test_layers_of_one_size_share_a_measurement_which_the_next_start_finds(tmp_path, taken):
+def test_layers_of_one_size_share_results_that_the_next_start_reads(tmp_path, taken):
     layers, report, timer = tuned(tmp_path)
     assert report.measured == len(report.results) == 2 + len(ROW_CLASSES)  # of few rows, and of many
-    assert {result.op for result in report.results} == {FEW, f"{MANY} with a scale a row"}
+    assert {result.op for result in report.results} == {FEW, f"{MANY} with a scale per row"}
     assert all(len(set(asked)) == len(asked) for asked in timer.asked.values())
     again, second, timer = tuned(tmp_path)
     assert second.measured == 0
@@ -252,7 +254,7 @@ def test_layers_of_one_size_share_a_measurement_which_the_next_start_finds(tmp_p
     assert second.results == report.results
     chosen = {(result.op, result.rows): result.candidate for result in second.results}
     x = torch.randn(100, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
-    many = f"{MANY} with a scale a row"
+    many = f"{MANY} with a scale per row"
     for started in (layers, again):
         for layer in started.layers:
             for rows in (11, 20, 60, 100):
@@ -288,5 +290,5 @@ def test_an_engine_is_tuned_and_generates(tmp_path, quant):
     results = json.loads(written[0][0])["results"]
     kinds = {result["op"].split()[0] for result in results}
     assert "weight-only" in kinds
-    assert ("codes" in kinds) == has_capability(DEVICE, HOPPER)
+    assert ("w8a8" in kinds) == has_capability(DEVICE, HOPPER)
     assert all(0 < result["seconds"] < 1e-2 for result in results)

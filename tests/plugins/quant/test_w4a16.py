@@ -1,4 +1,4 @@
-"""Checkpoints of every format in whole models, against the same weights unpacked, in float32."""
+"""Checkpoints of every format in whole models, against the same weights dequantized, in float32."""
 
 import functools
 
@@ -80,11 +80,11 @@ def maker(method, *, each=False, version=1, stored_order=True, **options):
     return make
 
 
-def write(directory, quantization, options, left_alone=()):
+def write(directory, quantization, options, unquantized=()):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     plain = make_checkpoint(directory / "plain", "llama", tokenizer=True, **sizes)
     make = maker(quantization["quant_method"], **options)
-    quantize_checkpoint(plain, directory / "quantized", quantization, make, left_alone)
+    quantize_checkpoint(plain, directory / "quantized", quantization, make, unquantized)
     return plain, directory / "quantized"
 
 
@@ -99,7 +99,7 @@ def logprobs(path, tokens=PROMPT, **settings):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_log_probabilities_equal_those_of_unpacked_weights(tmp_path, case):
+def test_logprobs_equal_those_of_dequantized_weights(tmp_path, case):
     quantization, options = CASES[case]
     plain, quantized = write(tmp_path, quantization, options)
     expected, expected_tokens, _ = logprobs(plain)
@@ -120,7 +120,7 @@ def test_the_comparison_can_fail(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["gptq-32", "awq-32", "compressed-asymmetric"])
-def test_modules_left_alone(tmp_path, case):
+def test_listed_modules_are_not_quantized(tmp_path, case):
     quantization, options = CASES[case]
     alone = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
     listed = {
@@ -148,7 +148,7 @@ def test_dynamic_overrides(tmp_path):
     torch.testing.assert_close(logprobs(tmp_path / "quantized")[0], logprobs(plain)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_biases_that_are_zero_are_no_surprise(tmp_path):
+def test_zero_biases_are_accepted(tmp_path):
     plain, quantized = write(tmp_path, *CASES["gptq-32"])
     expected = logprobs(plain)[0]
     tensors = load_file(quantized / "model.safetensors")

@@ -63,8 +63,8 @@ def test_parts_of_a_packed_layer(method, ordered):
     assert isinstance(kernel, W4A16Kernel)
     loaded = {name: tensor.to(device) for name, tensor in tensors_of(weights, method).items()}
     assert set(kernel.tensors()) >= set(loaded)
-    packed = kernel.packed(loaded)
-    matrices = sum(name.startswith("words") for name in packed)
+    packed = kernel.pack_weights(loaded)
+    matrices = sum(name.startswith("packed") for name in packed)
     assert matrices == {"none": 1, "equal": 1, "each": 3, "some": 2}[ordered]
     plain = torch.cat([weight.plain for weight in weights.values()]).to(device)
     generator = torch.Generator().manual_seed(0)
@@ -79,10 +79,13 @@ def test_parts_of_a_packed_layer(method, ordered):
         assert kernel.prepare(loaded).keys() == {"weight"}
 
 
-def test_order_of_equal_groups_is_dropped_where_inputs_lie_in_it():
+def test_g_idx_of_consecutive_groups_is_dropped():
     weight = Weight(16, 64)
     kernel = Gptq.from_checkpoint(GPTQ, None).linear(one_part("a", 16, 64))
-    assert kernel.packed({f"a.{end}": tensor for end, tensor in weight.gptq().items()}).keys() == {"words0", "scales0"}
+    assert kernel.pack_weights({f"a.{end}": tensor for end, tensor in weight.gptq().items()}).keys() == {
+        "packed0",
+        "scales0",
+    }
 
 
 def one_part(name, outputs, inputs, dtype="float16", **more):
@@ -91,13 +94,14 @@ def one_part(name, outputs, inputs, dtype="float16", **more):
     )
 
 
-def test_the_weights_that_are_given_are_multiplied():
+def test_apply_multiplies_by_the_weights_it_is_given():
     """Whatever was given to the same kernel before."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernel = Gptq.from_checkpoint(GPTQ, None).linear(one_part("a", 16, 64, device=device))
     weights = [Weight(16, 64, seed=seed) for seed in (1, 2)]
     packed = [
-        kernel.packed({f"a.{end}": tensor.to(device) for end, tensor in weight.gptq().items()}) for weight in weights
+        kernel.pack_weights({f"a.{end}": tensor.to(device) for end, tensor in weight.gptq().items()})
+        for weight in weights
     ]
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).half()
     for number in (0, 0, 1, 0):
@@ -110,7 +114,9 @@ def test_symmetric_zero_points_are_not_kept():
     for symmetric in (True, False):
         weight = Weight(16, 128, symmetric=symmetric)
         kernel = Gptq.from_checkpoint(GPTQ | {"sym": False}, None).linear(one_part("a", 16, 128))
-        scales[symmetric] = kernel.packed({f"a.{end}": tensor for end, tensor in weight.gptq().items()})["scales0"]
+        scales[symmetric] = kernel.pack_weights({f"a.{end}": tensor for end, tensor in weight.gptq().items()})[
+            "scales0"
+        ]
     assert scales[True].numel() * 2 == scales[False].numel()
 
 
@@ -155,7 +161,7 @@ def test_ranks_that_would_cut_groups_are_refused(tmp_path, method):
         ("row", 32, 72, "2 ranks share the 72 inputs of c, 36 each, which cuts words of 8"),
     ],
 )
-def test_even_shares_that_cut_something(parallel, outputs, inputs, said):
+def test_even_shards_that_cut_words_or_groups(parallel, outputs, inputs, said):
     """What the files store would divide: 224 inputs are 4 groups, the last one short."""
     quant = Gptq.from_checkpoint(GPTQ | {"group_size": -1 if inputs == 72 else 64}, None)
     layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(0, 2), quant=quant)
@@ -175,7 +181,7 @@ ORDERED = {
 @pytest.mark.parametrize("method", ORDERED)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_act_order_shared_along_inputs(method, symmetric, ranks):
+def test_act_order_sharded_along_inputs(method, symmetric, ranks):
     """Each rank has inputs of all groups, more of some than of others."""
     weight = Weight(48, 256, symmetric=symmetric, ordered=True, seed=3)
     tensors = weight.gptq() if method == "gptq" else weight.compressed(symmetric=False, ordered=True)
@@ -192,19 +198,19 @@ def test_act_order_shared_along_inputs(method, symmetric, ranks):
             dim = specs[f"a.{end}"].shard_dim
             loaded[f"a.{end}"] = (tensor if dim is None else tensor.chunk(ranks, dim)[rank].contiguous()).to(device)
         part = x.chunk(ranks, 1)[rank]
-        packed = kernel.packed(loaded)
+        packed = kernel.pack_weights(loaded)
         assert len(packed["order0"]) > 256 // ranks, "some groups are filled up"
         total += kernel.apply(part, packed, None).float()
-        total_plain += part.float().cpu() @ kernel.unpacked(loaded)["weight"].to_dense().float().cpu().T
+        total_plain += part.float().cpu() @ kernel.dequantize_weights(loaded)["weight"].to_dense().float().cpu().T
     expected = x.float().cpu() @ weight.plain.T
     torch.testing.assert_close(total.cpu(), expected, rtol=3e-3, atol=6e-3)
     torch.testing.assert_close(total_plain, expected, rtol=3e-3, atol=6e-3)
 
 
-def test_act_order_that_ranks_cannot_share(tmp_path):
+def test_act_order_that_cannot_be_sharded_is_refused(tmp_path):
     _, tensors = network_tensors("gptq", ordered=True)
     unsaid = Gptq.from_checkpoint(GPTQ | {"sym": False}, None)
-    with pytest.raises(CheckpointError, match=r"c\.g_idx .* order of its own, which .* does not say .* 2 ranks"):
+    with pytest.raises(CheckpointError, match=r"c\.g_idx has act-order, which .* does not say .* 2 ranks"):
         Network(unsaid, ranks=2).load(source_of(tmp_path, tensors))
     assert Network(unsaid).load(source_of(tmp_path, tensors)).layers.nbytes
     cls, config = ORDERED["gptq"]
@@ -212,7 +218,7 @@ def test_act_order_that_ranks_cannot_share(tmp_path):
     with pytest.raises(CheckpointError, match=r"lacks c\.g_idx.*act-order.* 2 ranks"):
         Network(cls.from_checkpoint(config, None), ranks=2).load(source_of(tmp_path, lacking))
     beyond = tensors | {"c.g_idx": tensors["c.g_idx"] + 3}
-    with pytest.raises(CheckpointError, match=r"c\.g_idx has groups \d to \d; there are 4"):
+    with pytest.raises(CheckpointError, match=r"c\.g_idx has groups \d to \d; expected 0 to 3"):
         Network(cls.from_checkpoint(config, None), ranks=2).load(source_of(tmp_path, beyond))
 
 
@@ -226,7 +232,7 @@ BROKEN = {
     "short weights": ("gptq", {"c.qweight": lambda t: t[:-1]}, r"c\.qweight in .* has shape \[15, 32\]; .*\[16, 32\]"),
     "wide weights": ("awq", {"c.qweight": lambda t: t.T}, r"c\.qweight in .* has shape \[4, 128\]; .*\[128, 4\]"),
     "few scales": ("gptq", {"c.scales": lambda t: t[:2]}, r"c\.scales in .* has shape \[2, 32\]; .*\[4, 32\]"),
-    "unpacked zeros": (
+    "dequantized zeros": (
         "gptq",
         {"c.qzeros": lambda t: t.repeat(1, 8)},
         r"c\.qzeros in .* has shape \[4, 32\]; .*\[4, 4\]",
@@ -234,10 +240,10 @@ BROKEN = {
     "float weights": ("gptq", {"c.qweight": lambda t: t.float()}, r"c\.qweight in .* is of type float32; .* int32"),
     "no zeros": ("awq", {"c.qzeros": None}, r"lacks 1 tensor\(s\) .*c\.qzeros"),
     "short order": ("gptq", {"c.g_idx": lambda t: t[:-1]}, r"c\.g_idx has shape \[127\]; the model expects \[128\]"),
-    "wrong order": ("gptq", {"c.g_idx": lambda t: t * 0}, r"c\.g_idx must give 32 inputs to each of 4 groups"),
-    "far order": ("gptq", {"c.g_idx": lambda t: t + 4}, r"c\.g_idx must give 32 .* has groups 4 to 7"),
-    "infinite scales": ("gptq", {"c.scales": lambda t: t / 0}, r"c\.scales holds scales that are infinite"),
-    "scales that are no number": ("awq", {"c.scales": lambda t: t * float("nan")}, r"c\.scales holds scales"),
+    "wrong order": ("gptq", {"c.g_idx": lambda t: t * 0}, r"c\.g_idx must assign 32 inputs to each of 4 groups"),
+    "far order": ("gptq", {"c.g_idx": lambda t: t + 4}, r"c\.g_idx must assign 32 .* has groups 4 to 7"),
+    "infinite scales": ("gptq", {"c.scales": lambda t: t / 0}, r"c\.scales has scales that are not finite"),
+    "NaN scales": ("awq", {"c.scales": lambda t: t * float("nan")}, r"c\.scales has scales that are not finite"),
     "other shape": (
         "compressed",
         {"c.weight_shape": lambda t: t + 1},
@@ -249,7 +255,7 @@ BROKEN = {
         r"c\.weight_packed in .* has shape \[16, 32\]; .*\[32, 16\]",
     ),
     "no zero points": ("compressed", {"c.weight_zero_point": None}, r"lacks 1 tensor\(s\) .*c\.weight_zero_point"),
-    "zero points unpacked": (
+    "zero points dequantized": (
         "compressed",
         {"c.weight_zero_point": lambda t: t.repeat(8, 1)},
         r"c\.weight_zero_point in .* has shape \[32, 4\]; the model expects \[4, 4\]",
@@ -271,7 +277,7 @@ def test_broken_tensors_are_named_with_what_was_expected_and_found(tmp_path, cas
         Network(cls.from_checkpoint(config, None)).load(source_of(tmp_path, tensors))
 
 
-def test_empty_order_means_none(tmp_path):
+def test_empty_g_idx_means_none(tmp_path):
     weights, tensors = network_tensors("gptq")
     tensors |= {f"{name}.g_idx": torch.zeros(0, dtype=torch.int32) for name in "abc"}
     network = Network(Gptq.from_checkpoint(GPTQ | {"sym": False}, None)).load(source_of(tmp_path, tensors))
@@ -307,7 +313,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_with_a_sentence(case):
+def test_unsupported_configs_are_refused_with_a_sentence(case):
     cls, config, message = REFUSED[case]
     with pytest.raises(CheckpointError, match=message):
         cls.from_checkpoint(config, None)
@@ -315,7 +321,7 @@ def test_what_is_not_supported_is_refused_with_a_sentence(case):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_supported_is_not_refused(method):
+def test_supported_configs_are_not_refused(method):
     cls, config = METHODS[method]
     assert cls.refuses(config, CPU) is None
     assert "not quantized" in (cls.refuses(None, CPU) or "")
@@ -346,7 +352,7 @@ def test_parts_of_different_schemes_are_refused():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("strategy", "group_size"), [("group", 32), ("channel", None)])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_what_compressed_tensors_writes_is_read_as_it_reads_it(bits, strategy, group_size, symmetric):
+def test_pack_quantized_reads_as_compressed_tensors_does(bits, strategy, group_size, symmetric):
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

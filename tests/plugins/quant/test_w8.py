@@ -78,7 +78,7 @@ def test_refuses_by_name_what_it_cannot_read(method, config, words):
         (Int8, compressed("int-quantized", number("int", "tensor"), number("int", "tensor"))),
     ],
 )
-def test_takes(method, config):
+def test_accepts_supported_checkpoints(method, config):
     assert method.refuses(config, CPU) is None
 
 
@@ -89,7 +89,7 @@ def test_a_gpu_without_triton_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("parallel", "dims"), [("none", (None, None)), ("column", (0, 0)), ("row", (1, None))])
-def test_a_scale_an_output_goes_with_its_output(parallel, dims):
+def test_channel_scales_are_sharded_with_their_outputs(parallel, dims):
     method = Fp8.from_checkpoint(compressed("float-quantized", CHANNEL, TOKEN), None)
     tensors = linear(method, [("q", 8), ("k", 4)], 6, parallel).tensors()
     assert tensors["k.weight"] == TensorSpec(shape=(4, 6), dtypes=("float8_e4m3fn",), shard_dim=dims[0])
@@ -98,14 +98,14 @@ def test_a_scale_an_output_goes_with_its_output(parallel, dims):
 
 
 @pytest.mark.parametrize(("parallel", "dim"), [("none", None), ("column", 0), ("row", 1)])
-def test_scales_of_blocks_are_shared_out_with_them(parallel, dim):
+def test_block_scales_are_sharded_with_their_blocks(parallel, dim):
     tensors = linear(Fp8.from_checkpoint(BLOCKS, None), [("q", 300)], 130, parallel).tensors()
     assert tensors["q.weight_scale_inv"].shape == (3, 2)
     assert tensors["q.weight_scale_inv"].shard_dim == dim
     assert not tensors["q.weight_scale_inv"].optional
 
 
-def test_one_scale_goes_to_all_ranks():
+def test_tensor_scales_are_read_by_all_ranks():
     tensors = linear(Fp8.from_checkpoint(STATIC, None), [("q", 8)], 6, "column").tensors()
     scales = {name: spec for name, spec in tensors.items() if name != "q.weight"}
     assert scales.keys() == {"q.weight_scale", "q.weight_scale_inv", "q.input_scale", "q.activation_scale"}
@@ -178,9 +178,9 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-def test_quantizing_while_loading_makes_nothing_larger_than_the_codes(granularity, monkeypatch):
+def test_quantizing_while_loading_allocates_no_more_than_the_result(granularity, monkeypatch):
     """Float weights of a layer are there once, as read; what is widened is a strip at a time."""
-    monkeypatch.setattr("engine.plugins.quant.rounding.AT_ONCE", 128 * 256)
+    monkeypatch.setattr("engine.plugins.quant.rounding.STRIP_NUMBERS", 128 * 256)
     method = Fp8.from_checkpoint(None, Fp8Options(granularity=granularity))
     kernel = linear(method, [("gate", 1024), ("up", 1024)], 256)
     loaded = {"gate.weight": torch.randn(1024, 256), "up.weight": torch.randn(1024, 256)}
@@ -190,7 +190,7 @@ def test_quantizing_while_loading_makes_nothing_larger_than_the_codes(granularit
     assert codes.scale.nbytes <= 2048 * 4
 
 
-def test_what_is_chosen_is_said_once(caplog):
+def test_the_computation_is_logged_once(caplog):
     caplog.set_level(logging.INFO)
     layers = LayerFactory(dtype="float32", device="cpu", quant=Int8.from_checkpoint(None, None))
     for index in range(3):
@@ -201,7 +201,7 @@ def test_what_is_chosen_is_said_once(caplog):
     assert "layers.0.q" in said[0]
 
 
-def test_modules_left_alone_are_cores_own():
+def test_unquantized_modules_use_cores_kernel():
     config = {"quant_method": "fp8", "ignored_layers": ["layers.0"]}
     layers = LayerFactory(dtype="float32", device="cpu", quant=Fp8.from_checkpoint(config, None))
     assert isinstance(layers.linear([("layers.0.q", 4)], 8).kernel, PlainKernel)

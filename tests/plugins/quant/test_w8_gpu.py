@@ -1,4 +1,4 @@
-"""The kernels for GPUs, chosen by rows, against float64: in Triton's interpreter where there is no GPU."""
+"""The W8 GPU kernels for all numbers of rows, against float64; in Triton's interpreter without a GPU."""
 
 import logging
 
@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from engine.core.errors import CheckpointError
 from engine.core.quant.base import LinearPart, LinearSpec
 from engine.ops.gemm import weight_only_tiles
-from engine.ops.gemm.packed_layout import CodeLayout
-from engine.ops.gemm.weight_only_launch import Multiplier
-from engine.plugins.quant import w8_gpu as eight_bit_gpu, w8a8_matmul as eight_bit_codes
+from engine.ops.gemm.packed_layout import W8Layout
+from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+from engine.plugins.quant import w8_gpu, w8a8_matmul
 from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.int8 import Int8
 from engine.plugins.quant.w8_gpu import DequantizeEachCallKernel, W8GpuKernel
@@ -30,11 +30,11 @@ def make(kind, granularity, activations, *, parts=PARTS, inputs=INPUTS, dtype=HA
     form = W8Format(dtype=CODES[kind], granularity=granularity, activations=activations)
     named = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
     spec = LinearSpec(parts=named, in_features=inputs, bias=True, dtype=dtype, device=str(DEVICE))
-    return cls(spec, form, Multiplier(DEVICE))
+    return cls(spec, form, WeightOnlyMatmul(DEVICE))
 
 
 class Case:
-    """A layer with random weights, its prepared tensors, and the float64 weight its codes stand for."""
+    """A layer with random weights, its prepared tensors, and the float64 weight that they represent."""
 
     def __init__(self, kernel, seed=0):
         torch.manual_seed(seed)
@@ -47,7 +47,7 @@ class Case:
         }
         self.weights = dict(kernel.prepare(loaded))
         self.bias = torch.randn(kernel.spec.out_features, device=DEVICE).to(self.dtype)
-        layout = CodeLayout(dtype=kernel.form.dtype)
+        layout = W8Layout(dtype=kernel.form.dtype)
         codes = layout.unpack(self.weights["weight"], kernel.spec.in_features).double()
         scale = self.weights["scale"].double()
         if kernel.scale_rows:
@@ -58,7 +58,7 @@ class Case:
             self.meant = codes * scale[:, None]
 
     def inputs(self, rows):
-        """Numbers that float8 has when they are scaled: the interpreter rounds others wrongly."""
+        """Activations that are exact in float8 once scaled: the interpreter rounds others wrongly."""
         values = torch.randn(rows, self.kernel.spec.in_features, device=DEVICE).clamp(-3.5, 3.5) * 4
         values = values.to(torch.float8_e4m3fn).float()
         values[values.abs() < 2.0**-3] = 0
@@ -91,9 +91,9 @@ FORMS = [
 
 @pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[1:])
 def test_all_numbers_of_rows(kind, granularity, activations, monkeypatch):
-    """A few (weight-only), and many (codes by codes, or weights unpacked)."""
-    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 16)
-    monkeypatch.setattr(weight_only_tiles, "MOST_ROWS", 20)
+    """W8A16, W8A8, and dequantized weights."""
+    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 16)
+    monkeypatch.setattr(weight_only_tiles, "WEIGHT_ONLY_MAX_ROWS", 20)
     case = Case(make(kind, granularity, activations))
     for rows in (1, 9, 17, 41):
         case.check(rows)
@@ -101,7 +101,7 @@ def test_all_numbers_of_rows(kind, granularity, activations, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[2:])
 def test_inputs_that_are_no_multiple_of_16(kind, granularity, activations, monkeypatch):
-    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 4)
+    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 4)
     case = Case(make(kind, granularity, activations, parts=(("gate", 10), ("up", 10)), inputs=150))
     for rows in (2, 5, 20):
         case.check(rows)
@@ -114,13 +114,13 @@ def test_float32_keeps_its_digits(kind, granularity, activations):
         case.check(rows, 1e-5)
 
 
-def test_widened_where_there_is_no_float8():
+def test_weights_are_dequantized_each_call_without_float8():
     for granularity in ("channel", "block"):
         Case(make("fp8", granularity, "token", cls=DequantizeEachCallKernel)).check(5)
 
 
 def test_static_activations_are_clamped_to_their_scale(monkeypatch):
-    monkeypatch.setattr(eight_bit_gpu, "FEW_ROWS", 0)
+    monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 0)
     for kind, most in (("fp8", 448.0), ("int8", 127.0)):
         case = Case(make(kind, "channel", "token"))
         case.weights["input_scale"] = torch.tensor([1 / 64], device=DEVICE)
@@ -143,8 +143,8 @@ def test_shapes_around_the_rows_are_kept():
     assert torch.equal(case.kernel.apply(strided, case.weights, None), flat)
 
 
-def test_the_weights_that_are_given_are_multiplied():
-    """Whatever was given to the same kernel before."""
+def test_apply_multiplies_by_the_weights_it_is_given():
+    """Also after other weights were passed to the same kernel."""
     kernel = make("int8", "channel", "token", parts=(("gate", 8), ("up", 8)))
     first, second = (Case(kernel, seed) for seed in (1, 2))
     for case in (first, first, second, first):
@@ -162,10 +162,10 @@ def test_capability():
     assert not has_capability(torch.device("cpu"), (0, 0))
 
 
-def test_codes_that_are_no_numbers_are_refused():
+def test_nan_weights_are_refused():
     kernel = make("fp8", "channel", "token", parts=(("q_proj", 16),), inputs=32)
     form = W8Format(dtype="float8_e4m3fn", granularity="tensor", activations="token", scale_names=("weight_scale",))
-    kernel = W8GpuKernel(kernel.spec, form, Multiplier(DEVICE))
+    kernel = W8GpuKernel(kernel.spec, form, WeightOnlyMatmul(DEVICE))
     codes = torch.ones(16, 32, device=DEVICE).to(torch.float8_e4m3fn)
     loaded = {"q_proj.weight": codes, "q_proj.weight_scale": torch.ones(1, device=DEVICE)}
     kernel.prepare(loaded)
@@ -182,8 +182,8 @@ def test_codes_that_are_no_numbers_are_refused():
         (HALF, 32, True, None),
     ],
 )
-def test_slow_paths_are_said(dtype, inputs, capability, words, monkeypatch, caplog):
-    monkeypatch.setattr(eight_bit_codes, "has_capability", lambda device, least: capability)
+def test_slow_paths_are_logged(dtype, inputs, capability, words, monkeypatch, caplog):
+    monkeypatch.setattr(w8a8_matmul, "has_capability", lambda device, least: capability)
     caplog.set_level(logging.INFO)
     method = Fp8.from_checkpoint(None, Fp8Options(granularity="channel"))
     parts = (LinearPart(name="q", out_features=16),)

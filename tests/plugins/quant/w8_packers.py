@@ -88,14 +88,14 @@ def quantized(
     packer: Packer,
     config: Mapping,
     *,
-    left_alone: Callable[[str], bool] = lambda name: False,
+    unquantized: Callable[[str], bool] = lambda name: False,
 ) -> tuple[Path, Path]:
     """The checkpoint at `source` quantized, and its twin with the weights that the codes stand for."""
     stored: Tensors = {}
     meant: Tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.endswith("_proj") and tensor.dim() == 2 and not left_alone(module):
+        if module.endswith("_proj") and tensor.dim() == 2 and not unquantized(module):
             tensors, weight = packer(module, tensor)
             stored |= {f"{module}.{suffix}": made.contiguous() for suffix, made in tensors.items()}
             meant[name] = weight.contiguous()
