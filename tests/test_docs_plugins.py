@@ -301,6 +301,38 @@ def test_model_keeps_its_contract(example: Example, tmp_path: Path) -> None:
             getattr(Suite(), name)(directory, *([] if number is None else [number]))
 
 
+def test_decoder_block_computes_the_logits_of_llama(example: Example, tmp_path: Path) -> None:
+    """The composite layers, in a model made of the page's block, on one rank and on two."""
+    from engine.core.layers import RotarySpec
+    from engine.testing.models import ModelConformance
+
+    mini, block = example("mini_model").Mini, example("decoder_block").DecoderBlock
+
+    class Llama(mini):  # type: ignore[misc, valid-type]
+        def __init__(self, config, layers, options=None):
+            shape, inner = self.spec(config), config["intermediate_size"]
+            self.embedding = layers.embedding("model.embed_tokens", shape.vocab_size, shape.hidden_size)
+            self.rotary = layers.rotary(RotarySpec.from_config(config, shape.head_dim))
+            self.blocks = [block(f"model.layers.{i}", i, shape, inner, layers) for i in range(shape.num_layers)]
+            self.norm = layers.norm("model.norm", shape.hidden_size, 1e-6)
+            self.head = layers.lm_head("lm_head", shape.vocab_size, shape.hidden_size)
+
+        def forward(self, run):
+            angles = self.rotary.angles(run.batch.positions)
+            hidden, residual = self.embedding(run.batch.tokens), None
+            for block in self.blocks:
+                hidden, residual = block(run, hidden, residual, angles)
+            return self.norm(hidden, residual)[0]
+
+    class Suite(ModelConformance):
+        model = Llama
+        architecture = "llama"
+        config = {"num_key_value_heads": 4}  # noqa: RUF012
+
+    Suite().test_logits(tmp_path / "logits")
+    Suite().test_ranks(tmp_path / "ranks", 0)
+
+
 def test_the_tests_of_the_page_pass(folder: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "test_mine.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

@@ -1,4 +1,8 @@
-"""Contract of plugins/attention: computes attention over the paged KV cache."""
+"""Contract of an attention backend: computes attention over the paged KV cache.
+
+A backend derives from AttentionBackend. It may import the public names of the packages of engine.core (for example
+`from engine.core.attention import AttentionBackend, ForwardBatch, KVPool`) and the kernels in engine.ops.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ class AttentionSpec:
 
     @property
     def page_size(self) -> int:
-        """`block_size` under its first name, for plugins that use it."""
+        """The former name of `block_size`, kept for older plugins."""
         return self.block_size
 
 

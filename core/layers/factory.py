@@ -81,7 +81,7 @@ class LayerFactory:
         return total // self.ranks
 
     share = shard
-    """`shard` under its first name, for plugins that use it."""
+    """The former name of `shard`, kept for older plugins."""
 
     def shard_kv_heads(self, total: int) -> int:
         """This rank's number of KV heads, of `total`. With more ranks than heads, adjacent ranks hold replicas of one.
@@ -91,7 +91,7 @@ class LayerFactory:
         return self.shard(total * self._replicas(total), "key and value heads")
 
     share_kv = shard_kv_heads
-    """`shard_kv_heads` under its first name, for plugins that use it."""
+    """The former name of `shard_kv_heads`, kept for older plugins."""
 
     def qkv(
         self,

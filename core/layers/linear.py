@@ -115,7 +115,7 @@ class Linear(Layer):
         return self._activate(y) if fused is None else fused.activate_and_quantize(y, linear.weights)
 
     gated_into = gated_quantized_for
-    """`gated_quantized_for` under its first name, for plugins that use it."""
+    """The former name of `gated_quantized_for`, kept for older plugins."""
 
     def fused_input_quantization(self, x: torch.Tensor) -> FusedInputQuantization | None:
         """The kernel's, if it supports the rows of x: [rows, any number]."""

@@ -44,7 +44,7 @@ class RMSNorm(TensorLayer):
     def into(
         self, following: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
-        """`quantized_for` under its first name, for plugins that use it."""
+        """The former name of `quantized_for`, kept for older plugins."""
         return self.quantized_for(following, x, residual)
 
 

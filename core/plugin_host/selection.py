@@ -107,9 +107,9 @@ def resolve(
     options: dict[str, Any] = {}
     choices: list[ChosenPlugin] = []
 
-    def choose(section: str, refuses: Question) -> None:
+    def choose(section: str, question: Question) -> None:
         point = sections[section]
-        found, choice = _choose(config, plugins, point, overrides.get(section), refuses)
+        found, choice = _choose(config, plugins, point, overrides.get(section), question)
         if isinstance(found, type | AttentionPair):
             options[point.name] = _options(config, found, choice)
         elif getattr(config, section).options:
@@ -203,11 +203,11 @@ def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, 
 
 
 def _choose(
-    config: EngineConfig, plugins: Plugins, point: ExtensionPoint, override: object, refuses: Question
+    config: EngineConfig, plugins: Plugins, point: ExtensionPoint, override: object, question: Question
 ) -> tuple[Any, ChosenPlugin]:
     """The guarded class (or the instance passed in) of an extension point. Raises PluginError."""
     if override is not None:
-        return _passed_in(point, override, refuses)
+        return _passed_in(point, override, question)
     name, registry = getattr(config, point.section).name, plugins.registries[point.name]
 
     def chosen(plugin: str, provenance: str, reason: str) -> ChosenPlugin:
@@ -226,7 +226,7 @@ def _choose(
         for candidate in registry.candidates():
             try:
                 cls = guarded(candidate.load(), str(candidate), STARTUP_CALLS[point.name])
-                refusal = ask(cls, refuses)
+                refusal = ask(cls, question)
             except EngineError as error:
                 refusal = str(error)
             if refusal is None:
@@ -238,7 +238,7 @@ def _choose(
             f"no {point.section} plugin serves this: {'; '.join(reasons)}; name one yourself as {point.section}.name "
             f"(installed: {', '.join(registry.names()) or 'nothing'}) or install one that does"
         )
-    refusal = ask(cls, refuses)
+    refusal = ask(cls, question)
     if refusal:
         raise PluginError(f"{choice} refuses: {refusal}")
     return cls, choice
@@ -271,7 +271,7 @@ def _pair(point: ExtensionPoint, registry: Registry[Any], name: str) -> tuple[Re
     return first, second
 
 
-def _passed_in(point: ExtensionPoint, override: object, refuses: Question) -> tuple[Any, ChosenPlugin]:
+def _passed_in(point: ExtensionPoint, override: object, question: Question) -> tuple[Any, ChosenPlugin]:
     """A class, or an instance of a scheduling policy, passed in from Python."""
     cls = override if isinstance(override, type) else type(override)
     what = f"the {point.section} passed in"
@@ -282,15 +282,15 @@ def _passed_in(point: ExtensionPoint, override: object, refuses: Question) -> tu
         extension_point=point.name, name=cls.__qualname__, provenance=OBJECT, reason="passed in from Python"
     )
     kind = guarded(cls, str(choice), STARTUP_CALLS[point.name])
-    refusal = ask(kind, refuses)
+    refusal = ask(kind, question)
     if refusal:
         raise PluginError(f"{choice} refuses: {refusal}")
     return kind if override is cls else override, choice
 
 
-def ask(cls: type | AttentionPair, refuses: Question) -> str | None:
+def ask(cls: type | AttentionPair, question: Question) -> str | None:
     """The refusal of a plugin's class, a sentence, or None. Raises PluginError for any other answer."""
-    answer = refuses(cls)
+    answer = question(cls)
     if answer is not None and not (isinstance(answer, str) and answer):
         raise PluginError(f"{owner_of(cls)} answers refuses() with {answer!r}; it must be a sentence or None")
     return answer

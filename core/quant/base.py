@@ -84,11 +84,11 @@ class TensorSpec:
     dtypes: tuple[str, ...]
     """Accepted types, by their names in torch ("bfloat16", "float8_e4m3fn", "int32")."""
     shard_dim: int | None = None
-    """The dimension that tensor-parallel ranks divide evenly. None: every rank reads the whole tensor."""
+    """The dimension that tensor-parallel ranks split, evenly unless `shard_size` is given. None: every rank reads it all."""
     optional: bool = False
     """Whether the checkpoint may lack the tensor."""
     replicas: int = 1
-    """Number of adjacent ranks that hold the same shard. Set by the layer, from its parts."""
+    """Number of adjacent ranks that hold the same shard. The layer sets it from its parts; a kernel leaves it at 1."""
     shard_size: int | None = None
     """Size of a rank's shard along shard_dim; the last ranks' shards may be smaller. None: an even division."""
 

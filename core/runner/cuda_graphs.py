@@ -312,12 +312,12 @@ class DecodeGraphs:
                 host_tokens=self._host_tokens,
                 host_max_logits=self._host_max_logits,
                 padding_row=persistent_batch.padding_row,
-                advance=not captured.counted,
+                advance=not captured.table_advanced,
             )
             return
         self._sampled[:size].copy_(captured.tokens)
         self._max_logits[:size].copy_(captured.max_logits)
         persistent_batch.set_last_tokens(rows, captured.tokens)
         positions.add_(rows != persistent_batch.padding_row)
-        if not captured.counted:
+        if not captured.table_advanced:
             table.advance(rows)

@@ -193,7 +193,7 @@ class RunnerStart:
             self._checkpoint.eos_tokens(),
             max_running=max_running,
             fused=self._fused,
-            agree=self._group.broadcast,
+            same_on_all_ranks=self._group.broadcast,
         )
         return DeviceState(
             model=model, pool=pool, attention=attention, persistent_batch=persistent_batch, sampler=sampler

@@ -25,7 +25,7 @@ class CapturedTokens:
     """[rows] int64."""
     max_logits: torch.Tensor
     """[rows] float32, as in `SampledTokens.from_tokens`."""
-    counted: bool
+    table_advanced: bool
     """Whether the graph has already advanced `SamplingTable.num_outputs` for these tokens."""
 
 

@@ -35,20 +35,20 @@ class DrawPath(SamplingPath):
         table: SamplingTable,
         greedy: GreedyPath,
         draw_rows: DrawRows | None,
-        agree: Callable[[torch.Tensor], torch.Tensor],
+        same_on_all_ranks: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """draw_rows: a fused kernel, which may be captured in a CUDA graph; None: draw by PyTorch's operations, whose
-        memory depends on what is asked for. agree: as in Sampler."""
+        memory depends on what is asked for. same_on_all_ranks: as in Sampler."""
         super().__init__()
         self._table = table
         self._greedy = greedy
         self._draw_rows = draw_rows
-        self._agree = agree
+        self._same_on_all_ranks = same_on_all_ranks
         self.capturable = draw_rows is not None
 
     def capture(self, model: Model, hidden: torch.Tensor, table_rows: torch.Tensor) -> CapturedTokens:
         tokens, max_logits = self.draw_unprocessed(model.logits(hidden), table_rows)
-        return CapturedTokens(tokens=tokens, max_logits=max_logits, counted=True)
+        return CapturedTokens(tokens=tokens, max_logits=max_logits, table_advanced=True)
 
     def draw_unprocessed(self, logits: torch.Tensor, table_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample by the fused kernel and advance the table; may be captured in a CUDA graph.
@@ -59,7 +59,7 @@ class DrawPath(SamplingPath):
         assert self._draw_rows is not None
         tokens, max_logits = self._draw_rows(logits, table_rows)
         self._table.advance(table_rows)
-        return self._agree(tokens), max_logits
+        return self._same_on_all_ranks(tokens), max_logits
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
         tokens, max_logits = self.choose(logits, batch, table_rows, None)
@@ -74,7 +74,7 @@ class DrawPath(SamplingPath):
         processed: logits that take the place of some rows; None: no row has any.
         """
         tokens, max_logits = self._choose_on_this_rank(logits, batch, table_rows, processed)
-        return self._agree(tokens), max_logits
+        return self._same_on_all_ranks(tokens), max_logits
 
     def _choose_on_this_rank(
         self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, processed: ProcessedLogits | None

@@ -38,7 +38,7 @@ class GreedyPath(SamplingPath):
 
     def capture(self, model: Model, hidden: torch.Tensor, table_rows: torch.Tensor) -> CapturedTokens:
         max_logits, tokens = model.greedy(hidden)
-        return CapturedTokens(tokens=tokens, max_logits=max_logits, counted=False)
+        return CapturedTokens(tokens=tokens, max_logits=max_logits, table_advanced=False)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
         tokens, max_logits = self.choose(logits, None)

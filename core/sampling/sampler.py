@@ -55,10 +55,10 @@ class Sampler:
         *,
         max_running: int,
         fused: bool,
-        agree: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
+        same_on_all_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
     ) -> None:
         """max_running: rows of the SamplingTable that sequences can have. fused: sample by Triton kernels instead of
-        PyTorch's operations. agree: returns the drawn tokens that all ranks of a model use; greedy tokens are the same
+        PyTorch's operations. same_on_all_ranks: replaces drawn tokens by those of rank 0; greedy tokens are the same
         on all ranks, since the logits are."""
         device = torch.device(device)
         self._vocab_size = vocab_size
@@ -81,7 +81,7 @@ class Sampler:
 
             max_and_index, draw_kernel = argmax_rows, partial(draw_rows, **self.table.columns)
         self.greedy_path = GreedyPath(self.table, max_and_index)
-        self.draw_path = DrawPath(self.table, self.greedy_path, draw_kernel, agree)
+        self.draw_path = DrawPath(self.table, self.greedy_path, draw_kernel, same_on_all_ranks)
         self.full_path = FullPath(self.table, self._token_counts, self.greedy_path, self.draw_path)
 
     def update(self, step: Step, row_of: Callable[[int], int]) -> None:

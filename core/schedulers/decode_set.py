@@ -1,4 +1,5 @@
-"""The decoding sequences, indexed by their next event, so that planning a step touches only those with an event."""
+"""The decoding sequences, indexed by their next event: the iteration at which a sequence's blocks are full
+or all its output is planned. Planning a step touches only the sequences with an event."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Queues:
         self._enqueue(state)
 
     def retire(self, state: RequestState) -> None:
-        """Remove a request that has finished, whether it is waiting or running."""
+        """Remove a request that has finished, waiting or running, and free its blocks (BlockManager.free)."""
         del self.requests[state.id]
         if state.sequence:
             self._release(state)

@@ -75,16 +75,16 @@ class StepPlanner:
         return count
 
     def _plan_decodes(self, plan: StepPlan) -> None:
-        """Drop sequences whose output is all planned and give every other sequence with an event its next block."""
+        """Drop sequences whose output is all planned; give another block to those whose blocks are full."""
         decoding = self._queues.decoding
-        now = self._counter.iterations
-        for state in decoding.events_at(now):
-            if state.output_planned_at == now:
+        iteration = self._counter.iterations
+        for state in decoding.events_at(iteration):
+            if state.output_planned_at == iteration:
                 decoding.remove(state)
         decoding.limit(plan.max_decodes)
-        while states := decoding.events_at(now):
+        while states := decoding.events_at(iteration):
             for state in states:
-                if state.next_event == now:  # else preempted by an earlier pass of this loop
+                if state.next_event == iteration:  # else preempted by an earlier pass of this loop
                     self._add_block(state, plan)
             decoding.limit(plan.max_decodes)  # a preemption may let a deferred sequence become active
 

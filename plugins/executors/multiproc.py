@@ -34,7 +34,10 @@ class Options:
 
 
 class MultiprocExecutor(RemoteExecutor):
-    """Starts one worker (`plugins/executors/worker.py`) per device. All workers receive every step; rank 0 answers."""
+    """Starts one worker (`plugins/executors/worker.py`) per rank. All workers receive every step; rank 0 answers.
+
+    Chosen by itself it has one rank; `tp` derives from it for several.
+    """
 
     options_class = Options
     worker: ClassVar[str] = "engine.plugins.executors.worker"

@@ -8,7 +8,7 @@ from engine.plugins.executors.multiproc import MultiprocExecutor, refuses_system
 
 
 class TensorParallelExecutor(MultiprocExecutor):
-    """MultiprocExecutor with several ranks."""
+    """As MultiprocExecutor, which does the work for any number of ranks, but chosen for several instead of one."""
 
     @classmethod
     def refuses(cls, config: EngineConfig, device: DeviceInfo) -> str | None:

@@ -64,7 +64,11 @@ class Template:
 
 
 class Generation:
-    """Runs requests and detokenizes their outputs. Leaving the `with` block aborts the choices still running."""
+    """Runs requests and detokenizes their outputs. Leaving the `with` block aborts the choices still running.
+
+    When a client disconnects, `CancellableResponse` (responses.py) cancels the task that is in the block: the front end
+    sends an Abort message, and in the engine process `Scheduler.abort` frees the blocks.
+    """
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, requests: Sequence[Request], num_prompts: int

@@ -189,7 +189,7 @@ def test_capture_ends_with_tokens_or_logits(fused: bool) -> None:
     captured = [sampler.graph_path((row,)).capture(model, logits[[row]], torch.tensor([row])) for row in range(3)]
     greedy, drawn, full = captured
     assert isinstance(greedy, CapturedTokens)
-    assert (greedy.tokens.tolist(), greedy.counted) == ([int(logits[0].argmax())], False)
+    assert (greedy.tokens.tolist(), greedy.table_advanced) == ([int(logits[0].argmax())], False)
     assert isinstance(full, torch.Tensor)
     if fused:
         assert isinstance(drawn, CapturedTokens)
