@@ -84,7 +84,7 @@ class TensorSpec:
     dtypes: tuple[str, ...]
     """Accepted types, by their names in torch ("bfloat16", "float8_e4m3fn", "int32")."""
     shard_dim: int | None = None
-    """The dimension that tensor-parallel ranks split, evenly unless `shard_size` is given. None: every rank reads it all."""
+    """The dimension that tensor-parallel ranks split, evenly without `shard_size`. None: every rank reads it all."""
     optional: bool = False
     """Whether the checkpoint may lack the tensor."""
     replicas: int = 1

@@ -193,7 +193,7 @@ def test_capture_ends_with_tokens_or_logits(fused: bool) -> None:
     assert isinstance(full, torch.Tensor)
     if fused:
         assert isinstance(drawn, CapturedTokens)
-        assert drawn.counted
+        assert drawn.table_advanced
         expected = sample(make_sampler(*params), logits[[1]], (1,)).to_host()[0]
         assert drawn.tokens.tolist() == expected
     else:
