@@ -78,7 +78,8 @@ class TritonAttention(AttentionBackend):
         self._can_persist = can_persist(keys, getattr(torch, spec.dtype), self._group)
         self._shared_memory = _shared_memory(keys.device)
         self._launches: list[tuple[float, Any]] = []  # up to so many sequences
-        for most, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory):
+        heads = spec.num_heads, spec.num_kv_heads
+        for most, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory, heads):
             programs = config.programs_a_head(spec.num_kv_heads, keys.device)
             workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
             self._launches.append((most, (config, workspace)))
