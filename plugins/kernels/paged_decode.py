@@ -188,6 +188,8 @@ def paged_decode(
     group = q.shape[1] // num_kv_heads
     programs = len(workspace.arrivals)
     words = keys.dtype == torch.float8_e4m3fn and q.dtype.itemsize == 2
+    # The registers that _merge takes limit how many programs of the other 16-bit launches fit: see FLOAT8_LAUNCHES.
+    in_threads = words or config.programs == 1
     _decode_kernel[(programs * num_kv_heads,)](
         q,
         keys,
@@ -219,7 +221,8 @@ def paged_decode(
         BLOCK_ROWS=max(FLOAT8_ROWS if words else ROWS, triton.next_power_of_2(group)),
         BLOCK_GROUP=triton.next_power_of_2(group),
         BLOCK_DIM=triton.next_power_of_2(width),
-        MERGE=(pieces_in_flight if words else pieces_at_once)(group, head_dim, config),
+        MERGE=(pieces_in_flight if in_threads else pieces_at_once)(group, head_dim, config),
+        IN_THREADS=in_threads,
         WORDS=words,
         num_warps=config.warps,
         num_stages=config.stages,
@@ -292,6 +295,7 @@ def _decode_kernel(
     BLOCK_GROUP: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     MERGE: tl.constexpr,
+    IN_THREADS: tl.constexpr,
     WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -397,7 +401,7 @@ def _decode_kernel(
                 arrivals = arrivals_ptr + first_program * HEADS + head
                 if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == pieces - 1:
                     tl.debug_barrier()
-                    if WORDS:  # launches for 16-bit caches rely on the registers that _merge takes: see FLOAT8_LAUNCHES
+                    if IN_THREADS:
                         _merge_in_threads(
                             sums_ptr, stats_ptr, result_ptr, first_program, pieces, head, value_scale, HEADS, GROUP,
                             WIDTH, BLOCK_GROUP, BLOCK_DIM // FOLD, MERGE,
