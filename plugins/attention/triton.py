@@ -78,7 +78,8 @@ class TritonAttention(AttentionBackend[None, Plan]):
         self._can_persist = can_persist(keys, getattr(torch, spec.dtype), self._group)
         self._shared_memory = _shared_memory(keys.device)
         self._decode_launches: list[tuple[float, Any]] = []  # (maximum number of sequences, launch)
-        for limit, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory):
+        heads = spec.num_heads, spec.num_kv_heads
+        for limit, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory, heads):
             programs = config.programs_a_head(spec.num_kv_heads, keys.device)
             workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
             self._decode_launches.append((limit, (config, workspace)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -11,15 +13,18 @@ import triton
 from attrs import define
 
 from engine.core.attention.base import AttentionSpec
+from engine.ops.attention import paged_decode as module
 from engine.ops.attention.paged_decode import (
     DecodeConfig,
     DecodeWorkspace,
     decode_configs,
+    folded_heads,
     pad_sequences,
     paged_decode,
     pieces_at_once,
+    pieces_in_flight,
 )
-from engine.testing.attention import dense_attention
+from engine.testing.attention_cases import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = [] if triton.knobs.runtime.interpret else [pytest.mark.gpu]
@@ -42,6 +47,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     value_scale: float = 1.0
+    q_factor: float = 1.0
+    """Of the queries; the scale makes up for it."""
 
     def __attrs_post_init__(self) -> None:
         torch.manual_seed(0)
@@ -53,7 +60,7 @@ class Case:
         pool = [torch.full(shape, torch.nan) for _ in range(2)]
         self.tables = torch.full((len(counts), max(counts)), order.pop(), dtype=torch.int32)
         # A view of the packed projections, as the model hands it over.
-        packed = torch.randn(len(counts), heads + 2 * kv_heads, self.dim).to(self.dtype).to(DEVICE)
+        packed = torch.randn(len(counts), heads + 2 * kv_heads, self.dim).mul(self.q_factor).to(self.dtype).to(DEVICE)
         self.q = packed[:, :heads]
         expected = []
         for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
@@ -67,13 +74,17 @@ class Case:
         self.expected = torch.cat(expected)
         self.keys, self.values = (part.to(kv_dtype).to(DEVICE) for part in pool)
 
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5 / self.q_factor
+
     def spec(self) -> AttentionSpec:
         return AttentionSpec(
             num_layers=1,
             num_heads=self.heads[0],
             num_kv_heads=self.heads[1],
             head_dim=self.dim,
-            scale=self.dim**-0.5,
+            scale=self.scale,
             dtype="float32",
             kv_dtype="float32",
             block_size=self.page,
@@ -99,7 +110,7 @@ class Case:
             torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE),
             out,
             num_sequences=rows,
-            scale=self.dim**-0.5,
+            scale=self.scale,
             softcap=self.softcap,
             window=self.window,
             value_scale=self.value_scale,
@@ -182,9 +193,81 @@ def test_half_precision(dtype):
     Case([50, 130], dtype=dtype).check(3)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+def float8(lengths: Sequence[int] = (50, 130), dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:
+    """Multiplied in float16, which the interpreter can do."""
+    return Case(lengths, dtype=dtype, kv_dtype=torch.float8_e4m3fn, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_cache_of_8_bits(dtype):
-    Case([50, 130], dtype=dtype, kv_dtype=torch.float8_e4m3fn).check(3)
+    float8(dtype=dtype).check(3)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 9])
+def test_float8_decode_attends_with_groups_of_any_size(group):
+    float8(heads=(2 * group, 2)).check(3)
+
+
+@pytest.mark.parametrize("dim", [16, 48, 80, 128, 256])
+def test_float8_decode_attends_with_heads_of_any_size(dim):
+    float8(dim=dim).check(3)
+
+
+@pytest.mark.parametrize("page", [1, 16, 48, 64])
+@pytest.mark.parametrize("tile", [16, 64])
+def test_float8_decode_finds_blocks_smaller_and_larger_than_tiles(tile, page):
+    float8(page=page).check(3, DecodeConfig(tile=tile, warps=2, stages=3, programs=1))
+
+
+@pytest.mark.parametrize("window", [1, 16, 40])
+def test_float8_decode_attends_within_a_window(window):
+    float8([1, 90, 200, 16], window=window).check(5)
+
+
+def test_float8_decode_caps_scores():
+    float8([90, 200, 16], softcap=1.5).check(5)
+
+
+@pytest.mark.parametrize("exponent", [-60, -20, 20, 60])
+def test_float8_decode_keeps_queries_beyond_the_range_of_float16(exponent):
+    float8(q_factor=2.0**exponent).check(3)
+
+
+@pytest.mark.gpu
+def test_float8_decode_returns_nan_for_nan_within_the_context_only():
+    """Keys, then values, of one sequence and KV head. All slots beyond the contexts are NaN. The interpreter has no NaN
+    in float8."""
+    for part in ("keys", "values"):
+        case = float8([50, 130, 70], heads=(4, 2))
+        block = case.tables[1, 100 // case.page].item()
+        getattr(case, part)[block, 100 % case.page, 1] = torch.nan
+        out = case.run(case.workspace(3)).float().cpu()
+        assert out[1, 2:].isnan().all()
+        out[1, 2:] = 0
+        assert out.isfinite().all()
+
+
+def test_float8_decode_does_not_lose_many_small_weights():
+    """One key gets nearly all of the weight; each other gets less than half of float16's smallest number."""
+    length = 1000
+    case = float8([length], heads=(1, 1), dim=16)
+    case.keys.zero_()
+    case.q.fill_(1.0)
+    case.values.fill_(1.0)
+    block, slot = case.tables[0, 7].item(), 3
+    case.keys[block, slot, 0] = 4.5  # a score of 16 * 4.5 / 4 = 18; exp(-18) = 2^-26
+    case.values[block, slot, 0] = 0.0
+    out = case.run(case.workspace(2)).double().cpu()
+    expected = (length - 1) / (length - 1 + math.exp(18.0))
+    torch.testing.assert_close(out, torch.full_like(out, expected), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dim", [16, 48])
+@pytest.mark.parametrize(("heads", "fold"), [((4, 4), 2), ((8, 4), 4), ((12, 4), 2)])
+@pytest.mark.parametrize("programs", [1, 4])
+def test_float8_decode_reads_neighbouring_kv_heads_as_one(programs, heads, fold, dim):
+    config = DecodeConfig(tile=16, warps=4, stages=2, programs=2, fold=fold)
+    float8([50, 130, 7], heads=heads, dim=dim).check(programs, config)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
@@ -197,10 +280,11 @@ def test_values_that_count_more_than_once(programs):
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [16, 96, 128, 256])
 def test_launches_fit_a_multiprocessor(head_dim, itemsize, shared_memory):
-    configs = decode_configs(head_dim, itemsize, shared_memory)
+    configs = decode_configs(head_dim, itemsize, shared_memory, (32, 8))
     for _, config in configs:
-        tiles = (config.stages - 1) * 2 * config.tile * triton.next_power_of_2(head_dim) * itemsize
-        assert config.programs * (tiles + 4096) <= shared_memory or (config.stages, config.programs) == (2, 1)
+        row = triton.next_power_of_2(head_dim) * itemsize * config.fold
+        tiles, others = (config.stages - 1) * 2 * config.tile * row, 4096 if itemsize > 1 else 1024 + 16 * row
+        assert config.programs * (tiles + others) <= shared_memory or (config.stages, config.programs) == (2, 1)
         assert config.tile in (16, 32, 64, 128)
     most = [most for most, _ in configs]
     assert most == sorted(most)
@@ -209,13 +293,61 @@ def test_launches_fit_a_multiprocessor(head_dim, itemsize, shared_memory):
 
 def test_launches_are_those_measured_where_the_memory_is_as_large():
     """228 KB a multiprocessor, heads of 128 numbers."""
-    assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472)] == [
-        (32, 4, 4, 1),
-        (64, 4, 4, 2),
-        (64, 2, 2, 4),
-        (16, 1, 3, 8),
+    assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472, (32, 8))] == [
+        (32, 4, 4, 1, 1),
+        (64, 4, 4, 2, 1),
+        (64, 2, 2, 4, 1),
+        (16, 1, 3, 8, 1),
     ]
-    assert attrs.astuple(decode_configs(128, 1, 233472)[-1][1]) == (32, 1, 3, 10)
+    assert [attrs.astuple(config) for _, config in decode_configs(128, 1, 233472, (32, 8))] == [
+        (128, 4, 3, 2, 1),
+        (64, 2, 3, 4, 1),
+        (32, 1, 2, 8, 2),
+    ]
+    assert attrs.astuple(decode_configs(128, 1, 233472, (64, 8))[-1][1]) == (64, 1, 2, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("head_bytes", "heads", "row_bytes", "fold"),
+    [
+        (128, (32, 8), 128, 1),
+        (128, (32, 8), 256, 2),
+        (128, (64, 8), 256, 1),
+        (128, (12, 3), 256, 1),
+        (64, (32, 8), 256, 2),
+        (64, (16, 8), 256, 4),
+        (64, (64, 8), 256, 2),
+        (64, (8, 1), 256, 1),
+        (16, (16, 16), 128, 8),
+    ],
+)
+def test_folded_heads_fill_rows_and_padding(head_bytes, heads, row_bytes, fold):
+    assert folded_heads(head_bytes, heads, row_bytes) == fold
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((64, 8), 128), ((32, 32), 128), ((32, 8), 64)])
+def test_float8_programs_are_exactly_as_many_as_fit(heads, dim, monkeypatch):
+    """More would run one after the other; fewer would be distributed unevenly."""
+    properties = torch.cuda.get_device_properties(DEVICE)
+    if properties.major != 9:
+        pytest.skip("launches are tuned for Hopper")
+    compiled = []
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *args, **options: compiled.append(kernel[grid](*args, **options))
+
+    kernel = module._decode_kernel
+    monkeypatch.setattr(module, "_decode_kernel", Spy())
+    memory = properties.shared_memory_per_multiprocessor
+    for _, config in decode_configs(dim, 1, memory, heads):
+        case = float8(heads=heads, dim=dim)
+        case.run(case.workspace(config.programs_a_head(heads[1], torch.device(DEVICE))), config)
+        registers = -(-compiled[-1].n_regs // 8) * 8
+        by_registers = 16384 // (registers * 32) * 4 // config.warps
+        by_memory = memory // (compiled[-1].metadata.shared + 1024)
+        assert min(by_registers, by_memory) == config.programs
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -234,3 +366,12 @@ def test_pieces_put_together_at_once_are_few_enough_for_the_registers(programs):
     sizes = {dim: pieces_at_once(4, dim, config) for dim in (64, 128, 256)}
     assert all(count == 1 or count * 4 * dim <= 64 * 128 // programs for dim, count in sizes.items())
     assert pieces_at_once(1, 16, config) == 16
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 4])
+def test_pieces_in_flight_take_at_most_half_of_the_registers(programs):
+    config = DecodeConfig(tile=64, warps=4, stages=3, programs=programs)
+    for dim in (64, 128, 256):
+        count = pieces_in_flight(4, dim, config)
+        assert count == 1 or count * 4 * dim <= 128 * config.registers() // 2
+    assert pieces_in_flight(1, 16, config) == 16
