@@ -1,7 +1,8 @@
 """Contract of an attention backend: computes attention over the paged KV cache.
 
-A backend derives from AttentionBackend. It may import the public names of the packages of engine.core (for example
-`from engine.core.attention import AttentionBackend, ForwardBatch, KVPool`) and the kernels in engine.ops.
+A backend derives from AttentionBackend. It may import what the folders of core export in their `__init__` (for example
+`from engine.core.attention import AttentionBackend, ForwardBatch, KVPool`), the modules directly in core (hooks,
+errors, types, device, startup), and the kernels in engine.ops.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
 
 
+NOT_A_TENSOR = "a PartialSum is one rank's addend, not a tensor; pass it to a norm of the LayerFactory or call reduce()"
+
+
 class PartialSum:
     """One rank's addend of a tensor that is the sum over all ranks.
 
@@ -30,6 +33,7 @@ class PartialSum:
     @classmethod
     def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
         """Raise TypeError for every torch function called with a partial sum."""
-        raise TypeError(
-            "a PartialSum is one rank's addend, not a tensor; pass it to a norm of the LayerFactory or call reduce()"
-        )
+        raise TypeError(NOT_A_TENSOR)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: {NOT_A_TENSOR}")

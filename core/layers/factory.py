@@ -134,7 +134,8 @@ class LayerFactory:
         """A linear layer.
 
         parts: (name, outputs) of each of the checkpoint's layers to merge; their outputs are concatenated.
-        parallel: column (a rank has some outputs of each part), row (some inputs; results are reduced) or none.
+        parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed over
+            the ranks) or none.
         gated: the parts are gate and up projections of one size; call the layer by `gated` or `gated_quantized_for`.
         Sizes are over all ranks.
         """
@@ -177,14 +178,14 @@ class LayerFactory:
         if self._quant is not None:
             with blame(self._quant_owner, f"linear() of {parts[0].name}"):
                 kernel = self._quant.linear(spec)
-        is_partial = parallel == "row" and self.ranks > 1
+        is_split_by_inputs = parallel == "row" and self.ranks > 1
         return self._record(
             Linear(
                 spec,
                 kernel or self._classes.linear_kernel(spec),
-                self._group.all_reduce if is_partial and reduces else None,
+                self._group.all_reduce if is_split_by_inputs and reduces else None,
                 self._classes.silu_and_mul,
-                adds_bias=reduces or not is_partial or self.rank == 0,
+                adds_bias=reduces or not is_split_by_inputs or self.rank == 0,
                 owner=self._quant_owner,
             )
         )

@@ -1,4 +1,7 @@
-"""Messages between an executor and its workers, other than steps and results, and the socket that carries them."""
+"""Control messages between an executor and its workers, and the socket that carries them.
+
+Steps and results are not among them: they travel as msgpack (core/executors/wire.py) through rings (core/shm/).
+"""
 
 from __future__ import annotations
 
