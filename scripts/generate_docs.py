@@ -114,7 +114,7 @@ def features_table() -> str:
     """What the built-in plugins offer, from their registrations."""
     registries = load_plugins(PluginsConfig(allow=("builtin",))).registries
     rows = [
-        (title, "; ".join(f"{code(one.name)}: {one.summary}" for one in registries[name]))
+        (title, "<br>".join(f"{code(one.name)}: {one.summary}" for one in registries[name]))
         for name, title in FEATURES.items()
     ]
     return table(("", "built in"), rows)
