@@ -4,14 +4,14 @@
 #                           where torch comes from; this is the CPU build, of about 0.2 GB
 #   CONSTRAINTS=            install without the versions of constraints.txt
 #   ARGS="--port 9000"      more options for `engine serve` or pytest
-#   WORKERS=2               processes that run the tests; 0: all in one, as for --pdb
+#   WORKERS=3               processes that run the tests; 0: all in one, as for --pdb
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check

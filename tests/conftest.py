@@ -21,29 +21,34 @@ if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
 collect_ignore = ["sample_plugin"]
 
 
-ONE_AFTER_THE_OTHER = (
-    "cli",
-    "ops/norm/test_all_reduce_rms_norm.py",
-    "core/shm",
-    "core/distributed",
-    "plugins/executors",
-    "plugins/quant/test_ranks.py",
-    "server",
-    "test_benchmarks.py",
-    "test_docs_plugins.py",
-    "test_sample_plugin.py",
-    "testing/test_executors.py",
-)
-"""Tests that have shared memory, or look for what others left there: one worker runs them, if there are several."""
+GROUPS = {
+    # These use shared memory, or check that none is left in /dev/shm.
+    "shared memory": (
+        "core/distributed",
+        "core/shm",
+        "ops/norm/test_all_reduce_rms_norm.py",
+        "plugins/executors",
+        "plugins/quant/test_ranks.py",
+        "server/test_faults.py",
+        "test_benchmarks.py",
+        "test_docs_plugins.py",
+        "testing/test_executors.py",
+    ),
+    # These start servers, which share fixtures and mostly wait.
+    "servers": ("cli", "server", "test_sample_plugin.py"),
+}
+"""Tests that one pytest-xdist worker runs one after the other; all other tests go to any worker."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep some tests together; skip those marked gpu where torch sees none (it is imported only if there are some)."""
+    """Assign tests to their groups; skip those marked gpu where torch sees no GPU."""
     here = Path(__file__).parent
-    together = [here / name for name in ONE_AFTER_THE_OTHER]
+    group_of = {here / name: group for group, names in GROUPS.items() for name in names}
     for item in items:
-        if any(item.path.is_relative_to(place) for place in together):
-            item.add_marker(pytest.mark.xdist_group("shared memory"))
+        places = (item.path, *item.path.parents)
+        group = next((group_of[place] for place in places if place in group_of), None)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return
