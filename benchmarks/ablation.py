@@ -31,7 +31,7 @@ ALL = "as shipped"
 
 
 class SeveralSteps(FirstComeFirstServed):
-    """First come, first served, with several decode steps issued at once while nobody waits."""
+    """First come, first served, with several decode steps issued together while no request waits."""
 
     count = 1
 
@@ -125,12 +125,12 @@ def main() -> None:
         if done.returncode:
             refused[label] = f"the process ended with status {done.returncode}"
         else:
-            told = json.loads(done.stdout.splitlines()[-1])
-            if "refused" in told:
-                refused[label] = told["refused"]
+            found = json.loads(done.stdout.splitlines()[-1])
+            if "refused" in found:
+                refused[label] = found["refused"]
             else:
-                rows += [Row(**row) for row in told["rows"]]
-                machine, settings = told["machine"], settings or told["settings"]
+                rows += [Row(**row) for row in found["rows"]]
+                machine, settings = found["machine"], settings or found["settings"]
         print(f"{label}: {refused.get(label, 'measured')}", file=sys.stderr)
     if not rows:
         sys.exit("error: no variant could be measured; their own words are above")

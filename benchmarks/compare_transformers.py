@@ -1,4 +1,4 @@
-"""The engine beside transformers' `generate`: same machine, checkpoint, type, prompts and lengths, greedy, in one run.
+"""The engine next to transformers' `generate`: same machine, checkpoint, type, prompts and lengths, greedy, in one run.
 
     python benchmarks/compare_transformers.py [--model DIR] [--json benchmarks/results/cpu-transformers.json]
 

@@ -3,7 +3,7 @@
     python benchmarks/ring.py --json benchmarks/results/ring.json
     python benchmarks/ring.py --only ring "spinning Python ring" --intervals 2000 --work 60
 
-Five processes. The writer sends a message every so many microseconds as an engine sends steps: it sleeps, as until the
+Five processes. The writer sends a message at a fixed interval, as an engine sends steps: it sleeps, as until the
 result of a step comes, announces the next message if the transport can, works (a loop, which takes the place of update
 and schedule), and sends. In a tensor-parallel decode on four GPUs an engine works so for 61 to 365 microseconds, and
 its steps are 2.0 to 3.4 ms apart. A reader blocks in its receive.

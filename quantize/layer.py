@@ -10,8 +10,8 @@ from torch import nn
 
 from engine.core.quant import KVScales
 from engine.quantize.awq import relative_error, search_scales
+from engine.quantize.calibration_model import CalibrationModel, Inputs
 from engine.quantize.clipping import clip
-from engine.quantize.decoder import Decoder, Inputs
 from engine.quantize.folding import check_exact, find_folds
 from engine.quantize.formats import EightBit, Packed, Plain, Tensors
 from engine.quantize.gptq import gptq
@@ -39,7 +39,7 @@ class LayerQuantizer:
         self,
         settings: Settings,
         form: EightBit | Packed | Plain,
-        decoder: Decoder | None,
+        decoder: CalibrationModel | None,
         device: torch.device,
         head_dim: int,
     ) -> None:

@@ -16,7 +16,7 @@ from engine.core.errors import ConfigError
 from engine.core.text import Tokenizer
 from engine.core.weights import Checkpoint
 from engine.quantize.calibration import Calibration, no_calibration
-from engine.quantize.decoder import Decoder
+from engine.quantize.calibration_model import CalibrationModel
 from engine.quantize.formats import make_format
 from engine.quantize.layer import LayerQuantizer
 from engine.quantize.output import Output, nbytes
@@ -84,7 +84,7 @@ def quantize(
         head_dim = blueprint.spec.head_dim
         decoder, hidden = None, []
         if samples is not None and done < total:
-            decoder = Decoder(source, torch_device)
+            decoder = CalibrationModel(source, torch_device)
             hidden = decoder.embed(samples)
         quantizer = LayerQuantizer(settings, make_format(settings, source.dtype), decoder, torch_device, head_dim)
         spent = 0.0

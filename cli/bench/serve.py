@@ -132,9 +132,10 @@ def _read(process: subprocess.Popen[str]) -> str:
 
 
 def _answers(line: str) -> Answers:
-    told: dict[str, Any] = json.loads(line)
+    report: dict[str, Any] = json.loads(line)
     return Answers(
-        answers=tuple(Answered(**{**one, "events": tuple(one["events"])}) for one in told["answers"]), cpu=told["cpu"]
+        answers=tuple(Answered(**{**one, "events": tuple(one["events"])}) for one in report["answers"]),
+        cpu=report["cpu"],
     )
 
 

@@ -90,7 +90,7 @@ class _WrapperPair:
 
 
 @frozen
-class Plan:
+class FlashInferPlan:
     """Arguments of XQA, or planned wrappers for decode, and planned wrappers for prefill."""
 
     num_decodes: int
@@ -104,7 +104,7 @@ class Plan:
     """Sliding window -> planned wrapper; empty without prefilling sequences."""
 
 
-class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
+class FlashInferAttention(AttentionBackend[FlashInferOptions, FlashInferPlan]):
     """Paged attention in bfloat16 or float16 on NVIDIA GPUs."""
 
     api = "1"
@@ -169,7 +169,7 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
             time.perf_counter() - begin,
         )
 
-    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> FlashInferPlan:
         count = batch.num_decodes
         block_tables = context_lens = None
         decodes: Mapping[int | None, Any] = {}
@@ -181,15 +181,17 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, Plan]):
             decodes = self._plan_decodes(self._lists(batch, slice(count)))
         if count < batch.num_sequences:
             prefills = self._plan_prefills(self._lists(batch, slice(count, None)))
-        return Plan(count, block_tables, context_lens, decodes, prefills)
+        return FlashInferPlan(count, block_tables, context_lens, decodes, prefills)
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: FlashInferPlan
+    ) -> torch.Tensor:
         out = q.new_empty(q.shape)
         self.forward_into(layer, q, k, v, plan, out)
         return out
 
     def forward_into(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: FlashInferPlan, out: torch.Tensor
     ) -> None:
         count = plan.num_decodes
         window = self._windows[layer]

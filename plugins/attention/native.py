@@ -42,7 +42,7 @@ def native_kernel() -> Any:
 
 
 @frozen
-class Plan:
+class NativePlan:
     """Arguments of the decode kernel, and TorchAttention's plan of the prefilling sequences."""
 
     num_decodes: int
@@ -55,7 +55,7 @@ class Plan:
     prefill: Mapping[int, Sequence[Group]]
 
 
-class NativeAttention(AttentionBackend[None, Plan]):
+class NativeAttention(AttentionBackend[None, NativePlan]):
     """Decodes without copying keys and values; leaves prefill to TorchAttention."""
 
     api = "1"
@@ -81,14 +81,14 @@ class NativeAttention(AttentionBackend[None, Plan]):
         self._prefill = TorchAttention(spec, pool, None)
         self._kernel = native_kernel()
 
-    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> NativePlan:
         count = batch.num_decodes
         ends = batch.context_lens_host[:count].astype(np.int64)
         starts = {
             window: np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
             for window in set(self._spec.sliding_windows)
         }
-        return Plan(
+        return NativePlan(
             num_decodes=count,
             block_tables=np.ascontiguousarray(batch.block_tables_host[:count]),
             starts=starts,
@@ -96,7 +96,7 @@ class NativeAttention(AttentionBackend[None, Plan]):
             prefill=self._prefill.plan_prefill(batch),
         )
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: NativePlan) -> torch.Tensor:
         if not plan.num_decodes:
             return self._prefill.forward(layer, q, k, v, plan.prefill)
         out = torch.empty(q.shape, dtype=q.dtype)
@@ -104,13 +104,13 @@ class NativeAttention(AttentionBackend[None, Plan]):
         return out
 
     def forward_into(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: NativePlan, out: torch.Tensor
     ) -> None:
         if plan.num_decodes:
             self._decode(layer, q, plan, out)
         self._prefill.forward_groups(layer, q, plan.prefill[layer], out)
 
-    def _decode(self, layer: int, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
+    def _decode(self, layer: int, q: torch.Tensor, plan: NativePlan, out: torch.Tensor) -> None:
         """Compute the decoding sequences' rows of `out`."""
         spec = self._spec
         failed = self._kernel(

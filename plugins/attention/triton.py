@@ -25,7 +25,7 @@ class PrefillPlan:
 
 
 @frozen
-class Plan:
+class TritonPlan:
     """Arguments that the kernels of all layers share."""
 
     num_decodes: int
@@ -36,7 +36,7 @@ class Plan:
     prefill: PrefillPlan | None
 
 
-class TritonAttention(AttentionBackend[None, Plan]):
+class TritonAttention(AttentionBackend[None, TritonPlan]):
     """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
 
     api = "1"
@@ -84,9 +84,9 @@ class TritonAttention(AttentionBackend[None, Plan]):
             workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
             self._decode_launches.append((limit, (config, workspace)))
 
-    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Plan:
+    def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> TritonPlan:
         # Decode needs no plan, in a graph or not: its kernel reads lengths and block tables on the device.
-        return Plan(
+        return TritonPlan(
             num_decodes=batch.num_decodes,
             decode_launch=next(launch for limit, launch in self._decode_launches if batch.num_decodes <= limit),
             block_tables=batch.block_tables,
@@ -94,13 +94,13 @@ class TritonAttention(AttentionBackend[None, Plan]):
             prefill=self._plan_prefill(batch) if batch.num_decodes < batch.num_sequences else None,
         )
 
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.forward_into(layer, q, k, v, plan, out)
         return out
 
     def forward_into(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, out: torch.Tensor
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TritonPlan, out: torch.Tensor
     ) -> None:
         from engine.ops.attention.paged_decode import paged_decode
         from engine.ops.attention.paged_prefill import paged_prefill

@@ -36,7 +36,7 @@ class Options:
 class MultiprocExecutor(RemoteExecutor):
     """Starts one worker (`plugins/executors/worker.py`) per rank. All workers receive every step; rank 0 answers.
 
-    Chosen by itself it has one rank; `tp` derives from it for several.
+    As `multiproc` it has one rank; `tp` derives from it for several.
     """
 
     options_class = Options

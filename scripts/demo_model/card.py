@@ -17,7 +17,7 @@ CARD_TEMPLATE = REPOSITORY / "demo" / "MODEL_CARD.md.in"
 
 
 def curve_table(curve: Sequence[CurvePoint], rows: int = 10) -> str:
-    """The curve as a Markdown table of about so many rows, the last point and the best one included."""
+    """The curve as a Markdown table of about this many rows, the last point and the best one included."""
     best = min(curve, key=lambda point: point.held_out_loss)
     spacing = math.ceil(len(curve) / rows)
     shown = [point for i, point in enumerate(curve) if i % spacing == 0 or point in (best, curve[-1])]
@@ -36,7 +36,7 @@ def sample_blocks(samples: Sequence[tuple[str, str]]) -> str:
 
 
 def model_card(report: dict[str, Any], samples: Sequence[tuple[str, str]], curve: Sequence[CurvePoint]) -> str:
-    """README.md of the checkpoint, from the template beside the package."""
+    """README.md of the checkpoint, from the template next to the package."""
     settings, data, held_out = report["settings"], report["data"], report["held_out"]
     values = {
         "parameters": f"{report['parameters'] / 1e6:.1f} M",

@@ -42,7 +42,7 @@ def is_wanted(relative: pathlib.Path) -> bool:
     """Whether a path below the standard library's root is code of the library proper."""
     top = relative.parts[0].removesuffix(".py")
     return (
-        top in sys.stdlib_module_names  # leaves out whatever a distributor or a build put beside the library
+        top in sys.stdlib_module_names  # leaves out whatever a distributor or a build put next to the library
         and top not in EXCLUDED_PACKAGES
         and EXCLUDED_FOLDERS.isdisjoint(relative.parts)
         and not relative.name.startswith("test_")
@@ -89,14 +89,14 @@ def held_out_text() -> str:
 
 
 def shared_passages(text: str, sources: Sequence[Source], lines: int = 5) -> float:
-    """The share of `text`'s passages of so many non-blank lines that occur in the sources too: a check for leaks."""
+    """The share of `text`'s passages of this many non-blank lines that occur in the sources too: a check for leaks."""
     known = {passage for source in sources for passage in passages(source.text, lines)}
     found = [passage in known for passage in passages(text, lines)]
     return sum(found) / max(1, len(found))
 
 
 def passages(text: str, lines: int) -> Iterator[str]:
-    """Every run of so many successive non-blank lines, without their indentation."""
+    """Every run of this many successive non-blank lines, without their indentation."""
     kept = [line.strip() for line in text.split("\n") if line.strip()]
     for begin in range(len(kept) - lines + 1):
         yield "\n".join(kept[begin : begin + lines])

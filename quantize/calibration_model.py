@@ -53,7 +53,7 @@ class _Enough(Exception):  # noqa: N818  (ends a pass early, and is no error)
     pass
 
 
-class Decoder:
+class CalibrationModel:
     """A checkpoint's decoder layers, run over samples of text."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
