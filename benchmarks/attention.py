@@ -237,13 +237,13 @@ def show(row: dict[str, Any]) -> None:
 
 
 def decode_candidates(itemsize: int) -> list[Any]:
-    from engine.ops.attention.paged_decode import DecodeConfig
+    from engine.ops.attention.paged_decode_config import DecodeConfig
 
     found = []
-    for tile, warps, stages, programs in itertools.product((32, 64, 128), (2, 4), (2, 3, 4), (1, 2, 3, 4)):
-        flight = (stages - 1) * 2 * tile * HEAD_DIM * itemsize * programs
-        if flight >= 48 << 10 and flight + programs * 8192 <= 227 << 10 and tile // warps <= 32:
-            found.append(DecodeConfig(tile=tile, warps=warps, stages=stages, programs=programs))
+    for block_n, warps, stages, programs in itertools.product((32, 64, 128), (2, 4), (2, 3, 4), (1, 2, 3, 4)):
+        flight = (stages - 1) * 2 * block_n * HEAD_DIM * itemsize * programs
+        if flight >= 48 << 10 and flight + programs * 8192 <= 227 << 10 and block_n // warps <= 32:
+            found.append(DecodeConfig(block_n=block_n, num_warps=warps, num_stages=stages, programs_per_sm=programs))
     return found
 
 
@@ -260,10 +260,11 @@ def prefill_candidates() -> list[Any]:
 
 
 def tuned_decode(bench: Bench, config: Any) -> Decode:
-    from engine.ops.attention.paged_decode import DecodeWorkspace, paged_decode
+    from engine.ops.attention.paged_decode import paged_decode
+    from engine.ops.attention.paged_decode_merge import DecodeWorkspace
 
     heads, kv_heads = bench.spec.num_heads, bench.spec.num_kv_heads
-    programs = config.programs_a_head(kv_heads, bench.q.device)
+    programs = config.programs_per_head(kv_heads, bench.q.device)
     workspace = DecodeWorkspace.make(programs, heads, kv_heads, HEAD_DIM, bench.q.device)
 
     def decode(layer: int, q: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import triton.language as tl
 from attrs import frozen
 
 from engine.ops.attention import persistent_prefill
-from engine.ops.attention.paged_decode import as_type, capped, score_factor
+from engine.ops.attention.common import as_type, capped, score_factor
 from engine.ops.common.launch import dependent_launch, has_wgmma, release, wait
 
 

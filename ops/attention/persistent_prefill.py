@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from engine.ops.attention.paged_decode import capped, score_factor
+from engine.ops.attention.common import capped, score_factor
 from engine.ops.common.launch import dependent_launch, num_sms, release, wait
 
 if TYPE_CHECKING:

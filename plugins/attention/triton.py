@@ -68,7 +68,8 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
         return None
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
-        from engine.ops.attention.paged_decode import DecodeWorkspace, decode_configs
+        from engine.ops.attention.paged_decode_config import decode_configs
+        from engine.ops.attention.paged_decode_merge import DecodeWorkspace
         from engine.ops.attention.paged_prefill import can_persist
 
         self._spec = spec
@@ -80,7 +81,7 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
         self._decode_launches: list[tuple[float, Any]] = []  # (maximum number of sequences, launch)
         heads = spec.num_heads, spec.num_kv_heads
         for limit, config in decode_configs(spec.head_dim, keys.itemsize, self._shared_memory, heads):
-            programs = config.programs_a_head(spec.num_kv_heads, keys.device)
+            programs = config.programs_per_head(spec.num_kv_heads, keys.device)
             workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
             self._decode_launches.append((limit, (config, workspace)))
 

@@ -1,4 +1,4 @@
-"""The decode kernel where its stretches, tiles and paddings meet; the attention suite covers the rest."""
+"""Edge cases of the decode kernel: ranges of tiles, partial tiles, padding; the attention suite covers the rest."""
 
 from __future__ import annotations
 
@@ -14,59 +14,52 @@ from attrs import define
 
 from engine.core.attention.base import AttentionSpec
 from engine.ops.attention import paged_decode as module
-from engine.ops.attention.paged_decode import (
-    DecodeConfig,
-    DecodeWorkspace,
-    decode_configs,
-    folded_heads,
-    pad_sequences,
-    paged_decode,
-    pieces_at_once,
-    pieces_in_flight,
-)
+from engine.ops.attention.paged_decode import pad_sequences, paged_decode
+from engine.ops.attention.paged_decode_config import DecodeConfig, decode_configs, folded_heads
+from engine.ops.attention.paged_decode_merge import DecodeWorkspace, blocked_merge_size, unrolled_merge_size
 from engine.testing.attention_cases import dense_attention
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = [] if triton.knobs.runtime.interpret else [pytest.mark.gpu]
-# The interpreter multiplies no bfloat16.
+# The interpreter does not support products of bfloat16.
 HALVES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-SMALL = DecodeConfig(tile=16, warps=4, stages=2, programs=2)
+SMALL = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=2)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @define(slots=False)
 class Case:
-    """Sequences in a pool that is NaN elsewhere, and what their last tokens attend to."""
+    """Sequences in a KV pool whose unused slots are NaN, and the expected attention of their last tokens."""
 
     lengths: Sequence[int]
     heads: tuple[int, int] = (2, 1)
     dim: int = 32
-    page: int = 16
+    block_size: int = 16
     window: int | None = None
     softcap: float | None = None
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     value_scale: float = 1.0
     q_factor: float = 1.0
-    """Of the queries; the scale makes up for it."""
+    """Factor on the queries; the scale of the scores is divided by it."""
 
     def __attrs_post_init__(self) -> None:
         torch.manual_seed(0)
         heads, kv_heads = self.heads
         kv_dtype = self.kv_dtype or self.dtype
-        counts = [-(-length // self.page) for length in self.lengths]
+        counts = [-(-length // self.block_size) for length in self.lengths]
         order = torch.randperm(sum(counts) + 1).tolist()
-        shape = (sum(counts) + 1, self.page, kv_heads, self.dim)
+        shape = (sum(counts) + 1, self.block_size, kv_heads, self.dim)
         pool = [torch.full(shape, torch.nan) for _ in range(2)]
         self.tables = torch.full((len(counts), max(counts)), order.pop(), dtype=torch.int32)
-        # A view of the packed projections, as the model hands it over.
+        # A view of the packed projections, as in the models.
         packed = torch.randn(len(counts), heads + 2 * kv_heads, self.dim).mul(self.q_factor).to(self.dtype).to(DEVICE)
         self.q = packed[:, :heads]
         expected = []
         for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
             self.tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
             at = torch.arange(length)
-            blocks, offsets = self.tables[row][at // self.page].long(), at % self.page
+            blocks, offsets = self.tables[row][at // self.block_size].long(), at % self.block_size
             k, v = (torch.randn(length, kv_heads, self.dim).to(kv_dtype).float() for _ in range(2))
             pool[0][blocks, offsets], pool[1][blocks, offsets] = k, v
             v = v.double() * self.value_scale
@@ -87,7 +80,7 @@ class Case:
             scale=self.scale,
             dtype="float32",
             kv_dtype="float32",
-            block_size=self.page,
+            block_size=self.block_size,
             max_len=max(self.lengths),
             sliding_windows=(self.window,),
             softcap=self.softcap,
@@ -95,7 +88,7 @@ class Case:
 
     def workspace(self, programs: int) -> DecodeWorkspace:
         made = DecodeWorkspace.make(programs, *self.heads, self.dim, DEVICE)
-        made.sums.fill_(torch.nan)
+        made.acc.fill_(torch.nan)
         made.stats.fill_(torch.nan)
         return made
 
@@ -117,7 +110,7 @@ class Case:
             workspace=workspace,
             config=config,
         )
-        assert not workspace.arrivals.any(), "arrivals are not 0 again"
+        assert not workspace.arrivals.any(), "arrivals are not reset to 0"
         return out
 
     def check(self, programs: int, config: DecodeConfig = SMALL) -> None:
@@ -128,16 +121,16 @@ class Case:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])
-def test_ragged_sequences_across_stretches(programs):
+def test_decode_attends_to_ragged_sequences_across_ranges(programs):
     Case([1, 16, 17, 100, 33, 5], heads=(4, 2)).check(programs)
 
 
 @pytest.mark.parametrize("programs", [5, 18, 37])
-def test_one_sequence_of_many_pieces(programs):
+def test_decode_merges_many_parts_of_one_sequence(programs):
     Case([591]).check(programs)
 
 
-def test_a_workspace_serves_one_launch_after_the_other():
+def test_decode_reuses_a_workspace_for_consecutive_launches():
     case = Case([70, 200, 31])
     workspace = case.workspace(6)
     first = case.run(workspace)
@@ -146,60 +139,61 @@ def test_a_workspace_serves_one_launch_after_the_other():
     torch.testing.assert_close(other.run(workspace).double().cpu(), other.expected, rtol=1e-4, atol=1e-5)
 
 
-def test_sequences_that_fill_stretches_leave_no_pieces():
+def test_decode_writes_no_parts_when_sequences_fill_ranges():
     case = Case([64] * 6)
     workspace = case.workspace(3)
     case.run(workspace)
-    assert workspace.sums.isnan().all()
+    assert workspace.acc.isnan().all()
 
 
-def test_rows_beyond_the_decodes_are_left_alone():
+def test_decode_leaves_rows_beyond_num_sequences_unchanged():
     case = Case([20, 40])
     assert (case.run(case.workspace(3), extra_rows=2)[2:] == -7).all()
 
 
 @pytest.mark.parametrize("count", [15, 16, 17, pytest.param(300, marks=pytest.mark.gpu)])
-def test_any_number_of_sequences(count):
+def test_decode_attends_with_any_number_of_sequences(count):
     Case([1 + 7 * i % 23 for i in range(count)], heads=(1, 1), dim=16).check(4)
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 40, 500])
-def test_a_window_across_stretches(window):
+def test_decode_attends_within_a_window_across_ranges(window):
     Case([1, 90, 200, 16], window=window).check(5)
 
 
-def test_a_soft_cap_across_stretches():
+def test_decode_caps_scores_across_ranges():
     Case([90, 200, 16], softcap=1.5).check(5)
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 16, 20])
-def test_groups_of_any_size(group):
+def test_decode_attends_with_groups_of_any_size(group):
     Case([50, 9], heads=(2 * group, 2)).check(3)
 
 
 @pytest.mark.parametrize("dim", [16, 48, 80, 96, 256])
-def test_heads_of_any_multiple_of_16(dim):
+def test_decode_attends_with_heads_of_any_multiple_of_16(dim):
     Case([50, 9], dim=dim).check(3)
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize("tile", [16, 64])
-def test_pages_smaller_and_larger_than_tiles(tile, page):
-    Case([50, 130], page=page).check(3, DecodeConfig(tile=tile, warps=2, stages=3, programs=1))
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_decode_finds_cache_blocks_smaller_and_larger_than_tiles(block_n, block_size):
+    config = DecodeConfig(block_n=block_n, num_warps=2, num_stages=3, programs_per_sm=1)
+    Case([50, 130], block_size=block_size).check(3, config)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_half_precision(dtype):
+def test_decode_attends_in_half_precision(dtype):
     Case([50, 130], dtype=dtype).check(3)
 
 
 def float8(lengths: Sequence[int] = (50, 130), dtype: torch.dtype = torch.bfloat16, **options: Any) -> Case:
-    """Multiplied in float16, which the interpreter can do."""
+    """A case with a float8 cache; products are computed in float16, which the interpreter supports."""
     return Case(lengths, dtype=dtype, kv_dtype=torch.float8_e4m3fn, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_cache_of_8_bits(dtype):
+def test_float8_decode_attends_with_16_bit_queries(dtype):
     float8(dtype=dtype).check(3)
 
 
@@ -213,10 +207,11 @@ def test_float8_decode_attends_with_heads_of_any_size(dim):
     float8(dim=dim).check(3)
 
 
-@pytest.mark.parametrize("page", [1, 16, 48, 64])
-@pytest.mark.parametrize("tile", [16, 64])
-def test_float8_decode_finds_blocks_smaller_and_larger_than_tiles(tile, page):
-    float8(page=page).check(3, DecodeConfig(tile=tile, warps=2, stages=3, programs=1))
+@pytest.mark.parametrize("block_size", [1, 16, 48, 64])
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_float8_decode_finds_cache_blocks_smaller_and_larger_than_tiles(block_n, block_size):
+    config = DecodeConfig(block_n=block_n, num_warps=2, num_stages=3, programs_per_sm=1)
+    float8(block_size=block_size).check(3, config)
 
 
 @pytest.mark.parametrize("window", [1, 16, 40])
@@ -235,12 +230,14 @@ def test_float8_decode_keeps_queries_beyond_the_range_of_float16(exponent):
 
 @pytest.mark.gpu
 def test_float8_decode_returns_nan_for_nan_within_the_context_only():
-    """Keys, then values, of one sequence and KV head. All slots beyond the contexts are NaN. The interpreter has no NaN
-    in float8."""
+    """Put a NaN into the keys, then the values, of one sequence and KV head.
+
+    All slots beyond the contexts are NaN too. The interpreter has no NaN in float8.
+    """
     for part in ("keys", "values"):
         case = float8([50, 130, 70], heads=(4, 2))
-        block = case.tables[1, 100 // case.page].item()
-        getattr(case, part)[block, 100 % case.page, 1] = torch.nan
+        block = case.tables[1, 100 // case.block_size].item()
+        getattr(case, part)[block, 100 % case.block_size, 1] = torch.nan
         out = case.run(case.workspace(3)).float().cpu()
         assert out[1, 2:].isnan().all()
         out[1, 2:] = 0
@@ -248,7 +245,7 @@ def test_float8_decode_returns_nan_for_nan_within_the_context_only():
 
 
 def test_float8_decode_does_not_lose_many_small_weights():
-    """One key gets nearly all of the weight; each other gets less than half of float16's smallest number."""
+    """One key has nearly all of the weight; each other has less than half of the smallest number of float16."""
     length = 1000
     case = float8([length], heads=(1, 1), dim=16)
     case.keys.zero_()
@@ -265,34 +262,35 @@ def test_float8_decode_does_not_lose_many_small_weights():
 @pytest.mark.parametrize("dim", [16, 48])
 @pytest.mark.parametrize(("heads", "fold"), [((4, 4), 2), ((8, 4), 4), ((12, 4), 2)])
 @pytest.mark.parametrize("programs", [1, 4])
-def test_float8_decode_reads_neighbouring_kv_heads_as_one(programs, heads, fold, dim):
-    config = DecodeConfig(tile=16, warps=4, stages=2, programs=2, fold=fold)
+def test_float8_decode_folds_adjacent_kv_heads(programs, heads, fold, dim):
+    config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=2, fold=fold)
     float8([50, 130, 7], heads=heads, dim=dim).check(programs, config)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
-def test_values_that_count_more_than_once(programs):
-    """Whole sequences, and those put together from pieces."""
+def test_decode_scales_values(programs):
+    """Both of sequences within one range and of merged parts."""
     Case([50, 130, 7], kv_dtype=torch.float8_e4m3fn, value_scale=0.37).check(programs)
 
 
 @pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [16, 96, 128, 256])
-def test_launches_fit_a_multiprocessor(head_dim, itemsize, shared_memory):
+def test_decode_configs_fit_a_multiprocessor(head_dim, itemsize, shared_memory):
     configs = decode_configs(head_dim, itemsize, shared_memory, (32, 8))
     for _, config in configs:
         row = triton.next_power_of_2(head_dim) * itemsize * config.fold
-        tiles, others = (config.stages - 1) * 2 * config.tile * row, 4096 if itemsize > 1 else 1024 + 16 * row
-        assert config.programs * (tiles + others) <= shared_memory or (config.stages, config.programs) == (2, 1)
-        assert config.tile in (16, 32, 64, 128)
-    most = [most for most, _ in configs]
-    assert most == sorted(most)
-    assert most[-1] == float("inf")
+        tiles, others = (config.num_stages - 1) * 2 * config.block_n * row, 4096 if itemsize > 1 else 1024 + 16 * row
+        fits = config.programs_per_sm * (tiles + others) <= shared_memory
+        assert fits or (config.num_stages, config.programs_per_sm) == (2, 1)
+        assert config.block_n in (16, 32, 64, 128)
+    limits = [limit for limit, _ in configs]
+    assert limits == sorted(limits)
+    assert limits[-1] == float("inf")
 
 
-def test_launches_are_those_measured_where_the_memory_is_as_large():
-    """228 KB a multiprocessor, heads of 128 numbers."""
+def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200():
+    """228 KB per multiprocessor, heads of 128."""
     assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472, (32, 8))] == [
         (32, 4, 4, 1, 1),
         (64, 4, 4, 2, 1),
@@ -321,13 +319,13 @@ def test_launches_are_those_measured_where_the_memory_is_as_large():
         (16, (16, 16), 128, 8),
     ],
 )
-def test_folded_heads_fill_rows_and_padding(head_bytes, heads, row_bytes, fold):
+def test_folded_heads_fills_rows_and_padding(head_bytes, heads, row_bytes, fold):
     assert folded_heads(head_bytes, heads, row_bytes) == fold
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((64, 8), 128), ((32, 32), 128), ((32, 8), 64)])
-def test_float8_programs_are_exactly_as_many_as_fit(heads, dim, monkeypatch):
+def test_float8_decode_launches_exactly_the_programs_that_fit(heads, dim, monkeypatch):
     """More would run one after the other; fewer would be distributed unevenly."""
     properties = torch.cuda.get_device_properties(DEVICE)
     if properties.major != 9:
@@ -343,35 +341,35 @@ def test_float8_programs_are_exactly_as_many_as_fit(heads, dim, monkeypatch):
     memory = properties.shared_memory_per_multiprocessor
     for _, config in decode_configs(dim, 1, memory, heads):
         case = float8(heads=heads, dim=dim)
-        case.run(case.workspace(config.programs_a_head(heads[1], torch.device(DEVICE))), config)
+        case.run(case.workspace(config.programs_per_head(heads[1], torch.device(DEVICE))), config)
         registers = -(-compiled[-1].n_regs // 8) * 8
-        by_registers = 16384 // (registers * 32) * 4 // config.warps
+        by_registers = 16384 // (registers * 32) * 4 // config.num_warps
         by_memory = memory // (compiled[-1].metadata.shared + 1024)
-        assert min(by_registers, by_memory) == config.programs
+        assert min(by_registers, by_memory) == config.programs_per_sm
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_launches_that_are_chosen(number):
+def test_decode_attends_with_each_config(number):
     config = decode_configs(32, 4, 233472)[number][1]
-    Case([50, 130, 7]).check(config.programs, config)
+    Case([50, 130, 7]).check(config.programs_per_sm, config)
 
 
-def test_few_lengths_of_the_vector_of_lengths():
+def test_pad_sequences_returns_few_sizes():
     assert {pad_sequences(count) for count in range(1, 513)} == {16, 256, 512}
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 4])
-def test_pieces_put_together_at_once_are_few_enough_for_the_registers(programs):
-    config = DecodeConfig(tile=64, warps=4, stages=3, programs=programs)
-    sizes = {dim: pieces_at_once(4, dim, config) for dim in (64, 128, 256)}
+def test_blocked_merge_size_fits_the_registers(programs):
+    config = DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=programs)
+    sizes = {dim: blocked_merge_size(4, dim, config) for dim in (64, 128, 256)}
     assert all(count == 1 or count * 4 * dim <= 64 * 128 // programs for dim, count in sizes.items())
-    assert pieces_at_once(1, 16, config) == 16
+    assert blocked_merge_size(1, 16, config) == 16
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 4])
-def test_pieces_in_flight_take_at_most_half_of_the_registers(programs):
-    config = DecodeConfig(tile=64, warps=4, stages=3, programs=programs)
+def test_unrolled_merge_size_takes_at_most_half_of_the_registers(programs):
+    config = DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=programs)
     for dim in (64, 128, 256):
-        count = pieces_in_flight(4, dim, config)
-        assert count == 1 or count * 4 * dim <= 128 * config.registers() // 2
-    assert pieces_in_flight(1, 16, config) == 16
+        count = unrolled_merge_size(4, dim, config)
+        assert count == 1 or count * 4 * dim <= 128 * config.max_registers() // 2
+    assert unrolled_merge_size(1, 16, config) == 16

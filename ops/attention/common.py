@@ -1,0 +1,31 @@
+"""Device functions that the attention kernels share: converting cached values, scaling and capping scores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_type(cached, DTYPE: tl.constexpr):
+    """Convert cached keys or values to the type of the queries."""
+    # Float8 goes through float32. The compiler would go through float16, and a GPU converts float16 to bfloat16 at an
+    # eighth of the speed.
+    if cached.dtype.is_fp8():
+        cached = cached.to(tl.float32)
+    return cached.to(DTYPE)
+
+
+@triton.jit
+def score_factor(scale, SOFTCAP: tl.constexpr):
+    """Factor that turns a score into an exponent of 2: log2(e), times `scale` unless capped scores have it already."""
+    factor = 1.4426950408889634
+    if not SOFTCAP:
+        factor = factor * scale
+    return factor
+
+
+@triton.jit
+def capped(scores, softcap):
+    """Compute softcap * tanh(scores / softcap) with exp2: tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
+    return softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0))

@@ -1,0 +1,133 @@
+"""Launch parameters of decode attention: presets measured on an H200, fitted to the head size and the GPU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from attrs import frozen
+
+from engine.ops.common.launch import num_sms
+
+MIN_M = 16
+"""Minimum number of rows of a matrix product; the query heads of a KV head are padded to a multiple."""
+FLOAT8_MIN_M = 8
+"""The same for a float8 cache, whose products are transposed: query heads are columns, of which 8 suffice."""
+
+
+@frozen(kw_only=True)
+class DecodeConfig:
+    """Launch parameters of the decode kernel."""
+
+    block_n: int
+    """Key positions per tile; a power of two, at least 16."""
+    num_warps: int
+    """Warps per program."""
+    num_stages: int
+    """Tiles of keys and values in flight or in use."""
+    programs_per_sm: int
+    """Programs per multiprocessor, whose shared memory must hold the tiles of all of them."""
+    fold: int = 1
+    """Adjacent KV heads that a program processes as one wide head; divides the number of KV heads."""
+
+    def programs_per_head(self, num_kv_heads: int, device: torch.device) -> int:
+        """Number of programs that run concurrently on `device` per `fold` KV heads."""
+        return max(1, num_sms(device) * self.programs_per_sm * self.fold // num_kv_heads)
+
+    def max_registers(self) -> int:
+        """Maximum registers per thread with which all programs fit on a multiprocessor (16,384 per quarter)."""
+        warps = -(-self.programs_per_sm * self.num_warps // 4)
+        return min(255, 16384 // warps // 32 // 8 * 8)
+
+
+@frozen
+class Preset:
+    """Launch parameters for batches of up to `max_sequences`, before they are fitted to a head size."""
+
+    max_sequences: float
+    tile_bytes: int
+    """Bytes of a tile of keys."""
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    row_bytes: int = 128
+    """Float8 cache only: KV heads are folded up to this many bytes per position."""
+
+
+PRESETS = (
+    Preset(1, 8192, num_warps=4, num_stages=4, programs_per_sm=1),
+    Preset(63, 16384, num_warps=4, num_stages=4, programs_per_sm=2),
+    Preset(96, 16384, num_warps=2, num_stages=2, programs_per_sm=4),
+    Preset(math.inf, 4096, num_warps=1, num_stages=3, programs_per_sm=8),
+)
+"""The fastest, or nearly, of those that benchmarks/attention.py --tune tries, on an H200.
+
+One sequence is divided among few programs, because merging their partial results takes time: 2048 tokens take 9.8 us
+per layer, and 17.4 us with twice as many programs. Large batches use small tiles and small programs: little of the last
+tile is wasted, and programs hide each other's latency. 256 contexts of 210 tokens take 58.7 us, and 64.8 us with tiles
+four times as large.
+"""
+FLOAT8_PRESETS = (
+    Preset(48, 16384, num_warps=4, num_stages=3, programs_per_sm=2),
+    Preset(192, 8192, num_warps=2, num_stages=3, programs_per_sm=4),
+    Preset(math.inf, 8192, num_warps=1, num_stages=2, programs_per_sm=8, row_bytes=256),
+)
+"""The same for a float8 cache (h200-float8-decode.json).
+
+Eight warps per multiprocessor have 128 KB in flight. With more than 168 registers per thread, exactly eight warps fit.
+If more fitted, programs would be distributed unevenly, because they start wherever there is room while the previous
+kernel ends: 64 contexts of 4096 tokens then take 159 us instead of 130.
+"""
+
+
+def decode_configs(
+    head_dim: int, itemsize: int, shared_memory: int, heads: tuple[int, int] = (1, 1)
+) -> tuple[tuple[float, DecodeConfig], ...]:
+    """List (maximum number of sequences, launch parameters), smallest batches first.
+
+    itemsize: bytes per number in the cache; shared_memory: bytes per multiprocessor;
+    heads: numbers of query and KV heads.
+    """
+    configs = []
+    for preset in PRESETS if itemsize > 1 else FLOAT8_PRESETS:
+        head_bytes = triton.next_power_of_2(head_dim) * itemsize
+        # Shared memory per program besides the tiles: queries, softmax weights and sums exchanged between warps.
+        fold, other_bytes = 1, 4096 + 1024 * preset.num_warps
+        if itemsize == 1:
+            fold = folded_heads(head_bytes, heads, preset.row_bytes)
+            head_bytes *= fold
+            block_m = max(FLOAT8_MIN_M, triton.next_power_of_2(fold * heads[0] // heads[1]))
+            other_bytes = 1024 + 2 * block_m * head_bytes + 512 * (preset.num_warps if preset.num_warps > 1 else 0)
+        block_n = max(16, min(128, preset.tile_bytes // head_bytes))
+        # One of the stages is in registers.
+        stage_bytes = 2 * block_n * head_bytes
+        num_stages = max(2, min(preset.num_stages, 1 + (shared_memory - other_bytes) // stage_bytes))
+        program_bytes = (num_stages - 1) * stage_bytes + other_bytes
+        config = DecodeConfig(
+            block_n=block_n,
+            num_warps=preset.num_warps,
+            num_stages=num_stages,
+            programs_per_sm=max(1, min(preset.programs_per_sm, shared_memory // program_bytes)),
+            fold=fold,
+        )
+        configs.append((preset.max_sequences, config))
+    return tuple(configs)
+
+
+def folded_heads(head_bytes: int, heads: tuple[int, int], row_bytes: int) -> int:
+    """Choose how many adjacent KV heads of a float8 cache a program processes as one, a power of two.
+
+    Reading rows of less than 128 bytes is slow, and of less than 256 bytes slightly slow. Folding makes rows longer
+    and multiplies every query head with the dimensions of all folded KV heads. That is free for up to FLOAT8_MIN_M
+    query heads, and pays off for up to twice that many if rows have at most 128 bytes.
+
+    A NaN in a key makes the results of all folded heads NaN.
+    """
+    num_heads, num_kv_heads = heads
+    group, fold = num_heads // num_kv_heads, 1
+    while num_kv_heads % (2 * fold) == 0 and 2 * fold * head_bytes <= row_bytes:
+        if 2 * fold * group > (2 if 2 * fold * head_bytes <= 128 else 1) * FLOAT8_MIN_M:
+            break
+        fold *= 2
+    return fold
