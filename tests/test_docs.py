@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -29,12 +30,12 @@ def generator() -> ModuleType:
     return module
 
 
-def test_generated_parts_are_up_to_date(generator):
+def test_generated_parts_are_up_to_date(generator: ModuleType) -> None:
     stale = [str(path.relative_to(ROOT)) for path in generator.outdated()]
     assert not stale, f"{', '.join(stale)} is out of date; run `make docs`"
 
 
-def test_every_setting_and_option_is_documented(generator):
+def test_every_setting_and_option_is_documented(generator: ModuleType) -> None:
     text = generator.settings_tables()
     for setting in describe():
         assert f"| `{setting.path[1]}` |" in text
@@ -42,7 +43,7 @@ def test_every_setting_and_option_is_documented(generator):
     assert [name for name in SECTIONS if f"### [{name}]" not in text] == []
 
 
-def test_every_command_is_documented(generator):
+def test_every_command_is_documented(generator: ModuleType) -> None:
     headings = set(re.findall(r"^## (engine.*)$", generator.command_reference(), re.MULTILINE))
     assert headings >= {
         *("engine serve", "engine generate", "engine chat", "engine quantize"),
@@ -51,7 +52,7 @@ def test_every_command_is_documented(generator):
     }
 
 
-def test_a_part_that_is_not_up_to_date_is_found(generator, tmp_path):
+def test_a_part_that_is_not_up_to_date_is_found(generator: ModuleType, tmp_path: Path) -> None:
     for name in {file for file, _ in generator.PARTS.values()}:
         copy = tmp_path / name
         copy.parent.mkdir(exist_ok=True)
@@ -59,7 +60,7 @@ def test_a_part_that_is_not_up_to_date_is_found(generator, tmp_path):
     assert list(generator.outdated(tmp_path)) == [tmp_path / "docs/configuration.md"]
 
 
-def test_the_features_are_those_of_the_registry(generator):
+def test_the_features_are_those_of_the_registry(generator: ModuleType) -> None:
     text = generator.features_table()
     for registry in load_plugins().seams.values():
         for one in registry:
@@ -67,7 +68,7 @@ def test_the_features_are_those_of_the_registry(generator):
                 assert f"`{one.name}`: {one.summary}" in text
 
 
-def write_report(file, rows, **settings):
+def write_report(file: Any, rows: Any, **settings: Any) -> None:
     report = {
         "machine": "a GPU",
         "date": "2026-01-01",
@@ -79,7 +80,9 @@ def write_report(file, rows, **settings):
     file.write_text(json.dumps(report))
 
 
-def test_performance_pages_have_only_tables_with_results(generator, tmp_path, monkeypatch):
+def test_performance_pages_have_only_tables_with_results(
+    generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
     parts = (
         generator.compared_tables,
@@ -93,7 +96,9 @@ def test_performance_pages_have_only_tables_with_results(generator, tmp_path, mo
     assert generator.fill(text, "x", "") == "<!-- generated: x -->\n<!-- end: x -->"
 
 
-def test_the_engine_is_compared_with_transformers(generator, tmp_path, monkeypatch):
+def test_the_engine_is_compared_with_transformers(
+    generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
     assert generator.transformers_table() == ""
     measured = {
@@ -109,7 +114,9 @@ def test_the_engine_is_compared_with_transformers(generator, tmp_path, monkeypat
     assert "alone" not in generator.transformers_table()
 
 
-def test_results_stand_beside_the_references(generator, tmp_path, monkeypatch):
+def test_results_stand_beside_the_references(
+    generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
     load = "1000 requests, 512 in / 256 out"
     rows = [
@@ -130,7 +137,9 @@ def test_results_stand_beside_the_references(generator, tmp_path, monkeypatch):
     assert "| TPOT p50, concurrency 256, ms | 4.68 | 9.36 | 2.00 x |  |" in generator.served_tables()
 
 
-def test_ablation_and_start_up_are_tables(generator, tmp_path, monkeypatch):
+def test_ablation_and_start_up_are_tables(
+    generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
     rows = [
         {"metric": "decode step, batch 1", "unit": "ms", "case": "as shipped", "value": 4.0},
@@ -144,7 +153,7 @@ def test_ablation_and_start_up_are_tables(generator, tmp_path, monkeypatch):
     assert generator.startup_table().splitlines()[-3:] == ["|  | a | b |", "| --- | --- | --- |", "| imports | 1 | 2 |"]
 
 
-def test_perplexities_are_a_table(generator, tmp_path, monkeypatch):
+def test_perplexities_are_a_table(generator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
     values = {("bf16", "perplexity"): 10.0, ("bf16", "size"): 8.0, ("RTN", "perplexity"): 10.5, ("RTN", "size"): 2.5}
     rows = [{"case": case, "metric": name, "value": value} for (case, name), value in values.items()]
@@ -158,25 +167,25 @@ def test_perplexities_are_a_table(generator, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_lead_somewhere(page: Any) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
-def test_examples_are_valid_and_say_how_to_run_them(example):
+def test_examples_are_valid_and_say_how_to_run_them(example: Any) -> None:
     assert f"engine serve --config examples/{example.name}" in example.read_text(encoding="utf-8")
     assert example.name in load_config(example).origins.values()
 
 
-def test_the_file_in_the_configuration_page_is_valid(tmp_path):
+def test_the_file_in_the_configuration_page_is_valid(tmp_path: Path) -> None:
     [block] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "configuration.md").read_text(), re.DOTALL)
     file = tmp_path / "page.toml"
     file.write_text(block)
     assert load_config(file).config.attention.options == {"tile": 64}
 
 
-def test_the_readme_plugin_keeps_its_contract(tmp_path):
+def test_the_readme_plugin_keeps_its_contract(tmp_path: Path) -> None:
     [block] = re.findall(r"```python\n(# shortest\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     namespace: dict[str, object] = {}
     exec(block, namespace)

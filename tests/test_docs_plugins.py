@@ -161,7 +161,7 @@ def test_executor_tells_of_any_failure(example: Example, checkpoint: Path) -> No
     module = example("loop_attention")
 
     class Failing(module.LoopAttention):  # type: ignore[misc, name-defined]
-        def plan(self, batch, graph=None):
+        def plan(self, batch: Any, graph: Any = None) -> None:
             raise KeyError("tide")
 
     engine = Engine(
@@ -195,25 +195,25 @@ def test_a_model_may_have_a_layer_of_its_own(example: Example, run: Run, mini: P
     class Bias(Layer):
         nbytes = 0
 
-        def tensors(self):
+        def tensors(self) -> Any:
             return {"bias": TensorSpec(shape=(64,), dtypes=("float32",))}
 
-        def fill(self, loaded):
+        def fill(self, loaded: Any) -> None:
             self.filled = loaded["bias"]
 
     class Biased(example("mini_model").Mini):  # type: ignore[misc]
-        def __init__(self, config, layers, options=None):
+        def __init__(self, config: Any, layers: Any, options: Any = None) -> None:
             super().__init__(config, layers, options)
             self.bias = Bias()
             layers.layers.append(self.bias)
 
-        def forward(self, run):
+        def forward(self, run: Any) -> Any:
             assert self.bias.filled.shape == (64,)
             return super().forward(run) + torch.linspace(-3, 3, 64)
 
     class Plugin:
         @hookimpl
-        def register_models(self, register):
+        def register_models(self, register: Any) -> None:
             register("biased", lambda: Biased, api="1", summary="")
 
     common = {"model": mini, "model__load_format": "dummy"}
@@ -258,10 +258,10 @@ def mini_logits(tensors: dict[str, Any], tokens: list[int]) -> Any:
     heads, count = MINI["num_attention_heads"], len(tokens)
     weights = {name.removesuffix(".weight"): tensor.double() for name, tensor in tensors.items()}
 
-    def norm(x, name):
+    def norm(x: Any, name: Any) -> Any:
         return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weights[name]
 
-    def rotated(x):
+    def rotated(x: Any) -> Any:
         half = x.shape[-1] // 2
         angles = torch.arange(count)[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
         first, second = x.split(half, -1)
@@ -309,7 +309,7 @@ def test_decoder_block_computes_the_logits_of_llama(example: Example, tmp_path: 
     mini, block = example("mini_model").Mini, example("decoder_block").DecoderBlock
 
     class Llama(mini):  # type: ignore[misc, valid-type]
-        def __init__(self, config, layers, options=None):
+        def __init__(self, config: Any, layers: Any, options: Any = None) -> None:
             shape, inner = self.spec(config), config["intermediate_size"]
             self.embedding = layers.embedding("model.embed_tokens", shape.vocab_size, shape.hidden_size)
             self.rotary = layers.rotary(RotarySpec.from_config(config, shape.head_dim))
@@ -317,7 +317,7 @@ def test_decoder_block_computes_the_logits_of_llama(example: Example, tmp_path: 
             self.norm = layers.norm("model.norm", shape.hidden_size, 1e-6)
             self.head = layers.lm_head("lm_head", shape.vocab_size, shape.hidden_size)
 
-        def forward(self, run):
+        def forward(self, run: Any) -> Any:
             angles = self.rotary.angles(run.batch.positions)
             hidden, residual = self.embedding(run.batch.tokens), None
             for block in self.blocks:

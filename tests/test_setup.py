@@ -65,7 +65,7 @@ def installed(fresh: Path) -> Path:
 @pytest.mark.parametrize(
     ("target", "extra", "runs"), [("serve", "server", ".venv/bin/engine serve"), ("test", "test", "-m pytest")]
 )
-def test_a_target_sets_up_what_it_needs(fresh, target, extra, runs):
+def test_a_target_sets_up_what_it_needs(fresh: Path, target: str, extra: str, runs: str) -> None:
     lines = make(fresh, "--dry-run", target, "PYTHON=python3").stdout
     venv, install, run = lines.index("-m venv"), lines.index("pip install"), lines.rindex(runs)
     assert venv < install < run
@@ -86,32 +86,32 @@ def test_torch_can_come_from_its_own_index(fresh: Path) -> None:
     assert "several GB" not in lines
 
 
-def test_a_target_sets_up_only_once(installed):
+def test_a_target_sets_up_only_once(installed: Path) -> None:
     lines = make(installed, "--dry-run", "serve").stdout.splitlines()
     assert lines == [".venv/bin/engine serve "]
 
 
-def test_a_changed_list_of_requirements_is_installed_again(installed):
+def test_a_changed_list_of_requirements_is_installed_again(installed: Path) -> None:
     later = (installed / ".venv" / ".installed-server").stat().st_mtime + 10
     os.utime(installed / "pyproject.toml", (later, later))
     assert "pip install" in make(installed, "--dry-run", "serve").stdout
 
 
-def test_the_constraints_can_be_dropped(fresh):
+def test_the_constraints_can_be_dropped(fresh: Path) -> None:
     done = make(fresh, "--dry-run", "serve", "CONSTRAINTS=")
     assert done.returncode == 0
     assert "--editable" in done.stdout
     assert "--constraint" not in done.stdout
 
 
-def test_bare_make_checks_everything(installed):
+def test_bare_make_checks_everything(installed: Path) -> None:
     lines = make(installed, "--dry-run").stdout
     for step in ("ruff check .", "ruff format --check .", "scripts/typecheck", "-m pytest"):
         assert step in lines
 
 
 @pytest.mark.parametrize("script", ["#!/bin/sh\nexit 1\n", None], ids=["old", "missing"])
-def test_an_old_or_missing_python_is_an_error(fresh, script):
+def test_an_old_or_missing_python_is_an_error(fresh: Path, script: str | None) -> None:
     python = fresh / "python-old"
     if script:
         python.write_text(script)
@@ -122,7 +122,7 @@ def test_an_old_or_missing_python_is_an_error(fresh, script):
     assert not (fresh / ".venv").exists()
 
 
-def test_ci_runs_the_tests_and_all_checks():
+def test_ci_runs_the_tests_and_all_checks() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert "set -euo pipefail" in script
     for step in ("make test", "lint", "format", "types", "site"):
@@ -131,21 +131,21 @@ def test_ci_runs_the_tests_and_all_checks():
         assert os.access(ROOT / path, os.X_OK), f"{path} is not executable"
 
 
-def test_pre_commit_downloads_nothing():
+def test_pre_commit_downloads_nothing() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert [repo["repo"] for repo in config["repos"]] == ["local"]
     assert {hook["id"] for repo in config["repos"] for hook in repo["hooks"]} == {"ruff", "ruff-format", "typecheck"}
     assert all(hook["language"] == "system" for repo in config["repos"] for hook in repo["hooks"])
 
 
-def test_every_package_of_the_tree_has_a_link():
+def test_every_package_of_the_tree_has_a_link() -> None:
     top = {init.parent.name for init in ROOT.glob("*/__init__.py")}
     assert set(PACKAGES) == top - {"tests", "scripts"}
     for package in PACKAGES:
         assert (ROOT / "src" / "engine" / package).readlink() == Path("..", "..", package)
 
 
-def test_the_type_checker_sees_every_package():
+def test_the_type_checker_sees_every_package() -> None:
     script = (ROOT / "scripts" / "typecheck").read_text(encoding="utf-8")
     assert "-p engine\n" in script
     assert PROJECT["tool"]["mypy"]["mypy_path"] == "src"

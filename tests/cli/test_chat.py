@@ -37,7 +37,7 @@ def said(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-def test_the_conversation_is_remembered(capsys):
+def test_the_conversation_is_remembered(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Parrot()
     converse(engine, SamplingParams(), iter(["one two\n", "\n", "three\n"]), "be brief")
     assert capsys.readouterr().out == "<one><two>\n<three>\n"
@@ -46,45 +46,45 @@ def test_the_conversation_is_remembered(capsys):
     )
 
 
-def test_reset_forgets_all_but_the_system_message():
+def test_reset_forgets_all_but_the_system_message() -> None:
     engine = Parrot()
     converse(engine, SamplingParams(), iter(["one", "/reset", "two"]), "be brief")
     assert engine.sent[1] == said(("system", "be brief"), ("user", "two"))
 
 
-def test_exit_ends_the_conversation():
+def test_exit_ends_the_conversation() -> None:
     engine = Parrot()
     converse(engine, SamplingParams(), iter(["/exit", "one"]))
     assert engine.sent == []
 
 
-def test_an_unknown_command_is_not_sent(capsys):
+def test_an_unknown_command_is_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Parrot()
     converse(engine, SamplingParams(), iter(["/rest now"]))
     assert engine.sent == []
     assert "/rest is no command" in capsys.readouterr().err
 
 
-def test_a_message_that_fails_is_dropped_when_forgiving(capsys):
+def test_a_message_that_fails_is_dropped_when_forgiving(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Parrot(fail_on="long")
     converse(engine, SamplingParams(), iter(["long", "short"]), forgiving=True)
     assert engine.sent[1] == said(("user", "short"))
     assert capsys.readouterr().err == "error: too long (/reset starts a new conversation)\n"
 
 
-def test_a_message_that_fails_ends_a_piped_conversation():
+def test_a_message_that_fails_ends_a_piped_conversation() -> None:
     with pytest.raises(InvalidRequestError):
         converse(Parrot(fail_on="long"), SamplingParams(), iter(["long", "short"]))
 
 
-def test_an_interrupted_answer_is_kept_as_far_as_it_came(capsys):
+def test_an_interrupted_answer_is_kept_as_far_as_it_came(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Parrot(interrupt=True)
     converse(engine, SamplingParams(), iter(["one two", "three"]))
     assert engine.sent[1][1] == {"role": "assistant", "content": "<one>"}
     assert "(stopped)" in capsys.readouterr().out
 
 
-def test_typed_lines_end_with_ctrl_d(monkeypatch):
+def test_typed_lines_end_with_ctrl_d(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = iter(["one", KeyboardInterrupt(), "two", EOFError()])
 
     def type_line(prompt: str) -> str:
@@ -97,7 +97,7 @@ def test_typed_lines_end_with_ctrl_d(monkeypatch):
     assert list(prompted_lines()) == ["one", "two"]
 
 
-def test_piped_lines_are_answered_one_by_one(run, engine_checkpoint):
+def test_piped_lines_are_answered_one_by_one(run: Any, engine_checkpoint: Any) -> None:
     arguments = ("--kv-memory", "4MiB", "--max-tokens", "3", "--temperature", "0", "--system", "hi")
     result = run("chat", "--model", str(engine_checkpoint), *arguments, input="a\n/reset\na\n/exit\nb\n")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -106,12 +106,12 @@ def test_piped_lines_are_answered_one_by_one(run, engine_checkpoint):
     assert result.stdout == half + half, "after /reset the same message has the same answer"
 
 
-def test_what_chat_cannot_show_is_no_option(run):
+def test_what_chat_cannot_show_is_no_option(run: Any) -> None:
     assert run("chat", "--logprobs", "1").exit_code == 2
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_piped_lines_are_utf8_whatever_the_locale(monkeypatch, errors):
+def test_piped_lines_are_utf8_whatever_the_locale(monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
     stdin = io.TextIOWrapper(io.BytesIO("é\n".encode() + b"\xff\n"), encoding="ascii", errors=errors)
     monkeypatch.setattr(sys, "stdin", stdin)
     lines = piped_lines()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from engine.core.config.load import flatten, load_config
 from engine.core.config.tree import EngineConfig
 
 
-def test_every_setting_is_shown_with_value_and_origin(run):
+def test_every_setting_is_shown_with_value_and_origin(run: Any) -> None:
     result = run("config", "show", "--max-running", "7")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["scheduler.max_running", "7", "--max-running"] in lines
@@ -18,13 +19,13 @@ def test_every_setting_is_shown_with_value_and_origin(run):
     assert {line[0] for line in lines if len(line) > 2} >= set(flatten(EngineConfig()))
 
 
-def test_json(run):
+def test_json(run: Any) -> None:
     shown = json.loads(run("config", "show", "--json", "--set", "server.max_n=3").stdout)
     assert shown["server.max_n"] == {"value": 3, "origin": "--set"}
     assert set(shown) == set(flatten(EngineConfig()))
 
 
-def test_toml_can_be_fed_back(run, tmp_path):
+def test_toml_can_be_fed_back(run: Any, tmp_path: Path) -> None:
     arguments = (
         *("--model", str(tmp_path / "a b"), "--attention-option", "tile=64", "--attention-option", "nested.on=true"),
         *(
@@ -45,7 +46,7 @@ def test_toml_can_be_fed_back(run, tmp_path):
     assert {one["origin"] for one in second.values()} == {"resolved.toml"}
 
 
-def test_two_backends_and_their_options_can_be_fed_back(run, tmp_path):
+def test_two_backends_and_their_options_can_be_fed_back(run: Any, tmp_path: Path) -> None:
     arguments = ("--attention", "one,two", "--attention-option", "decode.tile=64", "--attention-option", "prefill.x=a")
     file = tmp_path / "resolved.toml"
     file.write_text(run("config", "show", "--toml", *arguments).stdout)
@@ -55,7 +56,7 @@ def test_two_backends_and_their_options_can_be_fed_back(run, tmp_path):
     assert shown["attention.options.prefill.x"]["value"] == "a"
 
 
-def test_toml_makes_paths_absolute(run, tmp_path, monkeypatch):
+def test_toml_makes_paths_absolute(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     file = tmp_path / "elsewhere" / "resolved.toml"
@@ -64,7 +65,7 @@ def test_toml_makes_paths_absolute(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["tab\there", "line\nbreak", "del\x7f", 'quote"back\\slash', "ü😀", ""])
-def test_any_string_survives_toml(tmp_path, value):
+def test_any_string_survives_toml(tmp_path: Path, value: str) -> None:
     file = tmp_path / "strings.toml"
     config = load_config(
         overrides={"attention.options": {"text": value, "list": [value], "table": {"a.b": 1.5}}}
@@ -74,20 +75,20 @@ def test_any_string_survives_toml(tmp_path, value):
 
 
 @pytest.mark.parametrize("form", [(), ("--json",), ("--toml",)])
-def test_a_key_is_not_shown(run, form):
+def test_a_key_is_not_shown(run: Any, form: Any) -> None:
     shown = run("config", "show", *form, "--api-key", "hush-hush").stdout
     assert "hush" not in shown
     assert "(set, not shown)" in shown
     assert "(set" not in run("config", "show", *form).stdout
 
 
-def test_toml_with_a_key_left_out_is_a_file_that_can_be_read(run, tmp_path):
+def test_toml_with_a_key_left_out_is_a_file_that_can_be_read(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "resolved.toml"
     file.write_text(run("config", "show", "--toml", "--api-key", "hush-hush").stdout)
     assert load_config(file).config.server.api_key == ""
 
 
-def test_json_and_toml_exclude_each_other(run):
+def test_json_and_toml_exclude_each_other(run: Any) -> None:
     result = run("config", "show", "--json", "--toml")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
@@ -102,7 +103,7 @@ def test_json_and_toml_exclude_each_other(run):
         ("[scheduler\n", ("broken.toml", "TOML")),
     ],
 )
-def test_errors_in_a_file_name_file_key_and_fix(run, tmp_path, text, words):
+def test_errors_in_a_file_name_file_key_and_fix(run: Any, tmp_path: Path, text: str, words: Any) -> None:
     file = Path(tmp_path / "broken.toml")
     file.write_text(text)
     result = run("config", "show", "--config", str(file))

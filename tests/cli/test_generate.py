@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,16 +16,16 @@ SMALL = ("--kv-memory", "4MiB", "--dtype", "float32", "--temperature", "0", "--i
 
 
 @pytest.fixture
-def generate(run, engine_checkpoint):
+def generate(run: Any, engine_checkpoint: Any) -> Any:
     """generate(*arguments, input=None) with the tiny checkpoint, 12 greedy tokens."""
 
-    def call(*arguments: str, input: str | None = None):  # noqa: A002
+    def call(*arguments: str, input: str | None = None) -> Any:  # noqa: A002
         return run("generate", "--model", str(engine_checkpoint), *SMALL, *arguments, input=input)
 
     return call
 
 
-def test_json_is_one_line_with_text_tokens_reason_and_usage(generate):
+def test_json_is_one_line_with_text_tokens_reason_and_usage(generate: Any) -> None:
     result = generate("def f(", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.count("\n") == 1
@@ -38,12 +39,12 @@ def test_json_is_one_line_with_text_tokens_reason_and_usage(generate):
     assert usage["total_tokens"] == usage["prompt_tokens"] + 12
 
 
-def test_the_stream_is_the_text(generate):
+def test_the_stream_is_the_text(generate: Any) -> None:
     text = json.loads(generate("def f(", "--json").stdout)["text"]
     assert generate("def f(").stdout == text + "\n"
 
 
-def test_a_prompt_comes_from_argument_file_or_standard_input(generate, tmp_path):
+def test_a_prompt_comes_from_argument_file_or_standard_input(generate: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("def f(")
     expected = generate("def f(", "--json").stdout
@@ -53,13 +54,13 @@ def test_a_prompt_comes_from_argument_file_or_standard_input(generate, tmp_path)
     assert generate("--json", input="def f(\n").stdout != expected, "the prompt is taken as it is"
 
 
-def test_logprobs_are_printed_when_asked_for(generate):
+def test_logprobs_are_printed_when_asked_for(generate: Any) -> None:
     done = json.loads(generate("def f(", "--json", "--logprobs", "2").stdout)
     assert [one["token"] for one in done["logprobs"]] == done["token_ids"]
     assert all(len(one["top"]) == 2 for one in done["logprobs"])
 
 
-def test_the_seed_decides(generate):
+def test_the_seed_decides(generate: Any) -> None:
     def sampled(seed: str) -> str:
         return generate("def f(", "--temperature", "1", "--seed", seed, "--json").stdout
 
@@ -84,7 +85,7 @@ def test_the_seed_decides(generate):
     ],
     ids=lambda value: " ".join(value)[:30],
 )
-def test_bad_input_is_one_sentence_and_status_2(generate, arguments, words):
+def test_bad_input_is_one_sentence_and_status_2(generate: Any, arguments: Any, words: Any) -> None:
     result = generate(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
@@ -93,13 +94,13 @@ def test_bad_input_is_one_sentence_and_status_2(generate, arguments, words):
         assert word in result.stderr
 
 
-def test_a_sampling_value_of_the_wrong_type_is_refused(generate):
+def test_a_sampling_value_of_the_wrong_type_is_refused(generate: Any) -> None:
     result = generate("x", "--temperature", "warm")
     assert result.exit_code == 2
     assert "--temperature" in result.stderr
 
 
-def test_without_a_prompt_on_a_terminal_there_is_an_error(monkeypatch):
+def test_without_a_prompt_on_a_terminal_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
@@ -107,14 +108,14 @@ def test_without_a_prompt_on_a_terminal_there_is_an_error(monkeypatch):
         read_prompt(None, None)
 
 
-def test_a_prompt_that_is_no_text_is_refused(tmp_path):
+def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = Path(tmp_path / "binary")
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidRequestError, match="UTF-8"):
         read_prompt(None, file)
 
 
-def test_the_script_prints_json_alone(engine_checkpoint):
+def test_the_script_prints_json_alone(engine_checkpoint: Any) -> None:
     program = "import sys; from engine.cli.main import main; sys.argv = ['engine', *sys.argv[1:]]; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "generate", "-", "--model", str(engine_checkpoint), *SMALL, "--json"],
@@ -126,7 +127,7 @@ def test_the_script_prints_json_alone(engine_checkpoint):
 
 
 @pytest.mark.usefixtures("tidal")
-def test_a_plugin_that_fails_is_named_in_one_line(generate, run, engine_checkpoint):
+def test_a_plugin_that_fails_is_named_in_one_line(generate: Any, run: Any, engine_checkpoint: Any) -> None:
     result = generate("x", "--attention", "tidal")
     assert result.exit_code == 2
     told = "error: attention 'tidal' of engine-tidal 0.4 failed in its constructor: KeyError: 'tide' ("

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import typer
@@ -28,7 +29,7 @@ HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "numpy", "safeten
     ],
     ids=" ".join,
 )
-def test_nothing_heavy_is_imported(arguments):
+def test_nothing_heavy_is_imported(arguments: Any) -> None:
     program = (
         "import sys\n"
         "from engine.cli.main import app\n"
@@ -40,24 +41,24 @@ def test_nothing_heavy_is_imported(arguments):
     assert done.stdout
 
 
-def test_the_script_runs():
+def test_the_script_runs() -> None:
     program = "import sys; from engine.cli.main import main; sys.argv = ['engine', '--version']; main()"
     assert subprocess.check_output([sys.executable, "-c", program]).startswith(b"engine ")
 
 
-def test_help_lists_every_command(run):
+def test_help_lists_every_command(run: Any) -> None:
     result = run("--help")
     assert result.exit_code == 0
     for command in ("serve", "generate", "chat", "quantize", "bench", "config", "plugins"):
         assert f" {command} " in result.stdout
 
 
-def test_help_says_of_each_command_what_the_command_says_itself():
+def test_help_says_of_each_command_what_the_command_says_itself() -> None:
     for name, builtin in BUILTINS.items():
         assert builtin.load(name).help.partition("\n")[0] == builtin.summary
 
 
-def test_a_wrong_plugin_is_named_before_torch_is_imported():
+def test_a_wrong_plugin_is_named_before_torch_is_imported() -> None:
     program = (
         "import sys\nfrom engine.cli.main import app\ntry: app(sys.argv[1:])\nfinally: print('torch' in sys.modules)\n"
     )
@@ -71,24 +72,24 @@ def test_a_wrong_plugin_is_named_before_torch_is_imported():
         assert "plugin 'nope'" in done.stderr
 
 
-def test_version(run):
+def test_version(run: Any) -> None:
     assert run("--version").stdout.strip() == f"engine {importlib.metadata.version(registry.HOME)}"
 
 
-def test_an_unknown_command_is_answered_with_the_nearest(run):
+def test_an_unknown_command_is_answered_with_the_nearest(run: Any) -> None:
     result = run("generte")
     assert result.exit_code == 2
     assert "generate" in result.stderr
 
 
-def test_an_unknown_flag_is_answered_with_the_nearest(run):
+def test_an_unknown_flag_is_answered_with_the_nearest(run: Any) -> None:
     result = run("serve", "--max-runing", "3")
     assert result.exit_code == 2
     assert "--max-running" in result.stderr
 
 
 @pytest.mark.parametrize(("error", "status"), [(CapacityError("too big"), 2), (ExecutorError("it broke"), 1)])
-def test_an_error_is_one_sentence(run, monkeypatch, error, status):
+def test_an_error_is_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch, error: Any, status: int) -> None:
     def fail(config: object) -> int:
         raise error
 
@@ -97,7 +98,7 @@ def test_an_error_is_one_sentence(run, monkeypatch, error, status):
     assert (result.exit_code, result.stderr, result.stdout) == (status, f"error: {error}\n", "")
 
 
-def test_debug_prints_the_traceback(run, monkeypatch):
+def test_debug_prints_the_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(config: object) -> int:
         raise CapacityError("too big")
 
@@ -107,10 +108,12 @@ def test_debug_prints_the_traceback(run, monkeypatch):
     assert result.stderr.endswith("error: too big\n")
 
 
-def test_serve_hands_over_the_configuration_and_returns_the_exit_code(run, monkeypatch):
+def test_serve_hands_over_the_configuration_and_returns_the_exit_code(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
 
-    def fake(config):
+    def fake(config: Any) -> Any:
         seen.append(config)
         return 143
 
@@ -143,7 +146,7 @@ class Broken:
 
 
 @pytest.fixture
-def plugged(monkeypatch):
+def plugged(monkeypatch: pytest.MonkeyPatch) -> Any:
     """plugged(plugin, ...) installs plugins for the commands that look for them."""
     real = registry.load_plugins
 
@@ -154,7 +157,7 @@ def plugged(monkeypatch):
     return install
 
 
-def test_a_plugin_adds_a_command(run, plugged):
+def test_a_plugin_adds_a_command(run: Any, plugged: Any) -> None:
     plugged(Greeter())
     help_page = run("--help")
     assert "Say hello." in help_page.stdout
@@ -162,20 +165,20 @@ def test_a_plugin_adds_a_command(run, plugged):
     assert run("greet", "you").stdout == "hello you\n"
 
 
-def test_a_plugin_does_not_replace_a_command(run, plugged):
+def test_a_plugin_does_not_replace_a_command(run: Any, plugged: Any) -> None:
     plugged(Greeter())
     result = run("--help")
     assert "Not this one" not in result.stdout
     assert "serve" in result.stderr
 
 
-def test_a_plugin_that_fails_to_add_commands_is_a_warning(run, plugged):
+def test_a_plugin_that_fails_to_add_commands_is_a_warning(run: Any, plugged: Any) -> None:
     plugged(Broken(), Greeter())
     result = run("greet", "you")
     assert result.stdout == "hello you\n"
     assert "out of order" in result.stderr
 
 
-def test_built_in_commands_look_for_no_plugin(run, monkeypatch):
+def test_built_in_commands_look_for_no_plugin(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "load_plugins", lambda *config: pytest.fail("plugins were loaded"))
     assert run("config", "show").exit_code == 0

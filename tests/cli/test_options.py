@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -49,7 +51,7 @@ def flags_of(command: object) -> set[str]:
     return {flag for param in typer.main.get_command(app).params for flag in param.opts}
 
 
-def test_each_setting_with_a_flag_is_an_option():
+def test_each_setting_with_a_flag_is_an_option() -> None:
     @configured()
     def command(resolved: Resolved) -> None: ...
 
@@ -61,7 +63,7 @@ def test_each_setting_with_a_flag_is_an_option():
 
 
 @pytest.mark.parametrize(("without", "gone"), [(OFFLINE, "--port"), (SECTIONS, "--model")])
-def test_sections_can_be_left_out(without, gone):
+def test_sections_can_be_left_out(without: Any, gone: str) -> None:
     @configured(without=without)
     def command(resolved: Resolved) -> None: ...
 
@@ -69,7 +71,7 @@ def test_sections_can_be_left_out(without, gone):
     assert {"--config", "--set"} <= flags_of(command)
 
 
-def test_only_what_was_given_overrides_and_its_origin_is_the_flag():
+def test_only_what_was_given_overrides_and_its_origin_is_the_flag() -> None:
     plain = resolve()
     given = resolve("--max-running", "7", "--no-prefix-caching", "--memory-fraction", "0.5", "--dtype", "float16")
     assert given.config.scheduler.max_running == 7
@@ -85,13 +87,13 @@ def test_only_what_was_given_overrides_and_its_origin_is_the_flag():
     }
 
 
-def test_the_model_is_the_demo_unless_named():
+def test_the_model_is_the_demo_unless_named() -> None:
     assert resolve().origins["model.path"] == DEMO_MODEL
     named = resolve("--model", "somewhere")
     assert (named.config.model.path, named.origins["model.path"]) == ("somewhere", "--model")
 
 
-def test_options_beat_the_file_and_the_file_beats_defaults(tmp_path):
+def test_options_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[scheduler]\nmax_running = 3\nmax_batch_tokens = 64\n")
     resolved = resolve("--config", str(file), "--max-running", "4")
@@ -100,7 +102,7 @@ def test_options_beat_the_file_and_the_file_beats_defaults(tmp_path):
     assert resolved.origins["scheduler.max_running"] == "--max-running"
 
 
-def test_set_reaches_settings_without_an_option():
+def test_set_reaches_settings_without_an_option() -> None:
     resolved = resolve("--set", "server.max_n=3", "--set", "cache.prefix_caching=off")
     assert resolved.config.server.max_n == 3
     assert resolved.config.cache.prefix_caching is False
@@ -122,25 +124,25 @@ def test_set_reaches_settings_without_an_option():
         ("--attention-backend", "torch", "attention.name", "torch"),
     ],
 )
-def test_options_of_other_engines_are_understood(flag, value, key, found):
+def test_options_of_other_engines_are_understood(flag: str, value: str | None, key: str, found: Any) -> None:
     resolved = resolve(flag, *([value] if value else []))
     assert flatten(resolved.config)[key] == found
     assert resolved.origins[key] == flag.replace("--no-", "--")
 
 
-def test_set_takes_aliases_and_names_of_options():
+def test_set_takes_aliases_and_names_of_options() -> None:
     resolved = resolve("--set", "scheduler.max_num_seqs=3", "--set", "max_model_len=64", "--set", "dtype=float16")
     assert (resolved.config.scheduler.max_running, resolved.config.model.max_len) == (3, 64)
     assert resolved.config.model.dtype == "float16"
 
 
-def test_one_file_is_read(tmp_path):
+def test_one_file_is_read(tmp_path: Path) -> None:
     files = [tmp_path / "one.toml", tmp_path / "two.toml"]
     with pytest.raises(ConfigError, match=r"--config is given twice, as .*one.toml and as .*two.toml; .*one file"):
         resolve("--config", str(files[0]), "--config", str(files[1]))
 
 
-def test_plugin_options_are_collected():
+def test_plugin_options_are_collected() -> None:
     resolved = resolve("--attention-option", "tile=64", "--attention-option", "name=a=b")
     assert resolved.config.attention.options == {"tile": 64, "name": "a=b"}
     listed = resolve("--attention-option", "sizes=[16, 32]", "--attention-option", "names=[a,b]")
@@ -160,7 +162,7 @@ def test_plugin_options_are_collected():
         ("--set", "max_num_seqs=4", "--set", "scheduler.max_running=5"),
     ],
 )
-def test_a_setting_given_twice_is_refused(arguments):
+def test_a_setting_given_twice_is_refused(arguments: Any) -> None:
     with pytest.raises(ConfigError, match="given twice"):
         resolve(*arguments)
 
@@ -177,18 +179,18 @@ def test_a_setting_given_twice_is_refused(arguments):
         (("--config", "nowhere.toml"), ("nowhere.toml",)),
     ],
 )
-def test_errors_name_the_option_and_what_would_work(arguments, words):
+def test_errors_name_the_option_and_what_would_work(arguments: Any, words: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(*arguments)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_every_section_says_what_it_is_for():
+def test_every_section_says_what_it_is_for() -> None:
     assert all(purpose(section) for section in SECTIONS)
 
 
-def test_each_sampling_field_is_an_option_with_help():
+def test_each_sampling_field_is_an_option_with_help() -> None:
     @sampled(without=("seed",))
     def command(sampling: dict[str, object]) -> None: ...
 
@@ -201,11 +203,11 @@ def test_each_sampling_field_is_an_option_with_help():
     assert "seed" not in options
 
 
-def test_no_sampling_option_leaves_the_defaults_alone():
+def test_no_sampling_option_leaves_the_defaults_alone() -> None:
     assert sample() == SamplingParams()
 
 
-def test_sampling_options_have_the_types_of_the_fields():
+def test_sampling_options_have_the_types_of_the_fields() -> None:
     params = sample(
         *("--max-tokens", "5", "--temperature", "0", "--top-p", "0.5", "--seed", "7", "--ignore-eos"),
         *("--no-skip-special-tokens", "--stop", "a", "--stop", "b", "--stop-token-ids", "3", "--logprobs", "0"),
@@ -225,17 +227,17 @@ def test_sampling_options_have_the_types_of_the_fields():
     )
 
 
-def test_a_sampling_value_out_of_range_is_refused():
+def test_a_sampling_value_out_of_range_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="temperature"):
         sample("--temperature", "-1")
 
 
-def test_a_bias_that_is_no_number_is_refused():
+def test_a_bias_that_is_no_number_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="--logit-bias 'a=b'"):
         sample("--logit-bias", "a=b")
 
 
-def test_an_options_decorator_keeps_the_commands_own_parameters():
+def test_an_options_decorator_keeps_the_commands_own_parameters() -> None:
     app = typer.Typer()
 
     @app.command()

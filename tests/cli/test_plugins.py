@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,10 +25,10 @@ class Fussy(SchedulingPolicy):
     def refuses(cls) -> str | None:
         return "it needs a tide table; install one"
 
-    def order(self, waiting, now):
+    def order(self, waiting: Any, now: Any) -> Any:
         return waiting
 
-    def victim(self, running):
+    def victim(self, running: Any) -> Any:
         return running[-1]
 
 
@@ -62,23 +64,23 @@ class Extra:
     """Four policies that cannot serve, and a backend that wants other block sizes."""
 
     @hookimpl
-    def register_attention(self, register) -> None:
+    def register_attention(self, register: Any) -> None:
         register("largepages", lambda: LargePages, api=API, summary="for tests")
 
     @hookimpl
-    def register_schedulers(self, register) -> None:
+    def register_schedulers(self, register: Any) -> None:
         for cls in (Fussy, Crashing, Mumbling, Unfinished):
             register(cls.__name__.lower(), lambda cls=cls: cls, api=API, summary="for tests")
 
 
 @pytest.fixture
-def with_extra(monkeypatch):
+def with_extra(monkeypatch: pytest.MonkeyPatch) -> Any:
     loaded = registry.load_plugins(extra=[Extra()])
     monkeypatch.setattr(registry, "load_plugins", lambda *config: loaded)
     return loaded
 
 
-def test_the_list_names_every_offer_and_where_it_is_from(run):
+def test_the_list_names_every_offer_and_where_it_is_from(run: Any) -> None:
     offers = json.loads(run("plugins", "list", "--json").stdout)
     plugins = registry.load_plugins()
     names = {point: [one["name"] for one in rows] for point, rows in offers["extension_points"].items()}
@@ -99,7 +101,7 @@ def test_the_list_names_every_offer_and_where_it_is_from(run):
             assert one["distribution"] in line
 
 
-def test_the_list_names_plugins_that_failed(run, monkeypatch):
+def test_the_list_names_plugins_that_failed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = SimpleNamespace(registries={}, failures=("plugin 'bad' of bad-dist 1 could not be loaded",))
     monkeypatch.setattr(registry, "load_plugins", lambda *config: empty)
     result = run("plugins", "list")
@@ -107,12 +109,12 @@ def test_the_list_names_plugins_that_failed(run, monkeypatch):
     assert run("plugins", "check").exit_code == 1
 
 
-def test_denied_plugins_are_left_out(run):
+def test_denied_plugins_are_left_out(run: Any) -> None:
     result = run("plugins", "list", "--json", "--set", "plugins.deny=builtin")
     assert not any(json.loads(result.stdout)["extension_points"].values())
 
 
-def test_check_accepts_the_built_ins(run, engine_checkpoint):
+def test_check_accepts_the_built_ins(run: Any, engine_checkpoint: Any) -> None:
     result = run("plugins", "check", "--json", "--model", str(engine_checkpoint))
     assert result.exit_code == 0
     verdicts = {(one["extension_point"], one["name"]): one for one in json.loads(result.stdout)["plugins"]}
@@ -122,7 +124,7 @@ def test_check_accepts_the_built_ins(run, engine_checkpoint):
     assert verdicts["models", "qwen3"]["reason"]
 
 
-def test_check_tells_refused_from_broken(run, with_extra, engine_checkpoint):
+def test_check_tells_refused_from_broken(run: Any, with_extra: Any, engine_checkpoint: Any) -> None:
     result = run("plugins", "check", "--json", "--model", str(engine_checkpoint))
     assert result.exit_code == 1
     found = {one["name"]: (one["status"], one["reason"]) for one in json.loads(result.stdout)["plugins"]}
@@ -137,8 +139,8 @@ def test_check_tells_refused_from_broken(run, with_extra, engine_checkpoint):
     assert "--block-size" in found["largepages"][1]
 
 
-def test_check_asks_two_that_are_named_together(run, with_extra, engine_checkpoint):
-    def verdict(name, *options):
+def test_check_asks_two_that_are_named_together(run: Any, with_extra: Any, engine_checkpoint: Any) -> None:
+    def verdict(name: Any, *options: Any) -> Any:
         result = run("plugins", "check", "--json", "--model", str(engine_checkpoint), "--attention", name, *options)
         [found] = [one for one in json.loads(result.stdout)["plugins"] if one["name"] == name]
         return found["extension_point"], found["status"], found["reason"]
@@ -153,7 +155,7 @@ def test_check_asks_two_that_are_named_together(run, with_extra, engine_checkpoi
     assert "there is no attention plugin 'nothing'" in reason
 
 
-def test_check_without_a_readable_model_still_loads_every_class(tmp_path):
+def test_check_without_a_readable_model_still_loads_every_class(tmp_path: Path) -> None:
     config = EngineConfig(model=ModelConfig(path=str(tmp_path / "nowhere")))
     verdicts = {(one.extension_point, one.name): one for one in check_all(config, registry.load_plugins())}
     assert verdicts["schedulers", "fcfs"].status == "usable"
@@ -161,7 +163,7 @@ def test_check_without_a_readable_model_still_loads_every_class(tmp_path):
     assert "nowhere" in verdicts["attention", "torch"].reason
 
 
-def test_check_prints_a_table(run, engine_checkpoint):
+def test_check_prints_a_table(run: Any, engine_checkpoint: Any) -> None:
     lines = run("plugins", "check", "--model", str(engine_checkpoint)).stdout.splitlines()
     assert ["fcfs", "schedulers", "usable"] in [line.split() for line in lines]
     assert "torch" in sys.modules

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,11 +10,11 @@ from engine.testing.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", tokenizer=True)
 
 
-def test_a_checkpoint_and_a_report(run, model, tmp_path):
+def test_a_checkpoint_and_a_report(run: Any, model: Any, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the rat sat on the hat. " * 60)
     out = tmp_path / "out"
@@ -46,7 +48,9 @@ def test_a_checkpoint_and_a_report(run, model, tmp_path):
         ),
     ],
 )
-def test_scales_of_the_kv_cache_are_reported(run, model, tmp_path, options, begins, columns):
+def test_scales_of_the_kv_cache_are_reported(
+    run: Any, model: Any, tmp_path: Path, options: Any, begins: str, columns: Any
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the rat sat on the hat. " * 60)
     options = [*options, "--kv-cache", "fp8", "--device", "cpu", "--samples", "4", "--sample-length", "64"]
@@ -79,7 +83,7 @@ def test_scales_of_the_kv_cache_are_reported(run, model, tmp_path, options, begi
         (["--method", "int8", "--held-out", "nowhere.txt"], "--held-out nowhere.txt cannot be read"),
     ],
 )
-def test_refusals_are_sentences(run, model, tmp_path, options, sentence):
+def test_refusals_are_sentences(run: Any, model: Any, tmp_path: Path, options: Any, sentence: str) -> None:
     result = run("quantize", str(model), str(tmp_path / "out"), *options)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")

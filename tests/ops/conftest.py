@@ -18,14 +18,14 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def hopper(device) -> torch.device:
+def hopper(device: torch.device) -> torch.device:
     if not has_wgmma(device):
         pytest.skip("this GPU has no wgmma")
     return device
 
 
 @pytest.fixture
-def half(device) -> torch.dtype:
+def half(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float16
 
 

@@ -14,7 +14,7 @@ WORDS = "the cat sat on a mat while rain fell and old men told tales of ships th
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with grouped heads, sizes that groups of 32 divide."""
     path = tmp_path_factory.mktemp("plain") / "model"
     return make_checkpoint(
@@ -23,7 +23,7 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory) -> Path:
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "calibration.txt"
     words = WORDS.split()
     choice = random.Random(0).choice
@@ -32,5 +32,5 @@ def text(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def calibration(text) -> Calibration:
+def calibration(text: Path) -> Calibration:
     return Calibration(files=(text,), samples=8, length=64)

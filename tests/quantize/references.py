@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
-def fit(low, high, bits, symmetric):
+def fit(low: Any, high: Any, bits: Any, symmetric: Any) -> Any:
     """(scale, zero point) of one group."""
     top = 2**bits - 1
     if symmetric:
@@ -15,11 +17,11 @@ def fit(low, high, bits, symmetric):
     return scale, min(max(np.round(-low / scale), 0), top)
 
 
-def to_code(number, scale, zero, bits):
+def to_code(number: Any, scale: Any, zero: Any, bits: Any) -> Any:
     return min(max(np.round(number / scale) + zero, 0), 2**bits - 1)
 
 
-def nearest(weight, bits, size, symmetric):
+def nearest(weight: Any, bits: Any, size: Any, symmetric: Any) -> Any:
     """Codes and the numbers they stand for."""
     codes, numbers = np.zeros(weight.shape), np.zeros(weight.shape)
     for row in range(weight.shape[0]):
@@ -32,7 +34,18 @@ def nearest(weight, bits, size, symmetric):
     return codes, numbers
 
 
-def optimal_brain_quantization(weight, hessian, bits, size, symmetric, damp, order, grouping, bounds, found):
+def optimal_brain_quantization(
+    weight: Any,
+    hessian: Any,
+    bits: Any,
+    size: Any,
+    symmetric: Any,
+    damp: Any,
+    order: Any,
+    grouping: Any,
+    bounds: Any,
+    found: Any,
+) -> Any:
     """GPTQ without blocks or Cholesky: input after input, with the inverse of the Hessian of the inputs left.
 
     Equation 2 of arXiv:2210.17323 for each input; the inverse is computed again each time, which is what equation 3

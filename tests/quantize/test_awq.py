@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from engine.quantize.grid import Grid, round_to_nearest
 GRID = Grid(bits=4, symmetric=False, scale_dtype=torch.float16)
 
 
-def salient(inputs=64, tokens=500, seed=0):
+def salient(inputs: int = 64, tokens: int = 500, seed: int = 0) -> Any:
     """A weight, and inputs of which a few are fifty times as large as the others."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, inputs, generator=generator)

@@ -19,7 +19,7 @@ MERGED = (
 HEAD_DIM = 16
 
 
-def decoder_layer(kind, **config):
+def decoder_layer(kind: Any, **config: Any) -> Any:
     """The first layer of a random model in float64, and the outputs of a layer for some inputs."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
@@ -33,7 +33,7 @@ def decoder_layer(kind, **config):
     positions = torch.arange(9)[None]
     angles = model.model.rotary_emb(hidden, positions)
 
-    def run(layer):
+    def run(layer: Any) -> Any:
         with torch.no_grad():
             return layer(hidden, attention_mask=None, position_embeddings=angles, position_ids=positions)
 
@@ -85,7 +85,7 @@ def test_layer_with_llama_names_but_other_norms_is_an_error() -> None:
     check_exact(layer, folds, run, torch.float32)
 
     class PlusOne(type(layer.input_layernorm)):
-        def forward(self, x):
+        def forward(self, x: Any) -> Any:
             return super().forward(x) + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
     layer.input_layernorm.__class__ = PlusOne

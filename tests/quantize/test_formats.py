@@ -117,7 +117,7 @@ def test_engine_and_library_read_the_same_model(case: Any, model: Path, calibrat
         assert float((scores - expected).norm() / expected.norm()) < 1e-4
 
 
-def logprobs(path):
+def logprobs(path: Any) -> Any:
     settings = {"cache__memory": "8MiB", "executor__device": "cpu", "model__dtype": "float32"}
     with Engine(str(path), **settings) as engine:
         [done] = engine.generate([PROMPT], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
@@ -125,7 +125,7 @@ def logprobs(path):
         return chosen, torch.tensor([one.logprob for one in done.prompt_logprobs])
 
 
-def decompressed_logprobs(plain, path, stored):
+def decompressed_logprobs(plain: Any, path: Any, stored: Any) -> Any:
     """Of the plain model with the weights that the library makes of the checkpoint."""
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     tensors = load_file(path / "model.safetensors")

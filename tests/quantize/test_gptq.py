@@ -15,7 +15,7 @@ from engine.quantize.grid import Grid, round_to_nearest
 from .references import optimal_brain_quantization
 
 
-def problem(outputs=6, inputs=48, tokens=200, seed=0):
+def problem(outputs: int = 6, inputs: int = 48, tokens: int = 200, seed: int = 0) -> Any:
     """A weight, and the Hessian of inputs that go along with each other and differ in size."""
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(inputs, inputs, generator=generator, dtype=torch.float64)

@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-def load(path) -> torch.nn.Module:
+def load(path: Any) -> torch.nn.Module:
     """By transformers, and compressed-tensors where config.json names it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the library's own making
@@ -48,7 +48,7 @@ def load(path) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def peaks(model, samples) -> list[tuple[float, float, float]]:
+def peaks(model: Any, samples: Any) -> list[tuple[float, float, float]]:
     """Of each layer: the largest |key| as transformers' own cache stores it, |value| as v_proj gives it, and |key|
     before the rotary embedding."""
     values, raw = [], []
@@ -63,7 +63,7 @@ def peaks(model, samples) -> list[tuple[float, float, float]]:
     return list(zip(keys, values, raw, strict=True))
 
 
-def stored_scales(path) -> list[tuple[float, float]]:
+def stored_scales(path: Any) -> list[tuple[float, float]]:
     tensors = load_file(path / "model.safetensors")
     pairs = []
     for layer in range(sum(name.endswith("k_scale") for name in tensors)):
@@ -147,12 +147,12 @@ def test_engine_and_library_read_the_same_model(
     assert (scores - expected).norm() < 0.05 * rounding  # a number between two codes may fall to either side
 
 
-def change_config(path, quantization):
+def change_config(path: Any, quantization: Any) -> None:
     file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
 
 
-def logprobs(path, **settings):
+def logprobs(path: Any, **settings: Any) -> Any:
     settings = {"cache__memory": "8MiB", "executor__device": "cpu", "model__dtype": "float32", **settings}
     with Engine(str(path), **settings) as engine:
         params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
@@ -166,7 +166,7 @@ class Stop(Exception):  # noqa: N818
 
 
 class StopAtSecond(Progress):
-    def layer(self, report, total):
+    def layer(self, report: Any, total: Any) -> None:
         if report.number == 1:
             raise Stop
 

@@ -38,16 +38,16 @@ def digests(path: Path) -> dict[str, str]:
 
 
 class Seen(Progress):
-    def __init__(self):
+    def __init__(self) -> None:
         self.events = []
 
-    def resumed(self, done, total):
+    def resumed(self, done: Any, total: Any) -> None:
         self.events.append(f"resumed {done}/{total}")
 
-    def layer(self, report, total):
+    def layer(self, report: Any, total: Any) -> None:
         self.events.append(f"layer {report.number}")
 
-    def phase(self, text):
+    def phase(self, text: Any) -> None:
         self.events.append(text.split()[0])
 
 
@@ -108,14 +108,14 @@ class Stop(Exception):  # noqa: N818
 
 
 class StopAt(Progress):
-    def __init__(self, word):
+    def __init__(self, word: Any) -> None:
         self.word = word
 
-    def layer(self, report, total):
+    def layer(self, report: Any, total: Any) -> None:
         if self.word == f"layer {report.number}":
             raise Stop
 
-    def phase(self, text):
+    def phase(self, text: Any) -> None:
         if text.startswith(self.word):
             raise Stop
 
@@ -150,7 +150,7 @@ def test_two_processes_do_not_write_to_one_directory(model: Path, tmp_path: Path
     settings = Settings.choose("rtn", group_size=32)
 
     class Second(Progress):
-        def layer(self, report, total):
+        def layer(self, report: Any, total: Any) -> None:
             with pytest.raises(ConfigError, match="another process is writing"):
                 quantize(model, tmp_path / "out", settings, device="cpu")
 
@@ -239,7 +239,7 @@ def test_gpu_reports_the_same_errors(method: Any, model: Path, calibration: Any,
         assert there.mean("output_error") == pytest.approx(here.mean("output_error"), rel=0.1)
 
 
-def refuse(error, match, *arguments, **options):
+def refuse(error: Any, match: Any, *arguments: Any, **options: Any) -> None:
     with pytest.raises(error, match=match):
         quantize(*arguments, device="cpu", **options)
 

@@ -25,10 +25,10 @@ HALVED = {"quant_method": "halved"}
 class Kernel(LinearKernel):
     """Stores halves of the weight and a scale of 2 per output. The faulty kernels below change one thing each."""
 
-    def __init__(self, spec):
+    def __init__(self, spec: Any) -> None:
         self.spec = spec
 
-    def tensors(self):
+    def tensors(self) -> Any:
         spec = self.spec
         halves = {"column": 0, "row": 1}.get(spec.parallel)
         scales = {"column": 0}.get(spec.parallel)
@@ -39,11 +39,11 @@ class Kernel(LinearKernel):
             found[f"{part.name}.scale"] = TensorSpec(shape=shape[:1], dtypes=("float32",), shard_dim=scales)
         return found
 
-    def prepare(self, loaded):
+    def prepare(self, loaded: Any) -> Any:
         halves, scales = (torch.cat([loaded[f"{part.name}.{end}"] for part in self.spec.parts]) for end in ENDS)
         return {"halves": halves, "scale": scales}
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         y = F.linear(x, weights["halves"].to(x.dtype)) * weights["scale"].to(x.dtype)
         return y if bias is None else y + bias
 
@@ -56,14 +56,14 @@ class Method(QuantMethod):
     kernel = Kernel
 
     @classmethod
-    def refuses(cls, checkpoint, device):
+    def refuses(cls, checkpoint: Any, device: Any) -> Any:
         return None if checkpoint == HALVED else f"it reads halved weights, not {checkpoint}"
 
     @classmethod
-    def from_checkpoint(cls, checkpoint, options):
+    def from_checkpoint(cls, checkpoint: Any, options: Any) -> Any:
         return cls()
 
-    def linear(self, spec):
+    def linear(self, spec: Any) -> Any:
         return self.kernel(spec)
 
 
@@ -71,51 +71,51 @@ class Halved(QuantConformance):
     method = Method
     checkpoint = HALVED
 
-    def store(self, name, weight):
+    def store(self, name: Any, weight: Any) -> Any:
         return {"halves": weight / 2, "scale": torch.full((len(weight),), 2.0)}, weight
 
 
 class Made(QuantizedActivation):
     __slots__ = ("x",)
 
-    def __init__(self, x):
+    def __init__(self, x: Any) -> None:
         self.x = x
 
 
 class Fused(FusedInputQuantization):
     """Computes the definition; supports more than one row."""
 
-    def __init__(self, kernel):
+    def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
 
-    def supports_rows(self, rows):
+    def supports_rows(self, rows: Any) -> Any:
         return rows > 1
 
-    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
+    def norm_and_quantize(self, x: Any, residual: Any, norm_weight: Any, eps: Any, weights: Any) -> Any:
         total = x if residual is None else x + residual
         return Made(F.rms_norm(total, norm_weight.shape, norm_weight, eps)), total
 
-    def activate_and_quantize(self, x, weights):
+    def activate_and_quantize(self, x: Any, weights: Any) -> Any:
         gate, up = x.chunk(2, -1)
         return Made(F.silu(gate) * up)
 
-    def apply(self, made, weights, bias):
+    def apply(self, made: Any, weights: Any, bias: Any) -> Any:
         return self.kernel.apply(made.x, weights, bias)
 
 
 class Preparing(Kernel):
     kind = Fused
 
-    def fused_input_quantization(self):
+    def fused_input_quantization(self) -> Any:
         return self.kind(self)
 
 
 class Gating(Kernel):
-    def apply_gated(self, x, weights, bias):
+    def apply_gated(self, x: Any, weights: Any, bias: Any) -> Any:
         gate, up = self.apply(x, weights, bias).chunk(2, -1)
         return F.silu(gate) * up
 
-    def fuses_gating(self, rows):
+    def fuses_gating(self, rows: Any) -> Any:
         return rows < 20
 
 
@@ -126,7 +126,7 @@ def method_of(kernel: type[LinearKernel], **members: Any) -> type[QuantMethod[An
 class ManyRows(Kernel):
     """Computes tiles of 16 rows, and leaves the rest."""
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         y = super().apply(x, weights, bias)
         y[len(y) // 16 * 16 :] = 0
         return y
@@ -135,31 +135,31 @@ class ManyRows(Kernel):
 class LastRow(Kernel):
     """Overlooks the last row of many."""
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         y = super().apply(x, weights, bias)
         y[64 - 1 :] = 0
         return y
 
 
 class Unbiased(Kernel):
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         return super().apply(x, weights, None)
 
 
 class Wide(Kernel):
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         return super().apply(x.double(), weights, bias)
 
 
 class Flat(Kernel):
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         return super().apply(x.reshape(-1, x.shape[-1]), weights, bias)
 
 
 class OneScale(Kernel):
     """Rounds all parts by the largest."""
 
-    def prepare(self, loaded):
+    def prepare(self, loaded: Any) -> Any:
         weights = super().prepare(loaded)
         unit = weights["halves"].abs().max() / 2000
         return {**weights, "halves": (weights["halves"] / unit).round() * unit}
@@ -168,7 +168,7 @@ class OneScale(Kernel):
 class FirstScale(Kernel):
     """Takes each part to have the scales of the first."""
 
-    def prepare(self, loaded):
+    def prepare(self, loaded: Any) -> Any:
         weights = super().prepare({name: loaded[name] for name in loaded})
         first = loaded[f"{self.spec.parts[0].name}.halves"]
         size = first.norm() / weights["halves"][-len(first) :].norm()
@@ -178,19 +178,19 @@ class FirstScale(Kernel):
 class Backwards(Kernel):
     """Has the parts in another order."""
 
-    def prepare(self, loaded):
+    def prepare(self, loaded: Any) -> Any:
         self.spec = evolve(self.spec, parts=tuple(sorted(self.spec.parts, key=lambda part: part.name, reverse=True)))
         return super().prepare(loaded)
 
 
 class UpAlone(Kernel):
-    def apply_gated(self, x, weights, bias):
+    def apply_gated(self, x: Any, weights: Any, bias: Any) -> Any:
         gate, up = self.apply(x, weights, bias).chunk(2, -1)
         return gate * up
 
 
 class Undecided(Gating):
-    def fuses_gating(self, rows):
+    def fuses_gating(self, rows: Any) -> Any:
         return None
 
 
@@ -198,7 +198,7 @@ def sharded(halves: Any, scales: Any) -> type[LinearKernel]:
     """A kernel whose tensors are shared out so, whatever `parallel` is."""
 
     class Shared(Kernel):
-        def tensors(self):
+        def tensors(self) -> Any:
             dims = {"halves": halves, "scale": scales}
             found = super().tensors()
             return {
@@ -212,55 +212,55 @@ def sharded(halves: Any, scales: Any) -> type[LinearKernel]:
 class FirstInputs(Kernel):
     """Has every rank read all of the weight, and multiplies by the columns of the first."""
 
-    def tensors(self):
+    def tensors(self) -> Any:
         return {name: evolve(spec, shard_dim=None) for name, spec in super().tensors().items()}
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         return super().apply(x, {**weights, "halves": weights["halves"][:, : x.shape[-1]]}, bias)
 
 
 class BlockOfRank(Kernel):
     """Takes its outputs for those of the spec, over all ranks."""
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         return super().apply(x, weights, bias)[..., : self.spec.parts[0].out_features]
 
 
 class OwnCopies(Kernel):
     """Counts the outputs of its parts without those that several ranks have."""
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         ranks = self.spec.ranks if self.spec.parallel == "column" else 1
         return super().apply(x, weights, bias)[..., : self.spec.out_features // ranks]
 
 
 class InPlace(Kernel):
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         y = super().apply(x, weights, bias)
         x.mul_(2)
         return y
 
 
 class GrowingWeights(Kernel):
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         weights["scale"].mul_(1.001)
         return super().apply(x, weights, bias)
 
 
 class BiasInPlace(Kernel):
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         return super().apply(x, weights, bias if bias is None else bias.mul_(2))
 
 
 class GatedInPlace(Gating):
-    def apply_gated(self, x, weights, bias):
+    def apply_gated(self, x: Any, weights: Any, bias: Any) -> Any:
         return super().apply_gated(x.mul_(2), weights, bias)
 
 
 class Centring(Kernel):
     """Prepares in the memory it was given."""
 
-    def prepare(self, loaded):
+    def prepare(self, loaded: Any) -> Any:
         for name, tensor in loaded.items():
             if name.endswith("halves"):
                 tensor.mul_(2)
@@ -270,11 +270,11 @@ class Centring(Kernel):
 class Remembering(Kernel):
     """Keeps the result of an x by where it is in memory."""
 
-    def __init__(self, spec):
+    def __init__(self, spec: Any) -> None:
         super().__init__(spec)
         self.known = {}
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         key = x.data_ptr(), tuple(x.shape), id(weights)
         if key not in self.known:
             self.known[key] = super().apply(x, weights, bias)
@@ -284,7 +284,7 @@ class Remembering(Kernel):
 class FirstWeights(Kernel):
     """Multiplies by the weights that it saw first."""
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         self.first = getattr(self, "first", weights)
         return super().apply(x, self.first, bias)
 
@@ -292,7 +292,7 @@ class FirstWeights(Kernel):
 class Accumulating(Kernel):
     """Adds to what is left in its workspace."""
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         y = super().apply(x, weights, bias)
         if getattr(self, "left", None) is None or self.left.shape != y.shape:
             self.left = torch.zeros_like(y)
@@ -301,10 +301,10 @@ class Accumulating(Kernel):
 
 
 class AnyShape(Kernel):
-    def tensors(self):
+    def tensors(self) -> Any:
         return {name: evolve(spec, shape=(-1,) * len(spec.shape)) for name, spec in super().tensors().items()}
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         weights = {"halves": weights["halves"][: len(weights["scale"]), : x.shape[-1]], "scale": weights["scale"]}
         weights["scale"] = weights["scale"][: len(weights["halves"])]
         return super().apply(x, weights, bias)
@@ -313,7 +313,7 @@ class AnyShape(Kernel):
 class Nameless(AnyShape):
     """Refuses, but does not say what."""
 
-    def prepare(self, loaded):
+    def prepare(self, loaded: Any) -> Any:
         for name, tensor in loaded.items():
             if tensor.shape != Kernel.tensors(self)[name].shape:
                 raise CheckpointError("a tensor has a wrong shape")
@@ -323,10 +323,10 @@ class Nameless(AnyShape):
 class Unscaled(Kernel):
     """Takes weights without scales for plain ones."""
 
-    def tensors(self):
+    def tensors(self) -> Any:
         return {name: evolve(spec, optional=name.endswith("scale")) for name, spec in super().tensors().items()}
 
-    def prepare(self, loaded):
+    def prepare(self, loaded: Any) -> Any:
         ones = {f"{part.name}.scale": torch.ones(part.out_features) for part in self.spec.parts}
         return super().prepare({**ones, **loaded})
 
@@ -334,29 +334,29 @@ class Unscaled(Kernel):
 class Silent(Unscaled):
     """Does not say what it lacks."""
 
-    def prepare(self, loaded):
+    def prepare(self, loaded: Any) -> Any:
         if len(loaded) < 2:
             raise CheckpointError("the checkpoint lacks something")
         return super().prepare(loaded)
 
 
 class Residual(Fused):
-    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
+    def norm_and_quantize(self, x: Any, residual: Any, norm_weight: Any, eps: Any, weights: Any) -> Any:
         return super().norm_and_quantize(x, None, norm_weight, eps, weights)
 
 
 class SumAlone(Fused):
-    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
+    def norm_and_quantize(self, x: Any, residual: Any, norm_weight: Any, eps: Any, weights: Any) -> Any:
         return super().norm_and_quantize(x, residual, norm_weight, eps, weights)[0], x
 
 
 class Unweighted(Fused):
-    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
+    def norm_and_quantize(self, x: Any, residual: Any, norm_weight: Any, eps: Any, weights: Any) -> Any:
         return super().norm_and_quantize(x, residual, torch.ones_like(norm_weight), eps, weights)
 
 
 class Swapped(Fused):
-    def activate_and_quantize(self, x, weights):
+    def activate_and_quantize(self, x: Any, weights: Any) -> Any:
         return super().activate_and_quantize(torch.cat(x.chunk(2, -1)[::-1], -1), weights)
 
 

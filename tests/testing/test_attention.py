@@ -21,17 +21,17 @@ class Plain(AttentionBackend[Any, Any]):
     reads_float8 = True
 
     @classmethod
-    def refuses(cls, spec, device):
+    def refuses(cls, spec: Any, device: Any) -> Any:
         return None
 
     def __init__(self, spec: AttentionSpec, pool: Any, options: Any) -> None:
         self.spec = spec
         self.pool = pool
 
-    def plan(self, batch, graph=None):
+    def plan(self, batch: Any, graph: Any = None) -> Any:
         return batch
 
-    def slots(self, batch, row: int, context: int) -> torch.Tensor:
+    def slots(self, batch: Any, row: int, context: int) -> torch.Tensor:
         at = torch.arange(context)
         return (
             batch.block_tables[row].long()[at // self.spec.block_size] * self.spec.block_size
@@ -44,7 +44,7 @@ class Plain(AttentionBackend[Any, Any]):
     def scales_of(self, layer: int) -> KVScales:
         return self.pool.scales[layer]
 
-    def forward(self, layer, q, k, v, plan):
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         scales = self.scales_of(layer)
         keys, values = self.pool.keys[layer].flatten(0, 1), self.pool.values[layer].flatten(0, 1)
         outs = []
@@ -67,63 +67,63 @@ class TestPlainHalf(AttentionConformance):
 
 
 class Unscaled(Plain):
-    def scales_of(self, layer):
+    def scales_of(self, layer: Any) -> Any:
         return UNSCALED
 
 
 class OneScale(Plain):
-    def scales_of(self, layer):
+    def scales_of(self, layer: Any) -> Any:
         return self.pool.scales[0]
 
 
 class KeyScaleAlone(Plain):
-    def scales_of(self, layer):
+    def scales_of(self, layer: Any) -> Any:
         return KVScales(key=self.pool.scales[layer].key, value=self.pool.scales[layer].key)
 
 
 class Windowless(Plain):
-    def spec_of(self, layer):
+    def spec_of(self, layer: Any) -> Any:
         return self.spec, None
 
 
 class OneWindow(Plain):
-    def spec_of(self, layer):
+    def spec_of(self, layer: Any) -> Any:
         return self.spec, self.spec.sliding_windows[-1]
 
 
 class WideWindow(Plain):
-    def spec_of(self, layer):
+    def spec_of(self, layer: Any) -> Any:
         window = self.spec.sliding_windows[layer]
         return self.spec, window and window + 1
 
 
 class Capless(Plain):
-    def spec_of(self, layer):
+    def spec_of(self, layer: Any) -> Any:
         return attrs.evolve(self.spec, softcap=None), self.spec.sliding_windows[layer]
 
 
 class OwnScale(Plain):
-    def spec_of(self, layer):
+    def spec_of(self, layer: Any) -> Any:
         return attrs.evolve(self.spec, scale=self.spec.head_dim**-0.5), self.spec.sliding_windows[layer]
 
 
 class Contiguous(Plain):
     """Takes the blocks of a sequence to be adjacent."""
 
-    def slots(self, batch, row, context):
+    def slots(self, batch: Any, row: Any, context: Any) -> Any:
         return int(batch.block_tables[row, 0]) * self.spec.block_size + torch.arange(context)
 
 
 class Greedy(Plain):
     """Multiplies whole blocks and masks afterwards, so that NaN beyond the context comes through."""
 
-    def forward(self, layer, q, k, v, plan):
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         whole = self.pool.values[layer].flatten(0, 1)[self.slots(plan, 0, self.spec.block_size)]
         return super().forward(layer, q, k, v, plan) + (whole.sum() * 0).to(q.dtype)
 
 
 class Writer(Plain):
-    def forward(self, layer, q, k, v, plan):
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         out = super().forward(layer, q, k, v, plan)
         q.zero_()
         return out
@@ -132,14 +132,14 @@ class Writer(Plain):
 class Neighbours(Plain):
     """Lets the batch's first sequence into all others."""
 
-    def forward(self, layer, q, k, v, plan):
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         return super().forward(layer, q, k, v, plan) + (0.01 * q[0] if plan.num_sequences > 1 else 0)
 
 
 class Dense(Plain):
     """Takes the queries of adjacent tokens to be adjacent."""
 
-    def forward(self, layer, q, k, v, plan):
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         return super().forward(layer, q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1)), k, v, plan)
 
 
@@ -150,36 +150,36 @@ class Replayed(Plain):
 class Remembering(Replayed):
     """Plans with what the buffers held when the graph was captured."""
 
-    def plan(self, batch, graph=None):
+    def plan(self, batch: Any, graph: Any = None) -> Any:
         return attrs.evolve(batch, context_lens=batch.context_lens.clone(), block_tables=batch.block_tables.clone())
 
 
 class Worst(Replayed):
     """Plans with the host's lengths."""
 
-    def plan(self, batch, graph=None):
+    def plan(self, batch: Any, graph: Any = None) -> Any:
         return attrs.evolve(batch, context_lens=torch.from_numpy(batch.context_lens_host))
 
 
 class Shared(Replayed):
     """Has one place for the lengths and tables of all plans."""
 
-    def plan(self, batch, graph=None):
+    def plan(self, batch: Any, graph: Any = None) -> None:
         self.planned = batch
 
-    def forward(self, layer, q, k, v, plan):
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         return super().forward(layer, q, k, v, self.planned)
 
 
 class Elsewhere(Plain):
-    def forward_into(self, layer, q, k, v, plan, out):
+    def forward_into(self, layer: Any, q: Any, k: Any, v: Any, plan: Any, out: Any) -> None:
         self.forward(layer, q, k, v, plan)
 
 
 class Overflowing(Plain):
     """Writes whole tiles of 64 rows."""
 
-    def forward_into(self, layer, q, k, v, plan, out):
+    def forward_into(self, layer: Any, q: Any, k: Any, v: Any, plan: Any, out: Any) -> None:
         super().forward_into(layer, q, k, v, plan, out)
         rows = min(64, out.untyped_storage().nbytes() // out[0].nbytes - out.storage_offset() // out[0].numel())
         out.as_strided((rows, *out.shape[1:]), out.stride())[len(out) :] = 0
@@ -188,25 +188,25 @@ class Overflowing(Plain):
 class Sorting(Plain):
     """Puts the batch's host lengths in order, in place."""
 
-    def plan(self, batch, graph=None):
+    def plan(self, batch: Any, graph: Any = None) -> Any:
         batch.context_lens_host.sort()
         return batch
 
 
 class Widened(Plain):
-    def forward(self, layer, q, k, v, plan):
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         return super().forward(layer, q, k, v, plan).double()
 
 
 class Refusing(Plain):
     @classmethod
-    def refuses(cls, spec, device):
+    def refuses(cls, spec: Any, device: Any) -> Any:
         return "no"
 
 
 class Vague(Plain):
     @classmethod
-    def refuses(cls, spec, device):
+    def refuses(cls, spec: Any, device: Any) -> Any:
         return True
 
 

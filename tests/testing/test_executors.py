@@ -30,23 +30,23 @@ class Threaded(Executor):
     api = "2"
 
     @classmethod
-    def refuses(cls, config, device):
+    def refuses(cls, config: Any, device: Any) -> Any:
         return "it runs one device" if config.executor.tensor_parallel > 1 else None
 
-    def __init__(self, deployment, options):
+    def __init__(self, deployment: Any, options: Any) -> None:
         self.deployment = deployment
         self.failure = "it is not started"
         self.listener: Any = None
         self.thread: ThreadPoolExecutor | None = None
 
     @property
-    def asynchronous(self):
+    def asynchronous(self) -> Any:
         return True
 
-    def watch(self, listener):
+    def watch(self, listener: Any) -> None:
         self.listener = listener
 
-    def start(self):
+    def start(self) -> Any:
         self.thread = ThreadPoolExecutor(1, "threaded")
         try:
             self.runner = self.deployment.make_runner()
@@ -57,12 +57,12 @@ class Threaded(Executor):
         self.failure = ""
         return info
 
-    def submit(self, step):
+    def submit(self, step: Any) -> Any:
         if self.thread is None:
             raise ExecutorError("it is shut down")
         return self.thread.submit(self.compute, step)
 
-    def compute(self, step):
+    def compute(self, step: Any) -> Any:
         try:
             return self.runner.launch(step).result()
         except EngineError:
@@ -71,10 +71,10 @@ class Threaded(Executor):
             self.failure = f"step {step.id} failed: {error}"
             raise ExecutorError(self.failure) from error
 
-    def check(self):
+    def check(self) -> Any:
         return Health(ok=not self.failure, detail=self.failure)
 
-    def shutdown(self):
+    def shutdown(self) -> None:
         self.failure = "it is shut down"
         thread, self.thread = self.thread, None
         if thread is not None:
@@ -88,27 +88,27 @@ class TestThreaded(ExecutorConformance):
 class Changed(Threaded):
     """Has another result."""
 
-    def compute(self, step):
+    def compute(self, step: Any) -> Any:
         return self.change(super().compute(step))
 
-    def change(self, result):
+    def change(self, result: Any) -> Any:
         return attrs.evolve(result, tokens=tuple(row[::-1] for row in result.tokens))
 
 
 class Once(Threaded):
     """Repeats nothing."""
 
-    def compute(self, step):
+    def compute(self, step: Any) -> Any:
         return super().compute(attrs.evolve(step, iterations=1))
 
 
 class WithoutLogprobs(Changed):
-    def change(self, result):
+    def change(self, result: Any) -> Any:
         return attrs.evolve(result, logprobs=(), prompt_logprobs=())
 
 
 class LogprobsOfOthers(Changed):
-    def change(self, result):
+    def change(self, result: Any) -> Any:
         def moved(entry: TokenLogprobs | None) -> TokenLogprobs | None:
             return None if entry is None else attrs.evolve(entry, logprob=entry.logprob - 1)
 
@@ -116,7 +116,7 @@ class LogprobsOfOthers(Changed):
 
 
 class WrongNumber(Changed):
-    def change(self, result):
+    def change(self, result: Any) -> Any:
         return attrs.evolve(result, step=result.step + 1)
 
 
@@ -125,13 +125,13 @@ class OneAtATime(Threaded):
 
     busy = False
 
-    def submit(self, step):
+    def submit(self, step: Any) -> Any:
         if self.busy:
             raise ExecutorError(f"step {step.id} has to wait")
         self.busy = True
         return super().submit(step)
 
-    def compute(self, step):
+    def compute(self, step: Any) -> Any:
         try:
             return super().compute(step)
         finally:
@@ -141,73 +141,73 @@ class OneAtATime(Threaded):
 class Shifting(Threaded):
     """Gives each step the result of the one that was submitted last, where there are several."""
 
-    def submit(self, step):
+    def submit(self, step: Any) -> Any:
         executor = self
         executor.last = super().submit(step)  # type: ignore[attr-defined]
 
         class Last:
-            def done(self):
+            def done(self) -> Any:
                 return True
 
-            def result(self):
+            def result(self) -> Any:
                 return executor.last.result()  # type: ignore[attr-defined]
 
         return Last()
 
 
 class NeverDone(Threaded):
-    def submit(self, step):
+    def submit(self, step: Any) -> Any:
         pending = super().submit(step)
         pending.done = lambda: False  # type: ignore[method-assign]
         return pending
 
 
 class Unwell(Threaded):
-    def check(self):
+    def check(self) -> Any:
         return Health(ok=False, detail="it has a cold")
 
 
 class NoBlocks(Threaded):
-    def start(self):
+    def start(self) -> Any:
         return attrs.evolve(super().start(), num_blocks=0)
 
 
 class OtherPages(Threaded):
-    def start(self):
+    def start(self) -> Any:
         return attrs.evolve(super().start(), block_size=32)
 
 
 class OtherType(Threaded):
-    def start(self):
+    def start(self) -> Any:
         return attrs.evolve(super().start(), dtype="bfloat16")
 
 
 class Backwards(Threaded):
-    def start(self):
+    def start(self) -> Any:
         return attrs.evolve(super().start(), phases=(("weights", -1.0),))
 
 
 class Chatty(Threaded):
-    def start(self):
+    def start(self) -> Any:
         self.listener("weights")
         return super().start()
 
 
 class Vague(Threaded):
     @property
-    def asynchronous(self):
+    def asynchronous(self) -> Any:
         return None
 
 
 class Raw(Threaded):
     """Lets errors through as they come."""
 
-    def compute(self, step):
+    def compute(self, step: Any) -> Any:
         return self.runner.launch(step).result()
 
 
 class Mumbling(Threaded):
-    def compute(self, step):
+    def compute(self, step: Any) -> Any:
         try:
             return super().compute(step)
         except ExecutorError as error:
@@ -217,24 +217,24 @@ class Mumbling(Threaded):
 class Optimistic(Threaded):
     """Is well until it is shut down."""
 
-    def check(self):
+    def check(self) -> Any:
         return Health(ok=self.thread is not None, detail="it is shut down")
 
 
 class Wordless(Threaded):
-    def check(self):
+    def check(self) -> Any:
         return Health(ok=not self.failure)
 
 
 class Immortal(Threaded):
     """Is well even then."""
 
-    def check(self):
+    def check(self) -> Any:
         return Health(ok=True)
 
 
 class ShutOnce(Threaded):
-    def shutdown(self):
+    def shutdown(self) -> None:
         assert self.thread is not None, "there is no thread"
         super().shutdown()
 
@@ -242,7 +242,7 @@ class ShutOnce(Threaded):
 class Reopening(Threaded):
     """Goes on after its end."""
 
-    def submit(self, step):
+    def submit(self, step: Any) -> Any:
         self.thread = self.thread or ThreadPoolExecutor(1, "threaded")
         return super().submit(step)
 
@@ -250,7 +250,7 @@ class Reopening(Threaded):
 class Unready(Threaded):
     """Falls over its own end."""
 
-    def submit(self, step):
+    def submit(self, step: Any) -> Any:
         assert self.thread is not None, "the thread is gone"
         return super().submit(step)
 
@@ -292,7 +292,7 @@ def leaving(leave: Any) -> type[Threaded]:
     """An executor that leaves something behind when it is shut down."""
 
     class Leaving(Threaded):
-        def shutdown(self):
+        def shutdown(self) -> None:
             if self.thread is not None:
                 leave()
             super().shutdown()
@@ -303,7 +303,7 @@ def leaving(leave: Any) -> type[Threaded]:
 class Untidy(Threaded):
     """Leaves its thread where a start fails."""
 
-    def start(self):
+    def start(self) -> Any:
         self.thread = ThreadPoolExecutor(1, "threaded")
         left.append(self.thread.shutdown)
         self.runner = self.deployment.make_runner()
@@ -315,7 +315,7 @@ class Untidy(Threaded):
 class Wrapping(Threaded):
     """Has one error for everything."""
 
-    def start(self):
+    def start(self) -> Any:
         try:
             return super().start()
         except EngineError as error:
@@ -325,26 +325,26 @@ class Wrapping(Threaded):
 class Eager(Threaded):
     """Starts in its constructor."""
 
-    def __init__(self, deployment, options):
+    def __init__(self, deployment: Any, options: Any) -> None:
         super().__init__(deployment, options)
         leave_thread()
 
 
 class Willing(Threaded):
     @classmethod
-    def refuses(cls, config, device):
+    def refuses(cls, config: Any, device: Any) -> Any:
         return None
 
 
 class Unwilling(Threaded):
     @classmethod
-    def refuses(cls, config, device):
+    def refuses(cls, config: Any, device: Any) -> Any:
         return "no"
 
 
 class Silent(Threaded):
     @classmethod
-    def refuses(cls, config, device):
+    def refuses(cls, config: Any, device: Any) -> Any:
         return "" if config.executor.tensor_parallel > 1 else None
 
 
@@ -416,14 +416,14 @@ def test_an_error_of_several_ranks_says_of_which(engine_checkpoint: Path) -> Non
         ranks = 2
         failure = ""
 
-        def submit(self, step):
+        def submit(self, step: Any) -> Any:
             try:
                 return super().submit(step)
             except KeyError as error:
                 self.failure = self.words.format(error)  # type: ignore[attr-defined]
                 raise ExecutorError(self.failure) from error
 
-        def check(self):
+        def check(self) -> Any:
             return Health(ok=not self.failure, detail=self.failure)
 
     members = {"ranks": 2, "executor": type("Nameless", (Two,), {"words": "it failed: {}"})}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 from engine.core.hooks import hookimpl
 
@@ -17,16 +18,16 @@ def test_the_plugin_of_pytest_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_engine_plugins_are_the_installed_ones(engine_plugins) -> None:
+def test_engine_plugins_are_the_installed_ones(engine_plugins: Any) -> None:
     assert engine_plugins.attention.names()
 
 
-def test_make_engine_knows_the_plugins_it_is_given(make_engine) -> None:
+def test_make_engine_knows_the_plugins_it_is_given(make_engine: Any) -> None:
     started = []
 
     class Listener:
         @hookimpl
-        def engine_started(self, engine) -> None:
+        def engine_started(self, engine: Any) -> None:
             started.append(engine)
 
     engine = make_engine(Listener(), scheduler__max_running=3)

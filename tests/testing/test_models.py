@@ -31,7 +31,7 @@ class Options:
 class Optioned(Llama):
     options_class = Options
 
-    def __init__(self, config, layers, options=None):
+    def __init__(self, config: Any, layers: Any, options: Any = None) -> None:
         assert options == Options()
         super().__init__(config, layers, options)
 
@@ -44,7 +44,7 @@ class WrongRope(Llama):
     """Rotates by another base."""
 
     @classmethod
-    def parse(cls, config):
+    def parse(cls, config: Any) -> Any:
         shape = super().parse(config)
         return evolve(shape, rope=evolve(shape.rope, parameters={**shape.rope.parameters, "rope_theta": 500.0}))
 
@@ -53,10 +53,10 @@ class Unbiased(Llama):
     """Does not read the biases."""
 
     @classmethod
-    def parse(cls, config):
+    def parse(cls, config: Any) -> Any:
         return evolve(super().parse(config), qkv_bias=False, output_bias=False)
 
-    def __init__(self, config, layers, options=None):
+    def __init__(self, config: Any, layers: Any, options: Any = None) -> None:
         super().__init__(config, layers, options)
         layers.ignore("*.bias")
 
@@ -64,56 +64,56 @@ class Unbiased(Llama):
 class Passing(Llama):
     """Passes another batch to the layers."""
 
-    def forward(self, run):
+    def forward(self, run: Any) -> Any:
         return super().forward(evolve(run, batch=self.changed(run.batch)))
 
 
 class FromZero(Passing):
     """Counts the positions of each batch from 0."""
 
-    def changed(self, batch):
+    def changed(self, batch: Any) -> Any:
         return evolve(batch, positions=batch.positions - batch.positions[0])
 
 
 class Arranged(Passing):
     """Numbers positions consecutively over the batch."""
 
-    def changed(self, batch):
+    def changed(self, batch: Any) -> Any:
         return evolve(batch, positions=batch.positions[0] + torch.arange(len(batch.positions)))
 
 
 class Remembering(Llama):
     """Returns the hidden states of the first batch of each size."""
 
-    def __init__(self, config, layers, options=None):
+    def __init__(self, config: Any, layers: Any, options: Any = None) -> None:
         super().__init__(config, layers, options)
         self.kept: dict[int, torch.Tensor] = {}
 
-    def forward(self, run):
+    def forward(self, run: Any) -> Any:
         hidden = super().forward(run)
         return self.kept.setdefault(len(hidden), hidden)
 
 
 class Least(Llama):
-    def greedy(self, hidden):
+    def greedy(self, hidden: Any) -> Any:
         max_logits, tokens = super().greedy(-hidden)
         return max_logits, tokens
 
 
 class LowMaxLogits(Llama):
-    def greedy(self, hidden):
+    def greedy(self, hidden: Any) -> Any:
         max_logits, tokens = super().greedy(hidden)
         return max_logits - 1, tokens
 
 
 class OtherTypes(Llama):
-    def greedy(self, hidden):
+    def greedy(self, hidden: Any) -> Any:
         max_logits, tokens = super().greedy(hidden)
         return max_logits, tokens.int()
 
 
 class DoubleMaxLogits(Llama):
-    def greedy(self, hidden):
+    def greedy(self, hidden: Any) -> Any:
         max_logits, tokens = super().greedy(hidden)
         return max_logits.double(), tokens
 
@@ -130,11 +130,11 @@ class Unreduced(Llama):
 class OwnTokens(Llama):
     """Finds the most likely token of its own shard of the vocabulary."""
 
-    def __init__(self, config, layers, options=None):
+    def __init__(self, config: Any, layers: Any, options: Any = None) -> None:
         super().__init__(config, layers, options)
         self.rank, self.ranks = layers.rank, layers.ranks
 
-    def greedy(self, hidden):
+    def greedy(self, hidden: Any) -> Any:
         max_logits, tokens = self.logits(hidden).chunk(self.ranks, -1)[self.rank].max(-1)
         return max_logits.float(), tokens
 
@@ -142,7 +142,7 @@ class OwnTokens(Llama):
 class Unused(Llama):
     """Reads the last norm's weight but does not use it."""
 
-    def forward(self, run):
+    def forward(self, run: Any) -> Any:
         self._norm.weight = torch.ones_like(self._norm.weight)
         return super().forward(run)
 
@@ -151,83 +151,83 @@ class Unknowing(Llama):
     """Neither reads nor ignores the biases."""
 
     @classmethod
-    def parse(cls, config):
+    def parse(cls, config: Any) -> Any:
         return evolve(super().parse(config), qkv_bias=False, output_bias=False)
 
 
 class Widened(Llama):
-    def logits(self, hidden):
+    def logits(self, hidden: Any) -> Any:
         return super().logits(hidden).float()
 
 
 class Coarse(Llama):
     """Rounds hidden states to three bits in bfloat16."""
 
-    def logits(self, hidden):
+    def logits(self, hidden: Any) -> Any:
         if hidden.dtype == torch.bfloat16:
             hidden = hidden.to(torch.float8_e5m2).to(torch.bfloat16)
         return super().logits(hidden)
 
 
 class Infinite(Llama):
-    def logits(self, hidden):
+    def logits(self, hidden: Any) -> Any:
         return super().logits(hidden) / 0
 
 
 class Peeking(Llama):
     """Reads a field of the batch that only attention may read."""
 
-    def forward(self, run):
+    def forward(self, run: Any) -> Any:
         return super().forward(run)[: len(run.batch.context_lens) and None]
 
 
 class OtherHidden(Llama):
     @classmethod
-    def spec(cls, config):
+    def spec(cls, config: Any) -> Any:
         return evolve(super().spec(config), hidden_size=63)
 
 
 class OtherVocabulary(Llama):
     @classmethod
-    def spec(cls, config):
+    def spec(cls, config: Any) -> Any:
         return evolve(super().spec(config), vocab_size=500)
 
 
 class MoreWindows(Llama):
     @classmethod
-    def spec(cls, config):
+    def spec(cls, config: Any) -> Any:
         spec = super().spec(config)
         return evolve(spec, sliding_windows=(*spec.sliding_windows, None))
 
 
 class Willing(Llama):
     @classmethod
-    def refuses(cls, config):
+    def refuses(cls, config: Any) -> Any:
         return None
 
 
 class Unwilling(Llama):
     @classmethod
-    def refuses(cls, config):
+    def refuses(cls, config: Any) -> Any:
         return "no"
 
 
 class Silent(Llama):
     @classmethod
-    def refuses(cls, config):
+    def refuses(cls, config: Any) -> Any:
         return "" if super().refuses(config) else None
 
 
 class Raw(Llama):
     @classmethod
-    def spec(cls, config):
+    def spec(cls, config: Any) -> Any:
         assert config["hidden_size"]
         return super().spec(config)
 
 
 class Nameless(Llama):
     @classmethod
-    def spec(cls, config):
+    def spec(cls, config: Any) -> Any:
         if "hidden_size" not in config:
             raise CheckpointError("config.json lacks something")
         return super().spec(config)
@@ -235,7 +235,7 @@ class Nameless(Llama):
 
 class Shapeless(Llama):
     @classmethod
-    def spec(cls, config):
+    def spec(cls, config: Any) -> Any:
         return super().spec(config) if "hidden_size" in config else None
 
 

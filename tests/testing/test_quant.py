@@ -42,7 +42,7 @@ def test_suite_finds_faults(
 
 
 def test_suite_skips_refused_sharding_with_the_refusal(tmp_path: Path) -> None:
-    def linear(self, spec):
+    def linear(self, spec: Any) -> Any:
         if spec.ranks > 2:
             raise CheckpointError("4 ranks would cut blocks of 32")
         return Kernel(spec)
@@ -75,7 +75,7 @@ def test_suite_finds_a_replay_of_stale_input(tmp_path: Path) -> None:
     class Stale(Kernel):
         """Multiplies the x that it saw first of each size."""
 
-        def apply(self, x, weights, bias):
+        def apply(self, x: Any, weights: Any, bias: Any) -> Any:
             self.seen = getattr(self, "seen", {})
             return super().apply(self.seen.setdefault(len(x), x.clone()), weights, bias)
 

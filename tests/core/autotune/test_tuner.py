@@ -1,8 +1,11 @@
 """The tuner: measurement decides, and results on disk are not measured again."""
 
+from __future__ import annotations
+
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,20 +26,20 @@ MACHINE = {"device": "GPU 1 / 80 GB", "pytorch": "1", "triton": "2"}
 class FakeTimer:
     """Torch takes 10; a tile what `rule` says."""
 
-    def __init__(self, rule):
+    def __init__(self, rule: Any) -> None:
         self.rule = rule
         self.prepared = []
         self.asked = []
 
-    def prepare(self, wanted):
+    def prepare(self, wanted: Any) -> None:
         self.prepared += [(task.key, one) for task, candidates in wanted for one in candidates]
 
-    def seconds(self, task, candidate):
+    def seconds(self, task: Any, candidate: Any) -> Any:
         self.asked.append((task.key, candidate))
         return 10.0 if candidate is None else self.rule(task.op.shape, task.rows, candidate)
 
 
-def model():
+def model() -> Any:
     layers = LayerFactory(dtype="bfloat16", device="cpu", fused=True)
     for index in range(2):
         layers.linear([(f"{index}.qkv", 96)], 64, bias=True)
@@ -47,18 +50,18 @@ def model():
     return layers
 
 
-def run(layers, tmp_path, rule, machine=MACHINE):
+def run(layers: Any, tmp_path: Any, rule: Any, machine: Any = MACHINE) -> Any:
     timer = FakeTimer(rule)
     return tune_tasks(collect_tasks(layers), TuningCache(tmp_path, machine), timer), timer
 
 
-def tables(layers, start):
+def tables(layers: Any, start: Any) -> Any:
     """The launches of the op whose key starts with `start`."""
     [found] = {id(task.op): task.op for task in collect_tasks(layers) if task.key[0].startswith(start)}.values()
     return found.launches
 
 
-def test_collect_tasks_groups_layers_of_one_shape():
+def test_collect_tasks_groups_layers_of_one_shape() -> None:
     tasks = collect_tasks(model())
     assert {task.key: len(task.operands) for task in tasks} == {
         (key, rows): count
@@ -75,7 +78,7 @@ def test_collect_tasks_groups_layers_of_one_shape():
     assert biased == {"plain 96x64 bfloat16"}
 
 
-def test_operands_lack_a_bias_that_is_added_after_the_all_reduce():
+def test_operands_lack_a_bias_that_is_added_after_the_all_reduce() -> None:
     spec = LinearSpec(
         parts=(LinearPart(name="o", out_features=8),), in_features=16, bias=True, dtype="bfloat16", parallel="row"
     )
@@ -86,8 +89,8 @@ def test_operands_lack_a_bias_that_is_added_after_the_all_reduce():
         assert (one.operands.bias is not None) == biased
 
 
-def test_tune_tasks_chooses_the_fastest_and_torch_where_nothing_gains(tmp_path):
-    def rule(gemm_shape, rows, tile):
+def test_tune_tasks_chooses_the_fastest_and_torch_where_nothing_gains(tmp_path: Path) -> None:
+    def rule(gemm_shape: Any, rows: Any, tile: Any) -> Any:
         if gemm_shape.epilogue == "argmax":
             return 9.95  # less than a hundredth
         if gemm_shape.epilogue == "gated":
@@ -108,7 +111,7 @@ def test_tune_tasks_chooses_the_fastest_and_torch_where_nothing_gains(tmp_path):
     assert {result.seconds for result in report.results if result.op.startswith("gated")} == {10.0}
 
 
-def test_prefetching_is_tried_with_the_fastest_tile_only(tmp_path):
+def test_prefetching_is_tried_with_the_fastest_tile_only(tmp_path: Path) -> None:
     report, timer = run(model(), tmp_path, lambda gemm_shape, rows, tile: 5.0 - tile.rows / 1000 - tile.ahead / 1e6)
     for result in report.results:
         tried = [tile for place, tile in timer.asked if place == (result.op, result.rows)][1:]
@@ -118,8 +121,8 @@ def test_prefetching_is_tried_with_the_fastest_tile_only(tmp_path):
         assert result.candidate == str(max(ahead, key=lambda tile: tile.ahead))
 
 
-def test_a_candidate_that_cannot_run_is_logged_and_left_out(tmp_path, caplog):
-    def rule(gemm_shape, rows, tile):
+def test_a_candidate_that_cannot_run_is_logged_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def rule(gemm_shape: Any, rows: Any, tile: Any) -> Any:
         if tile.rows == 64:
             raise CandidateError("out of shared memory")
         return 1.0
@@ -135,9 +138,9 @@ def test_a_candidate_that_cannot_run_is_logged_and_left_out(tmp_path, caplog):
     assert kernels[8].startswith("matrix")
 
 
-def test_tune_tasks_chooses_the_fastest_tile_where_torch_cannot_run(tmp_path):
+def test_tune_tasks_chooses_the_fastest_tile_where_torch_cannot_run(tmp_path: Path) -> None:
     class WithoutTorch(FakeTimer):
-        def seconds(self, task, candidate):
+        def seconds(self, task: Any, candidate: Any) -> Any:
             if candidate is None:
                 raise CandidateError("no such type")
             return super().seconds(task, candidate)
@@ -150,9 +153,9 @@ def test_tune_tasks_chooses_the_fastest_tile_where_torch_cannot_run(tmp_path):
     assert dict(cache.load()) == {(result.op, result.rows): result for result in report.results}
 
 
-def test_tune_tasks_raises_where_no_candidate_runs(tmp_path):
+def test_tune_tasks_raises_where_no_candidate_runs(tmp_path: Path) -> None:
     class Broken(FakeTimer):
-        def seconds(self, task, candidate):
+        def seconds(self, task: Any, candidate: Any) -> None:
             raise CandidateError(f"no {candidate}")
 
     with pytest.raises(
@@ -162,7 +165,7 @@ def test_tune_tasks_raises_where_no_candidate_runs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_cached_results_are_not_measured_again(tmp_path):
+def test_cached_results_are_not_measured_again(tmp_path: Path) -> None:
     first, _ = run(model(), tmp_path, lambda gemm_shape, rows, tile: 1.0 + tile.rows / 1000 - tile.ahead / 1e6)
     layers = model()
     layers.linear([("new", 48)], 64).fill({"new.weight": torch.zeros(48, 64, dtype=torch.bfloat16)})
@@ -183,8 +186,8 @@ def test_cached_results_are_not_measured_again(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"version": "old"}, {"candidate": "a tile that is no candidate any more"}])
-def test_an_outdated_result_is_measured_again(tmp_path, change):
-    def rule(gemm_shape, rows, tile):
+def test_an_outdated_result_is_measured_again(tmp_path: Path, change: Any) -> None:
+    def rule(gemm_shape: Any, rows: Any, tile: Any) -> Any:
         return 1.0 + tile.rows / 1000
 
     first, _ = run(model(), tmp_path, rule)
@@ -200,7 +203,7 @@ def test_an_outdated_result_is_measured_again(tmp_path, change):
     assert run(model(), tmp_path, None)[0].measured == 0
 
 
-def test_each_machine_has_its_own_file(tmp_path):
+def test_each_machine_has_its_own_file(tmp_path: Path) -> None:
     run(model(), tmp_path, lambda gemm_shape, rows, tile: 1.0)
     for key in MACHINE:
         report, _ = run(model(), tmp_path, lambda gemm_shape, rows, tile: 1.0, {**MACHINE, key: "other"})
@@ -221,7 +224,9 @@ def test_each_machine_has_its_own_file(tmp_path):
         "\xff",
     ],
 )
-def test_an_unreadable_file_is_replaced_with_a_warning(content, tmp_path, caplog):
+def test_an_unreadable_file_is_replaced_with_a_warning(
+    content: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = TuningCache(tmp_path, MACHINE)
     cache.path.write_text(content, encoding="latin-1")
     with caplog.at_level(logging.WARNING):
@@ -233,7 +238,7 @@ def test_an_unreadable_file_is_replaced_with_a_warning(content, tmp_path, caplog
     assert not caplog.text
 
 
-def test_an_unwritable_directory_is_a_warning(tmp_path, caplog):
+def test_an_unwritable_directory_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     layers = model()
@@ -243,7 +248,7 @@ def test_an_unwritable_directory_is_a_warning(tmp_path, caplog):
     assert "measures again" in caplog.text
 
 
-def test_the_default_directory(monkeypatch):
+def test_the_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert default_directory() == Path("/somewhere/engine/kernels")
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -251,7 +256,7 @@ def test_the_default_directory(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_tune_on_a_gpu(tmp_path):
+def test_tune_on_a_gpu(tmp_path: Path) -> None:
     from engine.core.autotune.tuner import tune
 
     layers = LayerFactory(dtype="bfloat16", device="cuda", fused=True)

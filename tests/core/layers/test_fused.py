@@ -1,5 +1,7 @@
 """Fused layers equal plain layers. On the CPU in Triton's interpreter."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +22,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Doubling(LoneRank):
     """One of two ranks that compute the same."""
 
-    def all_reduce(self, x):
+    def all_reduce(self, x: Any) -> Any:
         return 2 * x
 
 
-def both(build, **shares):
+def both(build: Any, **shares: Any) -> Any:
     """What `build` makes with a plain and a fused factory, filled with the same weights."""
     made = []
     for fused in (False, True):
@@ -42,11 +44,11 @@ def both(build, **shares):
     return made
 
 
-def randn(*shape):
+def randn(*shape: Any) -> Any:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
-def close(ours, theirs):
+def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -61,7 +63,7 @@ def test_norm_equals_plain() -> None:
 class Reaching(Doubling):
     """A rank that reads the memory of another, which has already written its rows to both buffers."""
 
-    def __init__(self, theirs, max_rows):
+    def __init__(self, theirs: Any, max_rows: Any) -> None:
         super().__init__(0, 2)
         size = theirs.shape[1]
         self.memory = [torch.zeros(2, max_rows, size, device=DEVICE), torch.zeros(2, max_rows, size, device=DEVICE)]
@@ -77,7 +79,7 @@ class Reaching(Doubling):
             epochs=torch.zeros(max_rows, dtype=torch.int32, device=DEVICE),
         )
 
-    def reduce_buffers(self, size, dtype):
+    def reduce_buffers(self, size: Any, dtype: Any) -> Any:
         assert (size, dtype) == (self.buffers.size, torch.float32)
         return self.buffers
 
@@ -103,10 +105,10 @@ class NextLinear:
 
     weights = "its weights"
 
-    def fused_input_quantization(self, x):
+    def fused_input_quantization(self, x: Any) -> Any:
         return self if len(x) >= 3 else None
 
-    def norm_and_quantize(self, *given):
+    def norm_and_quantize(self, *given: Any) -> Any:
         return "made", given
 
 
@@ -121,7 +123,7 @@ def test_norm_is_quantized_for_the_next_layer() -> None:
 
 
 def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces() -> None:
-    def build(layers):
+    def build(layers: Any) -> Any:
         return layers.norm("norm", 48, 1e-5)
 
     x, theirs, residual = randn(4, 48), randn(3, 48) + 2, randn(4, 48) + 1
@@ -142,7 +144,7 @@ def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 16, 17, 40])
 @pytest.mark.parametrize(("bias", "parallel", "ranks"), [(False, "none", 1), (True, "column", 2), (True, "row", 2)])
 def test_linear_equals_plain(rows: int, bias: bool, parallel: Any, ranks: int) -> None:
-    def build(layers):
+    def build(layers: Any) -> Any:
         return layers.linear([("a", 40), ("b", 24)], 64, bias=bias, parallel=parallel)
 
     shares = {"group": Doubling(0, ranks)} if ranks > 1 else {}
@@ -155,7 +157,7 @@ def test_linear_equals_plain(rows: int, bias: bool, parallel: Any, ranks: int) -
 
 @pytest.mark.parametrize("rows", [1, 4, 9, 20])
 def test_gated_equals_plain(rows: int) -> None:
-    def build(layers):
+    def build(layers: Any) -> Any:
         return layers.linear([("gate", 40), ("up", 40)], 64, bias=True, parallel="column", gated=True)
 
     plain, fused = both(build)
@@ -184,7 +186,7 @@ def test_lm_head_equals_plain(rows: int) -> None:
 def test_attention_equals_plain(rotary_dim: int, scaling: Any, normed: bool) -> None:
     spec = RotarySpec(rotary_dim=rotary_dim, type=scaling.get("rope_type", "default"), parameters=scaling)
 
-    def build(layers):
+    def build(layers: Any) -> Any:
         parts = [("q_norm", 4), ("k_norm", 2)]
         norm = layers.head_norm(parts, 16, 1e-6) if normed else None
         return layers.rotary(spec), layers.attention(1, 4, 2, 16, norm)
@@ -197,7 +199,7 @@ def test_attention_equals_plain(rotary_dim: int, scaling: Any, normed: bool) -> 
             scales=(UNSCALED, UNSCALED),
         )
 
-        def write(layer, k, v, slots, pool=pool):
+        def write(layer: Any, k: Any, v: Any, slots: Any, pool: Any = pool) -> None:
             pool.keys[layer].flatten(0, 1)[slots] = k
             pool.values[layer].flatten(0, 1)[slots] = v
 

@@ -35,17 +35,17 @@ class Scaled(QuantMethod):
     api = "1"
 
     @classmethod
-    def refuses(cls, checkpoint, device):
+    def refuses(cls, checkpoint: Any, device: Any) -> Any:
         return None
 
     @classmethod
-    def from_checkpoint(cls, checkpoint, options):
+    def from_checkpoint(cls, checkpoint: Any, options: Any) -> Any:
         return cls()
 
-    def linear(self, spec):
+    def linear(self, spec: Any) -> Any:
         return None
 
-    def kv_scales(self, attention):
+    def kv_scales(self, attention: Any) -> Any:
         return KVScaleNames(keys=(f"{attention}.k",), values=(f"{attention}.v",)) if "1" in attention else None
 
 

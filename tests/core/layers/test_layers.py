@@ -1,5 +1,7 @@
 """Norms, embedding, LM head, activation and the attention layer."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from engine.core.layers import Attention, HeadNorm, LayerFactory, RMSNorm, Rotar
 from engine.core.layers.rotary import Rotary, rotate
 
 
-def reference_norm(x, weight, eps):
+def reference_norm(x: Any, weight: Any, eps: Any) -> Any:
     """In float32, cast back, then times the weight."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

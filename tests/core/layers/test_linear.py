@@ -1,5 +1,7 @@
 """Linear layers, their kernels, and the factory that chooses them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
@@ -15,13 +17,13 @@ from engine.testing.ranks import LoneRank
 class Doubled(LinearKernel):
     """Reads one tensor for all parts and multiplies by twice its sum."""
 
-    def tensors(self):
+    def tensors(self) -> Any:
         return {"only.values": TensorSpec(shape=(-1,), dtypes=("int8",))}
 
-    def prepare(self, loaded):
+    def prepare(self, loaded: Any) -> Any:
         return {"factor": loaded["only.values"].sum() * 2}
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         return x * weights["factor"] + (0 if bias is None else bias)
 
 
@@ -30,23 +32,23 @@ class Chosen(QuantMethod):
 
     api = "1"
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.asked = []
 
     @classmethod
-    def refuses(cls, checkpoint, device):
+    def refuses(cls, checkpoint: Any, device: Any) -> Any:
         return None
 
     @classmethod
-    def from_checkpoint(cls, checkpoint, options):
+    def from_checkpoint(cls, checkpoint: Any, options: Any) -> Any:
         return cls()
 
-    def linear(self, spec):
+    def linear(self, spec: Any) -> Any:
         self.asked.append(spec)
         return Doubled() if spec.parts[0].name == "special" else None
 
 
-def make(**changes):
+def make(**changes: Any) -> Any:
     return LayerFactory(**{"dtype": "float32", "device": "cpu", **changes})
 
 
@@ -82,7 +84,7 @@ def test_single_weight_is_not_copied() -> None:
 
 def test_gated_linear_activates_unless_its_kernel_does() -> None:
     class Both(Doubled):
-        def apply_gated(self, x, weights, bias):
+        def apply_gated(self, x: Any, weights: Any, bias: Any) -> Any:
             return x + 100
 
     x = torch.randn(2, 4)
@@ -108,7 +110,7 @@ def test_only_row_parallel_layers_reduce_and_the_bias_is_added_once() -> None:
     calls = []
 
     class Group(LoneRank):
-        def all_reduce(self, x):
+        def all_reduce(self, x: Any) -> Any:
             calls.append(x)
             return 2 * x  # as if the other rank had computed the same
 
@@ -146,41 +148,41 @@ def test_unknown_dtype_is_an_error() -> None:
 class Made(QuantizedActivation):
     """A quantized activation for Particular."""
 
-    def __init__(self, rows):
+    def __init__(self, rows: Any) -> None:
         self.rows = rows
 
 
 class Particular(Doubled, FusedInputQuantization):
     """Wants two rows and more made for it, with a factor of its own before it multiplies."""
 
-    def fused_input_quantization(self):
+    def fused_input_quantization(self) -> Any:
         return self
 
-    def supports_rows(self, rows):
+    def supports_rows(self, rows: Any) -> Any:
         return rows >= 2
 
-    def norm_and_quantize(self, x, residual, norm_weight, eps, weights):
+    def norm_and_quantize(self, x: Any, residual: Any, norm_weight: Any, eps: Any, weights: Any) -> Any:
         total = x if residual is None else x + residual
         return Made(norm_weight * total), total
 
-    def activate_and_quantize(self, x, weights):
+    def activate_and_quantize(self, x: Any, weights: Any) -> Any:
         return Made(silu_and_mul(x) + weights["factor"])
 
-    def apply(self, x, weights, bias):
+    def apply(self, x: Any, weights: Any, bias: Any) -> Any:
         return super().apply(x.rows + 7 if isinstance(x, Made) else x, weights, bias)
 
 
 class Gating(Doubled):
     """Fuses gating for one row."""
 
-    def apply_gated(self, x, weights, bias):
+    def apply_gated(self, x: Any, weights: Any, bias: Any) -> Any:
         return x[:, :4] - 1
 
-    def fuses_gating(self, rows):
+    def fuses_gating(self, rows: Any) -> Any:
         return rows == 1
 
 
-def linear(kernel, **settings):
+def linear(kernel: Any, **settings: Any) -> Any:
     layer = Linear(make().linear([("a", 8)], 8).spec, kernel, **settings)
     layer.weights = {"factor": torch.tensor(0.5)}
     return layer

@@ -91,10 +91,10 @@ def making(**members: Any) -> Any:
 class Faulty(Layer):
     nbytes = 0
 
-    def tensors(self):
+    def tensors(self) -> Any:
         return {}
 
-    def fill(self, loaded):
+    def fill(self, loaded: Any) -> None:
         raise KeyError("tide")
 
 
@@ -119,10 +119,10 @@ class Options:
 class First(SchedulingPolicy):
     api = "1"
 
-    def order(self, waiting, now):
+    def order(self, waiting: Any, now: Any) -> Any:
         return waiting
 
-    def victim(self, running):
+    def victim(self, running: Any) -> Any:
         return running[-1]
 
 
@@ -182,7 +182,7 @@ def build(make_engine: Any, section: str, members: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("section", "members", "call"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_whatever_is_called_at_start_up(make_engine, section: str, members: dict[str, Any], call: str) -> None:
+def test_whatever_is_called_at_start_up(make_engine: Any, section: str, members: dict[str, Any], call: str) -> None:
     with pytest.raises(PluginFaultError) as caught:
         build(make_engine, section, members)
     whose = {
@@ -205,15 +205,15 @@ def test_whatever_is_called_at_start_up(make_engine, section: str, members: dict
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_what_a_plugin_says_itself_is_said(make_engine, section: str, members: dict[str, Any]) -> None:
+def test_what_a_plugin_says_itself_is_said(make_engine: Any, section: str, members: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^give it a tide$"):
         build(make_engine, section, members)
 
 
-def test_auto_passes_over_one_that_says_why_in_an_error(make_engine) -> None:
+def test_auto_passes_over_one_that_says_why_in_an_error(make_engine: Any) -> None:
     class Plugin:
         @hookimpl
-        def register_attention(self, register) -> None:
+        def register_attention(self, register: Any) -> None:
             fussy = type("Fussy", (TorchAttention,), {"refuses": classmethod(raising(ConfigError("give it a tide")))})
             register("fussy", lambda: fussy, api="1", summary="", preference=99)
 
@@ -221,13 +221,13 @@ def test_auto_passes_over_one_that_says_why_in_an_error(make_engine) -> None:
     assert "fussy refuses: give it a tide" in choice.reason
 
 
-def test_a_class_that_was_passed_in(make_engine) -> None:
+def test_a_class_that_was_passed_in(make_engine: Any) -> None:
     faulty = type("Faulty", (TorchAttention,), {"__init__": raising()})
     with pytest.raises(PluginFaultError, match=r"^attention 'Faulty' passed in from Python failed in its constructor"):
         make_engine(attention=faulty)
 
 
-def test_what_several_do_together_names_all(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_several_do_together_names_all(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         RunnerStart, "_capture_graphs", raising(RuntimeError("operation not permitted when stream is capturing"))
     )
@@ -236,7 +236,7 @@ def test_what_several_do_together_names_all(make_engine, monkeypatch: pytest.Mon
         make_engine()
 
 
-def test_what_an_executor_runs_is_not_its_own_mistake(make_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_executor_runs_is_not_its_own_mistake(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "start", raising(OSError("the disk is gone")))
     told = r"^executor 'uniproc' of .*, or what it runs, failed in start\(\): OSError: the disk is gone .*--debug"
     with pytest.raises(PluginFaultError, match=told):
@@ -244,7 +244,7 @@ def test_what_an_executor_runs_is_not_its_own_mistake(make_engine, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["engine_started", "engine_stopped"])
-def test_a_hook_that_fails(make_engine, name: str) -> None:
+def test_a_hook_that_fails(make_engine: Any, name: str) -> None:
     class Listener:
         """Named in the error."""
 
@@ -257,7 +257,7 @@ def test_a_hook_that_fails(make_engine, name: str) -> None:
 
 
 @pytest.mark.usefixtures("tidal")
-def test_a_distribution_is_named_with_its_version(make_engine) -> None:
+def test_a_distribution_is_named_with_its_version(make_engine: Any) -> None:
     told = (
         r"^attention 'tidal' of engine-tidal 0.4 failed in its constructor: KeyError: 'tide' \(.*engine_tidal_module.py"
     )

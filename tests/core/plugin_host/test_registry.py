@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import frozen
@@ -40,18 +41,18 @@ def register_schedulers(register):
 class Incomplete(AttentionBackend):
     api = "1"
 
-    def plan(self, batch, graph=None):
+    def plan(self, batch: Any, graph: Any = None) -> Any:
         return None
 
 
 class Complete(Incomplete):
-    def __init__(self, spec, pool, options) -> None: ...
+    def __init__(self, spec: Any, pool: Any, options: Any) -> None: ...
 
-    def forward(self, layer, q, k, v, plan):
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         return q
 
     @classmethod
-    def refuses(cls, spec, device):
+    def refuses(cls, spec: Any, device: Any) -> Any:
         return None
 
 
@@ -208,7 +209,7 @@ def test_another_contract_version_is_refused_with_both_versions(install: Install
 def test_an_impossible_offer_is_refused(offer: dict[str, object], message: str) -> None:
     class Plugin:
         @hookimpl
-        def register_schedulers(self, register) -> None:
+        def register_schedulers(self, register: Any) -> None:
             register("mine", **{"loader": lambda: None, "api": "1", "summary": "", **offer})
 
     with pytest.raises(PluginError, match=message):
@@ -218,12 +219,12 @@ def test_an_impossible_offer_is_refused(offer: dict[str, object], message: str) 
 def test_a_hook_that_returns_in_place_of_registering_is_refused() -> None:
     class Returns:
         @hookimpl
-        def register_attention(self, register):
+        def register_attention(self, register: Any) -> Any:
             return [Complete]
 
     class Yields:
         @hookimpl
-        def register_attention(self, register):
+        def register_attention(self, register: Any) -> Iterator[Any]:
             yield register("mine", lambda: Complete, api="1", summary="")
 
     for plugin in (Returns(), Yields()):
@@ -241,7 +242,7 @@ def test_a_lazy_path_without_a_class_is_refused_at_once(path: str) -> None:
 def test_an_impossible_name_is_refused(name: object) -> None:
     class Plugin:
         @hookimpl
-        def register_quant(self, register) -> None:
+        def register_quant(self, register: Any) -> None:
             register(name, lambda: object, api="1", summary="")
 
     with pytest.raises(PluginError, match="non-empty string"):
@@ -315,7 +316,7 @@ def test_processes_compare_what_they_have_loaded(install: Install) -> None:
 def test_extra_plugins_are_objects_or_modules_and_must_work() -> None:
     class Plugin:
         @hookimpl
-        def register_schedulers(self, register) -> None:
+        def register_schedulers(self, register: Any) -> None:
             register("extra", lazy("collections:Counter"), api="1", summary="")
 
     plugins = load_plugins(extra=[Plugin()])
@@ -335,7 +336,7 @@ def test_two_extra_plugins_of_one_class_are_two_plugins() -> None:
             self.name = name
 
         @hookimpl
-        def register_quant(self, register) -> None:
+        def register_quant(self, register: Any) -> None:
             register(self.name, lambda: object, api="1", summary="")
 
     assert {"a", "b"} <= set(load_plugins(extra=[Plugin("a"), Plugin("b")]).quant.names())
@@ -344,7 +345,7 @@ def test_two_extra_plugins_of_one_class_are_two_plugins() -> None:
 def test_a_broken_extra_plugin_raises_at_once() -> None:
     class Broken:
         @hookimpl
-        def register_schedulers(self, register) -> None:
+        def register_schedulers(self, register: Any) -> None:
             raise TypeError("wrong inside")
 
     with pytest.raises(PluginError, match="'Broken' of object could not be loaded: TypeError: wrong inside"):
@@ -358,7 +359,7 @@ class Offer:
         self.loader = loader
 
     @hookimpl
-    def register_attention(self, register) -> None:
+    def register_attention(self, register: Any) -> None:
         register("offered", self.loader, api="1", summary="")
 
 
@@ -424,15 +425,15 @@ def test_a_hook_reaches_every_plugin() -> None:
 
     class Listener:
         @hookimpl
-        def engine_started(self, engine) -> None:
+        def engine_started(self, engine: Any) -> None:
             seen.append(("started", engine))
 
         @hookimpl
-        def engine_stopped(self, engine) -> None:
+        def engine_stopped(self, engine: Any) -> None:
             seen.append(("stopped", engine))
 
         @hookimpl
-        def register_commands(self, app) -> None:
+        def register_commands(self, app: Any) -> None:
             seen.append(("commands", app))
 
     hook = load_plugins(extra=[Listener()]).hook
@@ -443,6 +444,6 @@ def test_a_hook_reaches_every_plugin() -> None:
 
 
 @pytest.mark.parametrize("point", EXTENSION_POINTS, ids=lambda point: point.name)
-def test_every_builtin_class_keeps_its_contract(point) -> None:
+def test_every_builtin_class_keeps_its_contract(point: Any) -> None:
     for registration in load_plugins().registries[point.name]:
         assert issubclass(registration.load(), point.contract)

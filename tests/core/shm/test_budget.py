@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ class Reader:
         return covered, covered * spun
 
 
-def test_the_first_announcement_is_covered_and_what_is_saved_has_an_end():
+def test_the_first_announcement_is_covered_and_what_is_saved_has_an_end() -> None:
     reader = Reader()
     assert reader.covers(2 * ANNOUNCE)
     reader.now += 10**12
@@ -49,7 +50,7 @@ def test_the_first_announcement_is_covered_and_what_is_saved_has_an_end():
     assert reader.covers(2 * ANNOUNCE)
 
 
-def test_what_was_paid_comes_back_as_a_share_of_the_time():
+def test_what_was_paid_comes_back_as_a_share_of_the_time() -> None:
     reader = Reader(share=0.25)
     assert reader.covers(2 * ANNOUNCE)
     reader.pay(2 * ANNOUNCE)
@@ -60,14 +61,14 @@ def test_what_was_paid_comes_back_as_a_share_of_the_time():
 
 
 @pytest.mark.parametrize("interval", [2 * MS, 3 * MS, 4 * MS])
-def test_decode_steps_are_all_covered(interval):
+def test_decode_steps_are_all_covered(interval: Any) -> None:
     covered, _ = Reader().spin(interval, int(interval * SHARE * 0.95), 1000)
     assert covered == 1000
 
 
 @pytest.mark.parametrize("interval", [50 * US, 300 * US, 2 * MS])
 @pytest.mark.parametrize("spun", [40 * US, 200 * US, ANNOUNCE])
-def test_no_more_than_the_share_is_spun_whatever_is_announced(interval, spun):
+def test_no_more_than_the_share_is_spun_whatever_is_announced(interval: Any, spun: Any) -> None:
     reader = Reader()
     begin = reader.now
     covered, total = reader.spin(interval, spun, 2000)
@@ -75,19 +76,19 @@ def test_no_more_than_the_share_is_spun_whatever_is_announced(interval, spun):
     assert covered > 0
 
 
-def test_steps_that_take_more_than_the_share_are_covered_in_part():
+def test_steps_that_take_more_than_the_share_are_covered_in_part() -> None:
     covered, _ = Reader().spin(2 * MS, 300 * US, 1000)
     assert 550 < covered < 750
 
 
-def test_a_spin_that_took_longer_than_there_was_leaves_no_debt():
+def test_a_spin_that_took_longer_than_there_was_leaves_no_debt() -> None:
     reader = Reader()
     assert reader.covers(ANNOUNCE)
     reader.pay(10**12)
     assert reader.budget.saved == 0
 
 
-def test_no_arithmetic_overflows():
+def test_no_arithmetic_overflows() -> None:
     reader = Reader(share=1, most=2 * 10**9)
     reader.now = 2**62
     assert reader.covers(2 * 10**9)

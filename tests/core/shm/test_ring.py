@@ -115,7 +115,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=LONG)[0].strip()
 
 
-def test_every_reader_receives_every_message_in_order(make):
+def test_every_reader_receives_every_message_in_order(make: Callable[..., Ring]) -> None:
     ring = make(readers=3)
     writer, readers = ring.writer(), [ring.reader(index) for index in range(3)]
     received = [in_thread(lambda reader=reader: drain(reader)) for reader in readers]
@@ -127,7 +127,7 @@ def test_every_reader_receives_every_message_in_order(make):
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4096, 5000, 3 * 2**20])
-def test_a_message_of_any_size_arrives(make, size):
+def test_a_message_of_any_size_arrives(make: Callable[..., Ring], size: int) -> None:
     ring = make()
     writer, reader = ring.writer(), ring.reader(0)
     message = os.urandom(size)
@@ -136,7 +136,7 @@ def test_a_message_of_any_size_arrives(make, size):
         assert reader.receive(LONG) == message
 
 
-def test_messages_wait_for_a_reader_that_comes_later(make):
+def test_messages_wait_for_a_reader_that_comes_later(make: Callable[..., Ring]) -> None:
     ring = make()
     writer = ring.writer()
     writer.send(b"first")
@@ -145,7 +145,7 @@ def test_messages_wait_for_a_reader_that_comes_later(make):
     assert [reader.receive(LONG), reader.receive(LONG)] == [b"first", bytes(1000)]
 
 
-def test_a_full_ring_makes_the_writer_wait_for_the_slowest(make):
+def test_a_full_ring_makes_the_writer_wait_for_the_slowest(make: Callable[..., Ring]) -> None:
     ring = make(readers=2)
     writer, fast, slow = ring.writer(), ring.reader(0), ring.reader(1)
     for number in range(4):
@@ -159,7 +159,7 @@ def test_a_full_ring_makes_the_writer_wait_for_the_slowest(make):
     assert fast.receive(LONG) == b"5"
 
 
-def test_an_empty_ring_makes_a_reader_wait(make):
+def test_an_empty_ring_makes_a_reader_wait(make: Callable[..., Ring]) -> None:
     ring = make()
     reader = ring.reader(0)
     begin = time.monotonic()
@@ -170,7 +170,7 @@ def test_an_empty_ring_makes_a_reader_wait(make):
         reader.receive(0)
 
 
-def test_ready_tells_whether_receive_returns_at_once(make):
+def test_ready_tells_whether_receive_returns_at_once(make: Callable[..., Ring]) -> None:
     ring = make()
     writer, reader = ring.writer(), ring.reader(0)
     assert not reader.ready()
@@ -183,7 +183,7 @@ def test_ready_tells_whether_receive_returns_at_once(make):
 
 
 @pytest.mark.parametrize("spin", [{}, {"announce_us": 0}, {"spin_share": 0.0}, {"announce_us": 10**6}], ids=str)
-def test_an_announcement_changes_nothing_that_is_received(make, spin):
+def test_an_announcement_changes_nothing_that_is_received(make: Callable[..., Ring], spin: Any) -> None:
     ring = make(readers=2, **spin)
     writer, readers = ring.writer(), [ring.reader(0), ring.reader(1)]
     writer.announce()
@@ -200,7 +200,7 @@ def test_an_announcement_changes_nothing_that_is_received(make, spin):
     assert [value() for value in received] == [[bytes([number]) for number in range(100)]] * 2
 
 
-def test_announcements_never_block_or_raise(make):
+def test_announcements_never_block_or_raise(make: Callable[..., Ring]) -> None:
     ring = make(slots=1)
     writer, reader = ring.writer(), ring.reader(0)
     writer.send(b"the only slot")
@@ -212,7 +212,7 @@ def test_announcements_never_block_or_raise(make):
     writer.announce()
 
 
-def test_the_writer_closes_in_order(make):
+def test_the_writer_closes_in_order(make: Callable[..., Ring]) -> None:
     ring = make()
     writer, reader = ring.writer(), ring.reader(0)
     writer.send(b"last")
@@ -226,7 +226,7 @@ def test_the_writer_closes_in_order(make):
     assert ring.closed == "its writer has closed it"
 
 
-def test_an_interrupt_ends_every_wait_with_the_first_reason(make):
+def test_an_interrupt_ends_every_wait_with_the_first_reason(make: Callable[..., Ring]) -> None:
     ring = make(readers=2)
     writer, reader, idle = ring.writer(), ring.reader(0), ring.reader(1)
     waiting = in_thread(reader.receive)
@@ -239,7 +239,7 @@ def test_an_interrupt_ends_every_wait_with_the_first_reason(make):
             call()
 
 
-def test_an_interrupt_ends_the_wait_of_a_writer(make):
+def test_an_interrupt_ends_the_wait_of_a_writer(make: Callable[..., Ring]) -> None:
     ring = make(slots=1)
     writer = ring.writer()
     writer.send(b"")
@@ -250,7 +250,7 @@ def test_an_interrupt_ends_the_wait_of_a_writer(make):
     assert str(waiting()).startswith("enough enough")
 
 
-def test_what_was_sent_before_an_interrupt_is_received(make):
+def test_what_was_sent_before_an_interrupt_is_received(make: Callable[..., Ring]) -> None:
     ring = make()
     writer, reader = ring.writer(), ring.reader(0)
     writer.send(b"one")
@@ -258,7 +258,7 @@ def test_what_was_sent_before_an_interrupt_is_received(make):
     assert drain(reader) == [b"one"]
 
 
-def test_a_dropped_reader_is_waited_for_no_longer(make):
+def test_a_dropped_reader_is_waited_for_no_longer(make: Callable[..., Ring]) -> None:
     ring = make(readers=2, slots=1)
     writer, reader, dropped = ring.writer(), ring.reader(0), ring.reader(1)
     writer.send(b"1")
@@ -273,7 +273,7 @@ def test_a_dropped_reader_is_waited_for_no_longer(make):
         dropped.receive(LONG)
 
 
-def test_a_dropped_reader_that_waits_is_woken(make):
+def test_a_dropped_reader_that_waits_is_woken(make: Callable[..., Ring]) -> None:
     ring = make()
     reader = ring.reader(0)
     waiting = in_thread(reader.receive)
@@ -282,7 +282,7 @@ def test_a_dropped_reader_that_waits_is_woken(make):
     assert isinstance(waiting(), RingClosedError)
 
 
-def test_a_writer_alone_is_told(make):
+def test_a_writer_alone_is_told(make: Callable[..., Ring]) -> None:
     ring = make(readers=2)
     writer = ring.writer()
     for index in range(2):
@@ -292,7 +292,7 @@ def test_a_writer_alone_is_told(make):
     assert ring.closed is None
 
 
-def test_long_messages_take_memory_until_all_readers_have_them(make):
+def test_long_messages_take_memory_until_all_readers_have_them(make: Callable[..., Ring]) -> None:
     ring = make(readers=2)
     writer, readers = ring.writer(), [ring.reader(0), ring.reader(1)]
     file = ring.handle.descriptors[0]
@@ -307,7 +307,7 @@ def test_long_messages_take_memory_until_all_readers_have_them(make):
     assert os.fstat(file).st_size == base
 
 
-def test_the_memory_has_no_name_and_is_only_ours(make):
+def test_the_memory_has_no_name_and_is_only_ours(make: Callable[..., Ring]) -> None:
     before = set(SHM.iterdir()) if SHM.is_dir() else set()
     ring = make()
     ring.writer().send(bytes(10_000))
@@ -318,7 +318,9 @@ def test_the_memory_has_no_name_and_is_only_ours(make):
     assert not any(os.get_inheritable(descriptor) for descriptor in ring.handle.descriptors)
 
 
-def test_a_file_system_without_nameless_files_has_the_name_for_a_moment_only(make, monkeypatch, tmp_path):
+def test_a_file_system_without_nameless_files_has_the_name_for_a_moment_only(
+    make: Callable[..., Ring], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     opened = []
     monkeypatch.setattr(os, "open", lambda *arguments, to=os.open: opened.append(arguments) or to(*arguments))
@@ -331,12 +333,12 @@ def test_a_file_system_without_nameless_files_has_the_name_for_a_moment_only(mak
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_is_not_there_is_named(make, tmp_path):
+def test_a_directory_that_is_not_there_is_named(make: Callable[..., Ring], tmp_path: Path) -> None:
     with pytest.raises(RingError, match="missing takes no shared memory"):
         make(directory=tmp_path / "missing")
 
 
-def test_closing_gives_memory_and_descriptors_back(make, implementation):
+def test_closing_gives_memory_and_descriptors_back(make: Callable[..., Ring], implementation: str) -> None:
     def open_files() -> set[int]:
         return {int(path.name) for path in Path("/proc/self/fd").iterdir()}
 
@@ -354,7 +356,7 @@ def test_closing_gives_memory_and_descriptors_back(make, implementation):
     assert open_files() <= before
 
 
-def test_too_few_descriptors_are_a_sentence_and_none_is_lost(make):
+def test_too_few_descriptors_are_a_sentence_and_none_is_lost(make: Callable[..., Ring]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = os.dup(0)
     os.close(before)
@@ -369,7 +371,7 @@ def test_too_few_descriptors_are_a_sentence_and_none_is_lost(make):
     assert after == before
 
 
-def test_too_little_shared_memory_is_said_before_anything_is_made(make):
+def test_too_little_shared_memory_is_said_before_anything_is_made(make: Callable[..., Ring]) -> None:
     if not SHM.is_dir():
         pytest.skip("there is no /dev/shm")
     slot_bytes = min(2**30, free_bytes(SHM) // 64)
@@ -378,7 +380,7 @@ def test_too_little_shared_memory_is_said_before_anything_is_made(make):
         make(slots=slots, slot_bytes=slot_bytes)
 
 
-def test_a_message_that_does_not_fit_leaves_the_ring_as_it_was(make):
+def test_a_message_that_does_not_fit_leaves_the_ring_as_it_was(make: Callable[..., Ring]) -> None:
     ring = make()
     writer, reader = ring.writer(), ring.reader(0)
     file = ring.handle.descriptors[0]
@@ -408,17 +410,17 @@ def test_a_message_that_does_not_fit_leaves_the_ring_as_it_was(make):
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_impossible_rings_are_refused(make, wrong):
+def test_impossible_rings_are_refused(make: Callable[..., Ring], wrong: Any) -> None:
     with pytest.raises(RingError, match=rf"{next(iter(wrong))} must be in \["):
         make(**wrong)
 
 
-def test_an_index_that_is_not_there_is_refused(make):
+def test_an_index_that_is_not_there_is_refused(make: Callable[..., Ring]) -> None:
     with pytest.raises(RingError, match="there is no reader 1"):
         make().reader(1)
 
 
-def test_a_wrong_descriptor_is_noticed_and_left_open(make):
+def test_a_wrong_descriptor_is_noticed_and_left_open(make: Callable[..., Ring]) -> None:
     ring = make()
     with Path(__file__).open("rb") as other:
         wrong = evolve(ring.handle, descriptors=(other.fileno(), *ring.handle.descriptors[1:]))
@@ -427,7 +429,7 @@ def test_a_wrong_descriptor_is_noticed_and_left_open(make):
         assert other.read(4) == b"from"
 
 
-def test_auto_takes_what_works_and_says_which(monkeypatch):
+def test_auto_takes_what_works_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Ring.create(readers=1).implementation == choose().implementation
     monkeypatch.setattr(futex_module, "native_part", lambda: None)
     with Ring.create(readers=1) as ring:
@@ -438,18 +440,18 @@ def test_auto_takes_what_works_and_says_which(monkeypatch):
         Ring.create(readers=1, implementation="smoke")
 
 
-def test_the_native_part_is_built_where_there_is_a_compiler():
+def test_the_native_part_is_built_where_there_is_a_compiler() -> None:
     if not sys.platform.startswith("linux") or shutil.which("cc") is None:
         pytest.skip("the native part needs Linux and a C compiler")
     assert FutexSignals.refuses() is None
 
 
-def test_the_handle_is_plain_data(make):
+def test_the_handle_is_plain_data(make: Callable[..., Ring]) -> None:
     handle = make(readers=3).handle
     assert MessageDecoder(RingHandle).decode(encode(handle)) == handle
 
 
-def test_processes_on_both_sides(make):
+def test_processes_on_both_sides(make: Callable[..., Ring]) -> None:
     there, back = make(readers=2), make(readers=1)
     echo = "reader, total = ring.reader(int(arguments[0])), 0\n"
     echo += "while True:\n    try: total += sum(reader.receive(20))\n    except RingClosedError: print(total); break"
@@ -467,7 +469,7 @@ def test_processes_on_both_sides(make):
     finish(sender)
 
 
-def test_a_dead_reader_is_dropped_and_the_writer_goes_on(make):
+def test_a_dead_reader_is_dropped_and_the_writer_goes_on(make: Callable[..., Ring]) -> None:
     ring = make(readers=2, slots=2)
     child = start("r = ring.reader(1); r.receive(); print('one', flush=True); time.sleep(60)", ring)
     writer, reader = ring.writer(), ring.reader(0)
@@ -486,7 +488,7 @@ def test_a_dead_reader_is_dropped_and_the_writer_goes_on(make):
     assert received() == [b"1", b"2", b"3", *[b"x"] * 10]
 
 
-def test_a_dead_writer_is_reported_after_what_it_sent(make):
+def test_a_dead_writer_is_reported_after_what_it_sent(make: Callable[..., Ring]) -> None:
     ring = make()
     child = start("w = ring.writer(); w.send(b'1'); w.send(bytes(9999)); os.kill(os.getpid(), signal.SIGKILL)", ring)
     reader = ring.reader(0)
@@ -497,7 +499,7 @@ def test_a_dead_writer_is_reported_after_what_it_sent(make):
     assert ring.closed == "the writer is dead"
 
 
-def test_another_process_can_interrupt(make):
+def test_another_process_can_interrupt(make: Callable[..., Ring]) -> None:
     ring = make()
     reader = ring.reader(0)
     waiting = in_thread(reader.receive)
@@ -505,7 +507,7 @@ def test_another_process_can_interrupt(make):
     assert str(waiting()) == "from elsewhere"
 
 
-def test_a_signal_is_handled_in_a_wait(make):
+def test_a_signal_is_handled_in_a_wait(make: Callable[..., Ring]) -> None:
     child = start(
         "signal.signal(signal.SIGINT, signal.default_int_handler)\nr = ring.reader(0)\nprint('waits', flush=True)\n"
         "try: r.receive()\nexcept KeyboardInterrupt: print('interrupted')",
@@ -519,7 +521,7 @@ def test_a_signal_is_handled_in_a_wait(make):
     assert time.monotonic() - begin < 5
 
 
-def test_a_reader_that_waits_takes_no_processor_time(make):
+def test_a_reader_that_waits_takes_no_processor_time(make: Callable[..., Ring]) -> None:
     ring = make(spin_us=100)
     reader = ring.reader(0)
     with pytest.raises(RingTimeoutError):
@@ -530,7 +532,7 @@ def test_a_reader_that_waits_takes_no_processor_time(make):
     assert time.process_time() - begin < 0.01
 
 
-def test_announcements_without_end_do_not_keep_a_reader_busy(make):
+def test_announcements_without_end_do_not_keep_a_reader_busy(make: Callable[..., Ring]) -> None:
     ring = make()
     child = start(
         "r = ring.reader(0)\nprint('waits', flush=True)\nbegin = time.process_time()\n"

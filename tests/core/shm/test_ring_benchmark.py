@@ -23,19 +23,19 @@ def measured(result: Path, *arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_every_transport_is_measured(tmp_path):
+def test_every_transport_is_measured(tmp_path: Path) -> None:
     rows = measured(tmp_path / "ring.json")
     assert {row["metric"] for row in rows} >= {"hop p50", "hop p99", "announce p50", "reader idle"}
     assert len({row["case"] for row in rows}) == 6
     assert all(row["value"] >= 0 for row in rows)
 
 
-def test_only_the_transports_named_are_measured(tmp_path):
+def test_only_the_transports_named_are_measured(tmp_path: Path) -> None:
     rows = measured(tmp_path / "ring.json", "--only", "ring", "ring of pipes")
     assert {row["case"] for row in rows} == {"ring, every 300 us", "ring of pipes, every 300 us"}
 
 
-def test_a_writer_that_works_longer_than_its_interval_is_refused():
+def test_a_writer_that_works_longer_than_its_interval_is_refused() -> None:
     command = [sys.executable, str(SCRIPT), *FEW, "--work", "300"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2

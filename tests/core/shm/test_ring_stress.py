@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "ring_stress.py"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the script looks at /dev/shm and /proc")
-def test_nothing_is_lost_doubled_torn_or_left_behind():
+def test_nothing_is_lost_doubled_torn_or_left_behind() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--rounds", "4", "--largest", "1000000"],
         capture_output=True,

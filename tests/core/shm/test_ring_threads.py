@@ -28,13 +28,13 @@ def run(program: Path, rounds: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, str(rounds)], capture_output=True, text=True, check=False, timeout=90)
 
 
-def test_no_race_and_nothing_torn_lost_or_hung(tmp_path):
+def test_no_race_and_nothing_torn_lost_or_hung(tmp_path: Path) -> None:
     done = run(build(tmp_path, SOURCE), 60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "60 rounds\n"
 
 
-def test_a_race_would_be_found(tmp_path):
+def test_a_race_would_be_found(tmp_path: Path) -> None:
     code = (SOURCE / "_ring.c").read_text(encoding="utf-8")
     assert ORDERED in code
     (tmp_path / "_ring.c").write_text(code.replace(ORDERED, RELAXED), encoding="utf-8")

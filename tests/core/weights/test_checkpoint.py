@@ -1,4 +1,8 @@
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -7,16 +11,16 @@ from engine.core.weights.checkpoint import Checkpoint, read_key
 
 
 @pytest.fixture
-def directory(tmp_path):
+def directory(tmp_path: Path) -> Any:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", "eos_token_id": 3}))
     return tmp_path
 
 
-def write_generation(directory, **content):
+def write_generation(directory: Any, **content: Any) -> None:
     (directory / "generation_config.json").write_text(json.dumps(content))
 
 
-def test_open_reads_the_json_files(directory):
+def test_open_reads_the_json_files(directory: Any) -> None:
     write_generation(directory, top_k=5)
     checkpoint = Checkpoint.open(str(directory))
     assert checkpoint.path == directory
@@ -24,7 +28,7 @@ def test_open_reads_the_json_files(directory):
     assert checkpoint.generation_config == {"top_k": 5}
 
 
-def test_generation_config_can_be_left_aside(directory):
+def test_generation_config_can_be_left_aside(directory: Any) -> None:
     write_generation(directory, eos_token_id=9, top_k=5)
     checkpoint = Checkpoint.open(directory, generation_config="none")
     assert checkpoint.eos_tokens() == {3}
@@ -32,23 +36,23 @@ def test_generation_config_can_be_left_aside(directory):
 
 
 @pytest.mark.parametrize("name", ["meta/model-7b", "gone"])
-def test_no_directory(tmp_path, name):
+def test_no_directory(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=r"does not exist; give a directory .* not downloaded"):
         Checkpoint.open(tmp_path / name)
 
 
-def test_a_file_in_place_of_a_directory(directory):
+def test_a_file_in_place_of_a_directory(directory: Any) -> None:
     with pytest.raises(CheckpointError, match="is a file"):
         Checkpoint.open(directory / "config.json")
 
 
-def test_no_config(tmp_path):
+def test_no_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         Checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize(("text", "said"), [("{", "JSON"), ("[1]", "list"), (b"\xff\xfe{", "JSON")])
-def test_broken_config(tmp_path, text, said):
+def test_broken_config(tmp_path: Path, text: str | bytes, said: str) -> None:
     content = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=said):
@@ -56,43 +60,43 @@ def test_broken_config(tmp_path, text, said):
 
 
 @pytest.mark.parametrize(("stored", "expected"), [(7, {7}), ([7, 8], {7, 8}), (None, {3}), ([], set())])
-def test_eos_tokens_come_from_generation_config_first(directory, stored, expected):
+def test_eos_tokens_come_from_generation_config_first(directory: Any, stored: Any, expected: Any) -> None:
     write_generation(directory, eos_token_id=stored)
     assert Checkpoint.open(directory).eos_tokens() == expected
 
 
-def test_eos_tokens_of_config(directory):
+def test_eos_tokens_of_config(directory: Any) -> None:
     assert Checkpoint.open(directory).eos_tokens() == {3}
     (directory / "config.json").write_text("{}")
     assert Checkpoint.open(directory).eos_tokens() == frozenset()
 
 
 @pytest.mark.parametrize("stored", ["2", [1, "2"], 1.5, True])
-def test_eos_tokens_of_a_wrong_type(directory, stored):
+def test_eos_tokens_of_a_wrong_type(directory: Any, stored: Any) -> None:
     write_generation(directory, eos_token_id=stored)
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
         Checkpoint.open(directory).eos_tokens()
 
 
-def test_default_params(directory):
+def test_default_params(directory: Any) -> None:
     write_generation(directory, do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=None, max_new_tokens=30)
     params = Checkpoint.open(directory).default_params()
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens) == (0.6, 20, 0.95, 0.0, 30)
 
 
-def test_default_params_of_a_model_that_does_not_sample(directory):
+def test_default_params_of_a_model_that_does_not_sample(directory: Any) -> None:
     write_generation(directory, do_sample=False, temperature=0.6)
     assert Checkpoint.open(directory).default_params().greedy
 
 
 @pytest.mark.parametrize("wrong", [{"top_p": 3}, {"temperature": "hot"}])
-def test_default_params_out_of_range(directory, wrong):
+def test_default_params_out_of_range(directory: Any, wrong: Any) -> None:
     write_generation(directory, **wrong)
     with pytest.raises(CheckpointError, match=r"generation_config\.json: "):
         Checkpoint.open(directory).default_params()
 
 
-def test_quantization(directory):
+def test_quantization(directory: Any) -> None:
     assert Checkpoint.open(directory).quantization is None
     (directory / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "any"}}))
     assert Checkpoint.open(directory).quantization == {"quant_method": "any"}
@@ -101,7 +105,7 @@ def test_quantization(directory):
         _ = Checkpoint.open(directory).quantization
 
 
-def test_read_key():
+def test_read_key() -> None:
     config = {"whole": 3, "null": None, "half": 0.5, "flag": True, "text": "3"}
     assert read_key(config, "whole", int) == 3
     assert read_key(config, "whole", float) == 3.0

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import json
 import threading
 from pathlib import Path
@@ -28,18 +30,18 @@ SIZES = {
 }
 
 
-def random_tensors(dtype=torch.float32):
+def random_tensors(dtype: torch.dtype = torch.float32) -> Any:
     generator = torch.Generator().manual_seed(1)
     return {name: torch.randn(size, generator=generator).to(dtype) for name, size in SIZES.items()}
 
 
-def write(directory, tensors, file="model.safetensors"):
+def write(directory: Any, tensors: Any, file: str = "model.safetensors") -> Any:
     (directory / "config.json").write_text("{}")
     save_file(tensors, directory / file)
     return directory
 
 
-def write_sharded(directory, tensors, weight_map):
+def write_sharded(directory: Any, tensors: Any, weight_map: Any) -> None:
     for file in set(weight_map.values()):
         write(directory, {name: tensors[name] for name in tensors if weight_map.get(name) == file}, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -48,14 +50,14 @@ def write_sharded(directory, tensors, weight_map):
 class Network:
     """One of each kind of layer."""
 
-    def __init__(self, *, dtype="float32", rank=0, ranks=1):
+    def __init__(self, *, dtype: str = "float32", rank: int = 0, ranks: int = 1) -> None:
         self.layers = LayerFactory(dtype=dtype, device="cpu", group=LoneRank(rank, ranks))
         self.embedding = self.layers.embedding("embed", 8, HIDDEN)
         self.norm = self.layers.norm("norm", HIDDEN, 1e-6)
         self.gate_up = self.layers.linear([("gate", INNER), ("up", INNER)], HIDDEN, bias=True, parallel="column")
         self.down = self.layers.linear([("down", HIDDEN)], INNER, parallel="row")
 
-    def load(self, directory, on_progress=None):
+    def load(self, directory: Any, on_progress: Any = None) -> Any:
         load_weights(self.layers, SafetensorsSource(Checkpoint.open(directory)), on_progress)
         return self
 
@@ -200,19 +202,19 @@ def test_nothing_is_read_before_all_is_checked(tmp_path: Path) -> None:
     assert network.layers.nbytes == 0
 
 
-def read(source, name, spec, *, rank=0, ranks=1):
+def read(source: Any, name: Any, spec: Any, *, rank: int = 0, ranks: int = 1) -> Any:
     tensor, tasks = source.allocate(name, spec, rank=rank, ranks=ranks, device="cpu")
     with ReaderPool("cpu", 2) as readers:
         readers.submit(tasks).wait()
     return tensor
 
 
-def read_dummy(name, *, seed=0, rank=0, ranks=1, **spec):
+def read_dummy(name: Any, *, seed: int = 0, rank: int = 0, ranks: int = 1, **spec: Any) -> Any:
     return read(DummySource(seed), name, TensorSpec(**spec), rank=rank, ranks=ranks)
 
 
 def test_dummy_weights_depend_on_name_and_seed() -> None:
-    def make(name, seed):
+    def make(name: Any, seed: Any) -> Any:
         return read_dummy(name, seed=seed, shape=(8, 8), dtypes=("float32",))
 
     assert torch.equal(make("a.weight", 1), make("a.weight", 1))
@@ -221,7 +223,7 @@ def test_dummy_weights_depend_on_name_and_seed() -> None:
 
 
 def test_dummy_weights_are_equal_on_ranks_that_hold_replicas() -> None:
-    def make(rank, shard_dim):
+    def make(rank: Any, shard_dim: Any) -> Any:
         return read_dummy("a.weight", rank=rank, ranks=2, shape=(8, 8), dtypes=("float32",), shard_dim=shard_dim)
 
     assert torch.equal(make(0, None), make(1, None))
@@ -286,19 +288,19 @@ def test_dummy_tensor_that_ranks_do_not_divide_is_an_error() -> None:
 class SlowSource(WeightSource):
     """Tensors of ones, each read when its gate opens. Records the names of tensors whose reads were started."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.started = []
         self.gates = {}
         self.failing = None
 
-    def check(self, specs, ignored):
+    def check(self, specs: Any, ignored: Any) -> Any:
         return {name: 4 * torch.Size(spec.shape).numel() for name, spec in specs.items()}
 
-    def allocate(self, name, spec, *, rank, ranks, device):
+    def allocate(self, name: Any, spec: Any, *, rank: Any, ranks: Any, device: Any) -> Any:
         self.started.append(name)
         tensor = torch.zeros(spec.shape)
 
-        def read(memory):
+        def read(memory: Any) -> None:
             gate = self.gates.get(name)
             if gate is not None:
                 assert gate.wait(10)
@@ -309,12 +311,12 @@ class SlowSource(WeightSource):
         return tensor, [ReadTask((name, 0), tensor.view(-1).view(torch.uint8), read)]
 
 
-def norms(count, size=4):
+def norms(count: Any, size: int = 4) -> Any:
     layers = LayerFactory(dtype="float32", device="cpu")
     return layers, [layers.norm(f"norm{number}", size, 1e-6) for number in range(count)]
 
 
-def weight_readers():
+def weight_readers() -> Any:
     return [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
 
 
@@ -323,7 +325,7 @@ def test_layer_is_filled_while_the_next_ones_are_read() -> None:
     source = SlowSource()
     source.gates["norm1.weight"] = threading.Event()
 
-    def on_progress(done, total):
+    def on_progress(done: Any, total: Any) -> None:
         if done < total:
             assert "norm1.weight" in source.started
             assert not hasattr(second, "weight")
@@ -362,7 +364,7 @@ def test_error_in_a_thread_is_raised_and_ends_the_others() -> None:
 def test_error_or_interrupt_ends_the_threads(error: type[BaseException]) -> None:
     layers, _ = norms(5)
 
-    def on_progress(done, total):
+    def on_progress(done: Any, total: Any) -> None:
         raise error
 
     with pytest.raises(error):
@@ -437,7 +439,7 @@ def test_memory_in_use_by_the_gpu_is_not_overwritten(tmp_path: Path) -> None:
 def test_dummy_weights_on_a_gpu_depend_on_name_and_seed() -> None:
     spec = TensorSpec(shape=(256, 256), dtypes=("bfloat16",))
 
-    def make(name, seed):
+    def make(name: Any, seed: Any) -> Any:
         return DummySource(seed).allocate(name, spec, rank=0, ranks=1, device="cuda:0")[0]
 
     assert torch.equal(make("a.weight", 1), make("a.weight", 1))

@@ -1,5 +1,9 @@
 """SiLU * up and quantization in one kernel: the codes of the two kernels one after the other, bit for bit."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +14,7 @@ from engine.ops.activation.silu_and_mul_quantize import silu_and_mul_quantize
 CODES = [torch.float8_e4m3fn, torch.int8]
 
 
-def check(x, dtype, scale=None):
+def check(x: Any, dtype: Any, scale: Any = None) -> Any:
     codes, scales = quantize_rows(silu_and_mul(x), dtype, scale=scale)
     got, got_scales = silu_and_mul_quantize(x, dtype, scale=scale)
     assert torch.equal(got_scales.view(torch.int32), scales.view(torch.int32))
@@ -23,14 +27,16 @@ def check(x, dtype, scale=None):
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 24), (2, 200), (5, 1000), (2, 3072)])
-def test_equals_two_kernels_bit_for_bit(rows, size, half, dtype, device):
+def test_equals_two_kernels_bit_for_bit(
+    rows: int, size: int, half: torch.dtype, dtype: Any, device: torch.device
+) -> None:
     x = (torch.randn(rows, 2 * size, device=device) * 4).to(half)
     codes, _ = check(x, dtype)
     assert codes.float().any()
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_static_scale(dtype, device, half):
+def test_static_scale(dtype: Any, device: torch.device, half: torch.dtype) -> None:
     x = (torch.randn(3, 600, device=device) * 4).to(half)
     limit = 448 if dtype == torch.float8_e4m3fn else 127
     codes, _ = check(x, dtype, torch.tensor([1 / limit], device=device))  # which clamps many
@@ -41,7 +47,9 @@ def test_static_scale(dtype, device, half):
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("given", [False, True])
-def test_a_row_that_is_not_finite_has_the_scale_nan(broken, dtype, given, device, half):
+def test_a_row_that_is_not_finite_has_the_scale_nan(
+    broken: Any, dtype: Any, given: bool, device: torch.device, half: torch.dtype
+) -> None:
     x = torch.ones(4, 400, dtype=half, device=device)
     x[1, 150] = broken  # the gate: of -inf silu is 0 * -inf
     x[2, 350] = broken
@@ -50,7 +58,7 @@ def test_a_row_that_is_not_finite_has_the_scale_nan(broken, dtype, given, device
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_products_beyond_the_dtypes_range(device):
+def test_products_beyond_the_dtypes_range(device: torch.device) -> None:
     """The activation is rounded before it is quantized, here to infinity."""
     x = torch.ones(2, 80, dtype=torch.float16, device=device)
     x[1] = 300.0
@@ -58,7 +66,7 @@ def test_products_beyond_the_dtypes_range(device):
     assert scales.isnan().tolist() == [False, True]
 
 
-def test_no_rows_and_strided_ones(device, half):
+def test_no_rows_and_strided_ones(device: torch.device, half: torch.dtype) -> None:
     x = torch.randn(3, 80, device=device).to(half)
     check(x[:0], torch.int8)
     codes, scales = check(x, torch.int8)
@@ -71,7 +79,7 @@ def test_no_rows_and_strided_ones(device, half):
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [3072, 4864, 14336, 28672])
-def test_real_sizes(size, half, dtype, device):
+def test_real_sizes(size: int, half: torch.dtype, dtype: Any, device: torch.device) -> None:
     for rows in (1, 33, 64, 256, 2048):
         x = torch.randn(rows, 2 * size, device=device).to(half)
         check(x, dtype)

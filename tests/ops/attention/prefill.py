@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
@@ -17,18 +19,18 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def check(
-    lengths,
+    lengths: Any,
     *,
-    heads=(2, 1),
-    dim=32,
-    window=None,
-    softcap=None,
-    config=SMALL,
-    dtype=torch.float32,
-    kv_dtype=None,
-    value_scale=1.0,
-    block_size=BLOCK_SIZE,
-):
+    heads: Any = (2, 1),
+    dim: int = 32,
+    window: Any = None,
+    softcap: Any = None,
+    config: Any = SMALL,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: Any = None,
+    value_scale: float = 1.0,
+    block_size: Any = BLOCK_SIZE,
+) -> None:
     """Run and compare. lengths: (cached, new) per sequence. Row 0 of out belongs to a decode and must not change."""
     torch.manual_seed(0)
     kv_dtype = kv_dtype or dtype

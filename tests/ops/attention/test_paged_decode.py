@@ -121,16 +121,16 @@ class Case:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 7, 40])
-def test_decode_attends_to_ragged_sequences_across_ranges(programs):
+def test_decode_attends_to_ragged_sequences_across_ranges(programs: int) -> None:
     Case([1, 16, 17, 100, 33, 5], heads=(4, 2)).check(programs)
 
 
 @pytest.mark.parametrize("programs", [5, 18, 37])
-def test_decode_merges_many_parts_of_one_sequence(programs):
+def test_decode_merges_many_parts_of_one_sequence(programs: int) -> None:
     Case([591]).check(programs)
 
 
-def test_decode_reuses_a_workspace_for_consecutive_launches():
+def test_decode_reuses_a_workspace_for_consecutive_launches() -> None:
     case = Case([70, 200, 31])
     workspace = case.workspace(6)
     first = case.run(workspace)
@@ -139,51 +139,51 @@ def test_decode_reuses_a_workspace_for_consecutive_launches():
     torch.testing.assert_close(other.run(workspace).double().cpu(), other.expected, rtol=1e-4, atol=1e-5)
 
 
-def test_decode_writes_no_parts_when_sequences_fill_ranges():
+def test_decode_writes_no_parts_when_sequences_fill_ranges() -> None:
     case = Case([64] * 6)
     workspace = case.workspace(3)
     case.run(workspace)
     assert workspace.acc.isnan().all()
 
 
-def test_decode_leaves_rows_beyond_num_sequences_unchanged():
+def test_decode_leaves_rows_beyond_num_sequences_unchanged() -> None:
     case = Case([20, 40])
     assert (case.run(case.workspace(3), extra_rows=2)[2:] == -7).all()
 
 
 @pytest.mark.parametrize("count", [15, 16, 17, pytest.param(300, marks=pytest.mark.gpu)])
-def test_decode_attends_with_any_number_of_sequences(count):
+def test_decode_attends_with_any_number_of_sequences(count: int) -> None:
     Case([1 + 7 * i % 23 for i in range(count)], heads=(1, 1), dim=16).check(4)
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 40, 500])
-def test_decode_attends_within_a_window_across_ranges(window):
+def test_decode_attends_within_a_window_across_ranges(window: int) -> None:
     Case([1, 90, 200, 16], window=window).check(5)
 
 
-def test_decode_caps_scores_across_ranges():
+def test_decode_caps_scores_across_ranges() -> None:
     Case([90, 200, 16], softcap=1.5).check(5)
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 16, 20])
-def test_decode_attends_with_groups_of_any_size(group):
+def test_decode_attends_with_groups_of_any_size(group: int) -> None:
     Case([50, 9], heads=(2 * group, 2)).check(3)
 
 
 @pytest.mark.parametrize("dim", [16, 48, 80, 96, 256])
-def test_decode_attends_with_heads_of_any_multiple_of_16(dim):
+def test_decode_attends_with_heads_of_any_multiple_of_16(dim: int) -> None:
     Case([50, 9], dim=dim).check(3)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("block_n", [16, 64])
-def test_decode_finds_cache_blocks_smaller_and_larger_than_tiles(block_n, block_size):
+def test_decode_finds_cache_blocks_smaller_and_larger_than_tiles(block_n: int, block_size: int) -> None:
     config = DecodeConfig(block_n=block_n, num_warps=2, num_stages=3, programs_per_sm=1)
     Case([50, 130], block_size=block_size).check(3, config)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_decode_attends_in_half_precision(dtype):
+def test_decode_attends_in_half_precision(dtype: Any) -> None:
     Case([50, 130], dtype=dtype).check(3)
 
 
@@ -193,43 +193,43 @@ def float8(lengths: Sequence[int] = (50, 130), dtype: torch.dtype = torch.bfloat
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_float8_decode_attends_with_16_bit_queries(dtype):
+def test_float8_decode_attends_with_16_bit_queries(dtype: torch.dtype) -> None:
     float8(dtype=dtype).check(3)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 9])
-def test_float8_decode_attends_with_groups_of_any_size(group):
+def test_float8_decode_attends_with_groups_of_any_size(group: int) -> None:
     float8(heads=(2 * group, 2)).check(3)
 
 
 @pytest.mark.parametrize("dim", [16, 48, 80, 128, 256])
-def test_float8_decode_attends_with_heads_of_any_size(dim):
+def test_float8_decode_attends_with_heads_of_any_size(dim: int) -> None:
     float8(dim=dim).check(3)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48, 64])
 @pytest.mark.parametrize("block_n", [16, 64])
-def test_float8_decode_finds_cache_blocks_smaller_and_larger_than_tiles(block_n, block_size):
+def test_float8_decode_finds_cache_blocks_smaller_and_larger_than_tiles(block_n: int, block_size: int) -> None:
     config = DecodeConfig(block_n=block_n, num_warps=2, num_stages=3, programs_per_sm=1)
     float8(block_size=block_size).check(3, config)
 
 
 @pytest.mark.parametrize("window", [1, 16, 40])
-def test_float8_decode_attends_within_a_window(window):
+def test_float8_decode_attends_within_a_window(window: int) -> None:
     float8([1, 90, 200, 16], window=window).check(5)
 
 
-def test_float8_decode_caps_scores():
+def test_float8_decode_caps_scores() -> None:
     float8([90, 200, 16], softcap=1.5).check(5)
 
 
 @pytest.mark.parametrize("exponent", [-60, -20, 20, 60])
-def test_float8_decode_keeps_queries_beyond_the_range_of_float16(exponent):
+def test_float8_decode_keeps_queries_beyond_the_range_of_float16(exponent: int) -> None:
     float8(q_factor=2.0**exponent).check(3)
 
 
 @pytest.mark.gpu
-def test_float8_decode_returns_nan_for_nan_within_the_context_only():
+def test_float8_decode_returns_nan_for_nan_within_the_context_only() -> None:
     """Put a NaN into the keys, then the values, of one sequence and KV head.
 
     All slots beyond the contexts are NaN too. The interpreter has no NaN in float8.
@@ -244,7 +244,7 @@ def test_float8_decode_returns_nan_for_nan_within_the_context_only():
         assert out.isfinite().all()
 
 
-def test_float8_decode_does_not_lose_many_small_weights():
+def test_float8_decode_does_not_lose_many_small_weights() -> None:
     """One key has nearly all of the weight; each other has less than half of the smallest number of float16."""
     length = 1000
     case = float8([length], heads=(1, 1), dim=16)
@@ -262,13 +262,13 @@ def test_float8_decode_does_not_lose_many_small_weights():
 @pytest.mark.parametrize("dim", [16, 48])
 @pytest.mark.parametrize(("heads", "fold"), [((4, 4), 2), ((8, 4), 4), ((12, 4), 2)])
 @pytest.mark.parametrize("programs", [1, 4])
-def test_float8_decode_folds_adjacent_kv_heads(programs, heads, fold, dim):
+def test_float8_decode_folds_adjacent_kv_heads(programs: int, heads: Any, fold: int, dim: int) -> None:
     config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=2, fold=fold)
     float8([50, 130, 7], heads=heads, dim=dim).check(programs, config)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
-def test_decode_scales_values(programs):
+def test_decode_scales_values(programs: int) -> None:
     """Both of sequences within one range and of merged parts."""
     Case([50, 130, 7], kv_dtype=torch.float8_e4m3fn, value_scale=0.37).check(programs)
 
@@ -276,7 +276,7 @@ def test_decode_scales_values(programs):
 @pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [16, 96, 128, 256])
-def test_decode_configs_fit_a_multiprocessor(head_dim, itemsize, shared_memory):
+def test_decode_configs_fit_a_multiprocessor(head_dim: int, itemsize: int, shared_memory: int) -> None:
     configs = decode_configs(head_dim, itemsize, shared_memory, (32, 8))
     for _, config in configs:
         row = triton.next_power_of_2(head_dim) * itemsize * config.fold
@@ -289,7 +289,7 @@ def test_decode_configs_fit_a_multiprocessor(head_dim, itemsize, shared_memory):
     assert limits[-1] == float("inf")
 
 
-def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200():
+def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200() -> None:
     """228 KB per multiprocessor, heads of 128."""
     assert [attrs.astuple(config) for _, config in decode_configs(128, 2, 233472, (32, 8))] == [
         (32, 4, 4, 1, 1),
@@ -319,13 +319,15 @@ def test_decode_configs_equal_the_presets_with_the_shared_memory_of_an_h200():
         (16, (16, 16), 128, 8),
     ],
 )
-def test_folded_heads_fills_rows_and_padding(head_bytes, heads, row_bytes, fold):
+def test_folded_heads_fills_rows_and_padding(head_bytes: int, heads: Any, row_bytes: int, fold: int) -> None:
     assert folded_heads(head_bytes, heads, row_bytes) == fold
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((64, 8), 128), ((32, 32), 128), ((32, 8), 64)])
-def test_float8_decode_launches_exactly_the_programs_that_fit(heads, dim, monkeypatch):
+def test_float8_decode_launches_exactly_the_programs_that_fit(
+    heads: Any, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More would run one after the other; fewer would be distributed unevenly."""
     properties = torch.cuda.get_device_properties(DEVICE)
     if properties.major != 9:
@@ -349,17 +351,17 @@ def test_float8_decode_launches_exactly_the_programs_that_fit(heads, dim, monkey
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_decode_attends_with_each_config(number):
+def test_decode_attends_with_each_config(number: Any) -> None:
     config = decode_configs(32, 4, 233472)[number][1]
     Case([50, 130, 7]).check(config.programs_per_sm, config)
 
 
-def test_pad_sequences_returns_few_sizes():
+def test_pad_sequences_returns_few_sizes() -> None:
     assert {pad_sequences(count) for count in range(1, 513)} == {16, 256, 512}
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 4])
-def test_blocked_merge_size_fits_the_registers(programs):
+def test_blocked_merge_size_fits_the_registers(programs: int) -> None:
     config = DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=programs)
     sizes = {dim: blocked_merge_size(4, dim, config) for dim in (64, 128, 256)}
     assert all(count == 1 or count * 4 * dim <= 64 * 128 // programs for dim, count in sizes.items())
@@ -367,7 +369,7 @@ def test_blocked_merge_size_fits_the_registers(programs):
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 4])
-def test_unrolled_merge_size_takes_at_most_half_of_the_registers(programs):
+def test_unrolled_merge_size_takes_at_most_half_of_the_registers(programs: int) -> None:
     config = DecodeConfig(block_n=64, num_warps=4, num_stages=3, programs_per_sm=programs)
     for dim in (64, 128, 256):
         count = unrolled_merge_size(4, dim, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,31 +19,31 @@ pytestmark = [] if triton.knobs.runtime.interpret else [pytest.mark.gpu]
 EDGES = ((0, 1), (0, 16), (0, 17), (15, 16), (16, 33), (31, 2), (100, 1))
 
 
-def test_kernel_handles_chunks_at_tile_edges():
+def test_kernel_handles_chunks_at_tile_edges() -> None:
     check(EDGES)
 
 
 @pytest.mark.parametrize("window", [1, 16, 17, 40])
-def test_kernel_handles_windows_at_tile_edges(window):
+def test_kernel_handles_windows_at_tile_edges(window: int) -> None:
     check(EDGES, window=window)
 
 
-def test_kernel_applies_a_soft_cap():
+def test_kernel_applies_a_soft_cap() -> None:
     check(((20, 30),), softcap=1.5)
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 16])
-def test_kernel_handles_groups_that_do_not_fill_a_tile(group):
+def test_kernel_handles_groups_that_do_not_fill_a_tile(group: int) -> None:
     check(((9, 12), (0, 5)), heads=(2 * group, 2))
 
 
 @pytest.mark.parametrize("dim", [16, 80, 256])
-def test_kernel_handles_head_dims_that_are_multiples_of_16(dim):
+def test_kernel_handles_head_dims_that_are_multiples_of_16(dim: int) -> None:
     check(((9, 12),), dim=dim)
 
 
 @pytest.mark.parametrize("config", [(16, 64, 4, 2), (64, 16, 4, 3), (128, 64, 8, 3)])
-def test_kernel_is_correct_for_each_config(config):
+def test_kernel_is_correct_for_each_config(config: Any) -> None:
     m, n, warps, stages = config
     chosen = PrefillConfig(block_m=m, block_n=n, num_warps=warps, num_stages=stages)
     check(((40, 75),), config=chosen, dtype=torch.float16)
@@ -51,20 +53,20 @@ def test_kernel_is_correct_for_each_config(config):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("longest", [16, 700])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_kernel_is_correct_for_the_chosen_config(dim, longest, window):
+def test_kernel_is_correct_for_the_chosen_config(dim: int, longest: int, window: int | None) -> None:
     config = prefill_config(longest, 4, dim, 2, 233472)
     check(((333, longest), (0, 7)), heads=(8, 2), dim=dim, config=config, dtype=torch.bfloat16, window=window)
 
 
-def test_kernel_reads_a_float8_cache():
+def test_kernel_reads_a_float8_cache() -> None:
     check(((20, 30),), dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
 
 
-def test_kernel_multiplies_values_by_their_scale():
+def test_kernel_multiplies_values_by_their_scale() -> None:
     check(((20, 30), (0, 5)), kv_dtype=torch.float8_e4m3fn, value_scale=0.37)
 
 
-def test_prefill_tiles_cover_each_new_token_once_the_most_work_first():
+def test_prefill_tiles_cover_each_new_token_once_the_most_work_first() -> None:
     queries = np.array([1, 5, 8, 9], np.int32)
     contexts = np.array([70, 5, 20, 9], np.int32)
     assert prefill_tiles(queries, contexts, 1, 4).tolist() == [
@@ -81,7 +83,9 @@ def test_prefill_tiles_cover_each_new_token_once_the_most_work_first():
 @pytest.mark.parametrize("shared_memory", [65536, 102400, 167936, 233472])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
-def test_prefill_config_fits_shared_memory_and_at_least_one_token(group, itemsize, shared_memory):
+def test_prefill_config_fits_shared_memory_and_at_least_one_token(
+    group: int, itemsize: int, shared_memory: int
+) -> None:
     for longest in (1, 16, 5000):
         config = prefill_config(longest, group, 128, itemsize, shared_memory)
         assert config.tokens(group) >= 1
@@ -91,6 +95,6 @@ def test_prefill_config_fits_shared_memory_and_at_least_one_token(group, itemsiz
     assert prefill_config(16, 4, 128, 2, 233472).block_m == 64
 
 
-def test_prefill_config_is_persistent_for_long_prompts_only():
+def test_prefill_config_is_persistent_for_long_prompts_only() -> None:
     assert prefill_config(17, 4, 128, 2, 233472, persistent=True) == PERSISTENT
     assert prefill_config(16, 4, 128, 2, 233472, persistent=True) == prefill_config(16, 4, 128, 2, 233472)

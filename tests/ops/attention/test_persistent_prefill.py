@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ print(triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "launch
 """Compiles the kernel for Hopper without a GPU."""
 
 
-def test_kernel_has_both_products_of_a_step_in_flight_and_copies_of_16_bytes():
+def test_kernel_has_both_products_of_a_step_in_flight_and_copies_of_16_bytes() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -59,7 +60,7 @@ PERSISTENT_EDGES = ((0, 1), (0, 64), (0, 65), (127, 1), (127, 130), (128, 33), (
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("page", "dtype"), [(8, torch.float16), (16, torch.bfloat16), (256, torch.bfloat16)])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (2, 128), (4, 128), (7, 64), (128, 128)])
-def test_kernel_is_correct_at_tile_edges(group, dim, page, dtype):
+def test_kernel_is_correct_at_tile_edges(group: int, dim: int, page: int, dtype: torch.dtype) -> None:
     check(PERSISTENT_EDGES, heads=(2 * group, 2), dim=dim, config=PERSISTENT, dtype=dtype, block_size=page)
 
 
@@ -67,7 +68,7 @@ def test_kernel_is_correct_at_tile_edges(group, dim, page, dtype):
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 1000])
-def test_kernel_handles_windows_and_soft_caps(window, softcap):
+def test_kernel_handles_windows_and_soft_caps(window: int | None, softcap: float | None) -> None:
     check(
         PERSISTENT_EDGES,
         heads=(8, 2),
@@ -82,7 +83,7 @@ def test_kernel_handles_windows_and_soft_caps(window, softcap):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-def test_kernel_is_correct_in_many_turns_repeatedly():
+def test_kernel_is_correct_in_many_turns_repeatedly() -> None:
     for _ in range(3):
         check(((0, 3000), (700, 2000), (5, 1)), heads=(16, 8), dim=128, config=PERSISTENT, dtype=torch.bfloat16)
 
@@ -101,11 +102,11 @@ def test_kernel_is_correct_in_many_turns_repeatedly():
         ({"kv_dtype": torch.float8_e4m3fn}, False),
     ],
 )
-def test_can_persist_says_what_the_kernel_supports(change, taken):
+def test_can_persist_says_what_the_kernel_supports(change: Any, taken: bool) -> None:
     given = {"dim": 128, "page": 16, "group": 4, "dtype": torch.bfloat16} | change
     keys = torch.empty(2, given["page"], 1, given["dim"], dtype=given.get("kv_dtype", given["dtype"]), device="cuda")
     assert can_persist(keys, given["dtype"], given["group"]) is taken
 
 
-def test_can_persist_is_false_on_a_cpu():
+def test_can_persist_is_false_on_a_cpu() -> None:
     assert not can_persist(torch.empty(2, 16, 1, 128, dtype=torch.bfloat16), torch.bfloat16, 4)

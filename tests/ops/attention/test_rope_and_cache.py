@@ -1,5 +1,9 @@
 """Angles, and norm, rotation and cache write in one, against float64."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,7 +15,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
 
 @pytest.mark.parametrize("pairs", [4, 10, 64])
-def test_angles(pairs, device):
+def test_angles(pairs: int, device: torch.device) -> None:
     frequencies = (10000.0 ** -(torch.arange(pairs) / pairs)).float().to(device)
     positions = torch.tensor([0, 1, 2, 17, 4095, 131071, 1000003] * 5, device=device)
     cos, sin = angles(positions, frequencies, 1.25)
@@ -21,14 +25,14 @@ def test_angles(pairs, device):
     torch.testing.assert_close(sin.double(), turned.sin() * 1.25, rtol=0, atol=1e-6)
 
 
-def test_angles_of_nothing(device):
+def test_angles_of_nothing(device: torch.device) -> None:
     assert angles(torch.empty(0, dtype=torch.int64, device=device), torch.ones(4, device=device), 1.0)[0].shape == (
         0,
         4,
     )
 
 
-def expected(heads, num_heads, kv_heads, cos, sin, weight, eps):
+def expected(heads: Any, num_heads: Any, kv_heads: Any, cos: Any, sin: Any, weight: Any, eps: Any) -> Any:
     """[tokens, heads, dim] float64 as they should become."""
     qk = heads[:, : num_heads + kv_heads].double()
     if weight is not None:
@@ -40,7 +44,18 @@ def expected(heads, num_heads, kv_heads, cos, sin, weight, eps):
     return torch.cat((turned, heads[:, num_heads + kv_heads :].double()), 1)
 
 
-def check(tokens, num_heads, kv_heads, dim, rotary_dim, dtype, kv_dtype, normed, device, scales=UNSCALED):
+def check(
+    tokens: Any,
+    num_heads: Any,
+    kv_heads: Any,
+    dim: Any,
+    rotary_dim: Any,
+    dtype: Any,
+    kv_dtype: Any,
+    normed: Any,
+    device: Any,
+    scales: Any = UNSCALED,
+) -> None:
     total = num_heads + 2 * kv_heads
     qkv = torch.randn(tokens, total * dim, device=device).to(dtype)
     heads = qkv.view(tokens, total, dim).clone()
@@ -81,12 +96,14 @@ def check(tokens, num_heads, kv_heads, dim, rotary_dim, dtype, kv_dtype, normed,
     ("num_heads", "kv_heads", "dim", "rotary_dim"),
     [(4, 2, 16, 16), (14, 2, 64, 64), (3, 1, 24, 24), (4, 4, 80, 32), (8, 1, 12, 6), (9, 3, 128, 128)],
 )
-def test_equals_float64(num_heads, kv_heads, dim, rotary_dim, normed, device):
+def test_equals_float64(
+    num_heads: int, kv_heads: int, dim: int, rotary_dim: int, normed: bool, device: torch.device
+) -> None:
     check(5, num_heads, kv_heads, dim, rotary_dim, torch.float32, torch.float32, normed, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_shorter_types(dtype, device):
+def test_shorter_types(dtype: torch.dtype, device: torch.device) -> None:
     check(3, 4, 2, 24, 16, dtype, dtype, True, device)
 
 
@@ -99,7 +116,7 @@ def test_shorter_types(dtype, device):
         pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu),
     ],
 )
-def test_a_cache_of_another_type(kv_dtype, device):
+def test_a_cache_of_another_type(kv_dtype: torch.dtype, device: torch.device) -> None:
     check(3, 4, 2, 16, 16, torch.bfloat16, kv_dtype, True, device)
 
 
@@ -108,12 +125,12 @@ def test_a_cache_of_another_type(kv_dtype, device):
 @pytest.mark.parametrize("rotary_dim", [128, 64])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 256, 8192])
-def test_codes_at_real_sizes(tokens, normed, rotary_dim, scales, device):
+def test_codes_at_real_sizes(tokens: int, normed: bool, rotary_dim: int, scales: Any, device: torch.device) -> None:
     check(tokens, 32, 8, 128, rotary_dim, torch.bfloat16, torch.float8_e4m3fn, normed, device, scales)
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 8])
-def test_codes_that_need_no_rounding(rotary_dim, device):
+def test_codes_that_need_no_rounding(rotary_dim: int, device: torch.device) -> None:
     """Times their scales they come back as they were; what is too large becomes the largest. Triton's interpreter
     loses the carry when a mantissa rounds up to the next power of two, and digits of subnormal numbers."""
     scales = KVScales(key=0.75, value=0.1875)
@@ -134,7 +151,7 @@ def test_codes_that_need_no_rounding(rotary_dim, device):
 
 
 @pytest.mark.gpu
-def test_what_is_no_number_has_the_code_of_none(device):
+def test_what_is_no_number_has_the_code_of_none(device: torch.device) -> None:
     qkv = torch.ones(1, 4 * 8, device=device)
     qkv[0, 27] = float("nan")
     keys, values = torch.zeros(2, 1, PAGE, 1, 8, device=device).to(torch.float8_e4m3fn)
@@ -143,7 +160,7 @@ def test_what_is_no_number_has_the_code_of_none(device):
     assert torch.equal(values[0, 1, 0].float().isnan(), torch.arange(8, device=device) == 3)
 
 
-def test_no_tokens(device):
+def test_no_tokens(device: torch.device) -> None:
     pool = torch.zeros(1, PAGE, 2, 8, device=device)
     nothing = torch.empty(0, 4, device=device)
     slots = torch.empty(0, dtype=torch.int64, device=device)
@@ -151,7 +168,7 @@ def test_no_tokens(device):
     assert not pool.any()
 
 
-def test_values_pass_whatever_they_are(device):
+def test_values_pass_whatever_they_are(device: torch.device) -> None:
     """A value that is not finite reaches the cache as it is, and no other head."""
     qkv = torch.randn(1, 4 * 8, device=device)
     qkv[0, 27] = float("nan")
@@ -166,12 +183,12 @@ def test_values_pass_whatever_they_are(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 256, 8192])
 @pytest.mark.parametrize("normed", [False, True])
-def test_real_sizes(tokens, normed, device):
+def test_real_sizes(tokens: int, normed: bool, device: torch.device) -> None:
     check(tokens, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, normed, device)
 
 
 @pytest.mark.gpu
-def test_a_pool_beyond_two_to_the_31_elements(device):
+def test_a_pool_beyond_two_to_the_31_elements(device: torch.device) -> None:
     blocks = 2**31 // (PAGE * 8 * 128) + 2
     pool = torch.zeros(2, blocks, PAGE, 8, 128, dtype=torch.float8_e4m3fn, device=device)
     qkv = torch.randn(1, 48 * 128, device=device).bfloat16()

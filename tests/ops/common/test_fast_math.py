@@ -1,5 +1,9 @@
 """Single instructions against torch, on a GPU; what stands for them in the interpreter."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -22,7 +26,7 @@ def _kernel(out, x, SIZE: tl.constexpr, DTYPE: tl.constexpr):
     ("dtype", "type_here"),
     [(torch.float16, tl.float16), pytest.param(torch.bfloat16, tl.bfloat16, marks=pytest.mark.gpu)],
 )
-def test_reciprocals_and_rounded_pairs(dtype, type_here, device):
+def test_reciprocals_and_rounded_pairs(dtype: torch.dtype, type_here: Any, device: torch.device) -> None:
     x = torch.randn(256, device=device).abs() + 1e-3
     out = torch.empty(3, 256, device=device)
     _kernel[(1,)](out, x, SIZE=256, DTYPE=type_here)

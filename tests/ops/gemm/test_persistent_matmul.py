@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
@@ -38,7 +40,7 @@ print(triton.compile(GluonASTSource(kernel, signature, values), GPUTarget("cuda"
 """Without a GPU, int8 for Hopper."""
 
 
-def test_two_int8_steps_are_in_flight():
+def test_two_int8_steps_are_in_flight() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -54,7 +56,9 @@ def test_two_int8_steps_are_in_flight():
 @pytest.mark.parametrize(
     ("rows", "weight_rows", "inputs"), [(64, 1024, 256), (257, 1032, 4112), (1, 264, 16), (2048, 6144, 4096)]
 )
-def test_products(kind, splits, rows, weight_rows, inputs, hopper, half):
+def test_products(
+    kind: str, splits: int, rows: int, weight_rows: int, inputs: int, hopper: torch.device, half: torch.dtype
+) -> None:
     workspace = Workspace(hopper)
     operands = Operands(kind, rows, weight_rows, inputs, hopper, biased=rows == 257, half=half)
     codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)

@@ -1,3 +1,7 @@
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 from attrs import evolve
@@ -13,16 +17,16 @@ LIMIT = {torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.float32: 1e-5}
 
 
 @pytest.fixture
-def workspace(device):
+def workspace(device: torch.device) -> Any:
     return Workspace(device)
 
 
-def multiply(operands, tile, dtype, workspace):
+def multiply(operands: Any, tile: Any, dtype: Any, workspace: Any) -> Any:
     codes = (operands.x_codes, operands.x_scale, operands.weight, operands.scale, operands.bias)
     return matmul(*codes, dtype, tile, workspace)
 
 
-def check(operands, tile, dtype, workspace):
+def check(operands: Any, tile: Any, dtype: Any, workspace: Any) -> None:
     got = multiply(operands, tile, dtype, workspace)
     assert got.dtype == dtype
     check_close(got, operands.exact(codes=True), LIMIT[dtype])
@@ -31,14 +35,16 @@ def check(operands, tile, dtype, workspace):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize(("rows", "weight_rows", "inputs"), [(70, 90, 208), (32, 64, 256), (1, 16, 16)])
-def test_matmul_with_a_scale_per_row(kind, rows, weight_rows, inputs, device, half, workspace):
+def test_matmul_with_a_scale_per_row(
+    kind: str, rows: int, weight_rows: int, inputs: int, device: torch.device, half: torch.dtype, workspace: Any
+) -> None:
     operands = Operands(kind, rows, weight_rows, inputs, device, biased=rows == 70, half=half)
     check(operands, TILE, half, workspace)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize(("splits", "inputs"), [(2, 208), (2, 1024), (4, 528), (4, 96)])
-def test_split_k(kind, splits, inputs, device, half, workspace):
+def test_split_k(kind: str, splits: int, inputs: int, device: torch.device, half: torch.dtype, workspace: Any) -> None:
     """Of 96 inputs three of four programs have none."""
     operands = Operands(kind, 70, 90, inputs, device, biased=inputs == 208, half=half)
     tile = evolve(TILE, splits=splits)
@@ -48,29 +54,29 @@ def test_split_k(kind, splits, inputs, device, half, workspace):
 
 
 @pytest.mark.parametrize(("tile", "room"), [((64, 64), True), ((256, 256), False)])
-def test_fits_limits_splits_to_the_workspace(tile, room):
+def test_fits_limits_splits_to_the_workspace(tile: Any, room: bool) -> None:
     rows, outputs = tile
     split = W8A8Tile(rows=rows, outputs=outputs, warps=8, stages=3, splits=4)
     assert split.fits(128, 8192) == room
     assert evolve(split, splits=1).fits(2**16, 2**16)
 
 
-def test_more_tiles_of_rows_than_one_swizzle_group(device, half, workspace):
+def test_more_tiles_of_rows_than_one_swizzle_group(device: torch.device, half: torch.dtype, workspace: Any) -> None:
     check(Operands("int8", 300, 130, 128, device, half=half), TILE, torch.float32, workspace)
 
 
-def test_a_nan_stays_in_its_row(device, half, workspace):
+def test_a_nan_stays_in_its_row(device: torch.device, half: torch.dtype, workspace: Any) -> None:
     operands = Operands("int8", 40, 64, 128, device, half=half)
     operands.x_scale[3] = float("nan")
     assert multiply(operands, TILE, half, workspace).isnan().any(1).nonzero().tolist() == [[3]]
 
 
-def test_no_rows(device, half, workspace):
+def test_no_rows(device: torch.device, half: torch.dtype, workspace: Any) -> None:
     operands = Operands("int8", 0, 64, 128, device, half=half)
     assert multiply(operands, TILE, half, workspace).shape == (0, 64)
 
 
-def test_default_tiles_occupy_all_multiprocessors_if_possible():
+def test_default_tiles_occupy_all_multiprocessors_if_possible() -> None:
     assert [matmul_tile(64, outputs, 132) for outputs in (4096, 6144, 28672)] == [SMALL_TILES[0]] * 2 + [SMALL_TILES[1]]
     assert [matmul_tile(128, outputs, 132) for outputs in (4096, 6144, 28672)] == [MEDIUM_TILES[0]] * 2 + [LARGE_TILE]
     assert [matmul_tile(256, outputs, 132) for outputs in (4096, 6144, 8192)] == [*MEDIUM_TILES, MEDIUM_TILES[1]]
@@ -80,7 +86,9 @@ def test_default_tiles_occupy_all_multiprocessors_if_possible():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("weight_rows", "inputs"), [(6144, 4096), (4096, 14336)])
 @pytest.mark.parametrize("rows", [64, 257, 2048])
-def test_real_sizes(rows, weight_rows, inputs, device, half, workspace):
+def test_real_sizes(
+    rows: int, weight_rows: int, inputs: int, device: torch.device, half: torch.dtype, workspace: Any
+) -> None:
     for kind in ("fp8", "int8"):
         operands = Operands(kind, rows, weight_rows, inputs, device, half=half)
         for tile in (*SMALL_TILES, *MEDIUM_TILES, LARGE_TILE):
@@ -92,7 +100,9 @@ def test_real_sizes(rows, weight_rows, inputs, device, half, workspace):
 
 
 @pytest.mark.gpu
-def test_split_k_sums_do_not_depend_on_the_order_of_arrival(device, half, workspace):
+def test_split_k_sums_do_not_depend_on_the_order_of_arrival(
+    device: torch.device, half: torch.dtype, workspace: Any
+) -> None:
     operands = Operands("fp8", 64, 4096, 4096, device, half=half)
     tile = W8A8Tile(rows=64, outputs=128, warps=4, stages=4, splits=4)
     first = multiply(operands, tile, torch.float32, workspace)

@@ -1,5 +1,9 @@
 """AutotunedCall of few rows against float64: both forms, all epilogues, ragged sizes, shared columns."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,13 +29,13 @@ SHARED = SkinnyTile(form="matrix", rows=32, block_k=16, warps=4, stages=3, split
 
 
 @pytest.fixture
-def workspace(device):
+def workspace(device: torch.device) -> Any:
     made = Workspace(torch.device(device))
     made.partials.fill_(float("nan"))
     return made
 
 
-def padded(rows, columns, dtype, device):
+def padded(rows: Any, columns: Any, dtype: Any, device: Any) -> Any:
     """A matrix with NaN before and behind it."""
     memory = torch.full((rows + 2, columns), float("nan"), device=device).to(dtype)
     memory[1:-1] = torch.randn(rows, columns, device=device) / columns**0.25
@@ -41,7 +45,16 @@ def padded(rows, columns, dtype, device):
 class Operands:
     """Random operands of one GEMM shape, and the exact result in float64."""
 
-    def __init__(self, epilogue, rows, outputs, inputs, device, dtype=torch.float32, biased=False):
+    def __init__(
+        self,
+        epilogue: Any,
+        rows: Any,
+        outputs: Any,
+        inputs: Any,
+        device: Any,
+        dtype: torch.dtype = torch.float32,
+        biased: bool = False,
+    ) -> None:
         self.gemm_shape = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=NAMES[dtype])
         self.x = padded(rows, inputs, dtype, device)
         self.weight = padded(self.gemm_shape.weight_rows, inputs, dtype, device)
@@ -53,7 +66,7 @@ class Operands:
             self.exact = F.silu(gate) * up
 
 
-def compare(tile, operands, workspace, rows):
+def compare(tile: Any, operands: Any, workspace: Any, rows: Any) -> None:
     """Run a tile on the first rows."""
     x, exact = operands.x[:rows], operands.exact[:rows]
     launch = SkinnyLaunch(operands.gemm_shape, tile, rows, workspace)
@@ -76,34 +89,44 @@ def compare(tile, operands, workspace, rows):
     assert not workspace.arrivals.any()
 
 
-def check(tile, epilogue, rows, outputs, inputs, workspace, *, dtype=torch.float32, biased=False):
+def check(
+    tile: Any,
+    epilogue: Any,
+    rows: Any,
+    outputs: Any,
+    inputs: Any,
+    workspace: Any,
+    *,
+    dtype: torch.dtype = torch.float32,
+    biased: bool = False,
+) -> None:
     compare(tile, Operands(epilogue, rows, outputs, inputs, workspace.device, dtype, biased), workspace, rows)
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize(("outputs", "inputs"), [(13, 50), (3, 200)])
-def test_vector(epilogue, rows, outputs, inputs, workspace):
+def test_vector(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
     check(VECTOR, epilogue, rows, outputs, inputs, workspace)
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (13, 50)])
-def test_matrix(epilogue, rows, outputs, inputs, workspace):
+def test_matrix(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
     check(MATRIX, epilogue, rows, outputs, inputs, workspace)
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated"])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 50), (16, 33, 72)])
-def test_split_k(epilogue, rows, outputs, inputs, workspace):
+def test_split_k(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
     """Among them: a share that is empty (50 columns are 4 blocks of 16, 72 are 5)."""
     check(SHARED, epilogue, rows, outputs, inputs, workspace)
 
 
 @pytest.mark.parametrize("tile", [VECTOR, MATRIX, SHARED], ids=["vector", "matrix", "shared"])
 @pytest.mark.parametrize("epilogue", ["plain", "gated"])
-def test_bias(tile, epilogue, workspace):
+def test_bias(tile: Any, epilogue: str, workspace: Any) -> None:
     check(tile, epilogue, 3, 20, 48, workspace, biased=True)
 
 
@@ -119,13 +142,13 @@ def test_bias(tile, epilogue, workspace):
         pytest.param(SHARED, torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
-def test_shorter_types(tile, dtype, workspace):
+def test_shorter_types(tile: Any, dtype: torch.dtype, workspace: Any) -> None:
     check(tile, "plain", 4, 24, 96, workspace, dtype=dtype)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy: infinity times a padding zero
 @pytest.mark.parametrize("tile", [VECTOR, MATRIX], ids=["vector", "matrix"])
-def test_max_logits_show_values_that_are_not_finite(tile, workspace):
+def test_max_logits_show_values_that_are_not_finite(tile: Any, workspace: Any) -> None:
     device = workspace.device
     weight = torch.randn(50, 32, device=device).abs()
     weight[40] = weight[7] = 100.0
@@ -140,7 +163,7 @@ def test_max_logits_show_values_that_are_not_finite(tile, workspace):
     assert tokens[3] == int((x[3] @ weight.T).argmax())
 
 
-def test_a_nan_in_one_weight_row_shows_only_for_its_output(workspace):
+def test_a_nan_in_one_weight_row_shows_only_for_its_output(workspace: Any) -> None:
     weight = torch.randn(20, 32, device=workspace.device)
     weight[5, 9] = float("nan")
     gemm_shape = GemmShape(epilogue="plain", outputs=20, inputs=32, dtype="float32")
@@ -155,7 +178,9 @@ SHAPES = [(6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (1024, 2048)
 @pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (128256, 4096), (64, 64)])
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_candidates_fit_the_workspace(outputs, inputs, epilogue, dtype, monkeypatch):
+def test_candidates_fit_the_workspace(
+    outputs: Any, inputs: Any, epilogue: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.ops.gemm.skinny_launch.num_sms", lambda device: 132)
     gemm_shape = GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype)
     cpu = torch.device("cpu")
@@ -171,7 +196,7 @@ def test_candidates_fit_the_workspace(outputs, inputs, epilogue, dtype, monkeypa
             assert len(tiles) >= 4
 
 
-def test_prefetching_needs_aligned_rows():
+def test_prefetching_needs_aligned_rows() -> None:
     gemm_shape = GemmShape(epilogue="plain", outputs=64, inputs=4096, dtype="bfloat16")
     assert [tile.ahead for tile in with_ahead(VECTOR, gemm_shape, 2)] == [AHEAD[0] // 8, 8192]
     assert with_ahead(VECTOR, GemmShape(epilogue="plain", outputs=64, inputs=4097, dtype="bfloat16"), 2) == []
@@ -180,7 +205,7 @@ def test_prefetching_needs_aligned_rows():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("epilogue", ["plain", "gated", "argmax"])
-def test_all_tiles_at_real_sizes(outputs, inputs, epilogue, workspace):
+def test_all_tiles_at_real_sizes(outputs: Any, inputs: Any, epilogue: str, workspace: Any) -> None:
     operands = Operands(epilogue, SKINNY_MAX_ROWS, outputs, inputs, workspace.device, torch.bfloat16)
     for rows in (1, 2, 4, 8, SKINNY_MAX_ROWS):
         for tile in candidates(operands.gemm_shape, rows, workspace.device):
@@ -190,7 +215,7 @@ def test_all_tiles_at_real_sizes(outputs, inputs, epilogue, workspace):
 
 
 @pytest.mark.gpu
-def test_a_weight_beyond_two_to_the_31_bytes(workspace):
+def test_a_weight_beyond_two_to_the_31_bytes(workspace: Any) -> None:
     check(
         SkinnyTile(form="vector", rows=4, block_k=1024, warps=4),
         "argmax",

@@ -1,5 +1,9 @@
 """Few and some rows times 4-bit and 8-bit weights against float64: all layouts, tiles, epilogues, ragged sizes."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,7 +42,7 @@ LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
 
 @pytest.fixture
-def multiplier(device):
+def multiplier(device: torch.device) -> Any:
     made = WeightOnlyMatmul(device)
     made.workspace.partials.fill_(float("nan"))
     return made
@@ -47,7 +51,19 @@ def multiplier(device):
 class Operands:
     """Random operands in the layout, and the weights they mean in float64."""
 
-    def __init__(self, rows, outputs, inputs, group_size, device, dtype, *, bits=4, zeros=True, scale_dtype=None):
+    def __init__(
+        self,
+        rows: Any,
+        outputs: Any,
+        inputs: Any,
+        group_size: Any,
+        device: Any,
+        dtype: Any,
+        *,
+        bits: int = 4,
+        zeros: bool = True,
+        scale_dtype: Any = None,
+    ) -> None:
         groups = 1 if group_size == -1 else -(-inputs // group_size)
         scale_dtype = scale_dtype or torch.float16
         values = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8, device=device)
@@ -64,17 +80,17 @@ class Operands:
         self.x = x[1:-1]
 
 
-def check(result, exact):
+def check(result: Any, exact: Any) -> None:
     assert result.shape == exact.shape
     error = float((result.double() - exact).norm() / exact.norm())
     assert error < LIMIT[result.dtype], error
 
 
-def linear(operands, bias=None):
+def linear(operands: Any, bias: Any = None) -> Any:
     return F.linear(operands.x.double(), operands.weight, None if bias is None else bias.double())
 
 
-def gated(operands, bias=None):
+def gated(operands: Any, bias: Any = None) -> Any:
     gate, up = linear(operands, bias).chunk(2, -1)
     return F.silu(gate) * up
 
@@ -82,14 +98,18 @@ def gated(operands, bias=None):
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, 256), (4, -1), (8, 32), (8, 128)])
-def test_layouts(multiplier, device, half, bits, group_size, zeros, tile):
+def test_layouts(
+    multiplier: Any, device: torch.device, half: torch.dtype, bits: int, group_size: int, zeros: bool, tile: Any
+) -> None:
     operands = Operands(5, 40, 768, group_size, device, half, bits=bits, zeros=zeros)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 256), (33, 96), (8, 32), (100, 600), (66, 832)])
-def test_ragged_sizes(multiplier, device, half, outputs, inputs, tile):
+def test_ragged_sizes(
+    multiplier: Any, device: torch.device, half: torch.dtype, outputs: int, inputs: int, tile: Any
+) -> None:
     operands = Operands(3, outputs, inputs, 32 if inputs % 64 else 64, device, half)
     bias = torch.randn(outputs, device=device).to(half)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, False, tile), linear(operands, bias))
@@ -97,14 +117,14 @@ def test_ragged_sizes(multiplier, device, half, outputs, inputs, tile):
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])
-def test_rows(multiplier, device, half, rows, tile):
+def test_rows(multiplier: Any, device: torch.device, half: torch.dtype, rows: int, tile: Any) -> None:
     operands = Operands(rows, 64, 512, 128, device, half, zeros=False)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, tile), linear(operands))
 
 
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize(("outputs", "biased"), [(64, False), (80, True)])
-def test_gated(multiplier, device, half, outputs, biased, tile):
+def test_gated(multiplier: Any, device: torch.device, half: torch.dtype, outputs: int, biased: bool, tile: Any) -> None:
     operands = Operands(6, outputs, 512, 64, device, half)
     bias = torch.randn(outputs, device=device).to(half) if biased else None
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, True, tile), gated(operands, bias))
@@ -112,29 +132,31 @@ def test_gated(multiplier, device, half, outputs, biased, tile):
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 32), (8, 128)])
-def test_one_row(multiplier, device, half, bits, group_size, zeros):
+def test_one_row(
+    multiplier: Any, device: torch.device, half: torch.dtype, bits: int, group_size: int, zeros: bool
+) -> None:
     operands = Operands(1, 10, 768, group_size, device, half, bits=bits, zeros=zeros)
     bias = torch.randn(10, device=device).to(half)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, False, VECTOR), linear(operands, bias))
 
 
-def test_one_row_and_part_of_a_block(multiplier, device, half):
+def test_one_row_and_part_of_a_block(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
     operands = Operands(1, 7, 352, 32, device, half)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, VECTOR), linear(operands))
 
 
-def test_one_row_gated(multiplier, device, half):
+def test_one_row_gated(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
     operands = Operands(1, 12, 512, 64, device, half)
     bias = torch.randn(12, device=device).to(half)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, True, VECTOR), gated(operands, bias))
 
 
-def test_rows_multiplied_one_by_one_equal_the_batch(multiplier, device, half):
+def test_rows_multiplied_one_by_one_equal_the_batch(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
     operands = Operands(3, 8, 256, 128, device, half, zeros=False)
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, VECTOR), linear(operands))
 
 
-def test_split_k_counters_are_reset_to_zero(multiplier, device, half):
+def test_split_k_counters_are_reset_to_zero(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
     operands = Operands(4, 64, 2048, 128, device, half)
     first, second = (multiplier.multiply_by_tile(operands.x, operands.matrix, None, False, SHARED) for _ in range(2))
     assert torch.equal(first, second)
@@ -143,13 +165,15 @@ def test_split_k_counters_are_reset_to_zero(multiplier, device, half):
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 128), (8, 64)])
-def test_dequantized_weights_are_rounded_once(multiplier, device, half, bits, group_size, kind):
+def test_dequantized_weights_are_rounded_once(
+    multiplier: Any, device: torch.device, half: torch.dtype, bits: int, group_size: int, kind: torch.dtype
+) -> None:
     operands = Operands(1, 50, 352, 32 if group_size == 32 else -1, device, half, bits=bits, scale_dtype=kind)
     dequantized = multiplier.dequantize(operands.matrix, operands.x)
     torch.testing.assert_close(dequantized, operands.weight.to(half), rtol=0, atol=0)
 
 
-def test_many_rows_are_multiplied_by_the_library(multiplier, device, half):
+def test_many_rows_are_multiplied_by_the_library(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
     operands = Operands(WEIGHT_ONLY_MAX_ROWS + 1, 64, 128, 64, device, half)
     bias = torch.randn(64, device=device).to(half)
     check(multiplier(operands.x, operands.matrix, bias), linear(operands, bias))
@@ -157,7 +181,7 @@ def test_many_rows_are_multiplied_by_the_library(multiplier, device, half):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 20])
-def test_call_chooses_a_tile(multiplier, device, half, rows):
+def test_call_chooses_a_tile(multiplier: Any, device: torch.device, half: torch.dtype, rows: int) -> None:
     operands = Operands(rows, 96, 512, 128, device, half)
     if rows == 0:
         assert multiplier(operands.x, operands.matrix).shape == (0, 96)
@@ -166,7 +190,7 @@ def test_call_chooses_a_tile(multiplier, device, half, rows):
     check(multiplier(operands.x, operands.matrix, gated=True), gated(operands))
 
 
-def test_gather(multiplier, device, half):
+def test_gather(multiplier: Any, device: torch.device, half: torch.dtype) -> None:
     x = torch.randn(3, 5000, device=device).to(half)
     order = torch.randperm(5000, device=device).to(torch.int32)
     assert torch.equal(multiplier.gather(x, order), x[:, order.long()])
@@ -178,7 +202,7 @@ LAYOUTS = [GroupedLayout.choose(4, 64), W8Layout(dtype="int8"), W8Layout(dtype="
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("rows", [2, 16, 17, 64, 200, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (256, 64), (128256, 4096)])
-def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
+def test_tiles_fit_the_workspace(rows: int, outputs: Any, inputs: Any, layout: Any) -> None:
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
     tile = default_tile(gemm_shape, rows, 132, HOPPER)
     assert tile.columns >= min(rows, COLUMNS[-1])
@@ -194,7 +218,7 @@ def test_tiles_fit_the_workspace(rows, outputs, inputs, layout):
 @pytest.mark.parametrize(
     ("shared", "most_stages"), [(HOPPER, 6), (164 * 2**10 - 1024, 6), (99 * 2**10, 6), (48 * 2**10, 5)]
 )
-def test_tiles_fit_shared_memory(layout, shared, most_stages):
+def test_tiles_fit_shared_memory(layout: Any, shared: Any, most_stages: int) -> None:
     for rows in (2, 16, 32, 64, 128, 256):
         gemm_shape = WeightOnlyShape(gated=False, weight_rows=4096, inputs=4096, layout=layout)
         tile = default_tile(gemm_shape, rows, 132, shared)
@@ -203,7 +227,7 @@ def test_tiles_fit_shared_memory(layout, shared, most_stages):
     assert default_tile(gemm_shape, 16, 132, 2**12) is None
 
 
-def test_shared_memory_equals_the_compilers():
+def test_shared_memory_equals_the_compilers() -> None:
     """For compute capability 9.0, by Triton 3.6 and 3.7."""
     four, eight = GroupedLayout.choose(4, 128), W8Layout(dtype="float8_e4m3fn")
     for tile, layout, compiled in (
@@ -230,7 +254,7 @@ def test_shared_memory_equals_the_compilers():
         (GroupedLayout.choose(8, 128), 4096, 14336, WeightOnlyVectorTile(rows=4, blocks=8, warps=2), LARGE_TILE),
     ],
 )
-def test_default_tiles_for_one_row_and_few(layout, outputs, inputs, one, few):
+def test_default_tiles_for_one_row_and_few(layout: Any, outputs: int, inputs: int, one: Any, few: Any) -> None:
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
     for rows, expected in ((1, one), (2, few), (8, few)):
         tile = default_tile(gemm_shape, rows, 132, HOPPER)
@@ -239,7 +263,7 @@ def test_default_tiles_for_one_row_and_few(layout, outputs, inputs, one, few):
         assert tile == expected
 
 
-def test_few_tiles_are_split_and_many_are_not():
+def test_few_tiles_are_split_and_many_are_not() -> None:
     layout = GroupedLayout.choose(4, 128)
     tile = WeightOnlyTile(rows=64, columns=16, warps=4, stages=4)
     few = WeightOnlyShape(gated=False, weight_rows=4096, inputs=14336, layout=layout)
@@ -248,14 +272,16 @@ def test_few_tiles_are_split_and_many_are_not():
     assert with_splits(tile, many, 1, 132).splits == 1
 
 
-def each_code(dtype, device):
+def each_code(dtype: Any, device: Any) -> Any:
     """[2, 128], those that are numbers."""
     codes = torch.arange(256, device=device).to(torch.uint8).view(dtype)
     return torch.where(codes.float().isnan(), torch.zeros_like(codes).float(), codes.float()).to(dtype).view(2, 128)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
-def test_each_w8_value_is_dequantized_exactly(multiplier, device, half, dtype):
+def test_each_w8_value_is_dequantized_exactly(
+    multiplier: Any, device: torch.device, half: torch.dtype, dtype: torch.dtype
+) -> None:
     codes = each_code(dtype, device)
     layout = W8Layout(dtype=str(dtype).removeprefix("torch."))
     matrix = PackedMatrix(
@@ -270,7 +296,16 @@ def test_each_w8_value_is_dequantized_exactly(multiplier, device, half, dtype):
 @pytest.mark.parametrize("tile", [SMALL, SHARED, EARLY, STEPS], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 384), (66, 200), (8, 64)])
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
-def test_w8(multiplier, device, half, kind, scale_rows, outputs, inputs, tile):
+def test_w8(
+    multiplier: Any,
+    device: torch.device,
+    half: torch.dtype,
+    kind: str,
+    scale_rows: int,
+    outputs: int,
+    inputs: int,
+    tile: Any,
+) -> None:
     operands = CodeOperands(kind, 5, outputs, inputs, device, scale_rows=scale_rows, biased=True, half=half)
     matrix = w8_matrix(operands, scale_rows)
     exact = operands.exact(codes=False)
@@ -281,7 +316,7 @@ def test_w8(multiplier, device, half, kind, scale_rows, outputs, inputs, tile):
 
 
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 4), ("fp8", 128)])
-def test_one_row_w8(multiplier, device, half, kind, scale_rows):
+def test_one_row_w8(multiplier: Any, device: torch.device, half: torch.dtype, kind: str, scale_rows: int) -> None:
     operands = CodeOperands(kind, 1, 10, 328, device, scale_rows=scale_rows, biased=True, half=half)
     matrix = w8_matrix(operands, scale_rows)
     exact = operands.exact(codes=False)
@@ -290,7 +325,7 @@ def test_one_row_w8(multiplier, device, half, kind, scale_rows):
     check(multiplier.multiply_by_tile(operands.x, matrix, operands.bias, True, VECTOR), F.silu(gate) * up)
 
 
-def w8_matrix(operands, scale_rows):
+def w8_matrix(operands: Any, scale_rows: Any) -> Any:
     layout = W8Layout(dtype=str(operands.weight.dtype).removeprefix("torch."), scale_rows=scale_rows)
     return PackedMatrix(packed=layout.as_words(layout.pack(operands.weight)), scales=operands.scale, layout=layout)
 
@@ -300,7 +335,16 @@ def w8_matrix(operands, scale_rows):
 @pytest.mark.parametrize("rows", [1, 9, 32, 64, 200, 256])
 @pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
 @pytest.mark.parametrize(("kind", "scale_rows"), [("fp8", 0), ("int8", 0), ("fp8", 128)])
-def test_real_sizes_w8(multiplier, device, dtype, kind, scale_rows, rows, outputs, inputs):
+def test_real_sizes_w8(
+    multiplier: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    kind: str,
+    scale_rows: int,
+    rows: int,
+    outputs: Any,
+    inputs: Any,
+) -> None:
     operands = CodeOperands(kind, rows, outputs, inputs, device, scale_rows=scale_rows, half=dtype)
     check(multiplier(operands.x, w8_matrix(operands, scale_rows)), operands.exact(codes=False))
 
@@ -309,13 +353,15 @@ def test_real_sizes_w8(multiplier, device, dtype, kind, scale_rows, rows, output
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 7, 16, 32, 64, 128, 200, 256, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), LLAMA)
-def test_real_sizes(multiplier, device, dtype, rows, outputs, inputs):
+def test_real_sizes(
+    multiplier: Any, device: torch.device, dtype: torch.dtype, rows: int, outputs: Any, inputs: Any
+) -> None:
     operands = Operands(rows, outputs, inputs, 128, device, dtype, zeros=rows % 2 == 0)
     check(multiplier(operands.x, operands.matrix), linear(operands))
     check(multiplier(operands.x, operands.matrix, gated=True), gated(operands))
 
 
-def tried(gemm_shape, rows):
+def tried(gemm_shape: Any, rows: Any) -> Any:
     """The tile chosen, with other numbers of warps and stages."""
     tile = default_tile(gemm_shape, rows, 132, HOPPER)
     if isinstance(tile, WeightOnlyVectorTile):
@@ -329,7 +375,9 @@ def tried(gemm_shape, rows):
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, 64), (4, 128), (4, -1), (8, 32), (8, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
-def test_every_tile(multiplier, device, dtype, zeros, bits, group_size, rows):
+def test_every_tile(
+    multiplier: Any, device: torch.device, dtype: torch.dtype, zeros: bool, bits: int, group_size: int, rows: int
+) -> None:
     operands = Operands(rows, 4096, 4096, group_size, device, dtype, bits=bits, zeros=zeros)
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=4096, inputs=4096, layout=operands.matrix.layout)
     exact = linear(operands)

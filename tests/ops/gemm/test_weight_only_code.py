@@ -1,13 +1,17 @@
 """Machine code of the weight-only kernel for compute capability 9.0, which takes no GPU to be made."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 
-def compiled(tile, layout):
+def compiled(tile: Any, layout: Any) -> Any:
     """The instructions of a tile for bfloat16, line by line."""
     import torch
     import triton
@@ -46,7 +50,7 @@ def compiled(tile, layout):
 WGMMA = ("WARPGROUP.DEPBAR", "HGMMA")
 
 
-def main():
+def main() -> None:
     """Print what the test looks at, by tile."""
     from engine.ops.gemm.packed_layout import GroupedLayout, W8Layout
     from engine.ops.gemm.weight_only_tiles import TILES
@@ -62,7 +66,7 @@ def main():
     print(json.dumps(counts))
 
 
-def test_products_of_a_field_are_in_flight_together(tmp_path):
+def test_products_of_a_field_are_in_flight_together(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     run = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, check=False, env=environment)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-def random_codes(shape, kind, device):
+def random_codes(shape: Any, kind: Any, device: Any) -> Any:
     if kind == "int8":
         return torch.randint(-127, 128, shape, device=device).to(torch.int8)
     return torch.randn(shape, device=device).to(torch.float8_e4m3fn)
 
 
-def wide(scale, shape, rows, columns=128):
+def wide(scale: Any, shape: Any, rows: Any, columns: int = 128) -> Any:
     """A scale for every number, of scales of blocks: numbers are looked up one by one."""
     row = torch.arange(shape[0], device=scale.device) // rows
     column = torch.arange(shape[1], device=scale.device) // columns
@@ -24,7 +26,18 @@ def wide(scale, shape, rows, columns=128):
 class Operands:
     """scale_rows: 0, or the outputs that share a scale with 128 inputs."""
 
-    def __init__(self, kind, rows, weight_rows, inputs, device, *, scale_rows=0, biased=False, half=torch.float16):
+    def __init__(
+        self,
+        kind: Any,
+        rows: Any,
+        weight_rows: Any,
+        inputs: Any,
+        device: Any,
+        *,
+        scale_rows: int = 0,
+        biased: bool = False,
+        half: torch.dtype = torch.float16,
+    ) -> None:
         self.x = (torch.randn(rows, inputs, device=device) / inputs**0.25).to(half)
         self.weight = random_codes((weight_rows, inputs), kind, device)
         groups = -(-inputs // 128)
@@ -39,12 +52,12 @@ class Operands:
         self._wide_weight = self.weight.double() * factor.double()
         self._wide_x = self.x_codes.double() * self.x_scale[:, None].double()
 
-    def exact(self, *, codes):
+    def exact(self, *, codes: Any) -> Any:
         x = self._wide_x if codes else self.x.double()
         return F.linear(x, self._wide_weight, None if self.bias is None else self.bias.double())
 
 
-def check_close(got, exact, limit):
+def check_close(got: Any, exact: Any, limit: Any) -> None:
     """By relative norm; a NaN fails."""
     assert got.shape == exact.shape
     assert float((got.double() - exact).norm() / exact.norm()) < limit

@@ -1,5 +1,7 @@
 """Residual addition and norm against float64."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
@@ -10,12 +12,12 @@ from engine.ops.norm.rms_norm import MAX_SINGLE_ROWS, add_rms_norm
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # the interpreter cuts bfloat16 off
 
 
-def reference(x, weight, eps):
+def reference(x: Any, weight: Any, eps: Any) -> Any:
     wide = x.double()
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.double()
 
 
-def check(rows, size, dtype, device):
+def check(rows: Any, size: Any, dtype: Any, device: Any) -> None:
     x, residual = (torch.randn(rows, size, device=device).to(dtype) for _ in range(2))
     weight = torch.randn(size, device=device).to(dtype)
     expected = x + residual

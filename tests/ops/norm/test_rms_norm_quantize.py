@@ -1,5 +1,7 @@
 """Norm and quantization in one kernel: the codes of the two kernels one after the other, bit for bit."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ CODES = [torch.float8_e4m3fn, torch.int8]
 EPS = 1e-5
 
 
-def check(x, residual, weight, dtype, scale=None):
+def check(x: Any, residual: Any, weight: Any, dtype: Any, scale: Any = None) -> Any:
     """And the sum, where `residual` was."""
     theirs, ours = (None if residual is None else residual.clone() for _ in range(2))
     normed, total = add_rms_norm(x, theirs, weight, EPS)
@@ -29,7 +31,7 @@ def check(x, residual, weight, dtype, scale=None):
     return got, got_scales
 
 
-def operands(rows, size, dtype, device):
+def operands(rows: Any, size: Any, dtype: Any, device: Any) -> Any:
     x, residual = (torch.randn(rows, size, device=device).to(dtype) for _ in range(2))
     return x, residual, torch.randn(size, device=device).to(dtype)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import pytest
@@ -53,7 +55,7 @@ class TestNativeManyThreads(AttentionConformance):
     backend = NativeAttention
 
     @pytest.fixture(autouse=True)
-    def _threads(self):
+    def _threads(self) -> Iterator[Any]:
         before = torch.get_num_threads()
         torch.set_num_threads(3)
         yield
@@ -64,7 +66,7 @@ class InterpretedTriton(TritonAttention):
     """On a CPU, where Triton's interpreter runs the kernels: for tests, and too slow for anything else."""
 
     @classmethod
-    def refuses(cls, spec, device):
+    def refuses(cls, spec: Any, device: Any) -> Any:
         return super().refuses(spec, attrs.evolve(device, type="cuda"))
 
 
@@ -97,7 +99,7 @@ class TestFlashInferOnGpu(AttentionConformance):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_triton_computes_in_16_bit_types_on_a_gpu(dtype):
+def test_triton_computes_in_16_bit_types_on_a_gpu(dtype: str) -> None:
     suite = TestTritonOnGpu()
     suite.dtype = dtype
     suite.test_batch("mixed", (4, 2))
@@ -128,12 +130,12 @@ class TestFlashInferWithoutXqaOnGpu(AttentionConformance):
         (NativeAttention, {"dtype": "bfloat16", "kv_dtype": "bfloat16"}, CPU, "--dtype float32"),
     ],
 )
-def test_refusals_say_what_would_work(backend, changes, device, said):
+def test_refusals_say_what_would_work(backend: Any, changes: Any, device: Any, said: str) -> None:
     assert backend.refuses(SPEC, GPU if backend is TritonAttention else CPU) is None
     assert said in backend.refuses(attrs.evolve(SPEC, **changes), device)
 
 
-def test_backends_declare_whether_they_read_a_float8_cache():
+def test_backends_declare_whether_they_read_a_float8_cache() -> None:
     reading = {
         cls for cls in (TorchAttention, NativeAttention, TritonAttention, FlashInferAttention) if cls.reads_float8
     }
@@ -143,7 +145,7 @@ def test_backends_declare_whether_they_read_a_float8_cache():
     assert TritonAttention.refuses(spec, attrs.evolve(GPU, capability=(8, 9))) is None
 
 
-def test_engine_with_two_backends_generates_the_same_tokens(make_engine):
+def test_engine_with_two_backends_generates_the_same_tokens(make_engine: Any) -> None:
     prompts = [[1, 2, 3], list(range(4, 40)), [5]]
     settings = {"scheduler__max_batch_tokens": 16}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -153,11 +155,11 @@ def test_engine_with_two_backends_generates_the_same_tokens(make_engine):
     assert "torch,native" in [choice.name for choice in pair.parts.choices]
 
 
-def test_native_refuses_without_its_native_part(monkeypatch):
+def test_native_refuses_without_its_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "native_kernel", lambda: None)
     assert "C compiler" in NativeAttention.refuses(SPEC, CPU)
 
 
-def test_triton_refuses_without_triton(monkeypatch):
+def test_triton_refuses_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install" in TritonAttention.refuses(SPEC, GPU)

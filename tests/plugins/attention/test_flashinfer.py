@@ -39,7 +39,7 @@ SPEC = AttentionSpec(
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
 
 
@@ -62,7 +62,7 @@ def test_refusals_say_what_would_work(changes: dict[str, Any], device: DeviceInf
     assert said in (FlashInferAttention.refuses(attrs.evolve(SPEC, **changes), device) or "")
 
 
-def test_without_flashinfer_it_says_how_to_install_it(monkeypatch) -> None:
+def test_without_flashinfer_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refusal = FlashInferAttention.refuses(SPEC, HOPPER) or ""
     assert "pip install 'apache-tvm-ffi" in refusal
@@ -96,7 +96,7 @@ def test_xqa_refusal_says_why(changes: dict[str, Any], capability: tuple[int, in
 class FakeFlashInfer:
     """What XqaDecode calls, noted."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch: Any) -> None:
         self.calls: list[dict[str, Any]] = []
         self.modules: list[tuple[Any, ...]] = []
         utils, xqa = ModuleType("flashinfer.utils"), ModuleType("flashinfer.xqa")
@@ -114,7 +114,7 @@ class FakeFlashInfer:
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", FLOAT8])
-def test_xqa_receives_its_arguments(kv_dtype: str, window: int | None, monkeypatch) -> None:
+def test_xqa_receives_its_arguments(kv_dtype: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer = FakeFlashInfer(monkeypatch)
     spec = attrs.evolve(SPEC, kv_dtype=kv_dtype)
     q = torch.zeros(3, 32, 128, dtype=torch.bfloat16)

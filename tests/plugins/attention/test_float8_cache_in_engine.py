@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import attrs
 import pytest
@@ -32,7 +34,7 @@ class InterpretedTriton(TritonAttention):
     """On a CPU, by Triton's interpreter."""
 
     @classmethod
-    def refuses(cls, spec, device):
+    def refuses(cls, spec: Any, device: Any) -> Any:
         return super().refuses(spec, attrs.evolve(device, type="cuda"))
 
 
@@ -43,11 +45,13 @@ def rounded(numbers: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "qwen3", tokenizer=True)
 
 
-def scaled(plain, target, names=("k_scale", "v_scale"), config=CACHE_ALONE, scales=SCALES):
+def scaled(
+    plain: Any, target: Any, names: Any = ("k_scale", "v_scale"), config: Any = CACHE_ALONE, scales: Any = SCALES
+) -> Any:
     """The checkpoint with scales of keys and values."""
     copytree(plain, target)
     tensors = load_file(target / "model.safetensors")
@@ -61,11 +65,11 @@ def scaled(plain, target, names=("k_scale", "v_scale"), config=CACHE_ALONE, scal
 
 
 @pytest.fixture(scope="module")
-def with_scales(plain, tmp_path_factory):
+def with_scales(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return scaled(plain, tmp_path_factory.mktemp("scaled") / "model")
 
 
-def run(path, device="cpu", **settings):
+def run(path: Any, device: str = "cpu", **settings: Any) -> Any:
     """Greedy tokens, and log probabilities of prompts and tokens; the type of the cache."""
     settings = {"cache__memory": "4MiB", "model__dtype": "float32", "executor__device": device, **settings}
     with Engine(str(path), **settings) as engine:
@@ -75,10 +79,10 @@ def run(path, device="cpu", **settings):
         return [list(each.token_ids) for each in done], torch.tensor(scores), engine.cache_info
 
 
-def by_hand(path, scales, monkeypatch):
+def by_hand(path: Any, scales: Any, monkeypatch: Any) -> Any:
     """The same by a float32 cache in which every key and value was rounded when it was written."""
 
-    def write(self, layer, k, v, slots):
+    def write(self, layer: Any, k: Any, v: Any, slots: Any) -> None:
         for pool, numbers, scale in zip((self.keys, self.values), (k, v), scales[layer], strict=True):
             pool[layer].flatten(0, 1)[slots] = rounded(numbers, scale)
 
@@ -98,7 +102,9 @@ BACKENDS = [
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, for rows of padding
 @pytest.mark.parametrize("attention", BACKENDS)
-def test_the_tokens_are_those_of_keys_and_values_rounded_by_hand(attention, with_scales, monkeypatch, caplog):
+def test_the_tokens_are_those_of_keys_and_values_rounded_by_hand(
+    attention: Any, with_scales: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     expected_tokens, expected, _ = by_hand(with_scales, SCALES, monkeypatch)
     assert "which are not used" in caplog.text
     caplog.clear()
@@ -109,14 +115,16 @@ def test_the_tokens_are_those_of_keys_and_values_rounded_by_hand(attention, with
     assert not [record for record in caplog.records if "scale" in record.message]
 
 
-def test_rounding_shows(with_scales, plain, monkeypatch):
+def test_rounding_shows(with_scales: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is not that of any other scales, nor of none."""
     found = [by_hand(with_scales, SCALES, monkeypatch)[1], run(plain)[1]]
     found.append(by_hand(with_scales, {0: SCALES[1], 1: SCALES[0]}, monkeypatch)[1])
     assert all((found[0] - other).abs().max() > 0.05 for other in found[1:])
 
 
-def test_without_scales_they_are_1_and_one_warning_says_so(plain, monkeypatch, caplog):
+def test_without_scales_they_are_1_and_one_warning_says_so(
+    plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     expected_tokens, expected, _ = by_hand(plain, dict.fromkeys(SCALES, (1.0, 1.0)), monkeypatch)
     assert not [record for record in caplog.records if "scale" in record.message]
     tokens, scores, info = run(plain, cache__dtype="fp8")
@@ -126,7 +134,7 @@ def test_without_scales_they_are_1_and_one_warning_says_so(plain, monkeypatch, c
     assert len([record for record in caplog.records if "no scales for the keys and values of 2" in record.message]) == 1
 
 
-def test_neither_chunks_nor_prefixes_nor_preemption_change_the_tokens(with_scales):
+def test_neither_chunks_nor_prefixes_nor_preemption_change_the_tokens(with_scales: Any) -> None:
     expected, _, whole = run(with_scales)
     assert run(with_scales, scheduler__max_batch_tokens=8)[0] == expected
     block = whole.kv_bytes // whole.num_blocks
@@ -139,7 +147,7 @@ def test_neither_chunks_nor_prefixes_nor_preemption_change_the_tokens(with_scale
         assert engine.stats().prefix_hits > 0
 
 
-def test_a_float8_cache_has_four_times_the_blocks_of_a_float32_one(with_scales):
+def test_a_float8_cache_has_four_times_the_blocks_of_a_float32_one(with_scales: Any) -> None:
     counts = [
         run(with_scales, cache__memory="300kB", cache__dtype=dtype)[2].num_blocks for dtype in ("float32", "auto")
     ]
@@ -150,24 +158,28 @@ def test_a_float8_cache_has_four_times_the_blocks_of_a_float32_one(with_scales):
     "names",
     [("k_proj.output_scale", "v_proj.output_scale"), ("k_proj.k_scale", "v_proj.v_scale")],
 )
-def test_scales_under_other_names(names, plain, with_scales, tmp_path):
+def test_scales_under_other_names(names: Any, plain: Any, with_scales: Any, tmp_path: Path) -> None:
     assert run(scaled(plain, tmp_path / "model", names))[0] == run(with_scales)[0]
 
 
-def test_scales_of_some_layers(plain, tmp_path, monkeypatch, caplog):
+def test_scales_of_some_layers(
+    plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     path = scaled(plain, tmp_path / "model", scales={1: SCALES[1]})
     expected = by_hand(path, {0: (1.0, 1.0), 1: SCALES[1]}, monkeypatch)[0]
     assert run(path)[0] == expected
     assert "values of 1 of 2 layers" in caplog.text
 
 
-def test_half_a_pair_of_scales_is_refused(plain, tmp_path):
+def test_half_a_pair_of_scales_is_refused(plain: Any, tmp_path: Path) -> None:
     path = scaled(plain, tmp_path / "model", ("k_scale",), scales={0: (0.1,), 1: (0.1,)})
     with pytest.raises(CheckpointError, match="only one of keys and values"):
         run(path)
 
 
-def test_what_another_scheme_asks_for_is_not_taken(plain, tmp_path, caplog):
+def test_what_another_scheme_asks_for_is_not_taken(
+    plain: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = {**CACHE_ALONE, "kv_cache_scheme": {**SCHEME, "strategy": "attn_head"}}
     tokens, _, info = run(scaled(plain, tmp_path / "model", config=config))
     assert tokens == run(plain)[0]
@@ -175,7 +187,7 @@ def test_what_another_scheme_asks_for_is_not_taken(plain, tmp_path, caplog):
     assert "per attn_head, which is not supported" in caplog.text
 
 
-def test_a_backend_that_reads_none_is_refused_by_name_and_passed_over_by_auto(with_scales):
+def test_a_backend_that_reads_none_is_refused_by_name_and_passed_over_by_auto(with_scales: Any) -> None:
     with pytest.raises(PluginError, match="reads keys and values in float32, not float8_e4m3fn; use --kv-dtype"):
         run(with_scales, attention="native")
     with Engine(str(with_scales), cache__memory="4MiB", executor__device="cpu", model__dtype="float32") as engine:
@@ -185,7 +197,9 @@ def test_a_backend_that_reads_none_is_refused_by_name_and_passed_over_by_auto(wi
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["torch", "triton"])
-def test_on_a_gpu_by_fused_kernels_and_graphs(attention, with_scales, monkeypatch, tmp_path):
+def test_on_a_gpu_by_fused_kernels_and_graphs(
+    attention: str, with_scales: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     expected = by_hand(with_scales, SCALES, monkeypatch)[1]
     graphs = "off" if attention == "torch" else "on"
     settings = {"attention": attention, "executor__kernel_cache": str(tmp_path)}

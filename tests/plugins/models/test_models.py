@@ -1,5 +1,7 @@
 """Every architecture against transformers, with all that config.json may say: logits of tiny random checkpoints."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,7 @@ CASES = {
 }
 
 
-def bench_of(directory: Path, **settings) -> ModelBench:
+def bench_of(directory: Path, **settings: Any) -> ModelBench:
     """The model of a checkpoint, with one prompt to feed it."""
     cls = MODELS[Checkpoint.open(directory).config["model_type"]]
     return ModelBench(cls, directory, [prompt()], **settings)
@@ -95,7 +97,7 @@ def prompt() -> list[int]:
     return torch.randint(0, TINY["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
-def edit(directory: Path, **changes) -> None:
+def edit(directory: Path, **changes: Any) -> None:
     """Change keys of config.json; ... removes one."""
     file = directory / "config.json"
     config = {**json.loads(file.read_text()), **changes}
@@ -173,7 +175,7 @@ def test_dummy_weights_give_finite_logits(tmp_path: Path) -> None:
     assert 0.01 < float(logits.std()) < 100
 
 
-def config_of(architecture: str, **changes) -> dict:
+def config_of(architecture: str, **changes: Any) -> dict:
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     config = {
         **TINY,

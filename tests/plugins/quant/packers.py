@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,17 @@ def words_along_last(numbers: np.ndarray, bits: int, order: list[int] | None = N
 class Weight:
     """A random quantized weight, and what it means."""
 
-    def __init__(self, outputs, inputs, *, bits=4, group_size=32, symmetric=True, ordered=False, seed=0):
+    def __init__(
+        self,
+        outputs: Any,
+        inputs: Any,
+        *,
+        bits: int = 4,
+        group_size: int = 32,
+        symmetric: bool = True,
+        ordered: bool = False,
+        seed: int = 0,
+    ) -> None:
         random = np.random.default_rng(seed)
         size = inputs if group_size == -1 else group_size
         groups = -(-inputs // size)
@@ -85,7 +96,7 @@ class Weight:
         return tensors
 
 
-def quantize_checkpoint(source: Path, target: Path, quantization: dict, make, unquantized=()) -> None:
+def quantize_checkpoint(source: Path, target: Path, quantization: dict, make: Any, unquantized: Any = ()) -> None:
     """Replace each projection's weight by random numbers: as stored in `target`, as they are in `source`.
 
     make: name and shape -> (tensors by the end of their name, plain weight).

@@ -1,5 +1,10 @@
 """Whole checkpoints in every format, through the engine on a CPU, against their dequantized float32 twins."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,17 +65,17 @@ FP8 = {
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Its merged parts end within blocks: 96 rows of q, 48 of k and v, 200 of gate and up; 96 and 200 inputs."""
     sizes = {"hidden_size": 160, "head_dim": 24, "intermediate_size": 200}
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "llama", tokenizer=True, **sizes)
 
 
-def open_engine(path, **settings):
+def open_engine(path: Any, **settings: Any) -> Any:
     return Engine(str(path), cache__memory="8MiB", executor__device="cpu", model__dtype="float32", **settings)
 
 
-def logprobs(path, **settings):
+def logprobs(path: Any, **settings: Any) -> Any:
     """Of the prompt's tokens and of some greedy ones, and which ones."""
     with open_engine(path, **settings) as engine:
         params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -80,7 +85,7 @@ def logprobs(path, **settings):
 
 
 @pytest.mark.parametrize("case", FP8)
-def test_fp8_checkpoints_compute_what_their_dequantized_twins_do(case, plain, tmp_path):
+def test_fp8_checkpoints_compute_what_their_dequantized_twins_do(case: Any, plain: Any, tmp_path: Path) -> None:
     packer, config = FP8[case]
     stored, meant = quantized(plain, tmp_path, packer, config)
     tokens, scores = logprobs(stored)
@@ -89,7 +94,7 @@ def test_fp8_checkpoints_compute_what_their_dequantized_twins_do(case, plain, tm
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_int8_checkpoints_compute_what_their_dequantized_twins_do(plain, tmp_path):
+def test_int8_checkpoints_compute_what_their_dequantized_twins_do(plain: Any, tmp_path: Path) -> None:
     stored, meant = quantized(plain, tmp_path, int8_per_channel, CT_INT8)
     _, expected = logprobs(meant)
     _, scores = logprobs(stored)
@@ -108,14 +113,14 @@ def test_int8_checkpoints_compute_what_their_dequantized_twins_do(plain, tmp_pat
         ("int8", {"activations": "none"}, 0.03),
     ],
 )
-def test_quantized_while_loading(name, options, limit, plain):
+def test_quantized_while_loading(name: str, options: Any, limit: float, plain: Any) -> None:
     _, expected = logprobs(plain)
     _, scores = logprobs(plain, quant__name=name, quant__options=options)
     assert 1e-5 < float((scores[:39] - expected[:39]).norm() / expected[:39].norm()) < limit
 
 
-def test_listed_modules_are_not_quantized(plain, tmp_path):
-    def alone(module):
+def test_listed_modules_are_not_quantized(plain: Any, tmp_path: Path) -> None:
+    def alone(module: Any) -> Any:
         return "layers.0.self_attn" in module or "down_proj" in module
 
     names = ["model.layers.0.self_attn", "down_proj", "lm_head"]
@@ -128,11 +133,11 @@ def test_listed_modules_are_not_quantized(plain, tmp_path):
     assert logprobs(stored)[0] == logprobs(meant)[0]
 
 
-def test_config_groups_of_float8_and_int8(plain, tmp_path):
-    def packer(module, weight):
+def test_config_groups_of_float8_and_int8(plain: Any, tmp_path: Path) -> None:
+    def packer(module: Any, weight: Any) -> Any:
         return (int8_per_channel if "mlp" in module else fp8_per_channel)(module, weight)
 
-    def group(targets, kind):
+    def group(targets: Any, kind: Any) -> Any:
         return {
             "targets": targets,
             "weights": number(kind, "channel"),
@@ -151,8 +156,10 @@ def test_config_groups_of_float8_and_int8(plain, tmp_path):
 
 
 @pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")])
-def test_kv_cache_scales_are_read_with_the_weights(names, plain, tmp_path, caplog):
-    def more(module):
+def test_kv_cache_scales_are_read_with_the_weights(
+    names: Any, plain: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def more(module: Any) -> Any:
         return {} if "k_proj" not in module else {f"../{name}": torch.tensor([0.02]) for name in names}
 
     stored, meant = quantized(
@@ -174,7 +181,7 @@ def test_kv_cache_scales_are_read_with_the_weights(names, plain, tmp_path, caplo
     assert not caplog.records
 
 
-def broken(plain, tmp_path, change, packer=fp8_per_channel, config=CT_CHANNEL):
+def broken(plain: Any, tmp_path: Any, change: Any, packer: Any = fp8_per_channel, config: Any = CT_CHANNEL) -> Any:
     stored, _ = quantized(plain, tmp_path, packer, config)
     file = stored / "model.safetensors"
     tensors = load_file(file)
@@ -186,7 +193,7 @@ def broken(plain, tmp_path, change, packer=fp8_per_channel, config=CT_CHANNEL):
 Q = "model.layers.1.self_attn.q_proj"
 
 
-def set_to(name, value):
+def set_to(name: Any, value: Any) -> Any:
     return lambda tensors: tensors.__setitem__(name, value)
 
 
@@ -200,7 +207,7 @@ def set_to(name, value):
         (set_to(f"{Q}.input_scale", torch.ones(1)), f"does not know: {Q}.input_scale"),
     ],
 )
-def test_broken_tensors_are_named(change, message, plain, tmp_path):
+def test_broken_tensors_are_named(change: Any, message: str, plain: Any, tmp_path: Path) -> None:
     path = broken(plain, tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         open_engine(path)
@@ -214,13 +221,13 @@ def test_broken_tensors_are_named(change, message, plain, tmp_path):
         (lambda tensors: tensors.pop(f"{Q}.input_scale"), f"no scales for {Q}: want .*input_scale"),
     ],
 )
-def test_scales_that_may_have_two_names(change, message, plain, tmp_path):
+def test_scales_that_may_have_two_names(change: Any, message: str, plain: Any, tmp_path: Path) -> None:
     path = broken(plain, tmp_path, change, fp8_per_tensor(input_scale=0.01), FP8_STATIC)
     with pytest.raises(CheckpointError, match=message):
         open_engine(path)
 
 
-def test_merged_layer_with_an_unquantized_part_is_refused(plain, tmp_path):
+def test_merged_layer_with_an_unquantized_part_is_refused(plain: Any, tmp_path: Path) -> None:
     stored, _ = quantized(
         plain,
         tmp_path,
@@ -232,14 +239,14 @@ def test_merged_layer_with_an_unquantized_part_is_refused(plain, tmp_path):
         open_engine(stored)
 
 
-def test_auto_chooses_by_the_checkpoint(plain, tmp_path):
+def test_auto_chooses_by_the_checkpoint(plain: Any, tmp_path: Path) -> None:
     for name, packer, config in (("fp8", fp8_per_channel, CT_CHANNEL), ("int8", int8_per_channel, CT_INT8)):
         stored, _ = quantized(plain, tmp_path / name, packer, config)
         with open_engine(stored) as engine:
             assert [choice.name for choice in engine.parts.choices if choice.extension_point == "quant"] == [name]
 
 
-def test_options_that_contradict_the_checkpoint_are_refused(plain, tmp_path):
+def test_options_that_contradict_the_checkpoint_are_refused(plain: Any, tmp_path: Path) -> None:
     stored, _ = quantized(plain, tmp_path, fp8_per_channel, CT_CHANNEL)
     with pytest.raises(ConfigError, match=r"granularity is 'block'.*quantized already"):
         open_engine(stored, quant__name="fp8", quant__options={"granularity": "block"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +24,12 @@ PROMPT = [(7 * i + i * i) % 500 for i in range(40)]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     sizes = {"hidden_size": 160, "head_dim": 24, "intermediate_size": 200}
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "llama", tokenizer=True, **sizes)
 
 
-def extremes(weight, strategy):
+def extremes(weight: Any, strategy: Any) -> Any:
     if strategy == "tensor":
         return weight.min().reshape(1), weight.max().reshape(1)
     if strategy == "channel":
@@ -38,12 +40,12 @@ def extremes(weight, strategy):
     )
 
 
-def write(model, path):
+def write(model: Any, path: Any) -> None:
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def quantize(plain, tmp_path, preset):
+def quantize(plain: Any, tmp_path: Any, preset: Any) -> Any:
     """Quantize by the library; returns the compressed checkpoint, and one of what it decompresses to."""
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     paths = [tmp_path / "compressed", tmp_path / "decompressed"]
@@ -73,7 +75,7 @@ def quantize(plain, tmp_path, preset):
     return paths
 
 
-def logprobs(path, **settings):
+def logprobs(path: Any, **settings: Any) -> Any:
     common = {"cache__memory": "8MiB", "executor__device": "cpu", "model__dtype": "float32"}
     with Engine(str(path), **common, **settings) as engine:
         [done] = engine.generate([PROMPT], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
@@ -85,7 +87,7 @@ def logprobs(path, **settings):
     ("preset", "method", "limit"),
     [("FP8", "fp8", 1e-3), ("FP8_DYNAMIC", "fp8", 1e-3), ("FP8_BLOCK", "fp8", 1e-3), ("INT8", "int8", 0.03)],
 )
-def test_presets(preset, method, limit, plain, tmp_path):
+def test_presets(preset: str, method: str, limit: float, plain: Any, tmp_path: Path) -> None:
     compressed, decompressed = quantize(plain, tmp_path, preset)
     chosen, scores = logprobs(compressed)
     assert chosen == [method]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.plugins.quant.awq import Awq
@@ -63,7 +65,7 @@ class W8OnGpu(QuantConformance):
 
     packer = staticmethod(fp8_per_channel)
 
-    def store(self, name, weight):
+    def store(self, name: Any, weight: Any) -> Any:
         return self.packer(name, weight)
 
 
@@ -111,12 +113,12 @@ class Packed(QuantConformance):
     ordered = False
     bits = 4
 
-    def weight(self, name, weight):
+    def weight(self, name: Any, weight: Any) -> Any:
         made = Weight(*weight.shape, bits=self.bits, symmetric=self.symmetric, ordered=self.ordered, seed=ord(name[0]))
         made.scales = (made.scales * float(weight.std() / made.plain.std())).half()
         return made
 
-    def store(self, name, weight):
+    def store(self, name: Any, weight: Any) -> Any:
         made = self.weight(name, weight)
         return made.gptq(), made.plain
 
@@ -149,7 +151,7 @@ class TestAwq(Packed):
     method = Awq
     checkpoint = AWQ
 
-    def store(self, name, weight):
+    def store(self, name: Any, weight: Any) -> Any:
         made = self.weight(name, weight)
         return made.awq(), made.plain
 
@@ -158,7 +160,7 @@ class TestPackQuantized(Packed):
     method = PackQuantized
     checkpoint = compressed("pack-quantized", PACKED, None)
 
-    def store(self, name, weight):
+    def store(self, name: Any, weight: Any) -> Any:
         made = self.weight(name, weight)
         return made.compressed(symmetric=self.symmetric, ordered=self.ordered), made.plain
 

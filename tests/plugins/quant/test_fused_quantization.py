@@ -1,5 +1,10 @@
 """Fused input quantization: results equal those of separate kernels, bit for bit."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,16 +34,16 @@ class W8OnGpu(Int8):
     """The GPU kernels, which Triton's interpreter runs on a CPU. Weights are int8: the interpreter rounds float8
     wrongly."""
 
-    def _kernel(self, spec, form):
+    def _kernel(self, spec: Any, form: Any) -> Any:
         return W8GpuKernel(spec, form, self._matmuls.setdefault(spec.device, WeightOnlyMatmul(DEVICE)))
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Records the names of the quantizing kernels, in order."""
     names = []
 
-    def noted(module, name):
+    def noted(module: Any, name: Any) -> None:
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, **more: names.append(name) or kernel(*given, **more))
 
@@ -48,7 +53,14 @@ def launched(monkeypatch):
     return names
 
 
-def make_mlp(*, group=None, fused=True, method=W8OnGpu, hidden=HIDDEN, intermediate=INTERMEDIATE):
+def make_mlp(
+    *,
+    group: Any = None,
+    fused: bool = True,
+    method: Any = W8OnGpu,
+    hidden: Any = HIDDEN,
+    intermediate: Any = INTERMEDIATE,
+) -> Any:
     """Norm, gate and up, down, of one rank."""
     torch.manual_seed(0)
     quant = method.from_checkpoint(None, None)
@@ -68,13 +80,15 @@ def make_mlp(*, group=None, fused=True, method=W8OnGpu, hidden=HIDDEN, intermedi
     return norm, gate_up, down
 
 
-def randn(*shape):
+def randn(*shape: Any) -> Any:
     return torch.randn(*shape, device=DEVICE).to(getattr(torch, HALF))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("static", [False, True])
-def test_input_quantization_is_fused_for_many_rows(static, ranks, launched, monkeypatch):
+def test_input_quantization_is_fused_for_many_rows(
+    static: bool, ranks: int, launched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
     norm, gate_up, down = make_mlp(group=None if ranks == 1 else LoneRank(1, ranks))
     if static:
@@ -101,12 +115,12 @@ def test_input_quantization_is_fused_for_many_rows(static, ranks, launched, monk
 @pytest.mark.gpu
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 3072), (4096, 14336)])
 @pytest.mark.parametrize("method", [Fp8, Int8])
-def test_captured_in_a_graph(method, hidden, intermediate):
+def test_captured_in_a_graph(method: Any, hidden: int, intermediate: int) -> None:
     norm, gate_up, down = make_mlp(method=method, hidden=hidden, intermediate=intermediate)
     for rows in (33, 64, 256, 1000):
         x, residual = randn(rows, hidden), randn(rows, hidden)
 
-        def work(x=x, residual=residual):
+        def work(x: Any = x, residual: Any = residual) -> Any:
             made, total = norm.quantized_for(gate_up, x, residual.clone())
             return down(gate_up.gated_quantized_for(down, made)), total
 
@@ -121,7 +135,7 @@ def test_captured_in_a_graph(method, hidden, intermediate):
         assert torch.equal(got, down(gate_up.gated(normed)))
 
 
-def test_plain_layers_do_not_fuse_input_quantization(launched, monkeypatch):
+def test_plain_layers_do_not_fuse_input_quantization(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
     norm, gate_up, _ = make_mlp(fused=False)
     x = randn(3, HIDDEN)
@@ -129,8 +143,14 @@ def test_plain_layers_do_not_fuse_input_quantization(launched, monkeypatch):
     assert not launched
 
 
-def test_which_kernels_fuse_input_quantization(monkeypatch):
-    def kernel(cls=W8GpuKernel, activations="token", granularity="channel", dtype=HALF, codes="float8_e4m3fn"):
+def test_which_kernels_fuse_input_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(
+        cls: Any = W8GpuKernel,
+        activations: str = "token",
+        granularity: str = "channel",
+        dtype: Any = HALF,
+        codes: str = "float8_e4m3fn",
+    ) -> Any:
         spec = LinearSpec(
             parts=(LinearPart(name="a", out_features=16),), in_features=16, bias=False, dtype=dtype, device=str(DEVICE)
         )
@@ -159,7 +179,7 @@ def test_which_kernels_fuse_input_quantization(monkeypatch):
     assert kernel().fused_input_quantization() is None
 
 
-def test_activations_of_another_kernel_are_refused(monkeypatch):
+def test_activations_of_another_kernel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 2)
     _, _, down = make_mlp()
 
@@ -170,7 +190,9 @@ def test_activations_of_another_kernel_are_refused(monkeypatch):
         down(Other())
 
 
-def test_a_model_generates_the_same_with_and_without_fusion(tmp_path, launched, monkeypatch):
+def test_a_model_generates_the_same_with_and_without_fusion(
+    tmp_path: Path, launched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole engines, with and without fused input quantization."""
     monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 4)
     path = make_checkpoint(tmp_path / "model", "qwen3", tokenizer=True, num_hidden_layers=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.core.device import DeviceInfo
@@ -34,7 +36,7 @@ PACKED = compressed("pack-quantized", {**number("int", "group"), "num_bits": 4, 
         ({"quant_method": "fp8", "kv_cache_scheme": "static"}, FLOAT8, True),
     ],
 )
-def test_kv_cache_scheme_is_parsed(config, dtype, has_scales, caplog):
+def test_kv_cache_scheme_is_parsed(config: Any, dtype: Any, has_scales: bool, caplog: pytest.LogCaptureFixture) -> None:
     scheme = KVCacheScheme.parse(config)
     assert (scheme.dtype, scheme.has_scales, bool(scheme.ignored())) == (dtype, has_scales, has_scales)
     assert (scheme.names("a") is not None) == has_scales
@@ -53,7 +55,7 @@ def test_kv_cache_scheme_is_parsed(config, dtype, has_scales, caplog):
         ("dynamic", "'dynamic'"),
     ],
 )
-def test_unsupported_kv_cache_scheme_is_logged(stored, said, caplog):
+def test_unsupported_kv_cache_scheme_is_logged(stored: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
     scheme = KVCacheScheme.parse({"quant_method": "compressed-tensors", "kv_cache_scheme": stored})
     assert (scheme.dtype, scheme.names("a")) == (None, None)
     assert "*.k_scale" in scheme.ignored()
@@ -62,7 +64,7 @@ def test_unsupported_kv_cache_scheme_is_logged(stored, said, caplog):
     assert "not supported" in caplog.text
 
 
-def test_names():
+def test_names() -> None:
     names = KVCacheScheme(has_scales=True).names("model.layers.3.self_attn")
     assert names is not None
     assert names.keys[:2] == ("model.layers.3.self_attn.k_scale", "model.layers.3.self_attn.k_proj.output_scale")
@@ -81,7 +83,7 @@ def test_names():
         (Unquantized, ALONE),
     ],
 )
-def test_methods_that_read_the_scales(method, config):
+def test_methods_that_read_the_scales(method: Any, config: Any) -> None:
     assert method.refuses(config, CPU) is None
     assert method.kv_dtype(config) == FLOAT8
     layers = LayerFactory(dtype="float32", device="cpu", quant=method.from_checkpoint(config, None))
@@ -91,7 +93,7 @@ def test_methods_that_read_the_scales(method, config):
     assert "*.q_scale" in layers.ignored
 
 
-def test_methods_without_a_kv_cache_scheme():
+def test_methods_without_a_kv_cache_scheme() -> None:
     for method, config in ((Unquantized, None), (Gptq, {"quant_method": "gptq", "bits": 4}), (Fp8, None)):
         assert method.kv_dtype(config) is None
         layers = LayerFactory(dtype="float32", device="cpu", quant=method.from_checkpoint(config, None))
@@ -99,7 +101,7 @@ def test_methods_without_a_kv_cache_scheme():
         assert layers.kv_scales == []
 
 
-def test_none_reads_a_checkpoint_that_quantizes_only_the_kv_cache():
+def test_none_reads_a_checkpoint_that_quantizes_only_the_kv_cache() -> None:
     for method in (Fp8, Int8, PackQuantized):
         assert "config_groups" in (method.refuses(ALONE, CPU) or "")
     assert Unquantized.refuses({**ALONE, "kv_cache_scheme": None}, CPU)

@@ -1,16 +1,20 @@
 """Golden words of the formats, worked out by hand."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 
 from engine.plugins.quant.packing import gptq_zeros, unpack, unpack_awq
 
 
-def word(value):
+def word(value: Any) -> Any:
     return value - 2**32 if value >= 2**31 else value
 
 
-def test_unpack_starts_at_the_low_end_of_a_word():
+def test_unpack_starts_at_the_low_end_of_a_word() -> None:
     words = torch.tensor([[word(0x76543210)], [word(0xFEDCBA98)]], dtype=torch.int32)
     assert unpack(words.T, 4, 1, 16).tolist() == [list(range(16))]
     assert unpack(words, 4, 0, 16).T.tolist() == [list(range(16))]
@@ -18,7 +22,7 @@ def test_unpack_starts_at_the_low_end_of_a_word():
     assert unpack(torch.tensor([[word(0xFF7F0180)]], dtype=torch.int32), 8, 1, 4).tolist() == [[128, 1, 127, 255]]
 
 
-def test_awq_order():
+def test_awq_order() -> None:
     words = torch.tensor([[word(0x75316420), word(0xFDB9ECA8)]], dtype=torch.int32)
     assert unpack_awq(words).tolist() == [list(range(16))]
 
@@ -39,7 +43,7 @@ def test_awq_order():
         (0xFFFFFFFF, 8, True, False, 0),
     ],
 )
-def test_gptq_zero_points(value, bits, less_one, symmetric, zero):
+def test_gptq_zero_points(value: int, bits: int, less_one: bool, symmetric: bool, zero: int) -> None:
     words = torch.tensor([[word(value)] * 2], dtype=torch.int32)
     outputs = 64 // bits
     zeros = gptq_zeros(words, bits, outputs, less_one=less_one, symmetric=symmetric)

@@ -1,3 +1,7 @@
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from engine.core.errors import CheckpointError
@@ -16,7 +20,7 @@ FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel",
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 
 
-def compressed(**groups):
+def compressed(**groups: Any) -> Any:
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
 
 
@@ -34,7 +38,7 @@ def compressed(**groups):
         ([], None),
     ],
 )
-def test_targets_match_by_name_pattern_or_class(targets, rank):
+def test_targets_match_by_name_pattern_or_class(targets: Any, rank: int | None) -> None:
     assert match_rank(NAME, targets) == rank
 
 
@@ -53,23 +57,23 @@ def test_targets_match_by_name_pattern_or_class(targets, rank):
         ("re:.*layers\\.2\\..*", False),
     ],
 )
-def test_is_listed_matches_whole_components(entry, listed):
+def test_is_listed_matches_whole_components(entry: Any, listed: bool) -> None:
     assert is_listed(NAME, [entry]) is listed
 
 
-def test_unquantized_modules_are_read_under_any_key():
+def test_unquantized_modules_are_read_under_any_key() -> None:
     assert unquantized_modules({"modules_to_not_convert": None, "ignored_layers": ["a"], "ignore": ["b"]}) == ("a", "b")
     assert unquantized_modules({}) == ()
     with pytest.raises(CheckpointError, match="ignored_layers is 'lm_head'"):
         unquantized_modules({"ignored_layers": "lm_head"})
 
 
-def test_broken_pattern_is_named():
+def test_broken_pattern_is_named() -> None:
     with pytest.raises(CheckpointError, match="no regular expression"):
         match_rank(NAME, ["re:*gate"])
 
 
-def test_most_specific_scheme_wins_and_ignored_modules_have_none():
+def test_most_specific_scheme_wins_and_ignored_modules_have_none() -> None:
     config = CompressedConfig.parse(
         {
             **compressed(
@@ -95,12 +99,12 @@ def test_most_specific_scheme_wins_and_ignored_modules_have_none():
     }
 
 
-def test_module_that_no_scheme_names_is_not_quantized():
+def test_module_that_no_scheme_names_is_not_quantized() -> None:
     config = CompressedConfig.parse(compressed(group_0={"targets": ["re:.*q_proj"], "weights": FP8}))
     assert config.scheme(NAME) is None
 
 
-def test_arguments_are_read_with_the_defaults_of_the_format():
+def test_arguments_are_read_with_the_defaults_of_the_format() -> None:
     assert QuantArgs.parse({}) == QuantArgs()
     assert QuantArgs.parse({"group_size": 64}).strategy == "group"
     per_channel = QuantArgs.parse({"group_size": -1})
@@ -128,12 +132,12 @@ def test_arguments_are_read_with_the_defaults_of_the_format():
         ),
     ],
 )
-def test_configs_that_cannot_be_served_are_refused_by_name(config, message):
+def test_configs_that_cannot_be_served_are_refused_by_name(config: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         CompressedConfig.parse(config)
 
 
-def test_parts_of_a_merged_layer_must_agree():
+def test_parts_of_a_merged_layer_must_agree() -> None:
     parts = tuple(LinearPart(name=name, out_features=4) for name in ("a.q_proj", "a.k_proj"))
     spec = LinearSpec(parts=parts, in_features=4, bias=False, dtype="float32")
     assert same_for_all(spec, lambda name: 7) == 7

@@ -1,5 +1,10 @@
 """Quantized checkpoints in whole models that ranks share, against one rank."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,7 +49,7 @@ FEW_BITS = {
 }
 
 
-def scores(path, ranks=1, **settings):
+def scores(path: Any, ranks: int = 1, **settings: Any) -> Any:
     """Greedy tokens, and log probabilities of them and of the prompt's."""
     if ranks > 1:
         settings["executor"] = threaded_ranks(ranks)
@@ -55,7 +60,7 @@ def scores(path, ranks=1, **settings):
         return done.token_ids, torch.tensor([one.logprob for one in (*done.prompt_logprobs, *done.logprobs)])
 
 
-def assert_same(path, ranks, **settings):
+def assert_same(path: Any, ranks: Any, **settings: Any) -> None:
     expected_tokens, expected = scores(path, **settings)
     tokens, found = scores(path, ranks, **settings)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -63,19 +68,19 @@ def assert_same(path, ranks, **settings):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "llama", tokenizer=True, **SIZES, **HEADS)
 
 
 @pytest.mark.parametrize("case", EIGHT_BITS)
-def test_w8_ranks_compute_what_one_does(case, plain, tmp_path):
+def test_w8_ranks_compute_what_one_does(case: Any, plain: Any, tmp_path: Path) -> None:
     packer, config, settings = EIGHT_BITS[case]
     stored, _ = quantized(plain, tmp_path, packer, config)
     assert_same(stored, 2, **settings)
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])
-def test_scales_computed_at_load_are_per_rank(method, plain):
+def test_scales_computed_at_load_are_per_rank(method: str, plain: Any) -> None:
     """Where a rank has some of the inputs its scales are for those, so that results differ a little from one rank's."""
     _, whole = scores(plain)
     _, one = scores(plain, quant__name=method)
@@ -86,12 +91,12 @@ def test_scales_computed_at_load_are_per_rank(method, plain):
 
 
 @pytest.mark.parametrize("case", FEW_BITS)
-def test_w4a16_ranks_compute_what_one_does(case, tmp_path):
+def test_w4a16_ranks_compute_what_one_does(case: Any, tmp_path: Path) -> None:
     config, options = FEW_BITS[case]
     sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256}
     source = make_checkpoint(tmp_path / "plain", "llama", tokenizer=True, **sizes)
 
-    def make(module, shape):
+    def make(module: Any, shape: Any) -> Any:
         weight = Weight(*shape, symmetric=False, seed=shape[1], **options)
         if config["quant_method"] == "compressed-tensors":
             return weight.compressed(symmetric=False, ordered="ordered" in options), weight.plain
@@ -108,7 +113,7 @@ TIE = 0.1
 """Nats by which rounding to bfloat16 may set apart tokens that are about equally likely; others fall short by 4."""
 
 
-def stored_as(case, plain, directory):
+def stored_as(case: Any, plain: Any, directory: Any) -> Any:
     """A checkpoint quantized in the format of this name."""
     if case == "none":
         return plain
@@ -117,7 +122,7 @@ def stored_as(case, plain, directory):
         return quantized(plain, directory, packer, config)[0]
     config, _ = FEW_BITS[case]
 
-    def make(module, shape):
+    def make(module: Any, shape: Any) -> Any:
         weight = Weight(*shape, symmetric=False, seed=shape[1])
         if config["quant_method"] == "compressed-tensors":
             return weight.compressed(symmetric=False, ordered=False), weight.plain
@@ -127,7 +132,7 @@ def stored_as(case, plain, directory):
     return directory / "quantized"
 
 
-def shortfalls(engine, tokens):
+def shortfalls(engine: Any, tokens: Any) -> Any:
     """Nats by which each token, behind PROMPT and those before it, is less likely than this engine's own choice."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
     [done] = engine.generate([[*PROMPT, *tokens]], params)
@@ -136,7 +141,7 @@ def shortfalls(engine, tokens):
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory):
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_checkpoint(tmp_path_factory.mktemp("wide") / "model", "llama", tokenizer=True, **WIDE)
 
 
@@ -144,7 +149,7 @@ def wide(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 @pytest.mark.parametrize("case", ON_GPUS)
-def test_processes_on_gpus(case, graphs, ranks, plain, wide, tmp_path):
+def test_processes_on_gpus(case: Any, graphs: str, ranks: int, plain: Any, wide: Any, tmp_path: Path) -> None:
     """In bfloat16, by NCCL and peer memory: several ranks choose what one does, but for ties."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
@@ -161,14 +166,14 @@ def test_processes_on_gpus(case, graphs, ranks, plain, wide, tmp_path):
         assert shortfalls(one, PROMPT[:24]).median() > 20 * TIE
 
 
-def test_kv_head_replicas(tmp_path):
+def test_kv_head_replicas(tmp_path: Path) -> None:
     """Two heads of keys on four ranks: quantized tensors are read twice like plain ones."""
     source = make_checkpoint(tmp_path / "plain", "qwen2", tokenizer=True, **SIZES, num_key_value_heads=2)
     stored, _ = quantized(source, tmp_path, fp8_per_channel, CHANNEL)
     assert_same(stored, 4)
 
 
-def test_blocks_that_ranks_would_cut_are_refused_before_loading(tmp_path):
+def test_blocks_that_ranks_would_cut_are_refused_before_loading(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "plain", "llama", tokenizer=True, **SIZES, num_key_value_heads=4)
     stored, _ = quantized(source, tmp_path, fp8_blocks("weight_scale_inv"), FP8 | {"weight_block_size": [128, 128]})
     with pytest.raises(CheckpointError, match=r"2 ranks cannot share .*q_proj: each would have 64 of its 128 outputs"):

@@ -1,12 +1,16 @@
 """Rounding against tables written by hand, not against the casts that the code uses."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 
 from engine.plugins.quant.rounding import FP8, dequantize, expand, quantize, quantize_rows, round_to
 
 
-def e4m3(code):
+def e4m3(code: Any) -> Any:
     """Value of a float8 code by the format's definition: sign, 4 bits of exponent (bias 7), 3 of mantissa."""
     sign, exponent, mantissa = -1 if code & 0x80 else 1, code >> 3 & 15, code & 7
     return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -16,12 +20,12 @@ E4M3 = torch.tensor([e4m3(code) for code in range(127)])
 """All positive codes but NaN."""
 
 
-def nearest(values):
+def nearest(values: Any) -> Any:
     """The value of the nearest float8 number; the grid is searched."""
     return values.sign() * E4M3[(values.abs()[..., None] - E4M3).abs().argmin(-1)]
 
 
-def test_round_to_golden_values():
+def test_round_to_golden_values() -> None:
     values = torch.tensor([0.0, 1.0, -1.0, 448.0, 1000.0, -1000.0, 2.0**-9, 0.1])
     words = [0x00, 0x38, 0xB8, 0x7E, 0x7E, 0xFE, 0x01, 0x1D]
     assert round_to(values, FP8).view(torch.uint8).tolist() == words
@@ -33,7 +37,7 @@ def test_round_to_golden_values():
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize("shape", [(200, 300), (128, 256), (5, 7), (1, 130)])
-def test_quantize_rounds_to_the_nearest_value(dtype, granularity, shape):
+def test_quantize_rounds_to_the_nearest_value(dtype: Any, granularity: str, shape: Any) -> None:
     torch.manual_seed(0)
     weight = torch.randn(shape).bfloat16()
     codes, scale = quantize(weight, dtype, granularity)
@@ -53,7 +57,7 @@ def test_quantize_rounds_to_the_nearest_value(dtype, granularity, shape):
     torch.testing.assert_close(dequantize(codes, scale, torch.float32), codes.float() * wide, rtol=0, atol=0)
 
 
-def test_large_weights_are_quantized_strip_by_strip(monkeypatch):
+def test_large_weights_are_quantized_strip_by_strip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.plugins.quant.rounding.STRIP_NUMBERS", 1)
     torch.manual_seed(0)
     weight = torch.randn(300, 200)
@@ -67,14 +71,14 @@ def test_large_weights_are_quantized_strip_by_strip(monkeypatch):
         assert torch.equal(dequantize(codes, scale, torch.float32), dequantize(whole, scale, torch.float32))
 
 
-def test_zeros_stay_zeros():
+def test_zeros_stay_zeros() -> None:
     for granularity in ("tensor", "channel", "block"):
         codes, scale = quantize(torch.zeros(3, 4), FP8, granularity)
         assert not codes.float().any()
         assert not dequantize(codes, scale, torch.float32).any()
 
 
-def test_blocks_of_fewer_rows():
+def test_blocks_of_fewer_rows() -> None:
     scale = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     wide = expand(scale, torch.Size((10, 130)), 4)
     assert wide.shape == (10, 130)
@@ -83,7 +87,7 @@ def test_blocks_of_fewer_rows():
     torch.testing.assert_close(dequantize(ones, scale, torch.float32, 4), wide, rtol=0, atol=0)
 
 
-def test_quantize_rows():
+def test_quantize_rows() -> None:
     x = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [127.0, 63.5, 1.5]])
     codes, scale = quantize_rows(x)
     assert codes.tolist() == [[64, -127, 32], [0, 0, 0], [127, 64, 2]]
@@ -93,6 +97,6 @@ def test_quantize_rows():
     assert scale.tolist() == [0.5]
 
 
-def test_quantize_rows_marks_rows_that_are_not_finite_by_their_scale():
+def test_quantize_rows_marks_rows_that_are_not_finite_by_their_scale() -> None:
     _, scale = quantize_rows(torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [1.0, 1.0]]))
     assert scale.isfinite().flatten().tolist() == [False, False, True]

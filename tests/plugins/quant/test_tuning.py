@@ -1,6 +1,10 @@
 """Quantized layers as autotuned ops: which calls a layer has, and that the chosen tile is used."""
 
+from __future__ import annotations
+
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,28 +38,37 @@ FEW = "weight-only 64x256 int8, a scale per output, " + HALF
 MANY = "w8a8 64x256 int8, " + HALF
 
 
-def w8_kernel(multiplier, activations, *, dtype=HALF, kind="int8", granularity="channel", gated=False, cls=W8GpuKernel):
+def w8_kernel(
+    multiplier: Any,
+    activations: Any,
+    *,
+    dtype: Any = HALF,
+    kind: str = "int8",
+    granularity: str = "channel",
+    gated: bool = False,
+    cls: Any = W8GpuKernel,
+) -> Any:
     codes = {"int8": "int8", "fp8": "float8_e4m3fn"}[kind]
     parts = tuple(LinearPart(name=name, out_features=32) for name in ("gate", "up"))
     spec = LinearSpec(parts=parts, in_features=256, bias=False, dtype=dtype, device=str(DEVICE), gated=gated)
     return cls(spec, W8Format(dtype=codes, granularity=granularity, activations=activations), multiplier)
 
 
-def prepared(kernel):
+def prepared(kernel: Any) -> Any:
     return kernel.prepare({f"{part.name}.weight": torch.randn(32, 256, device=DEVICE) for part in kernel.spec.parts})
 
 
-def described(kernel, weights, bias=None):
+def described(kernel: Any, weights: Any, bias: Any = None) -> Any:
     return [(one.op.key, tuple(one.op.row_classes)) for one in kernel.autotuned_calls(weights, bias)]
 
 
 @pytest.fixture
-def multiplier():
+def multiplier() -> Any:
     return WeightOnlyMatmul(DEVICE)
 
 
 @pytest.fixture
-def taken(monkeypatch):
+def taken(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Records the names of the tiles that are used, in order."""
     names = []
     multiply_by_tile, matmul = WeightOnlyMatmul.multiply_by_tile, scaled_matmul.matmul
@@ -66,7 +79,7 @@ def taken(monkeypatch):
     return names
 
 
-def test_the_number_of_rows_alone_decides_between_w8a16_and_w8a8(multiplier):
+def test_the_number_of_rows_alone_decides_between_w8a16_and_w8a8(multiplier: Any) -> None:
     """Candidates of a row class are either all W8A16 or all W8A8."""
     for activations, words in (("token", "a scale per row"), ("static", "a stored scale")):
         kernel = w8_kernel(multiplier, activations)
@@ -85,7 +98,7 @@ def test_the_number_of_rows_alone_decides_between_w8a16_and_w8a8(multiplier):
     assert classes == MEASURED_CLASSES
 
 
-def test_layers_with_one_implementation_are_not_autotuned(multiplier):
+def test_layers_with_one_implementation_are_not_autotuned(multiplier: Any) -> None:
     kernel = w8_kernel(multiplier, "token", dtype="float32")
     assert not kernel.autotuned_calls(prepared(kernel), None)
     kernel = w8_kernel(multiplier, "token", cls=DequantizeEachCallKernel)
@@ -97,25 +110,25 @@ class Groups(Reader):
 
     scheme = GroupScheme(bits=4, group_size=64)
 
-    def __init__(self, orders=()):
+    def __init__(self, orders: Any = ()) -> None:
         self.orders = dict(orders)
 
-    def tensors(self, part, spec):
+    def tensors(self, part: Any, spec: Any) -> Any:
         return {}
 
-    def read(self, part, spec, loaded):
+    def read(self, part: Any, spec: Any, loaded: Any) -> Any:
         values = torch.randint(0, 16, (32, 256), dtype=torch.uint8, device=DEVICE)
         scales = torch.rand(4, 32, device=DEVICE).half() / 16
         return QuantizedWeight(values=values, scales=scales, zeros=None, group_of=self.orders.get(part.name))
 
 
-def packed(orders=(), *, gated=True):
+def packed(orders: Any = (), *, gated: bool = True) -> Any:
     parts = tuple(LinearPart(name=name, out_features=32) for name in ("gate", "up"))
     spec = LinearSpec(parts=parts, in_features=256, bias=True, dtype=HALF, device=str(DEVICE), gated=gated)
     return W4A16Kernel(spec, Groups(orders), WeightOnlyMatmuls())
 
 
-def test_packed_weights_are_one_call_per_order_of_inputs():
+def test_packed_weights_are_one_call_per_order_of_inputs() -> None:
     bias = torch.randn(64, device=DEVICE)
     kernel = packed()
     weights = kernel.pack_weights({})
@@ -134,7 +147,7 @@ def test_packed_weights_are_one_call_per_order_of_inputs():
     assert not kernel.autotuned_calls({"weight": torch.zeros(64, 256)}, None)
 
 
-def test_packed_weights_are_multiplied_by_the_chosen_tile(taken):
+def test_packed_weights_are_multiplied_by_the_chosen_tile(taken: Any) -> None:
     kernel = packed(gated=False)
     weights = kernel.pack_weights({})
     x = torch.randn(11, 256, device=DEVICE).to(getattr(torch, HALF)) / 16
@@ -150,7 +163,9 @@ def test_packed_weights_are_multiplied_by_the_chosen_tile(taken):
 
 @pytest.mark.parametrize("has_scaled_mm", [False, True])
 @pytest.mark.parametrize("outputs", [64, 4096, 6144, 28672])
-def test_w8a8_candidates_are_few_and_begin_with_the_default(outputs, has_scaled_mm, monkeypatch):
+def test_w8a8_candidates_are_few_and_begin_with_the_default(
+    outputs: int, has_scaled_mm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(w8a8_matmul, "has_capability", lambda device, least: has_scaled_mm)
     monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
     workspace = Workspace(torch.device("cpu"))
@@ -166,7 +181,7 @@ def test_w8a8_candidates_are_few_and_begin_with_the_default(outputs, has_scaled_
 
 
 @pytest.mark.parametrize(("rows", "static"), [(40, False), (40, True), (66, False)])
-def test_every_w8a8_candidate_is_correct(multiplier, rows, static):
+def test_every_w8a8_candidate_is_correct(multiplier: Any, rows: int, static: bool) -> None:
     kernel = w8_kernel(multiplier, "token")
     weights = dict(prepared(kernel))
     if static:
@@ -184,7 +199,7 @@ def test_every_w8a8_candidate_is_correct(multiplier, rows, static):
         assert float((y.double() - exact).norm() / exact.norm()) < LIMIT
 
 
-def test_a_chosen_w8a8_tile_serves_its_row_class(multiplier, taken):
+def test_a_chosen_w8a8_tile_serves_its_row_class(multiplier: Any, taken: Any) -> None:
     kernel = w8_kernel(multiplier, "token")
     weights = prepared(kernel)
     _, many = kernel.autotuned_calls(weights, None)
@@ -204,33 +219,33 @@ def test_a_chosen_w8a8_tile_serves_its_row_class(multiplier, taken):
 class W8OnGpu:
     """A method with the GPU kernels, which Triton's interpreter runs on a CPU."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.multiplier = WeightOnlyMatmul(DEVICE)
 
-    def ignored(self):
+    def ignored(self) -> Any:
         return ()
 
-    def linear(self, spec):
+    def linear(self, spec: Any) -> Any:
         return W8GpuKernel(spec, W8Format(dtype="int8", granularity="channel", activations="token"), self.multiplier)
 
 
 class FakeTimer:
     """The last candidate is the fastest, and no refinement is faster."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.asked = {}
 
-    def prepare(self, wanted):
+    def prepare(self, wanted: Any) -> None:
         pass
 
-    def seconds(self, task, candidate):
+    def seconds(self, task: Any, candidate: Any) -> Any:
         order = self.asked.setdefault(task.key, [])
         order.append(candidate)
         first = len(task.op.candidates(task.rows))
         return 10.0 - len(order) if len(order) <= first else 20.0
 
 
-def tuned(tmp_path):
+def tuned(tmp_path: Any) -> Any:
     """Two layers of one size, autotuned: the layers, the report and the timer."""
     torch.manual_seed(0)
     layers = LayerFactory(dtype=HALF, device=str(DEVICE), quant=W8OnGpu())
@@ -243,7 +258,7 @@ def tuned(tmp_path):
     return layers, report, timer
 
 
-def test_layers_of_one_size_share_results_that_the_next_start_reads(tmp_path, taken):
+def test_layers_of_one_size_share_results_that_the_next_start_reads(tmp_path: Path, taken: Any) -> None:
     layers, report, timer = tuned(tmp_path)
     assert report.measured == len(report.results) == 2 + len(ROW_CLASSES)  # of few rows, and of many
     assert {result.op for result in report.results} == {FEW, f"{MANY} with a scale per row"}
@@ -265,7 +280,7 @@ def test_layers_of_one_size_share_results_that_the_next_start_reads(tmp_path, ta
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("quant", ["fp8", "int8"])
-def test_an_engine_is_tuned_and_generates(tmp_path, quant):
+def test_an_engine_is_tuned_and_generates(tmp_path: Path, quant: str) -> None:
     path = make_checkpoint(
         tmp_path / "model", "qwen3", tokenizer=True, hidden_size=512, intermediate_size=1024, num_hidden_layers=2
     )

@@ -1,6 +1,10 @@
 """Checkpoints of every format in whole models, against the same weights dequantized, in float32."""
 
+from __future__ import annotations
+
 import functools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
 
 
-def compressed(**weights):
+def compressed(**weights: Any) -> Any:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", **weights}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
@@ -64,10 +68,10 @@ CASES = {
 }
 
 
-def maker(method, *, each=False, version=1, stored_order=True, **options):
+def maker(method: Any, *, each: bool = False, version: int = 1, stored_order: bool = True, **options: Any) -> Any:
     """Weights with inputs in one order, for all layers or for each its own."""
 
-    def make(module, shape):
+    def make(module: Any, shape: Any) -> Any:
         weight = Weight(*shape, seed=sum(module.encode()) if each else shape[1], **options)
         symmetric, ordered = options.get("symmetric", True), options.get("ordered", False)
         packed = {
@@ -80,7 +84,7 @@ def maker(method, *, each=False, version=1, stored_order=True, **options):
     return make
 
 
-def write(directory, quantization, options, unquantized=()):
+def write(directory: Any, quantization: Any, options: Any, unquantized: Any = ()) -> Any:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     plain = make_checkpoint(directory / "plain", "llama", tokenizer=True, **sizes)
     make = maker(quantization["quant_method"], **options)
@@ -88,7 +92,7 @@ def write(directory, quantization, options, unquantized=()):
     return plain, directory / "quantized"
 
 
-def logprobs(path, tokens=PROMPT, **settings):
+def logprobs(path: Any, tokens: Any = PROMPT, **settings: Any) -> Any:
     """Of the prompt's tokens, greedy tokens after it, and the name of the method that served."""
     wanted = SamplingParams(temperature=0.0, max_tokens=8, prompt_logprobs=0, ignore_eos=True)
     settings = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "8MiB", **settings}
@@ -99,7 +103,7 @@ def logprobs(path, tokens=PROMPT, **settings):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logprobs_equal_those_of_dequantized_weights(tmp_path, case):
+def test_logprobs_equal_those_of_dequantized_weights(tmp_path: Path, case: Any) -> None:
     quantization, options = CASES[case]
     plain, quantized = write(tmp_path, quantization, options)
     expected, expected_tokens, _ = logprobs(plain)
@@ -109,7 +113,7 @@ def test_logprobs_equal_those_of_dequantized_weights(tmp_path, case):
     assert tokens == expected_tokens
 
 
-def test_the_comparison_can_fail(tmp_path):
+def test_the_comparison_can_fail(tmp_path: Path) -> None:
     """One zero point of one module off by one."""
     plain, quantized = write(tmp_path, GPTQ | {"group_size": 32, "sym": False}, {"symmetric": False})
     expected = logprobs(plain)[0]
@@ -120,7 +124,7 @@ def test_the_comparison_can_fail(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["gptq-32", "awq-32", "compressed-asymmetric"])
-def test_listed_modules_are_not_quantized(tmp_path, case):
+def test_listed_modules_are_not_quantized(tmp_path: Path, case: str) -> None:
     quantization, options = CASES[case]
     alone = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
     listed = {
@@ -132,12 +136,12 @@ def test_listed_modules_are_not_quantized(tmp_path, case):
     torch.testing.assert_close(logprobs(quantized)[0], logprobs(plain)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_dynamic_overrides(tmp_path):
+def test_dynamic_overrides(tmp_path: Path) -> None:
     """Other widths and groups for some modules."""
     plain = make_checkpoint(tmp_path / "plain", "qwen2", hidden_size=128, intermediate_size=256, tokenizer=True)
     overrides = {r"+:.*\.down_proj": {"bits": 8, "group_size": 64}, r".*layers\.0\.self_attn": {"group_size": -1}}
 
-    def make(module, shape):
+    def make(module: Any, shape: Any) -> Any:
         if module.endswith("down_proj"):
             weight = Weight(*shape, bits=8, group_size=64)
         else:
@@ -148,7 +152,7 @@ def test_dynamic_overrides(tmp_path):
     torch.testing.assert_close(logprobs(tmp_path / "quantized")[0], logprobs(plain)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_zero_biases_are_accepted(tmp_path):
+def test_zero_biases_are_accepted(tmp_path: Path) -> None:
     plain, quantized = write(tmp_path, *CASES["gptq-32"])
     expected = logprobs(plain)[0]
     tensors = load_file(quantized / "model.safetensors")
@@ -173,7 +177,7 @@ def test_zero_biases_are_accepted(tmp_path):
         ("compressed-channel", "bfloat16"),
     ],
 )
-def test_as_good_on_a_gpu_as_plain_weights_of_the_same_type(tmp_path, case, dtype):
+def test_as_good_on_a_gpu_as_plain_weights_of_the_same_type(tmp_path: Path, case: str, dtype: str) -> None:
     """But for luck: these are few numbers, rounded at other places."""
     plain, quantized = write(tmp_path, *CASES[case])
     exact = logprobs(plain)[0]

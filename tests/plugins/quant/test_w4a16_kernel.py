@@ -1,5 +1,10 @@
 """One linear layer: packed for a GPU (multiplied in the interpreter without one), shared by ranks, or broken."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -31,13 +36,13 @@ METHODS = {"gptq": (Gptq, GPTQ | {"sym": False}), "awq": (Awq, AWQ), "compressed
 CPU = DeviceInfo(type="cpu")
 
 
-def stored(weight, method):
+def stored(weight: Any, method: Any) -> Any:
     if method == "compressed":
         return weight.compressed(symmetric=False, ordered=False)
     return getattr(weight, method)()
 
 
-def tensors_of(weights, method):
+def tensors_of(weights: Any, method: Any) -> Any:
     return {f"{name}.{end}": tensor for name, one in weights.items() for end, tensor in stored(one, method).items()}
 
 
@@ -45,7 +50,7 @@ def tensors_of(weights, method):
     ("method", "ordered"),
     [(name, "none") for name in METHODS] + [("gptq", ordered) for ordered in ("equal", "each", "some")],
 )
-def test_parts_of_a_packed_layer(method, ordered):
+def test_parts_of_a_packed_layer(method: Any, ordered: Any) -> None:
     seeds = {"none": (1, 2, 3), "equal": (4, 4, 4), "each": (1, 2, 3), "some": (4, 4, 5)}[ordered]
     sizes = {"q": 64, "k": 32, "v": 32}
     weights = {
@@ -79,7 +84,7 @@ def test_parts_of_a_packed_layer(method, ordered):
         assert kernel.prepare(loaded).keys() == {"weight"}
 
 
-def test_g_idx_of_consecutive_groups_is_dropped():
+def test_g_idx_of_consecutive_groups_is_dropped() -> None:
     weight = Weight(16, 64)
     kernel = Gptq.from_checkpoint(GPTQ, None).linear(one_part("a", 16, 64))
     assert kernel.pack_weights({f"a.{end}": tensor for end, tensor in weight.gptq().items()}).keys() == {
@@ -88,13 +93,13 @@ def test_g_idx_of_consecutive_groups_is_dropped():
     }
 
 
-def one_part(name, outputs, inputs, dtype="float16", **more):
+def one_part(name: Any, outputs: Any, inputs: Any, dtype: str = "float16", **more: Any) -> Any:
     return LinearSpec(
         parts=(LinearPart(name=name, out_features=outputs),), in_features=inputs, bias=False, dtype=dtype, **more
     )
 
 
-def test_apply_multiplies_by_the_weights_it_is_given():
+def test_apply_multiplies_by_the_weights_it_is_given() -> None:
     """Whatever was given to the same kernel before."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kernel = Gptq.from_checkpoint(GPTQ, None).linear(one_part("a", 16, 64, device=device))
@@ -109,7 +114,7 @@ def test_apply_multiplies_by_the_weights_it_is_given():
         torch.testing.assert_close(y, x.float() @ weights[number].plain.T, rtol=2e-3, atol=2e-3)
 
 
-def test_symmetric_zero_points_are_not_kept():
+def test_symmetric_zero_points_are_not_kept() -> None:
     scales = {}
     for symmetric in (True, False):
         weight = Weight(16, 128, symmetric=symmetric)
@@ -123,30 +128,30 @@ def test_symmetric_zero_points_are_not_kept():
 class Network:
     """A column-parallel layer of two parts and a row-parallel one."""
 
-    def __init__(self, quant, *, rank=0, ranks=1):
+    def __init__(self, quant: Any, *, rank: int = 0, ranks: int = 1) -> None:
         self.layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(rank, ranks), quant=quant)
         self.up = self.layers.linear([("a", 64), ("b", 64)], 64, parallel="column")
         self.down = self.layers.linear([("c", 32)], 128, parallel="row")
 
-    def load(self, source):
+    def load(self, source: Any) -> Any:
         load_weights(self.layers, source)
         return self
 
 
-def network_tensors(method, **options):
+def network_tensors(method: Any, **options: Any) -> Any:
     shapes = {"a": (64, 64), "b": (64, 64), "c": (32, 128)}
     weights = {name: Weight(*shape, symmetric=False, seed=1, **options) for name, shape in shapes.items()}
     return weights, tensors_of(weights, method)
 
 
-def source_of(directory, tensors):
+def source_of(directory: Any, tensors: Any) -> Any:
     (directory / "config.json").write_text("{}")
     save_file(tensors, directory / "model.safetensors")
     return SafetensorsSource(Checkpoint.open(directory))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ranks_that_would_cut_groups_are_refused(tmp_path, method):
+def test_ranks_that_would_cut_groups_are_refused(tmp_path: Path, method: Any) -> None:
     """Before anything is loaded."""
     cls, config = METHODS[method]
     with pytest.raises(CheckpointError, match="8 ranks share the 128 inputs of c, 16 each, which cuts groups of 32"):
@@ -161,7 +166,7 @@ def test_ranks_that_would_cut_groups_are_refused(tmp_path, method):
         ("row", 32, 72, "2 ranks share the 72 inputs of c, 36 each, which cuts words of 8"),
     ],
 )
-def test_even_shards_that_cut_words_or_groups(parallel, outputs, inputs, said):
+def test_even_shards_that_cut_words_or_groups(parallel: str, outputs: int, inputs: int, said: str) -> None:
     """What the files store would divide: 224 inputs are 4 groups, the last one short."""
     quant = Gptq.from_checkpoint(GPTQ | {"group_size": -1 if inputs == 72 else 64}, None)
     layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(0, 2), quant=quant)
@@ -181,7 +186,7 @@ ORDERED = {
 @pytest.mark.parametrize("method", ORDERED)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_act_order_sharded_along_inputs(method, symmetric, ranks):
+def test_act_order_sharded_along_inputs(method: Any, symmetric: bool, ranks: int) -> None:
     """Each rank has inputs of all groups, more of some than of others."""
     weight = Weight(48, 256, symmetric=symmetric, ordered=True, seed=3)
     tensors = weight.gptq() if method == "gptq" else weight.compressed(symmetric=False, ordered=True)
@@ -207,7 +212,7 @@ def test_act_order_sharded_along_inputs(method, symmetric, ranks):
     torch.testing.assert_close(total_plain, expected, rtol=3e-3, atol=6e-3)
 
 
-def test_act_order_that_cannot_be_sharded_is_refused(tmp_path):
+def test_act_order_that_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
     _, tensors = network_tensors("gptq", ordered=True)
     unsaid = Gptq.from_checkpoint(GPTQ | {"sym": False}, None)
     with pytest.raises(CheckpointError, match=r"c\.g_idx has act-order, which .* does not say .* 2 ranks"):
@@ -222,7 +227,7 @@ def test_act_order_that_cannot_be_sharded_is_refused(tmp_path):
         Network(cls.from_checkpoint(config, None), ranks=2).load(source_of(tmp_path, beyond))
 
 
-def test_dummy_weights():
+def test_dummy_weights() -> None:
     for cls, config in METHODS.values():
         network = Network(cls.from_checkpoint(config, None)).load(DummySource())
         assert torch.isfinite(network.up(torch.ones(1, 64))).all()
@@ -264,7 +269,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_tensors_are_named_with_what_was_expected_and_found(tmp_path, case):
+def test_broken_tensors_are_named_with_what_was_expected_and_found(tmp_path: Path, case: Any) -> None:
     method, changes, message = BROKEN[case]
     _, tensors = network_tensors(method)
     for name, change in changes.items():
@@ -277,7 +282,7 @@ def test_broken_tensors_are_named_with_what_was_expected_and_found(tmp_path, cas
         Network(cls.from_checkpoint(config, None)).load(source_of(tmp_path, tensors))
 
 
-def test_empty_g_idx_means_none(tmp_path):
+def test_empty_g_idx_means_none(tmp_path: Path) -> None:
     weights, tensors = network_tensors("gptq")
     tensors |= {f"{name}.g_idx": torch.zeros(0, dtype=torch.int32) for name in "abc"}
     network = Network(Gptq.from_checkpoint(GPTQ | {"sym": False}, None)).load(source_of(tmp_path, tensors))
@@ -313,7 +318,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_unsupported_configs_are_refused_with_a_sentence(case):
+def test_unsupported_configs_are_refused_with_a_sentence(case: Any) -> None:
     cls, config, message = REFUSED[case]
     with pytest.raises(CheckpointError, match=message):
         cls.from_checkpoint(config, None)
@@ -321,26 +326,26 @@ def test_unsupported_configs_are_refused_with_a_sentence(case):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_supported_configs_are_not_refused(method):
+def test_supported_configs_are_not_refused(method: Any) -> None:
     cls, config = METHODS[method]
     assert cls.refuses(config, CPU) is None
     assert "not quantized" in (cls.refuses(None, CPU) or "")
 
 
 @pytest.mark.parametrize("group_size", [16, 48, 100])
-def test_odd_groups_are_refused(group_size):
+def test_odd_groups_are_refused(group_size: int) -> None:
     method = Gptq.from_checkpoint(GPTQ | {"group_size": group_size}, None)
     with pytest.raises(CheckpointError, match=f"groups of {group_size} inputs; use .* a multiple of 32"):
         method.linear(one_part("a", 32, 4800))
 
 
-def test_awq_needs_whole_words():
+def test_awq_needs_whole_words() -> None:
     kernel = Awq.from_checkpoint(AWQ, None).linear(one_part("a", 30, 64))
     with pytest.raises(CheckpointError, match="a has 30 outputs; awq packs 8 in a word"):
         kernel.tensors()
 
 
-def test_parts_of_different_schemes_are_refused():
+def test_parts_of_different_schemes_are_refused() -> None:
     method = Gptq.from_checkpoint(GPTQ | {"dynamic": {"b": {"bits": 8}}}, None)
     parts = tuple(LinearPart(name=name, out_features=32) for name in "ab")
     spec = LinearSpec(parts=parts, in_features=32, bias=False, dtype="float16")
@@ -352,7 +357,9 @@ def test_parts_of_different_schemes_are_refused():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("strategy", "group_size"), [("group", 32), ("channel", None)])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_pack_quantized_reads_as_compressed_tensors_does(bits, strategy, group_size, symmetric):
+def test_pack_quantized_reads_as_compressed_tensors_does(
+    bits: int, strategy: str, group_size: int | None, symmetric: bool
+) -> None:
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

@@ -1,6 +1,9 @@
 """The methods' refusals, what they ask of the loader, how they merge and share, and what they say."""
 
+from __future__ import annotations
+
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +28,15 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 
 
-def linear(method, parts, inputs, parallel="none", bias=False, dtype="float32", ranks=1):
+def linear(
+    method: Any,
+    parts: Any,
+    inputs: Any,
+    parallel: str = "none",
+    bias: bool = False,
+    dtype: str = "float32",
+    ranks: int = 1,
+) -> Any:
     named = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
     spec = LinearSpec(parts=named, in_features=inputs, bias=bias, dtype=dtype, parallel=parallel, ranks=ranks)
     return method.linear(spec)
@@ -56,7 +67,7 @@ def linear(method, parts, inputs, parallel="none", bias=False, dtype="float32", 
         (Fp8, compressed("mxfp8-quantized", CHANNEL, None), ["mxfp8-quantized"]),
     ],
 )  # fmt: skip
-def test_refuses_by_name_what_it_cannot_read(method, config, words):
+def test_refuses_by_name_what_it_cannot_read(method: Any, config: Any, words: Any) -> None:
     refusal = method.refuses(config, CPU)
     assert refusal is not None
     for word in words:
@@ -78,18 +89,18 @@ def test_refuses_by_name_what_it_cannot_read(method, config, words):
         (Int8, compressed("int-quantized", number("int", "tensor"), number("int", "tensor"))),
     ],
 )
-def test_accepts_supported_checkpoints(method, config):
+def test_accepts_supported_checkpoints(method: Any, config: Any) -> None:
     assert method.refuses(config, CPU) is None
 
 
-def test_a_gpu_without_triton_is_refused(monkeypatch):
+def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.plugins.quant.w8_method.find_spec", lambda name: None)
     assert Fp8.refuses(None, CPU) is None
     assert "install triton" in Fp8.refuses(None, DeviceInfo(type="cuda"))
 
 
 @pytest.mark.parametrize(("parallel", "dims"), [("none", (None, None)), ("column", (0, 0)), ("row", (1, None))])
-def test_channel_scales_are_sharded_with_their_outputs(parallel, dims):
+def test_channel_scales_are_sharded_with_their_outputs(parallel: str, dims: Any) -> None:
     method = Fp8.from_checkpoint(compressed("float-quantized", CHANNEL, TOKEN), None)
     tensors = linear(method, [("q", 8), ("k", 4)], 6, parallel).tensors()
     assert tensors["k.weight"] == TensorSpec(shape=(4, 6), dtypes=("float8_e4m3fn",), shard_dim=dims[0])
@@ -98,21 +109,21 @@ def test_channel_scales_are_sharded_with_their_outputs(parallel, dims):
 
 
 @pytest.mark.parametrize(("parallel", "dim"), [("none", None), ("column", 0), ("row", 1)])
-def test_block_scales_are_sharded_with_their_blocks(parallel, dim):
+def test_block_scales_are_sharded_with_their_blocks(parallel: str, dim: int | None) -> None:
     tensors = linear(Fp8.from_checkpoint(BLOCKS, None), [("q", 300)], 130, parallel).tensors()
     assert tensors["q.weight_scale_inv"].shape == (3, 2)
     assert tensors["q.weight_scale_inv"].shard_dim == dim
     assert not tensors["q.weight_scale_inv"].optional
 
 
-def test_tensor_scales_are_read_by_all_ranks():
+def test_tensor_scales_are_read_by_all_ranks() -> None:
     tensors = linear(Fp8.from_checkpoint(STATIC, None), [("q", 8)], 6, "column").tensors()
     scales = {name: spec for name, spec in tensors.items() if name != "q.weight"}
     assert scales.keys() == {"q.weight_scale", "q.weight_scale_inv", "q.input_scale", "q.activation_scale"}
     assert all(spec.shape == (1,) and spec.shard_dim is None and spec.optional for spec in scales.values())
 
 
-def test_ranks_that_would_cut_blocks_are_refused():
+def test_ranks_that_would_cut_blocks_are_refused() -> None:
     """Before anything is loaded."""
     method = Fp8.from_checkpoint(BLOCKS, None)
     with pytest.raises(CheckpointError, match=r"8 ranks cannot share q: .* 64 of its 512 outputs.* blocks of 128"):
@@ -123,7 +134,7 @@ def test_ranks_that_would_cut_blocks_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_static_scale_is_the_largest_of_the_parts(kind):
+def test_static_scale_is_the_largest_of_the_parts(kind: str) -> None:
     config = STATIC if kind == "fp8" else compressed("int-quantized", number("int", "tensor"), number("int", "tensor"))
     kernel = linear((Fp8 if kind == "fp8" else Int8).from_checkpoint(config, None), [("q", 2), ("k", 2)], 4)
     codes = torch.ones(2, 4).to(torch.float8_e4m3fn if kind == "fp8" else torch.int8)
@@ -135,7 +146,7 @@ def test_static_scale_is_the_largest_of_the_parts(kind):
         assert y.tolist() == [[(1 + 0 + 2 + 127) * 0.5] * 4]
 
 
-def test_int8_sums_are_exact():
+def test_int8_sums_are_exact() -> None:
     kernel = linear(Int8.from_checkpoint(None, None), [("q", 5)], 4096)
     weights = kernel.prepare({"q.weight": torch.full((5, 4096), 127.0)})
     y = kernel.apply(torch.full((2, 4096), 127.0), weights, None)
@@ -143,7 +154,7 @@ def test_int8_sums_are_exact():
     torch.testing.assert_close(y, torch.full((2, 5), 127.0 * 127 * 4096), rtol=1e-6, atol=0)
 
 
-def test_a_nan_shows_in_its_row_only():
+def test_a_nan_shows_in_its_row_only() -> None:
     for method in (Fp8, Int8):
         kernel = linear(method.from_checkpoint(None, None), [("q", 4)], 8)
         x = torch.ones(3, 8)
@@ -153,7 +164,7 @@ def test_a_nan_shows_in_its_row_only():
         assert y.isnan().any(1).tolist() == [False, True, False]
 
 
-def test_quantizing_while_loading_asks_for_plain_weights():
+def test_quantizing_while_loading_asks_for_plain_weights() -> None:
     method = Fp8.from_checkpoint(None, Fp8Options(granularity="block", activations="none"))
     kernel = linear(method, [("q", 4)], 8, dtype="bfloat16")
     assert kernel.tensors() == {"q.weight": TensorSpec(shape=(4, 8), dtypes=("bfloat16", "float32", "float16"))}
@@ -164,12 +175,12 @@ def test_quantizing_while_loading_asks_for_plain_weights():
 class LargestTensor(TorchDispatchMode):
     """Bytes of the largest tensor made, but for views of given ones."""
 
-    def __init__(self, given):
+    def __init__(self, given: Any) -> None:
         super().__init__()
         self._given = {tensor.untyped_storage().data_ptr() for tensor in given}
         self.most = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         for one in made if isinstance(made, tuple | list) else (made,):
             if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in self._given:
@@ -178,7 +189,9 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-def test_quantizing_while_loading_allocates_no_more_than_the_result(granularity, monkeypatch):
+def test_quantizing_while_loading_allocates_no_more_than_the_result(
+    granularity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Float weights of a layer are there once, as read; what is widened is a strip at a time."""
     monkeypatch.setattr("engine.plugins.quant.rounding.STRIP_NUMBERS", 128 * 256)
     method = Fp8.from_checkpoint(None, Fp8Options(granularity=granularity))
@@ -190,7 +203,7 @@ def test_quantizing_while_loading_allocates_no_more_than_the_result(granularity,
     assert codes.scale.nbytes <= 2048 * 4
 
 
-def test_the_computation_is_logged_once(caplog):
+def test_the_computation_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     layers = LayerFactory(dtype="float32", device="cpu", quant=Int8.from_checkpoint(None, None))
     for index in range(3):
@@ -201,7 +214,7 @@ def test_the_computation_is_logged_once(caplog):
     assert "layers.0.q" in said[0]
 
 
-def test_unquantized_modules_use_cores_kernel():
+def test_unquantized_modules_use_cores_kernel() -> None:
     config = {"quant_method": "fp8", "ignored_layers": ["layers.0"]}
     layers = LayerFactory(dtype="float32", device="cpu", quant=Fp8.from_checkpoint(config, None))
     assert isinstance(layers.linear([("layers.0.q", 4)], 8).kernel, PlainKernel)

@@ -1,6 +1,9 @@
 """The W8 GPU kernels for all numbers of rows, against float64; in Triton's interpreter without a GPU."""
 
+from __future__ import annotations
+
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +29,16 @@ INPUTS = 272
 LIMIT = 2**-6
 
 
-def make(kind, granularity, activations, *, parts=PARTS, inputs=INPUTS, dtype=HALF, cls=W8GpuKernel):
+def make(
+    kind: Any,
+    granularity: Any,
+    activations: Any,
+    *,
+    parts: Any = PARTS,
+    inputs: Any = INPUTS,
+    dtype: Any = HALF,
+    cls: Any = W8GpuKernel,
+) -> Any:
     form = W8Format(dtype=CODES[kind], granularity=granularity, activations=activations)
     named = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
     spec = LinearSpec(parts=named, in_features=inputs, bias=True, dtype=dtype, device=str(DEVICE))
@@ -36,7 +48,7 @@ def make(kind, granularity, activations, *, parts=PARTS, inputs=INPUTS, dtype=HA
 class Case:
     """A layer with random weights, its prepared tensors, and the float64 weight that they represent."""
 
-    def __init__(self, kernel, seed=0):
+    def __init__(self, kernel: Any, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.kernel = kernel
         self.dtype = getattr(torch, kernel.spec.dtype)
@@ -57,7 +69,7 @@ class Case:
         else:
             self.meant = codes * scale[:, None]
 
-    def inputs(self, rows):
+    def inputs(self, rows: Any) -> Any:
         """Activations that are exact in float8 once scaled: the interpreter rounds others wrongly."""
         values = torch.randn(rows, self.kernel.spec.in_features, device=DEVICE).clamp(-3.5, 3.5) * 4
         values = values.to(torch.float8_e4m3fn).float()
@@ -65,7 +77,7 @@ class Case:
         values[:, ::128] = 14.0
         return (values / 16).to(self.dtype)
 
-    def check(self, rows, limit=LIMIT):
+    def check(self, rows: Any, limit: Any = LIMIT) -> None:
         x = self.inputs(rows)
         y = F.linear(x.double(), self.meant, self.bias.double())
         gate, up = y.chunk(2, -1)
@@ -90,7 +102,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[1:])
-def test_all_numbers_of_rows(kind, granularity, activations, monkeypatch):
+def test_all_numbers_of_rows(kind: Any, granularity: Any, activations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """W8A16, W8A8, and dequantized weights."""
     monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 16)
     monkeypatch.setattr(weight_only_tiles, "WEIGHT_ONLY_MAX_ROWS", 20)
@@ -100,7 +112,9 @@ def test_all_numbers_of_rows(kind, granularity, activations, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[2:])
-def test_inputs_that_are_no_multiple_of_16(kind, granularity, activations, monkeypatch):
+def test_inputs_that_are_no_multiple_of_16(
+    kind: Any, granularity: Any, activations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 4)
     case = Case(make(kind, granularity, activations, parts=(("gate", 10), ("up", 10)), inputs=150))
     for rows in (2, 5, 20):
@@ -108,18 +122,18 @@ def test_inputs_that_are_no_multiple_of_16(kind, granularity, activations, monke
 
 
 @pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS[1:])
-def test_float32_keeps_its_digits(kind, granularity, activations):
+def test_float32_keeps_its_digits(kind: Any, granularity: Any, activations: Any) -> None:
     case = Case(make(kind, granularity, activations, dtype="float32"))
     for rows in (3, 9):
         case.check(rows, 1e-5)
 
 
-def test_weights_are_dequantized_each_call_without_float8():
+def test_weights_are_dequantized_each_call_without_float8() -> None:
     for granularity in ("channel", "block"):
         Case(make("fp8", granularity, "token", cls=DequantizeEachCallKernel)).check(5)
 
 
-def test_static_activations_are_clamped_to_their_scale(monkeypatch):
+def test_static_activations_are_clamped_to_their_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(w8_gpu, "W8A16_MAX_ROWS", 0)
     for kind, most in (("fp8", 448.0), ("int8", 127.0)):
         case = Case(make(kind, "channel", "token"))
@@ -132,7 +146,7 @@ def test_static_activations_are_clamped_to_their_scale(monkeypatch):
         assert float((got.double() - exact).norm() / exact.norm()) < LIMIT
 
 
-def test_shapes_around_the_rows_are_kept():
+def test_shapes_around_the_rows_are_kept() -> None:
     case = Case(make("int8", "channel", "token"))
     x = case.inputs(6)
     flat = case.kernel.apply(x, case.weights, None)
@@ -143,7 +157,7 @@ def test_shapes_around_the_rows_are_kept():
     assert torch.equal(case.kernel.apply(strided, case.weights, None), flat)
 
 
-def test_apply_multiplies_by_the_weights_it_is_given():
+def test_apply_multiplies_by_the_weights_it_is_given() -> None:
     """Also after other weights were passed to the same kernel."""
     kernel = make("int8", "channel", "token", parts=(("gate", 8), ("up", 8)))
     first, second = (Case(kernel, seed) for seed in (1, 2))
@@ -151,18 +165,18 @@ def test_apply_multiplies_by_the_weights_it_is_given():
         case.check(1)
 
 
-def test_no_rows_in_float32():
+def test_no_rows_in_float32() -> None:
     kernel = make("fp8", "channel", "token", dtype="float32")
     case = Case(kernel)
     assert kernel.apply(torch.empty(0, INPUTS, device=DEVICE), case.weights, case.bias).shape == (0, 64)
     assert kernel.apply_gated(torch.empty(0, INPUTS, device=DEVICE), case.weights, case.bias).shape == (0, 32)
 
 
-def test_capability():
+def test_capability() -> None:
     assert not has_capability(torch.device("cpu"), (0, 0))
 
 
-def test_nan_weights_are_refused():
+def test_nan_weights_are_refused() -> None:
     kernel = make("fp8", "channel", "token", parts=(("q_proj", 16),), inputs=32)
     form = W8Format(dtype="float8_e4m3fn", granularity="tensor", activations="token", scale_names=("weight_scale",))
     kernel = W8GpuKernel(kernel.spec, form, WeightOnlyMatmul(DEVICE))
@@ -182,7 +196,14 @@ def test_nan_weights_are_refused():
         (HALF, 32, True, None),
     ],
 )
-def test_slow_paths_are_logged(dtype, inputs, capability, words, monkeypatch, caplog):
+def test_slow_paths_are_logged(
+    dtype: Any,
+    inputs: int,
+    capability: bool,
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monkeypatch.setattr(w8a8_matmul, "has_capability", lambda device, least: capability)
     caplog.set_level(logging.INFO)
     method = Fp8.from_checkpoint(None, Fp8Options(granularity="channel"))
@@ -209,14 +230,14 @@ REAL = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "granularity", "activations"), FORMS)
 @pytest.mark.parametrize(("parts", "inputs"), REAL)
-def test_real_sizes(kind, granularity, activations, parts, inputs):
+def test_real_sizes(kind: Any, granularity: Any, activations: Any, parts: Any, inputs: Any) -> None:
     case = Case(make(kind, granularity, activations, parts=parts, inputs=inputs))
     for rows in (1, 2, 4, 8, 16, 32, 33, 64, 128, 256, 257, 2048):
         case.check(rows, 0.03)
 
 
 @pytest.mark.gpu
-def test_float16_on_a_gpu():
+def test_float16_on_a_gpu() -> None:
     for kind, granularity, activations in FORMS:
         case = Case(make(kind, granularity, activations, dtype="float16"))
         for rows in (1, 40, 300):
@@ -225,7 +246,7 @@ def test_float16_on_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", [Fp8, Int8])
-def test_captured_in_a_graph(method):
+def test_captured_in_a_graph(method: Any) -> None:
     spec = LinearSpec(
         parts=(LinearPart(name="gate", out_features=1024), LinearPart(name="up", out_features=1024)),
         in_features=1024,

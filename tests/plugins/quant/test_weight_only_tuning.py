@@ -1,5 +1,9 @@
 """Weight-only tiles as candidates: few, within shared memory, each correct; and the chosen tile is used."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,7 +42,7 @@ LAYOUTS = [
 MOST_CANDIDATES = 16
 
 
-def every(gemm_shape, rows, shared=HOPPER):
+def every(gemm_shape: Any, rows: Any, shared: Any = HOPPER) -> Any:
     """The candidates, and the refinements of each."""
     first = candidates(gemm_shape, rows, SMS, shared)
     return first, [more for tile in first if tile is not None for more in other_splits(tile, gemm_shape, rows)]
@@ -47,7 +51,7 @@ def every(gemm_shape, rows, shared=HOPPER):
 @pytest.mark.parametrize("shared", [HOPPER, ADA])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), [*LLAMA, (64, 100), (128256, 4096)])
-def test_candidates_are_few_and_fit(outputs, inputs, layout, shared):
+def test_candidates_are_few_and_fit(outputs: Any, inputs: Any, layout: Any, shared: Any) -> None:
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
     for rows in MEASURED_CLASSES:
         first, finer = every(gemm_shape, rows, shared)
@@ -66,13 +70,13 @@ def test_candidates_are_few_and_fit(outputs, inputs, layout, shared):
                 assert programs * tile.splits * tile.rows * tile.columns <= MAX_PARTIAL_SUMS
 
 
-def test_the_library_is_the_only_candidate_where_no_tile_fits():
+def test_the_library_is_the_only_candidate_where_no_tile_fits() -> None:
     assert candidates(WeightOnlyShape(gated=False, weight_rows=64, inputs=512, layout=LAYOUTS[0]), 16, SMS, 2**12) == [
         None
     ]
 
 
-def test_candidates_have_distinct_names():
+def test_candidates_have_distinct_names() -> None:
     for layout in LAYOUTS:
         gemm_shape = WeightOnlyShape(gated=True, weight_rows=4096, inputs=4096, layout=layout)
         op = WeightOnlyOp(WeightOnlyMatmul(torch.device("cpu")), gemm_shape)
@@ -82,7 +86,7 @@ def test_candidates_have_distinct_names():
             assert len({op.name(tile) for tile in tiles}) == len(tiles)
 
 
-def test_other_splits_of_the_fastest_tile():
+def test_other_splits_of_the_fastest_tile() -> None:
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=4096, inputs=4096, layout=W8Layout(dtype="float8_e4m3fn"))
     tile = WeightOnlyTile(rows=64, columns=16, warps=4, stages=6, splits=4, step=128)
     assert tile in candidates(gemm_shape, 16, SMS, HOPPER)
@@ -91,7 +95,7 @@ def test_other_splits_of_the_fastest_tile():
     assert [one.splits for one in other_splits(evolve(tile, splits=2), evolve(gemm_shape, inputs=256), 16)] == [1]
 
 
-def test_key_names_all_that_the_time_depends_on():
+def test_key_names_all_that_the_time_depends_on() -> None:
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=4096, inputs=4096, layout=LAYOUTS[0])
     others = [
         evolve(gemm_shape, gated=True),
@@ -109,7 +113,7 @@ def test_key_names_all_that_the_time_depends_on():
 
 
 @pytest.fixture
-def matmul(device, monkeypatch):
+def matmul(device: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(weight_only_tuning, "num_sms", lambda device: SMS)
     monkeypatch.setattr(weight_only_tuning, "shared_memory", lambda device: HOPPER)
     made = WeightOnlyMatmul(device)
@@ -117,7 +121,7 @@ def matmul(device, monkeypatch):
     return made
 
 
-def grouped(rows, weight_rows, inputs, device, dtype):
+def grouped(rows: Any, weight_rows: Any, inputs: Any, device: Any, dtype: Any) -> Any:
     """4 bits with zero points: x, operands, layout, and the exact result in float64."""
     layout = GroupedLayout.choose(4, 64)
     values = torch.randint(0, 16, (weight_rows, inputs), dtype=torch.uint8, device=device)
@@ -130,7 +134,7 @@ def grouped(rows, weight_rows, inputs, device, dtype):
     return x, Operands(weights={"packed": packed, "scales": entries}), layout, exact
 
 
-def w8_matrix(kind, rows, weight_rows, inputs, device, dtype, scale_rows):
+def w8_matrix(kind: Any, rows: Any, weight_rows: Any, inputs: Any, device: Any, dtype: Any, scale_rows: Any) -> Any:
     """The same for W8, with a bias."""
     made = CodeOperands(kind, rows, weight_rows, inputs, device, scale_rows=scale_rows, biased=True, half=dtype)
     layout = W8Layout(dtype=str(made.weight.dtype).removeprefix("torch."), scale_rows=scale_rows)
@@ -141,12 +145,12 @@ def w8_matrix(kind, rows, weight_rows, inputs, device, dtype, scale_rows):
 @pytest.mark.parametrize("rows", [8, 16, 64, 256])
 @pytest.mark.parametrize("kind", ["4 bits", "fp8", "fp8 blocks", "int8"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_candidate_is_correct(matmul, device, half, kind, rows, gated):
+def test_every_candidate_is_correct(matmul: Any, device: Any, half: Any, kind: str, rows: int, gated: bool) -> None:
     if kind == "4 bits":
         x, operands, layout, exact = grouped(rows, 96, 1024, device, half)
     else:
         scale_rows = 128 if "blocks" in kind else 0
-        x, operands, layout, exact = w8_matrix(kind.split()[0], rows, 96, 1024, device, half, scale_rows)
+        x, operands, layout, exact = w8_matrix(kind.split(maxsplit=1)[0], rows, 96, 1024, device, half, scale_rows)
     if gated:
         gate, up = exact.chunk(2, -1)
         exact = F.silu(gate) * up
@@ -160,7 +164,9 @@ def test_every_candidate_is_correct(matmul, device, half, kind, rows, gated):
         check_close(op.run(tile, x, operands), exact, 2**-9 if half == torch.float16 else 2**-6)
 
 
-def test_a_chosen_tile_serves_its_row_class(matmul, device, half, monkeypatch):
+def test_a_chosen_tile_serves_its_row_class(
+    matmul: Any, device: Any, half: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, operands, layout, exact = grouped(40, 96, 512, device, half)
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=96, inputs=512, layout=layout, dtype=half, zeros=True)
     taken = []
@@ -172,7 +178,7 @@ def test_a_chosen_tile_serves_its_row_class(matmul, device, half, monkeypatch):
 
     matrix = PackedMatrix(**operands.weights, layout=layout)
 
-    def multiply(rows):
+    def multiply(rows: Any) -> Any:
         taken.clear()
         y = matmul(x[:rows], matrix)
         check_close(y, exact[:rows], 2**-9 if half == torch.float16 else 2**-6)
@@ -190,7 +196,7 @@ def test_a_chosen_tile_serves_its_row_class(matmul, device, half, monkeypatch):
     assert multiply(8) == usual[8]
 
 
-def test_rows_that_are_not_measured_keep_their_default():
+def test_rows_that_are_not_measured_keep_their_default() -> None:
     matmul = WeightOnlyMatmul(torch.device("cpu"))
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=96, inputs=512, layout=LAYOUTS[0])
     op = WeightOnlyOp(matmul, gemm_shape)
@@ -206,7 +212,7 @@ def test_rows_that_are_not_measured_keep_their_default():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_candidate_compiles_and_runs(device, layout):
+def test_every_candidate_compiles_and_runs(device: Any, layout: Any) -> None:
     matmul = WeightOnlyMatmul(device)
     for outputs, inputs in ((4096, 4096), (1000, 4096 + 64)):
         gemm_shape = WeightOnlyShape(gated=False, weight_rows=outputs, inputs=inputs, layout=layout)
@@ -234,7 +240,7 @@ def test_every_candidate_compiles_and_runs(device, layout):
 
 
 @pytest.mark.gpu
-def test_a_tile_that_exceeds_shared_memory_is_a_candidate_error(device):
+def test_a_tile_that_exceeds_shared_memory_is_a_candidate_error(device: Any) -> None:
     layout = W8Layout(dtype="int8")
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=1024, inputs=4096, layout=layout)
     codes = torch.zeros(1024, 4096, dtype=torch.int8, device=device)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,8 +31,10 @@ def fp8_words(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return words, torch.where(negative, -GRID[code], GRID[code])
 
 
-def fp8_per_tensor(scale_name="weight_scale", shape=(1,), input_scale=None, input_name="input_scale") -> Packer:
-    def pack(module, weight):
+def fp8_per_tensor(
+    scale_name: str = "weight_scale", shape: Any = (1,), input_scale: Any = None, input_name: str = "input_scale"
+) -> Packer:
+    def pack(module: Any, weight: Any) -> Any:
         scale = weight.abs().max() / 448
         words, numbers = fp8_words(weight / scale)
         tensors = {"weight": words, scale_name: scale.reshape(shape)}
@@ -42,14 +45,14 @@ def fp8_per_tensor(scale_name="weight_scale", shape=(1,), input_scale=None, inpu
     return pack
 
 
-def fp8_per_channel(module, weight):
+def fp8_per_channel(module: Any, weight: Any) -> Any:
     scale = weight.abs().amax(1, keepdim=True) / 448
     words, numbers = fp8_words(weight / scale)
     return {"weight": words, "weight_scale": scale}, numbers * scale
 
 
-def fp8_blocks(scale_name, powers=False) -> Packer:
-    def pack(module, weight):
+def fp8_blocks(scale_name: Any, powers: bool = False) -> Packer:
+    def pack(module: Any, weight: Any) -> Any:
         rows, columns = weight.shape
         words, numbers = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
         scales = torch.empty(-(-rows // 128), -(-columns // 128))
@@ -66,7 +69,7 @@ def fp8_blocks(scale_name, powers=False) -> Packer:
     return pack
 
 
-def int8_per_channel(module, weight):
+def int8_per_channel(module: Any, weight: Any) -> Any:
     scale = weight.abs().amax(1, keepdim=True) / 127
     numbers = (weight / scale).round()
     return {"weight": numbers.to(torch.int8), "weight_scale": scale}, numbers * scale
@@ -75,7 +78,7 @@ def int8_per_channel(module, weight):
 def with_tensors(packer: Packer, more: Callable[[str], Tensors]) -> Packer:
     """The same with tensors added."""
 
-    def pack(module, weight):
+    def pack(module: Any, weight: Any) -> Any:
         tensors, numbers = packer(module, weight)
         return {**tensors, **more(module)}, numbers
 
@@ -110,7 +113,7 @@ def quantized(
     return paths
 
 
-def compressed(form: str, weights: Mapping, inputs: Mapping | None, **more) -> dict:
+def compressed(form: str, weights: Mapping, inputs: Mapping | None, **more: Any) -> dict:
     """A quantization_config of compressed-tensors with one group."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
@@ -123,6 +126,6 @@ def compressed(form: str, weights: Mapping, inputs: Mapping | None, **more) -> d
     }
 
 
-def number(kind: str, strategy: str, *, dynamic: bool = False, **more) -> dict:
+def number(kind: str, strategy: str, *, dynamic: bool = False, **more: Any) -> dict:
     """A table of quantization arguments."""
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic, **more}
