@@ -56,7 +56,7 @@ STARTUP_CALLS: dict[str, tuple[StartupCall, ...]] = {
 def guarded(cls: type, owner: str, calls: Iterable[StartupCall]) -> type:
     """A subclass of `cls` whose `calls` raise PluginFaultError, naming `owner`, in place of an unintended error.
 
-    Every other method is inherited as it is: a step pays nothing. `inspect.unwrap` returns `cls`.
+    Every other method is inherited as it is: a step pays nothing. `__wrapped__` is `cls`.
     """
     members: dict[str, Any] = {
         "__module__": cls.__module__,

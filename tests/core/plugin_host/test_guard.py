@@ -54,7 +54,7 @@ def test_a_guarded_class_answers_as_the_plugin_does(plugin: type[Plugin]) -> Non
     assert (made.depth, made.load([1]), made.ready, plugin.shape([7]), made.shape([7])) == (3, 4, True, 7, 7)
     assert plugin.refuses({"why": "no"}) == made.refuses({"why": "no"}) == "Plugin no"
     assert (plugin.__name__, plugin.__qualname__, plugin.__module__) == ("Plugin", "Plugin", __name__)
-    assert inspect.unwrap(plugin) is Plugin
+    assert plugin.__wrapped__ is Plugin
     assert (owner_of(plugin), owner_of(Plugin)) == (OWNER, "Plugin")
 
 

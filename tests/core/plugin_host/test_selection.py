@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -112,7 +111,7 @@ def test_auto_takes_the_most_preferred_that_does_not_refuse_and_says_why() -> No
         ("attention", "good", good, 1), ("attention", "better", better, 5), ("attention", "shy", good, 0)
     )
     parts = resolve(EngineConfig(), plugins, CPU, {})
-    assert inspect.unwrap(parts.attention) is good
+    assert parts.attention.__wrapped__ is good
     name, reason = chosen(parts, "attention")
     assert name == "good"
     assert "better refuses: needs a GPU; use --device" in reason
@@ -122,7 +121,7 @@ def test_auto_takes_the_most_preferred_that_does_not_refuse_and_says_why() -> No
 def test_equal_preference_keeps_the_order_of_loading() -> None:
     one, two = concrete(AttentionBackend), concrete(AttentionBackend)
     plugins = registry(("attention", "z-first", one, 1), ("attention", "a-second", two, 1))
-    assert inspect.unwrap(resolve(EngineConfig(), plugins, CPU, {}).attention) is one
+    assert resolve(EngineConfig(), plugins, CPU, {}).attention.__wrapped__ is one
 
 
 def test_auto_passes_over_a_class_that_cannot_be_imported_or_crashes() -> None:
@@ -137,7 +136,7 @@ def test_auto_passes_over_a_class_that_cannot_be_imported_or_crashes() -> None:
         ("quant", "good", good, 1),
     )
     parts = resolve(EngineConfig(), plugins, CPU, {})
-    assert inspect.unwrap(parts.quant) is good
+    assert parts.quant.__wrapped__ is good
     reason = chosen(parts, "quant")[1]
     for part in ("no such library", "ZeroDivisionError: crash", "it must be a sentence or None"):
         assert part in reason
@@ -154,7 +153,7 @@ def test_nothing_left_for_auto_lists_every_refusal() -> None:
     for part in ("no model plugin serves this", "aa refuses: builds only A", "bb refuses: builds only B", "cc"):
         assert part in str(caught.value)
     named = evolve(EngineConfig(), model=ModelConfig(name="cc"))
-    assert inspect.unwrap(resolve(named, plugins, CPU, {}).model) is MODEL
+    assert resolve(named, plugins, CPU, {}).model.__wrapped__ is MODEL
 
 
 def test_an_empty_extension_point_is_an_error() -> None:
@@ -222,7 +221,7 @@ def test_a_block_size_the_backend_cannot_read_is_a_refusal() -> None:
     with pytest.raises(PluginError, match=r"picky refuses: it reads KV blocks of 64 or 128 tokens, not 16"):
         resolve(EngineConfig(), plugins, CPU, {})
     config = evolve(EngineConfig(), cache=CacheConfig(block_size=128))
-    assert inspect.unwrap(resolve(config, plugins, CPU, {}).attention) is picky
+    assert resolve(config, plugins, CPU, {}).attention.__wrapped__ is picky
 
 
 def pair(name: str, **first: Any) -> tuple[EngineConfig, Plugins]:
@@ -316,7 +315,7 @@ def test_options_for_a_plugin_without_any_are_refused() -> None:
 def test_classes_and_policies_can_be_passed_in() -> None:
     backend, policy = concrete(AttentionBackend), POLICY(Options(7))
     parts = resolve(EngineConfig(), registry(), CPU, {}, {"attention": backend, "scheduler": policy})
-    assert inspect.unwrap(parts.attention) is backend
+    assert parts.attention.__wrapped__ is backend
     assert parts.policy is policy
     [attention] = [choice for choice in parts.choices if choice.extension_point == "attention"]
     assert (attention.provenance, attention.reason) == ("object", "passed in from Python")
@@ -464,7 +463,7 @@ def test_the_checkpoint_s_kv_dtype_is_what_attention_is_asked_for() -> None:
     reading = type("Reading", (backend,), {"reads_float8": True})
     plugins = registry(("attention", "old", backend, 2), ("attention", "new", reading, 1), ("quant", "q", quant, 1))
     parts = resolve(EngineConfig(), plugins, GPU, {})
-    assert inspect.unwrap(parts.attention) is reading
+    assert parts.attention.__wrapped__ is reading
     assert asked == [FLOAT8, FLOAT8]
     [choice] = [choice for choice in parts.choices if choice.extension_point == "attention"]
     assert "old refuses: it reads no KV cache in float8_e4m3fn; use --kv-dtype float32" in choice.reason
@@ -474,6 +473,6 @@ def test_the_quantization_method_alone() -> None:
     picky = concrete(QuantMethod, refuses=refusing("no"))
     other = concrete(QuantMethod)
     plugins = registry(("quant", "picky", picky, 2), ("quant", "other", other, 1))
-    assert inspect.unwrap(find_quant(EngineConfig(), plugins, GPU, {})) is other
+    assert find_quant(EngineConfig(), plugins, GPU, {}).__wrapped__ is other
     with pytest.raises(PluginError, match="'picky' passed in from Python refuses: no"):
         find_quant(evolve(EngineConfig(), quant=QuantConfig(name="picky")), plugins, GPU, {})
