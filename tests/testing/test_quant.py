@@ -30,14 +30,16 @@ class TestGating(Halved):
 
 
 @pytest.mark.parametrize(
-    ("method", "test", "arguments", "told"), FAULTS, ids=[f"{fault[0].kernel.__name__}-{fault[1]}" for fault in FAULTS]
+    ("method", "test", "arguments", "message"),
+    FAULTS,
+    ids=[f"{fault[0].kernel.__name__}-{fault[1]}" for fault in FAULTS],
 )
 def test_suite_finds_faults(
-    method: type[QuantMethod[Any]], test: str, arguments: tuple[Any, ...], told: str, tmp_path: Path
+    method: type[QuantMethod[Any]], test: str, arguments: tuple[Any, ...], message: str, tmp_path: Path
 ) -> None:
     suite = type("Suite", (Halved,), {"method": method})()
     needs = () if test in ("test_refusals", "test_kv_cache_dtype_and_scales") else (tmp_path,)
-    with pytest.raises((AssertionError, RuntimeError), match=told):
+    with pytest.raises((AssertionError, RuntimeError), match=message):
         getattr(suite, test)(*needs, *arguments)
 
 
