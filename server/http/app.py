@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.core.errors import InvalidRequestError
-from engine.server.front_end.errors import ApiError
+from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http import chat, completions, status, tokenize
 from engine.server.http.errors import error_response
 from engine.server.http.service import Service
@@ -20,7 +20,7 @@ from engine.server.http.service import Service
 
 def make_app(service: Service) -> FastAPI:
     """Make the application; the engine must have started."""
-    app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for module in (completions, chat, tokenize, status):
         app.include_router(module.routes(service))
     app.add_middleware(AccessControl, service=service)
@@ -35,14 +35,24 @@ def make_app(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return error_response(ApiError(error.status_code, message, headers=error.headers))
+        return error_response(_routing_error(request, error))
 
     @app.exception_handler(Exception)
     async def internal_error(_: Request, error: Exception) -> Response:
         return error_response(ApiError(500, "internal server error; see the server's log"))
 
     return app
+
+
+def _routing_error(request: Request, error: HTTPException) -> ApiError:
+    """The error of a request that no route answers."""
+    method, path = request.method, excerpt(request.scope["path"])
+    message = f"{method} {path}: {error.detail}"
+    if error.status_code == 404:
+        message = f"there is no {method} {path}; check the path (routes of OpenAI's API begin with /v1)"
+    elif error.status_code == 405:
+        message = f"{path} does not accept {method}; use {(error.headers or {}).get('Allow', 'another method')}"
+    return ApiError(error.status_code, message, headers=error.headers)
 
 
 class AccessControl:
