@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from engine.server.front_end.http_protocol import HttpProtocol
 
 MAX_CONNECTIONS = 64
 """Maximum number of connections received per call."""
@@ -51,18 +52,18 @@ class ConnectionReceiver:
             connection.close()
             self._on_closed()
 
-    def _protocol(self) -> HttpToolsProtocol:
+    def _protocol(self) -> HttpProtocol:
         return Connection(self._server, self._on_closed)
 
 
-class Connection(HttpToolsProtocol):
-    """A client's connection: uvicorn's protocol, and a faster path for the chunks of a streamed body.
+class Connection(HttpProtocol):
+    """A client's connection, with a faster path for the chunks of a streamed body.
 
     Routes find the connection in the scope's state, as "connection".
     """
 
     def __init__(self, server: uvicorn.Server, on_closed: Callable[[], None]) -> None:
-        super().__init__(server.config, server.server_state, {"connection": self})
+        super().__init__(server, {"connection": self})
         self._on_closed = on_closed
         self._on_writable: Callable[[], None] | None = None
         self.full = False
@@ -71,10 +72,10 @@ class Connection(HttpToolsProtocol):
     def write_chunk(self, data: bytes) -> None:
         """Write a part of the body as ASGI's `send` would; only between the start and the end of a response.
 
-        uvicorn sends a body without Content-Length in chunks (RFC 9112, section 7.1).
+        A body without Content-Length is sent in chunks (RFC 9112, section 7.1).
         """
         if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     def when_writable(self, listener: Callable[[], None] | None) -> None:
         """Call `listener` whenever the client has caught up; None: call nothing."""
