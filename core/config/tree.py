@@ -237,6 +237,15 @@ class ServerConfig:
     health_interval: float = setting(
         60.0, "Idle seconds after which the engine computes one token as a self-check; 0: only on demand."
     )
+    access_log: str = setting(
+        "off",
+        "One entry per request on standard error, for people or as JSON.",
+        flag="--access-log",
+        choices=("off", "line", "json"),
+    )
+    log_level: str = setting(
+        "warning", "Least severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
+    )
     max_body_bytes: int = setting(8 * 2**20, "Maximum request body, bytes.")
     max_n: int = setting(64, "Maximum choices per prompt.")
     max_prompts: int = setting(256, "Maximum prompts per completion request.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import select
-import uuid
 from collections import deque
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +19,7 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from engine.server.front_end import access_log
 from engine.server.front_end.errors import ApiError
 
 LINGER_SECONDS = 5.0
@@ -217,13 +217,20 @@ class HttpProtocol(HttpToolsProtocol):
     def _error_response(self, error: ApiError) -> bytes:
         """A whole response, for a request that never reached the application."""
         body = msgspec.json.encode(error.body())
+        request_id = access_log.new_request_id()
+        client = f"{self.client[0]}:{self.client[1]}" if self.client else ""
+        access_log.write(
+            access_log.Access(
+                client=client, method="", target="", status=error.status, seconds=0.0, request_id=request_id.decode()
+            )
+        )
         headers = [
             *self.server_state.default_headers,
             *((name.encode(), value.encode()) for name, value in error.headers.items()),
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
-            (b"x-request-id", f"req-{uuid.uuid4().hex}".encode()),
+            (b"x-request-id", request_id),
         ]
         status = HTTPStatus(error.status)
         lines = [b"HTTP/1.1 %d %b" % (status, status.phrase.encode()), *(b"%b: %b" % header for header in headers)]

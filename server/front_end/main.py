@@ -20,6 +20,7 @@ import uvicorn
 from engine.core.config import ModelConfig
 from engine.core.errors import EngineError
 from engine.core.text import Tokenizer
+from engine.server.front_end import access_log
 from engine.server.front_end.connections import ConnectionReceiver
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
@@ -61,6 +62,8 @@ def run(open_tokenizer: OpenTokenizer) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
     supervisor: SupervisorLink[SupervisorToFrontEnd] = SupervisorLink(SupervisorToFrontEnd)
     launch: FrontEndLaunch = supervisor.launch(FrontEndLaunch)
+    logging.getLogger().setLevel(launch.config.server.log_level.upper())
+    access_log.configure(launch.config.server.access_log)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_FrontEnd(supervisor, launch).run(open_tokenizer))
 
@@ -124,7 +127,7 @@ class _FrontEnd:
                 make_app(service),
                 lifespan="off",
                 ws="none",
-                log_level="warning",
+                log_level=self._config.server.log_level,
                 access_log=False,
                 timeout_keep_alive=60,
                 timeout_graceful_shutdown=1,

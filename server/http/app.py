@@ -15,10 +15,11 @@ from engine.core.errors import InvalidRequestError
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http import chat, completions, status, tokenize
 from engine.server.http.errors import error_response
+from engine.server.http.request_log import RequestLog
 from engine.server.http.service import Service
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(service: Service) -> ASGIApp:
     """Make the application; the engine must have started."""
     app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for module in (completions, chat, tokenize, status):
@@ -41,7 +42,7 @@ def make_app(service: Service) -> FastAPI:
     async def internal_error(_: Request, error: Exception) -> Response:
         return error_response(ApiError(500, "internal server error; see the server's log"))
 
-    return app
+    return RequestLog(app)
 
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:

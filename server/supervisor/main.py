@@ -53,6 +53,7 @@ def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Co
     Raises EngineError with the failing process's error when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
+    logging.getLogger().setLevel(config.server.log_level.upper())
     replicas = replica_configs(config, count_gpus, finds_devices)
     become_subreaper()
     return asyncio.run(_Server(config, replicas, announce, commands).run())
