@@ -225,8 +225,35 @@ class ServerConfig:
     replica_restart_pause: float = setting(
         1.0, "Seconds before a dead replica is restarted; doubled each time, up to a minute."
     )
-    api_key: str = setting(
-        "", "Key that clients must send as a bearer token; empty: none.", flag="--api-key", secret=True
+    api_key: tuple[str, ...] = setting(
+        (),
+        "Keys of which clients must send one as a bearer token; empty: none. Options show in lists of processes:"
+        " better give keys in the environment variable ENGINE_API_KEY or in api_key_file.",
+        flag="--api-key",
+        secret=True,
+    )
+    api_key_file: str = setting(
+        "", "File with further API keys, one per line; # begins a comment line.", flag="--api-key-file"
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Names under which clients may address the server, as api.example.com, *.example.com or * (any); empty: any,"
+        " but without an API key and on a loopback address only localhost and addresses in numbers.",
+        flag="--allowed-hosts",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins of web pages that may use the server (CORS), as https://example.com or * (any).",
+        flag="--allowed-origins",
+    )
+    allowed_methods: tuple[str, ...] = setting(
+        ("*",), "Methods that pages of allowed_origins may use; *: all.", flag="--allowed-methods"
+    )
+    allowed_headers: tuple[str, ...] = setting(
+        ("*",), "Headers that pages of allowed_origins may send; *: all.", flag="--allowed-headers"
+    )
+    allow_credentials: bool = setting(
+        False, "Let pages of allowed_origins send cookies and other credentials.", flag="--allow-credentials"
     )
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"

@@ -124,7 +124,7 @@ class _FrontEnd:
         """Answer HTTP until Shutdown."""
         server = _Uvicorn(
             uvicorn.Config(
-                make_app(service),
+                make_app(service, self._launch.api_keys),
                 lifespan="off",
                 ws="none",
                 log_level=self._config.server.log_level,

@@ -110,6 +110,8 @@ class FrontEndLaunch(Launch, frozen=True, kw_only=True):
     """File descriptor of the socket over which accepted connections arrive."""
     created: int
     """Start of the server, time.time()."""
+    api_keys: tuple[str, ...] = ()
+    """All API keys, those of server.api_key_file included."""
 
 
 class EngineDown(msgspec.Struct, frozen=True, tag="engine down"):
