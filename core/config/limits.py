@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from engine.core.config.tree import AUTO, EngineConfig
+from engine.core.config.tree import AUTO, EngineConfig, ServerConfig
 from engine.core.errors import ConfigError
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -81,6 +81,10 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
         complain("executor.device", f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
     if not config.server.host:
         complain("server.host", "the address is empty; use 127.0.0.1, or 0.0.0.0 for all interfaces")
+    if config.server.uds and (config.server.host, config.server.port) != (ServerConfig().host, ServerConfig().port):
+        complain("server.uds", "the server listens on either a path or host and port; leave out one of them")
+    if (config.server.ssl_keyfile or config.server.ssl_keyfile_password) and not config.server.ssl_certfile:
+        complain("server.ssl_certfile", "a private key without its certificate; give ssl_certfile too")
     if any(not key or " " in key or not key.isprintable() for key in config.server.api_key):
         complain("server.api_key", "a key is empty or has spaces or characters that a bearer token cannot have")
     for origin in config.server.allowed_origins:

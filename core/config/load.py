@@ -37,6 +37,9 @@ PATHS = (
     "model.chat_template",
     "executor.kernel_cache",
     "server.api_key_file",
+    "server.ssl_certfile",
+    "server.ssl_keyfile",
+    "server.uds",
 )
 """Settings that name a file or directory; in a file of settings, a relative path starts from that file's directory."""
 

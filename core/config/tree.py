@@ -205,6 +205,16 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
     port: int = setting(8000, "Port to listen on; 0: any free one.", flag="--port")
+    uds: str = setting("", "Path of a Unix domain socket to listen on instead of host and port.", flag="--uds")
+    ssl_certfile: str = setting(
+        "", "PEM file of the TLS certificate and its chain; empty: plain HTTP.", flag="--ssl-certfile"
+    )
+    ssl_keyfile: str = setting(
+        "", "PEM file of the certificate's private key; empty: it is in ssl_certfile.", flag="--ssl-keyfile"
+    )
+    ssl_keyfile_password: str = setting(
+        "", "Password of the private key; better in a file of settings.", flag="--ssl-keyfile-password", secret=True
+    )
     api_workers: int = setting(
         0,
         "Front-end processes, which serve HTTP and tokenize; 0: one per 4 cores, from 1 to 4.",

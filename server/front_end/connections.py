@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,15 @@ log = logging.getLogger(__name__)
 class ConnectionReceiver:
     """Receives accepted connections from the supervisor and serves them with uvicorn."""
 
-    def __init__(self, server: uvicorn.Server, on_closed: Callable[[], None], channel: socket.socket) -> None:
+    def __init__(
+        self,
+        server: uvicorn.Server,
+        on_closed: Callable[[], None],
+        channel: socket.socket,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """on_closed: called for each connection that has ended. channel: receives the file descriptors."""
+        self._tls = tls
         self._server = server
         self._on_closed = on_closed
         self._channel = channel
@@ -46,7 +54,7 @@ class ConnectionReceiver:
         loop = asyncio.get_running_loop()
         try:
             connection.setblocking(False)
-            await loop.connect_accepted_socket(self._protocol, connection)
+            await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
         except OSError as error:  # the client has disconnected already
             log.debug("a connection was lost: %s", error)
             connection.close()

@@ -41,6 +41,7 @@ from engine.server.shared.messages import (
 )
 from engine.server.shared.metrics_table import MetricsTable
 from engine.server.shared.supervisor_link import SupervisorLink
+from engine.server.shared.tls import tls_context
 
 ERROR_EVENT_TIMEOUT = 2.0
 """Seconds in which streams that ran out of time must send their error events."""
@@ -136,7 +137,8 @@ class _FrontEnd:
         http = asyncio.ensure_future(server.serve(sockets=[]))
         while not server.started:
             await asyncio.sleep(0)
-        receiver = ConnectionReceiver(server, self._client.metrics.count_closed_connection, self._channel)
+        tls = tls_context(self._config.server)
+        receiver = ConnectionReceiver(server, self._client.metrics.count_closed_connection, self._channel, tls)
         self._channel.setblocking(False)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel, receiver.receive)

@@ -28,7 +28,7 @@ class AllowedHosts:
     def __init__(self, config: ServerConfig, *, has_keys: bool) -> None:
         """has_keys: whether clients need an API key."""
         self._names = {name.lower() for name in config.allowed_hosts}
-        self._local = not self._names and not has_keys and _is_local(config.host)
+        self._local = not self._names and not has_keys and not config.uds and _is_local(config.host)
         self._any = ANY in self._names or not (self._names or self._local)
         self._bound = config.host.lower()
 

@@ -223,6 +223,8 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
         ({"server.allowed_origins": "example.com"}, "--allowed-origins: 'example.com' is no origin"),
         ({"server.allowed_hosts": "http://a"}, "--allowed-hosts: 'http://a' is no name"),
         ({"server.host": ""}, "--host: the address is empty"),
+        ({"server.uds": "a", "server.port": "1"}, "--uds: the server listens on either a path or host and port"),
+        ({"server.ssl_keyfile": "a"}, "server.ssl_certfile: a private key without its certificate"),
         ({"scheduler.name": ""}, "--scheduler: the name is empty"),
         ({"plugins.allow": "a", "plugins.deny": "a"}, "'a' is in allow and in deny"),
         ({"cache.prefix_caching": "maybe"}, '--prefix-caching: expected true or false, found "maybe"'),
