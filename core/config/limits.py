@@ -26,6 +26,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.shutdown_timeout": (0, 86400),
     "server.health_timeout": (2, 86400),
     "server.health_interval": (0, 86400),
+    "server.rate_limit": (0, 2**31),
+    "server.concurrency_limit": (0, 2**31),
     "server.max_body_bytes": (1, 2**40),
     "server.max_n": (1, 2**20),
     "server.max_prompts": (1, 2**20),

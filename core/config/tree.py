@@ -245,6 +245,16 @@ class ServerConfig:
     api_key_file: str = setting(
         "", "File with further API keys, one per line; # begins a comment line.", flag="--api-key-file"
     )
+    rate_limit: int = setting(
+        0,
+        "Maximum POST requests per minute and API key (without keys: in all); a further one gets 429. 0: no limit.",
+        flag="--rate-limit",
+    )
+    concurrency_limit: int = setting(
+        0,
+        "Maximum POST requests in progress per API key (without keys: in all); a further one gets 429. 0: no limit.",
+        flag="--concurrency-limit",
+    )
     allowed_hosts: tuple[str, ...] = setting(
         (),
         "Names under which clients may address the server, as api.example.com, *.example.com or * (any); empty: any,"

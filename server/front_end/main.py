@@ -26,7 +26,9 @@ from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
 from engine.server.http.app import make_app
 from engine.server.http.service import Service
+from engine.server.shared.limits_table import LimitsTable, has_limits
 from engine.server.shared.messages import (
+    LIMITS_FILE,
     METRICS_FILE,
     Drain,
     Drained,
@@ -125,7 +127,7 @@ class _FrontEnd:
         """Answer HTTP until Shutdown."""
         server = _Uvicorn(
             uvicorn.Config(
-                make_app(service, self._launch.api_keys),
+                make_app(service, self._launch.api_keys, self._limits_table()),
                 lifespan="off",
                 ws="none",
                 log_level=self._config.server.log_level,
@@ -159,6 +161,13 @@ class _FrontEnd:
             draining.cancel()
         server.should_exit = True
         await http
+
+    def _limits_table(self) -> LimitsTable | None:
+        """This front end's view of the counts of each API key, if there are limits."""
+        if not has_limits(self._config.server):
+            return None
+        launch = self._launch
+        return LimitsTable.map(Path(launch.directory) / LIMITS_FILE, launch.rows, len(launch.api_keys), launch.row)
 
     async def _drain(self, service: Service) -> None:
         """Refuse new requests, wait for running ones at most server.shutdown_timeout, then end them with an error."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.errors import error_response, invalid
 from engine.server.http.hosts import AllowedHosts, is_cross_site
+from engine.server.http.limits import RequestLimits
 from engine.server.http.service import Service
 from engine.server.shared.api_keys import ApiKeys
 
@@ -18,8 +21,9 @@ PUBLIC = ("/health",)
 class AccessControl:
     """Middleware that refuses requests before they reach a route, and counts those being answered."""
 
-    def __init__(self, app: ASGIApp, service: Service, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, service: Service, keys: ApiKeys, limits: RequestLimits) -> None:
         self._app = app
+        self._limits = limits
         self._service = service
         self._keys = keys
         self._hosts = AllowedHosts(service.limits, has_keys=len(keys) > 0)
@@ -30,22 +34,19 @@ class AccessControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        try:
-            self._check(scope)
-        except ApiError as refusal:
-            await error_response(refusal)(scope, receive, send)
-            return
-        if scope["method"] != "POST":
+        with ExitStack() as stack:
+            try:
+                key = self._check(scope)
+                if scope["method"] == "POST":
+                    stack.enter_context(self._limits.admit(max(0, key - 1)))
+                    stack.enter_context(self._service.answering())
+            except ApiError as refusal:
+                await error_response(refusal)(scope, receive, send)
+                return
             await self._app(scope, receive, send)
-            return
-        self._service.active += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._service.active -= 1
 
-    def _check(self, scope: Scope) -> None:
-        """Raise ApiError unless the request may be answered."""
+    def _check(self, scope: Scope) -> int:
+        """The number of the client's API key, or 0. Raises ApiError unless the request may be answered."""
         headers = Headers(scope=scope)
         posted = scope["method"] == "POST"
         self._check_host(scope, headers)
@@ -56,8 +57,9 @@ class AccessControl:
                 "application/json, and allow the origin with --allowed-origins",
                 code="cross_site",
             )
+        key = 0
         if self._keys and scope["path"] not in PUBLIC:
-            scope["state"]["key"] = self._check_key(headers)
+            key = scope["state"]["key"] = self._check_key(headers)
         if self._service.draining and posted:
             raise ApiError(
                 503,
@@ -65,6 +67,7 @@ class AccessControl:
                 code="shutting_down",
                 headers={"connection": "close", "retry-after": "10"},
             )
+        return key
 
     def _check_host(self, scope: Scope, headers: Headers) -> None:
         hosts = headers.getlist("host")

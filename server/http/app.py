@@ -16,17 +16,23 @@ from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http import chat, completions, status, tokenize
 from engine.server.http.access import AccessControl
 from engine.server.http.errors import error_response
+from engine.server.http.limits import RequestLimits
 from engine.server.http.request_log import RequestLog
 from engine.server.http.service import Service
 from engine.server.shared.api_keys import ApiKeys
+from engine.server.shared.limits_table import LimitsTable
 
 
-def make_app(service: Service, api_keys: Sequence[str]) -> ASGIApp:
-    """Make the application; the engine must have started. api_keys: empty if clients need none."""
+def make_app(service: Service, api_keys: Sequence[str], table: LimitsTable | None) -> ASGIApp:
+    """Make the application; the engine must have started.
+
+    api_keys: empty if clients need none. table: counts for the limits of each key; None: no limits.
+    """
     app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for module in (completions, chat, tokenize, status):
         app.include_router(module.routes(service))
-    app.add_middleware(AccessControl, service=service, keys=ApiKeys(api_keys))
+    limits = RequestLimits(service.limits, table)
+    app.add_middleware(AccessControl, service=service, keys=ApiKeys(api_keys), limits=limits)
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
@@ -44,16 +50,16 @@ def make_app(service: Service, api_keys: Sequence[str]) -> ASGIApp:
     async def internal_error(_: Request, error: Exception) -> Response:
         return error_response(ApiError(500, "internal server error; see the server's log"))
 
-    limits = service.limits
-    if not limits.allowed_origins:
+    config = service.limits
+    if not config.allowed_origins:
         return RequestLog(app)
     return RequestLog(
         CORSMiddleware(
             app,
-            allow_origins=limits.allowed_origins,
-            allow_methods=limits.allowed_methods,
-            allow_headers=limits.allowed_headers,
-            allow_credentials=limits.allow_credentials,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
             expose_headers=("x-request-id", "retry-after"),
         )
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,15 @@ class Service:
         self.draining = False
         self.active = 0
         """Number of POST requests being answered."""
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a POST request while it is answered."""
+        self.active += 1
+        try:
+            yield
+        finally:
+            self.active -= 1
 
     def engine_reports(self) -> list[EngineReport]:
         """State and statistics of each replica, for /metrics."""

@@ -36,6 +36,9 @@ SOCKET = "engine-{}.{}"
 METRICS_FILE = "metrics"
 """File of the metrics table (metrics_table.py) in the server's directory."""
 
+LIMITS_FILE = "limits"
+"""File of the limits table (limits_table.py) in the server's directory, if there are limits."""
+
 
 # --- supervisor to engine process ---
 

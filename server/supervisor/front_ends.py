@@ -8,13 +8,16 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 
 from attrs import define, field
 
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineError
 from engine.server.shared.api_keys import read_api_keys
+from engine.server.shared.limits_table import LimitsTable, has_limits
 from engine.server.shared.messages import (
+    LIMITS_FILE,
     Drain,
     Drained,
     EngineEvent,
@@ -82,6 +85,8 @@ class FrontEnds:
         self._slots = [_Slot(index, row) for index, row in enumerate(metrics.rows)]
         self._created = int(time.time())
         self._api_keys = read_api_keys(config.server)
+        if has_limits(config.server):
+            LimitsTable.create(Path(directory) / LIMITS_FILE, len(self._slots), len(self._api_keys))
         self._num_started = 0
         self._replica_events: dict[int, list[EngineEvent]] = {}
         """For each replica, the events that a front end started later must receive too."""
