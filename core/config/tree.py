@@ -284,6 +284,7 @@ class ServerConfig:
     health_interval: float = setting(
         60.0, "Idle seconds after which the engine computes one token as a self-check; 0: only on demand."
     )
+    openapi: bool = setting(True, "Describe the API at /openapi.json.", flag="--openapi")
     access_log: str = setting(
         "off",
         "One entry per request on standard error, for people or as JSON.",

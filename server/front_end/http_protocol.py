@@ -83,7 +83,7 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self.refuse(_framing_error(error, data))
 
-    def eof_received(self) -> bool | None:
+    def eof_received(self) -> bool | None:  # type: ignore[override]
         """Answer what a half-closed client has sent; None closes the connection.
 
         Nothing distinguishes a client that only shuts down its side from one that closes the connection, except how
@@ -166,7 +166,7 @@ class HttpProtocol(HttpToolsProtocol):
             nonlocal plain
             if message["type"] == "http.response.start":
                 headers = dict(message.get("headers", ()))
-                if cycle.more_body and b"connection" not in headers and _unread_bytes(scope) > UNREAD_BODY:
+                if cycle.more_body and b"connection" not in headers and _unread_bytes(cycle) > UNREAD_BODY:
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
                 plain = scope["http_version"] == "1.0" and b"content-length" not in headers
                 if plain:
@@ -249,9 +249,9 @@ def _framing_error(error: httptools.HttpParserError, data: bytes) -> ApiError:
     return ApiError(400, f"the request is not valid HTTP/1.1: {error}")
 
 
-def _unread_bytes(scope: Scope) -> float:
+def _unread_bytes(cycle: RequestResponseCycle) -> float:
     """Upper bound of the bytes that the client has yet to send."""
-    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+    lengths = [value for name, value in cycle.scope["headers"] if name == b"content-length"]
     return int(lengths[0]) if lengths else float("inf")
 
 

@@ -64,7 +64,7 @@ def parse(response: bytes) -> tuple[int, dict[str, str], bytes]:
     return int(status.split()[1]), headers, body
 
 
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,15 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunk
     [
         b"garbage\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"GET / HTTP/2.0\r\nHost: a\r\n\r\n",
+        b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
-        b"GET http:// HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\nA b: c\r\n\r\n",
         b"GET /health HTTP/1.1\nHost: a\n\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
         CHUNKED + b"zz\r\n",
         CHUNKED + b"3\r\nabcd\r\n0\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
@@ -179,7 +179,7 @@ def test_a_half_closed_client_that_leaves_later_frees_its_requests(server: Any) 
 
 def test_a_client_that_is_still_sending_receives_the_413(server: Any) -> None:
     size = 20 * 2**20
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {size}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode()
     with connect(server) as connection:
         connection.sendall(head)
         for _ in range(size // 2**20):  # a reset connection would fail here, or below
