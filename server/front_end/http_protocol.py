@@ -126,8 +126,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        for cycle in self._queued:
+        super().connection_lost(exc)  # notifies only the request that came last
+        for cycle in self._queued if self._current is None else (*self._queued, self._current):
             cycle.disconnected = True
             cycle.message_event.set()
         if self._timer is not None:
