@@ -159,7 +159,11 @@ class PrefillChunk:
 
 @frozen(kw_only=True)
 class Step:
-    """One batch for the runner, decodes followed by prefill chunks, as the difference to the previous steps."""
+    """One batch for the runner, decodes followed by prefill chunks, as the difference to the previous steps.
+
+    The engine sends it to every worker as msgpack (core/executors/wire.py). A worker keeps the tokens and block table
+    of each sequence between steps and applies the steps in order: `new`, `blocks` and `finished` say what changed.
+    """
 
     id: int
     decodes: tuple[int, ...]
