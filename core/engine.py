@@ -124,6 +124,7 @@ class Engine:
         self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
+        self._kernels_compiled = self._graphs_captured = 0
         self._async: AsyncGenerator | None = None
         self._closed = False
 
@@ -147,6 +148,8 @@ class Engine:
             result = pending.result()
         for phase, seconds in result.seconds:
             self._timers[phase].seconds += seconds
+        self._kernels_compiled += result.kernels_compiled
+        self._graphs_captured += result.graphs_captured
         with self._timers["commit"]:
             return self._scheduler.commit(oldest, result, time.monotonic())
 
@@ -210,7 +213,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Current counters and gauges."""
         seconds = tuple((phase, timer.seconds) for phase, timer in self._timers.items())
-        return attrs.evolve(self._scheduler.stats(), seconds=seconds)
+        return attrs.evolve(
+            self._scheduler.stats(),
+            seconds=seconds,
+            kernels_compiled=self._kernels_compiled,
+            graphs_captured=self._graphs_captured,
+        )
 
     def check(self) -> Health:
         """Whether the engine is open and its executor can run steps."""

@@ -196,6 +196,10 @@ class StepResult:
     position is about the prompt token after that position."""
     seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds): prepare, launch, sample."""
+    kernels_compiled: int = 0
+    """Kernels that the step compiled, or loaded from the kernel cache, since the start had not; on rank 0."""
+    graphs_captured: int = 0
+    """CUDA graphs that the step captured since the start had not; on rank 0."""
 
 
 @frozen(kw_only=True)
@@ -270,3 +274,7 @@ class EngineStats:
     steps: int = 0
     seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds spent in it): schedule, submit, wait, commit and the runner's own phases."""
+    kernels_compiled: int = 0
+    """Kernels compiled, or loaded from the kernel cache, by steps: each delays all requests of its step."""
+    graphs_captured: int = 0
+    """CUDA graphs captured by steps: each delays all requests of its step."""
