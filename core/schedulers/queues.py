@@ -68,8 +68,9 @@ class Queues:
         number = self._last_sequence
         blocks = self.blocks.allocate(number, len(state.tokens), cached)
         assert blocks is not None, "admitted without enough blocks"
-        block_size = self.blocks.block_size
-        state.admit(number, len(cached) * block_size, len(blocks) * block_size)
+        if not state.wants_prompt_logprobs:  # else it computes all its tokens, so that no other may compute them for it
+            self.blocks.index_pending(number, state.tokens, state.chain)
+        state.admit(number, len(blocks) * self.blocks.block_size)
         self._dequeue(state)
         self.running[number] = self.prefilling[number] = state
         self._running_views = None
