@@ -152,6 +152,8 @@ class PrefillChunk:
 
     sequence: int
     start: int
+    """Other sequences that share the blocks before have computed what this one has not: in an earlier step, or by an
+    earlier chunk of the same step, whose keys and values each layer writes before its attention reads any."""
     count: int
     sample: bool
     """Whether to sample the next token after the chunk; False unless the chunk completes the prefill."""
