@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.deployment import Deployment, make_executor
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
+from engine.core.models.base import ModelSpec
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.registry import Plugins, load_plugins
@@ -32,6 +34,9 @@ from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step
 from engine.core.weights.checkpoint import Checkpoint
+from engine.core.weights.generation_config import not_honoured
+
+log = logging.getLogger(__name__)
 
 STEP_PHASES = ("schedule", "submit", "wait", "commit")
 """What a step is timed by in the engine; the runner adds phases of its own (StepResult.seconds)."""
@@ -89,6 +94,7 @@ class Engine:
             self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
         model_spec = shape_of(self.parts.model, self.checkpoint.config)
         self.max_len = max_len(self.config, model_spec)
+        self._warn_unused(model_spec)
         self.vocab_size = model_spec.vocab_size
         with phases.phase("executor"):
             cache_info = self._start_executor(on_progress)
@@ -100,6 +106,18 @@ class Engine:
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
             raise
+
+    def _warn_unused(self, model_spec: ModelSpec) -> None:
+        """Log what the checkpoint's JSON files ask for and nothing computes."""
+        model, checkpoint = self.parts.model, self.checkpoint
+        keys = model.unknown_keys(checkpoint.config)
+        if keys:
+            log.warning(
+                "config.json has keys that %s does not know, and that are not used: %s", model.__name__, ", ".join(keys)
+            )
+        settings = not_honoured(checkpoint.generation_config, model_spec.max_len)
+        if settings:
+            log.warning("generation_config.json has settings that are not used: %s", ", ".join(settings))
 
     def _start_executor(self, on_progress: Listener | None) -> CacheInfo:
         """Build the executor and let it load the model and allocate the KV cache."""

@@ -70,7 +70,7 @@ def test_top_k_of_minus_one_is_all() -> None:
     ("given", "said"),
     [
         ({"stop": ["a", ""]}, "a stop string is empty"),
-        ({"stop": "a b".split() + [3]}, "stop must be a string or a list of strings, not ['a', 'b', 3]"),
+        ({"stop": ["a", "b", 3]}, "stop must be a string or a list of strings, not ['a', 'b', 3]"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias of token -1 is 1.0; give a finite number"),
         ({"logit_bias": {1: math.inf}}, "logit_bias of token 1 is inf"),
         ({"logit_bias": {1: "2"}}, "logit_bias of token 1 is '2'"),
