@@ -13,7 +13,7 @@ from reprlib import repr as shortened
 from typing import Any, Final, Literal
 
 import msgspec
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
 
@@ -154,6 +154,12 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})", "min_tokens"
             )
+
+    def of_choice(self, choice: int) -> SamplingParams:
+        """The parameters of completion number `choice` of several for one prompt: with a seed, each has another."""
+        if self.seed is None or choice == 0:
+            return self
+        return evolve(self, seed=(self.seed + choice) % (MAX_SEED + 1))
 
     @property
     def greedy(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 from engine.core import SamplingParams
 from engine.core.errors import InvalidRequestError
+from engine.core.types import MAX_SEED
 
 FIELDS = [field.name for field in attrs.fields(SamplingParams)]
 WRONG: list[Any] = ["return", 1, 1.5, True, None, b"x", [1], ["a"], {"a": 1}, {1: 2.0}, object(), [None], [[1, 2.0]]]
@@ -64,6 +65,13 @@ def test_lists_and_dicts_become_tuples() -> None:
 
 def test_top_k_of_minus_one_is_all() -> None:
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+
+
+def test_choices_have_different_seeds() -> None:
+    seeded = SamplingParams(seed=MAX_SEED)
+    assert seeded.of_choice(0) == seeded
+    assert [seeded.of_choice(choice).seed for choice in (1, 2)] == [0, 1]
+    assert SamplingParams().of_choice(1) == SamplingParams()
 
 
 @pytest.mark.parametrize(
