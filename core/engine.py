@@ -112,7 +112,7 @@ class Engine:
         try:
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
             self._start_scheduling()
-            self.plugins.call("engine_started", engine=self)
+            self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
             raise
@@ -298,7 +298,7 @@ class Engine:
             self._closed = True
             self._in_flight.clear()
             self._executor.shutdown()
-            self.plugins.call("engine_stopped", engine=self)
+            self.plugins.notify("engine_stopped", engine=self)
 
     def __enter__(self) -> Engine:
         return self

@@ -334,6 +334,8 @@ class EngineStats:
     """Prompt tokens computed."""
     generation_tokens: int = 0
     steps: int = 0
+    policy_faults: int = 0
+    """Decisions made first come, first served because the scheduling policy failed or gave an invalid answer."""
     seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds spent in it): schedule, submit, wait, commit and the runner's own phases."""
     kernels_compiled: int = 0

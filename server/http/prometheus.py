@@ -73,6 +73,11 @@ class PrometheusExporter(Collector):
             "CUDA graphs captured while serving, which delays requests.",
             lambda report: report.stats.graphs_captured,
         )
+        yield engines.counter(
+            "policy_faults",
+            "Decisions made first come, first served because the scheduling policy failed.",
+            lambda report: report.stats.policy_faults,
+        )
         yield from engines.by_phase()
         metrics = self._metrics.total()
         finished = CounterMetricFamily(
