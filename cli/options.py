@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import attrs
 import typer
 
-from engine.core.config import EngineConfig, Resolved, Setting, canonical_key, describe, load_config
+from engine.core.config import EngineConfig, Resolved, Setting, canonical_key, demo_model, describe, load_config
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import SamplingParams
 
@@ -91,7 +91,7 @@ def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]
                 f"--config is given twice, as {files[0]} and as {files[1]}; a command reads one file: "
                 "put the settings into one, or give those of the other by options"
             )
-        defaults: dict[str, tuple[object, str]] = {"model.path": (_demo_model(), DEMO_MODEL)}
+        defaults: dict[str, tuple[object, str]] = {"model.path": (demo_model(), DEMO_MODEL)}
         if keys := os.environ.get(KEY_VARIABLE, ""):
             defaults["server.api_key"] = ([key.strip() for key in keys.split(",")], KEY_VARIABLE)
         return load_config(files[0], overrides, defaults)
@@ -241,12 +241,3 @@ def _attribute_docs(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             docs[field.target.id] = inspect.cleandoc(str(ast.literal_eval(below.value))).replace("\n", " ")
     return docs
-
-
-def _demo_model() -> str:
-    import engine.demo
-
-    try:
-        return str(engine.demo.path())
-    except FileNotFoundError:
-        return ""

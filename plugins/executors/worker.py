@@ -16,8 +16,8 @@ from engine.core.executors import encode
 from engine.core.shm import Ring, RingClosedError, RingWriter
 from engine.core.startup import Phases
 from engine.core.types import StepResult
+from engine.plugins.executors.control_messages import Connection, Failed, Launch, Progressed, Ready
 from engine.plugins.executors.heartbeat import HeartbeatTable
-from engine.plugins.executors.messages import Connection, Failed, Launch, Progressed, Ready
 from engine.plugins.executors.worker_loop import StepRunner, WorkerLoop, make_runner
 
 PR_SET_PDEATHSIG = 1
