@@ -18,7 +18,7 @@ STRING: Schema = {"type": "string"}
 NUMBER: Schema = {"type": "number"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NULL: Schema = {"type": "null"}
-STREAM: Schema = {"type": "string", "description": "Events `data: {...}`, the last one `data: [DONE]`."}
+STREAM: Schema = {"description": "Events `data: {...}`, the last one `data: [DONE]`."}
 FINISH_REASON: Schema = {"enum": ["stop", "length"]}
 
 
@@ -55,7 +55,7 @@ def constraints(service: Service) -> dict[str, Schema]:
         "min_tokens": _integer(0, room) | {"description": "At most max_tokens."},
         "temperature": {"type": "number", "minimum": 0, "maximum": 100},
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        "top_k": _integer(0, 2**31),
+        "top_k": _integer(-1, 2**31),
         "min_p": {"type": "number", "minimum": 0, "maximum": 1},
         "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
         "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},

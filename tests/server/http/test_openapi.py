@@ -214,6 +214,7 @@ def test_the_limits_of_numbers_are_the_servers(document: Any, http: httpx.Client
         ("CompletionBody", COMPLETION | {"stop_token_ids": [257]}),
         ("ChatBody", CHAT | {"messages": [{"role": "tool", "content": "x"}]}),
         ("ChatBody", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("ChatBody", CHAT | {"messages": [{"role": "user", "content": [{"text": "x"}]}]}),
         ("ChatBody", CHAT | {"tools": []}),
         ("ChatBody", CHAT | {"response_format": {"type": "json_object"}}),
     ],
