@@ -8,12 +8,13 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from engine import __version__
 from engine.server.http.errors import json_response
 from engine.server.http.openapi_schemas import STREAM, Schema, components, ref
 from engine.server.http.service import Service
 
 PATH = "/openapi.json"
+API_VERSION = "1"
+"""As in the paths, /v1."""
 ERRORS: Mapping[int, str] = {
     400: "The request is malformed, or a parameter is unknown, unsupported or out of range.",
     401: "The API key is missing or wrong.",
@@ -74,7 +75,7 @@ def document(service: Service, *, has_keys: bool) -> dict[str, Any]:
     }
     described: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "engine", "version": __version__},
+        "info": {"title": "engine", "version": API_VERSION},
         "paths": paths,
         "components": {"schemas": components(service)},
     }

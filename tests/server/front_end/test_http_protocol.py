@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -77,6 +78,7 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encodin
         b"CONNECT a:1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET http:// HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET http://localhost HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\nA b: c\r\n\r\n",
         b"GET /health HTTP/1.1\nHost: a\n\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
@@ -154,6 +156,14 @@ def test_a_half_closed_client_gets_the_whole_response(server: Any, stream: bool,
     assert status == 200
     assert headers["connection"] == "close"
     assert body.endswith(b"data: [DONE]\n\n" + (b"\r\n0\r\n\r\n" if version == "1.1" else b"") if stream else b"}")
+
+
+def test_interim_responses_come_between_the_responses_of_a_half_closed_client(server: Any) -> None:
+    stream = post(COMPLETION | {"stream": True, "max_tokens": 100})
+    received = ask(server, stream + stream, shut_down=True)
+    interim = rb"(HTTP/1\.1 100 Continue\r\n\r\n)*"
+    response = rb"HTTP/1\.1 200 OK\r\n((?!HTTP/1).)*data: \[DONE\]\n\n\r\n0\r\n\r\n"
+    assert re.fullmatch(interim + response + interim + response, received, re.DOTALL)
 
 
 @pytest.mark.parametrize("stream", [False, True])
