@@ -21,6 +21,7 @@ from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig
 from engine.core.errors import ConfigError
+from engine.server.shared.descriptors import raise_descriptor_limit
 from engine.server.shared.messages import METRICS_FILE
 from engine.server.shared.metrics_table import MetricsTable
 from engine.server.supervisor.child import become_subreaper
@@ -53,6 +54,7 @@ def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Co
     Raises EngineError with the failing process's error when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
+    raise_descriptor_limit()
     replicas = replica_configs(config, count_gpus, finds_devices)
     become_subreaper()
     return asyncio.run(_Server(config, replicas, announce, commands).run())
