@@ -32,6 +32,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.header_timeout": (1, 86400),
     "server.body_timeout": (1, 86400),
     "server.write_timeout": (1, 86400),
+    "server.request_timeout": (0, 604800),
     "server.max_header_bytes": (1024, 2**24),
     "server.max_headers": (8, 2**16),
     "server.max_body_bytes": (1, 2**40),

@@ -259,6 +259,11 @@ class ServerConfig:
     write_timeout: float = setting(
         60.0, "Seconds in which a client reads nothing of what waits for it before its request is aborted."
     )
+    request_timeout: float = setting(
+        0.0,
+        "Seconds from the end of the headers to the end of the response; then 504. 0: no limit.",
+        flag="--request-timeout",
+    )
     max_header_bytes: int = setting(
         64 * 2**10,
         "Maximum size of a request's URL and headers, and of a chunked body's trailers and extensions, bytes.",

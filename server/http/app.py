@@ -15,6 +15,7 @@ from engine.core.errors import InvalidRequestError
 from engine.server.front_end.errors import ApiError
 from engine.server.http import chat, completions, status, tokenize
 from engine.server.http.errors import error_response
+from engine.server.http.request_timeout import RequestTimeout
 from engine.server.http.service import Service
 
 
@@ -23,6 +24,8 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None)
     for module in (completions, chat, tokenize, status):
         app.include_router(module.routes(service))
+    if service.limits.request_timeout:
+        app.add_middleware(RequestTimeout, seconds=service.limits.request_timeout)
     app.add_middleware(AccessControl, service=service)
 
     @app.exception_handler(ApiError)

@@ -43,10 +43,11 @@ class Job(ABC, Generic[BodyT]):
     def response(self) -> Response:
         """The HTTP response; generation begins when the response is sent."""
         headers = {"x-request-id": self._name}
+        generation = Generation(self.service.client, self.service.tokenizer, self.requests, self._num_prompts)
         if self.body.stream:
-            events = EventStream(self._generation(), self._templates(), self._delta_events, self._usage_event)
+            events = EventStream(generation, self._templates(), self._delta_events, self._usage_event)
             return stream(events, headers)
-        return answer(self._whole, headers)
+        return answer(partial(self._whole, generation), generation, headers)
 
     @abstractmethod
     def _add(self, delta: Delta) -> None:
@@ -76,9 +77,9 @@ class Job(ABC, Generic[BodyT]):
         usage = {"usage": None} if self._include_usage else {}
         return sse_event(self._head(self.chunk_object_name) | {"choices": [choice]} | usage)
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self, generation: Generation) -> dict[str, Any]:
         """The body of a response that is not streamed."""
-        with self._generation() as generation:
+        with generation:
             while generation.running:
                 for delta in await generation.next():
                     self._add(delta)
@@ -95,6 +96,3 @@ class Job(ABC, Generic[BodyT]):
 
     def _templates(self) -> list[Template]:
         return [Template.of(partial(self._text_event, choice)) for choice in range(len(self.requests))]
-
-    def _generation(self) -> Generation:
-        return Generation(self.service.client, self.service.tokenizer, self.requests, self._num_prompts)
