@@ -23,7 +23,7 @@ import attrs
 
 SERVER = Path(__file__).with_name("server.py")
 STREAM = {"model": "bench", "prompt": "x", "max_tokens": 100_000, "stream": True, "ignore_eos": True}
-REQUEST_LINE = b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\n"
+REQUEST_LINE = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = REQUEST_LINE + b"Transfer-Encoding: chunked\r\n\r\n"
 CASES = {
     "one-header": (REQUEST_LINE + b"x: ", b"x"),
@@ -33,7 +33,7 @@ CASES = {
     "one-trailer": (CHUNKED + b"0\r\nx: ", b"x"),
     "chunk-extension": (CHUNKED + b"1;x=", b"x"),
     "blank-lines": (b"", b"\r\n"),
-    "pipelined": (b"", b"GET /v1/models HTTP/1.1\r\nHost: bench\r\n\r\n"),
+    "pipelined": (b"", b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"),
 }
 """How a request begins, and what is then repeated without an end."""
 DESCRIPTORS = 1024
@@ -115,7 +115,7 @@ def health(address: tuple[str, int]) -> str:
     try:
         with connect(address) as connection:
             connection.settimeout(3)
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             return connection.recv(1000)[9:12].decode() or "closed"
     except OSError as error:
         return type(error).__name__

@@ -1,23 +1,19 @@
-"""A client's connection: uvicorn's HTTP protocol with limits of size and time."""
+"""A client's connection: HTTP with limits of size and time."""
 
 from __future__ import annotations
 
-import enum
 import fcntl
 import select
 import termios
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from http import HTTPStatus
+from collections.abc import Callable
 from typing import Any
 
-import httptools
-import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.core.config import ServerConfig
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.http_protocol import HttpProtocol
 from engine.server.shared.metrics_table import DropReason
 
 HEADER_FRAMING = 4
@@ -26,19 +22,6 @@ CHUNK_FRAMING = 32
 """Bytes of a chunk's frame that count towards no limit."""
 MAX_PIPELINED = 16
 """Maximum requests that wait on one connection for the answer to an earlier one."""
-LINGER_SECONDS = 3.0
-"""Seconds for which a refused connection stays open, for the client to read why."""
-
-
-class Stage(enum.Enum):
-    """What the client is to send next."""
-
-    IDLE = enum.auto()
-    """A request, of which nothing has come."""
-    HEAD = enum.auto()
-    """The rest of a request's URL and headers."""
-    BODY = enum.auto()
-    """The rest of a request's body."""
 
 
 class ConnectionOwner(ABC):
@@ -54,59 +37,45 @@ class ConnectionOwner(ABC):
 
     @abstractmethod
     def dropped(self, reason: DropReason) -> None:
-        """The connection is closed before the client wanted that."""
+        """The server closes the connection early."""
 
     @abstractmethod
     def closed(self, connection: Connection) -> None:
         """The connection has ended."""
 
 
-class Connection(HttpToolsProtocol):
-    """A client's connection: uvicorn's protocol, its limits, and a faster path for the chunks of a streamed body.
+class Connection(HttpProtocol):
+    """A client's connection, with limits, and with a faster path for the chunks of a streamed body.
 
-    The limits of a request's head hold while the head arrives, before the request is known to anyone. Limits of time
-    hold when the owner calls `check_time`. Routes find the connection in the scope's state, as "connection".
+    Limits of size hold while a request arrives, before the application knows of the request. Limits of time hold when
+    the owner calls `check_time`. Routes find the connection in the scope's state, as "connection".
     """
 
     def __init__(self, server: uvicorn.Server, limits: ServerConfig, owner: ConnectionOwner) -> None:
-        super().__init__(server.config, server.server_state, {"connection": self})
+        super().__init__(server, {"connection": self})
         self._limits = limits
         self._owner = owner
         self._on_writable: Callable[[], None] | None = None
         self.full = False
         """Whether the client reads too slowly: write no chunk while this is set."""
-        self._stage = Stage.IDLE
         self._since = 0.0
-        """When the stage began, or when the last response ended if that is later; loop.time()."""
+        """When this server began to wait for what the client is to send next, loop.time()."""
         self._head_bytes = 0
-        """Size of the current request's URL and headers; in the stage BODY, of its trailers."""
+        """Size of the request's URL and headers; while its body arrives, of its trailers."""
         self._num_trailers = 0
         self._unparsed = 0
         """Received bytes that are neither of a body nor counted in `_head_bytes`: those of an incomplete header."""
-        self._ignores_input = False
-        self._refused_at: float | None = None
-        """When the connection was refused, which then only waits for the client to read why."""
         self._unread: int | None = None
-        """Bytes that wait for the client, as of the last check; None: the client is not late."""
+        """Bytes that waited for the client at the last check; None: the client is not late."""
         self._last_read = 0.0
         """When the client was last seen to read, while it is late."""
 
     # --- called by the owner ---
 
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._since = self.loop.time()
-        self._owner.opened(self)
-
     @property
     def idle(self) -> bool:
         """Whether no request is arriving or being answered."""
-        return (
-            self._stage is Stage.IDLE
-            and not self._answering
-            and self._refused_at is None
-            and not self.transport.is_closing()
-        )
+        return not (self._in_message or self._is_answering() or self._discarding or self.transport.is_closing())
 
     @property
     def has_traffic(self) -> bool:
@@ -119,35 +88,18 @@ class Connection(HttpToolsProtocol):
 
     def check_time(self, now: float) -> None:
         """Close the connection if one of its limits of time has passed; now: loop.time()."""
-        limits = self._limits
-        if self._refused_at is not None:
-            if now - self._refused_at > LINGER_SECONDS:
-                self.transport.abort()
-        elif self.full or self.transport.is_closing():
+        limits, seconds = self._limits, now - self._since
+        if self.full or self.transport.is_closing():
             self._check_reader(now)
-        elif self._answering and (self._stage is not Stage.BODY or self.pipeline):
-            pass  # the client waits for this server
-        elif self._stage is Stage.HEAD and now - self._since > limits.header_timeout:
-            self._owner.dropped("header_timeout")
-            self._time_out("the request's headers", limits.header_timeout, "server.header_timeout")
-        elif self._stage is Stage.BODY and now - self._since > limits.body_timeout:
-            self._owner.dropped("body_timeout")
-            self._time_out("the request's body", limits.body_timeout, "server.body_timeout")
-        elif self._stage is Stage.IDLE and now - self._since > limits.keep_alive_timeout:
-            self.transport.close()
-
-    def refuse(self, error: ApiError) -> None:
-        """Answer with `error`, ignore what the client still sends, and close the connection when the client has."""
-        self._ignores_input = True
-        self._refused_at = self.loop.time()
-        self._owner.set_idle(self, False)
-        if self._answering:  # the route waits for the rest of the body
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        self.transport.write(encode_response(error, self.server_state.default_headers))
-        if self.transport.can_write_eof():
-            self.transport.write_eof()  # closing now would discard the answer if the client is still sending
-        else:
+        elif self._discarding or (self._is_answering() and (not self._in_body or self.pipeline)):
+            pass  # nothing that the client sends is waited for
+        elif self._in_body:
+            if seconds > limits.body_timeout:
+                self._time_out("body_timeout", "the request's body", limits.body_timeout)
+        elif self._in_message:
+            if seconds > limits.header_timeout:
+                self._time_out("header_timeout", "the request's headers", limits.header_timeout)
+        elif seconds > limits.keep_alive_timeout:
             self.transport.close()
 
     # --- called by the responses ---
@@ -155,10 +107,10 @@ class Connection(HttpToolsProtocol):
     def write_chunk(self, data: bytes) -> None:
         """Write a part of the body as ASGI's `send` would; only between the start and the end of a response.
 
-        uvicorn sends a body without Content-Length in chunks (RFC 9112, section 7.1).
+        A body without Content-Length is sent in chunks (RFC 9112, section 7.1).
         """
         if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     def when_writable(self, listener: Callable[[], None] | None) -> None:
         """Call `listener` whenever the client has caught up; None: call nothing."""
@@ -166,20 +118,16 @@ class Connection(HttpToolsProtocol):
 
     # --- called by the transport ---
 
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        self._owner.opened(self)
+
     def data_received(self, data: bytes) -> None:
-        if self._ignores_input:
-            return
         self._unparsed += len(data)
-        try:
-            self.parser.feed_data(data)
-            if self._unparsed > self._limits.max_header_bytes:
-                self._refuse_input(self._size_error())
-        except httptools.HttpParserUpgrade:
-            pass  # RFC 9110, section 7.8: a server may ignore the offer of another protocol
-        except httptools.HttpParserError as error:
-            cause = error.__context__  # raised by one of the callbacks below
-            unreadable = ApiError(400, f"the request is not valid HTTP: {error}", code="invalid_http")
-            self._refuse_input(cause if isinstance(cause, ApiError) else unreadable)
+        super().data_received(data)
+        if self._unparsed > self._limits.max_header_bytes and not self._discarding:
+            self.refuse(self._size_error())
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -197,44 +145,39 @@ class Connection(HttpToolsProtocol):
         self.app_state.clear()  # holds a reference to this object
         self._owner.closed(self)
 
-    # --- called by the parser ---
+    # --- called by the parser; what raises ApiError refuses the request ---
 
     def on_message_begin(self) -> None:
+        if self._repeating_head:
+            return
+        self._owner.set_idle(self, False)
         super().on_message_begin()
         self._head_bytes = self._num_trailers = self._unparsed = 0
-        if self.idle:
-            self._owner.set_idle(self, False)
-        self._begin_stage(Stage.HEAD)
+        self._since = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._unparsed = 0
-        self._head_bytes += len(url)
-        if self._head_bytes > self._limits.max_header_bytes:
-            raise self._size_error()
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._unparsed = 0
-        self._head_bytes += len(name) + len(value) + HEADER_FRAMING
-        if self._stage is Stage.BODY:  # a trailer, of which no route knows
+        if self._repeating_head:
+            return
+        if self._in_body:  # a trailer, of which no route knows
             self._num_trailers += 1
         else:
             super().on_header(name, value)
-        if len(self.headers) + self._num_trailers > self._limits.max_headers:
-            limit = self._limits.max_headers
+        limit = self._limits.max_headers
+        if len(self.headers) + self._num_trailers > limit:
             message = f"the request has more than {limit} headers (server.max_headers); send fewer"
             raise ApiError(431, message, code="headers_too_large")
-        if self._head_bytes > self._limits.max_header_bytes:
-            raise self._size_error()
+        self._count_head(len(name) + len(value) + HEADER_FRAMING)
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade() and self._announces_body():
-            # The parser would take the body for the next request.
-            message = "this server speaks HTTP/1.1 only; send a request that has a body without the header Upgrade"
-            raise ApiError(400, message, code="invalid_http")
-        self._head_bytes = self._unparsed = 0
+        if self._repeating_head:
+            return
         super().on_headers_complete()
-        self._begin_stage(Stage.BODY)
+        self._head_bytes = self._unparsed = 0
+        self._since = self.loop.time()
         if len(self.pipeline) > MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests wait on this connection; wait for answers, or open another"
             raise ApiError(400, message, code="too_many_pipelined")
@@ -244,13 +187,15 @@ class Connection(HttpToolsProtocol):
         self._unparsed = max(0, self._unparsed - len(body))
 
     def on_chunk_header(self) -> None:
-        """See httptools; called at the end of the line before each chunk."""
+        """Called at the end of the line before each chunk."""
         self._unparsed = max(0, self._unparsed - CHUNK_FRAMING)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        if self._in_message:  # an offer of another protocol ends the message for one parser, but not for the next
+            return
         self._unparsed = 0
-        self._begin_stage(Stage.IDLE)
+        self._since = self.loop.time()
         if self.idle:  # the response came before the end of the body
             self._owner.set_idle(self, True)
 
@@ -258,7 +203,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._stage is not Stage.BODY or self._answering:
+        if not self._in_body or self._is_answering():
             self._since = self.loop.time()
         if self.idle:
             self._owner.set_idle(self, True)
@@ -266,52 +211,36 @@ class Connection(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """Do nothing: `check_time` closes idle connections, also those that have never sent a request."""
 
-    @property
-    def _answering(self) -> bool:
-        """Whether a request is being answered."""
-        return self.cycle is not None and not self.cycle.response_complete
+    def refuse(self, error: ApiError) -> None:
+        """See HttpProtocol; counts the connection as dropped."""
+        self._refuse(error, "invalid")
 
-    def _begin_stage(self, stage: Stage) -> None:
-        self._stage = stage
-        self._since = self.loop.time()
+    def _refuse(self, error: ApiError, reason: DropReason) -> None:
+        self._owner.dropped(reason)
+        self._owner.set_idle(self, False)
+        super().refuse(error)
 
-    def _announces_body(self) -> bool:
-        return any(
-            name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0")
-            for name, value in self.headers
-        )
+    def _count_head(self, size: int) -> None:
+        """Count `size` bytes of the head. Raises ApiError if the head is too large."""
+        self._unparsed = 0
+        self._head_bytes += size
+        if self._head_bytes > self._limits.max_header_bytes:
+            raise self._size_error()
 
     def _size_error(self) -> ApiError:
         limit = f"{self._limits.max_header_bytes} bytes (server.max_header_bytes)"
-        if self._stage is Stage.BODY:
+        if self._in_body:
             message = f"the trailers or chunk extensions of the body exceed {limit}; send smaller ones"
-        elif self._stage is Stage.HEAD and len(self.url) > self._limits.max_header_bytes:
+        elif self._in_message and len(self.url) > self._limits.max_header_bytes:
             return ApiError(414, f"the URL exceeds {limit}; send parameters in the body", code="url_too_long")
         else:
             message = f"the URL and headers of the request exceed {limit}; send smaller ones"
         return ApiError(431, message, code="headers_too_large")
 
-    def _time_out(self, part: str, seconds: float, setting: str) -> None:
-        """Refuse a request that does not arrive."""
-        message = f"{part} did not arrive within {seconds:g} s ({setting}); send the request again"
-        self._refuse_now(ApiError(408, message, code="request_timeout"))
-
-    def _refuse_input(self, error: ApiError) -> None:
-        """Refuse what the client has sent, and read no more of the connection."""
-        self._owner.dropped("invalid")
-        if self._answering and not self.cycle.more_body and not self.pipeline:
-            self._ignores_input = True  # what came is not part of the request that is being answered
-            self.cycle.keep_alive = False
-        else:
-            self._refuse_now(error)
-
-    def _refuse_now(self, error: ApiError) -> None:
-        """Send `error`, unless this request has a response or an earlier one waits for its; close the connection."""
-        if self.pipeline or (self._stage is Stage.BODY and self.cycle.response_started):
-            self._ignores_input = True
-            self.transport.close()
-        else:
-            self.refuse(error)
+    def _time_out(self, reason: DropReason, part: str, seconds: float) -> None:
+        """Refuse a request of which `part` does not arrive; reason: the name of the setting, too."""
+        message = f"{part} did not arrive within {seconds:g} s (server.{reason}); send the request again"
+        self._refuse(ApiError(408, message, code="request_timeout"), reason)
 
     def _check_reader(self, now: float) -> None:
         """Abort the connection if the client reads nothing of what waits for it."""
@@ -332,12 +261,3 @@ class Connection(HttpToolsProtocol):
         except (OSError, ValueError):  # not on this system, or closed already
             return waiting
         return waiting + int.from_bytes(unread, "little")
-
-
-def encode_response(error: ApiError, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """`error` as the last HTTP response of a connection; headers: additional ones."""
-    body = msgspec.json.encode(error.body())
-    own = [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    own += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
-    status = b"HTTP/1.1 %d %b\r\n" % (error.status, HTTPStatus(error.status).phrase.encode())
-    return status + b"".join(b"%b: %b\r\n" % header for header in (*headers, *own)) + b"\r\n" + body

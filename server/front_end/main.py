@@ -20,13 +20,16 @@ import uvicorn
 from engine.core.config import ModelConfig
 from engine.core.errors import ConfigError, EngineError
 from engine.core.text import Tokenizer
+from engine.server.front_end import access_log
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.receiver import ConnectionReceiver, connection_capacity
 from engine.server.http.app import make_app
 from engine.server.http.service import Service
 from engine.server.shared.descriptors import descriptor_limit
+from engine.server.shared.limits_table import LimitsTable, has_limits
 from engine.server.shared.messages import (
+    LIMITS_FILE,
     METRICS_FILE,
     Drain,
     Drained,
@@ -41,6 +44,7 @@ from engine.server.shared.messages import (
 )
 from engine.server.shared.metrics_table import HEARTBEAT_INTERVAL, MetricsTable
 from engine.server.shared.supervisor_link import SupervisorLink
+from engine.server.shared.tls import tls_context
 
 ERROR_EVENT_TIMEOUT = 2.0
 """Seconds in which streams that ran out of time must send their error events."""
@@ -62,6 +66,8 @@ def run(open_tokenizer: OpenTokenizer) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
     supervisor: SupervisorLink[SupervisorToFrontEnd] = SupervisorLink(SupervisorToFrontEnd)
     launch: FrontEndLaunch = supervisor.launch(FrontEndLaunch)
+    logging.getLogger().setLevel(launch.config.server.log_level.upper())
+    access_log.configure(launch.config.server.access_log)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_FrontEnd(supervisor, launch).run(open_tokenizer))
 
@@ -140,10 +146,10 @@ class _FrontEnd:
             )
         server = _Uvicorn(
             uvicorn.Config(
-                make_app(service),
+                make_app(service, self._launch.api_keys, self._limits_table()),
                 lifespan="off",
                 ws="none",
-                log_level="warning",
+                log_level=self._config.server.log_level,
                 access_log=False,
                 timeout_graceful_shutdown=1,
             )
@@ -151,7 +157,14 @@ class _FrontEnd:
         http = asyncio.ensure_future(server.serve(sockets=[]))
         while not server.started:
             await asyncio.sleep(0)
-        receiver = ConnectionReceiver(server, self._config.server, self._client.metrics, self._channel, capacity)
+        receiver = ConnectionReceiver(
+            server,
+            self._config.server,
+            self._client.metrics,
+            self._channel,
+            capacity,
+            tls_context(self._config.server),
+        )
         receiver.start()
         gc.collect()
         gc.freeze()  # objects made at start-up live on; later collections need not scan them
@@ -170,6 +183,13 @@ class _FrontEnd:
             draining.cancel()
         server.should_exit = True
         await http
+
+    def _limits_table(self) -> LimitsTable | None:
+        """This front end's view of the counts of each API key, if there are limits."""
+        if not has_limits(self._config.server):
+            return None
+        launch = self._launch
+        return LimitsTable.map(Path(launch.directory) / LIMITS_FILE, launch.rows, len(launch.api_keys), launch.row)
 
     async def _drain(self, service: Service) -> None:
         """Refuse new requests, wait for running ones at most server.shutdown_timeout, then end them with an error."""

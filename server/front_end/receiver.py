@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
+import ssl
 from collections import OrderedDict
 from typing import Any
 
@@ -13,7 +13,7 @@ import uvicorn
 
 from engine.core.config import ServerConfig
 from engine.core.errors import ConfigError
-from engine.server.front_end.connections import Connection, ConnectionOwner, encode_response
+from engine.server.front_end.connections import Connection, ConnectionOwner
 from engine.server.front_end.errors import ApiError
 from engine.server.shared.descriptors import count_open_descriptors, descriptor_limit
 from engine.server.shared.metrics_table import HEARTBEAT_INTERVAL, DropReason, FrontEndMetrics
@@ -22,7 +22,7 @@ from engine.server.shared.throttled_log import ThrottledWarning
 BATCH = 16
 """Maximum connections received before the event loop continues with other work."""
 MAX_REFUSED = 16
-"""Maximum connections above the limit that stay open for a moment, so that the client reads the answer 503."""
+"""Maximum connections above the limit that stay open for a moment, to be answered with 503; others are closed."""
 RESERVE = 16 + MAX_REFUSED
 """Descriptors kept free of connections: for connections that are refused, links to engine processes, and files."""
 MIN_IDLE = 1.0
@@ -57,6 +57,7 @@ class ConnectionReceiver(ConnectionOwner):
         metrics: FrontEndMetrics,
         channel: socket.socket,
         capacity: int,
+        tls: ssl.SSLContext | None,
     ) -> None:
         """channel: receives the file descriptors. capacity: maximum number of connections."""
         self._server = server
@@ -64,6 +65,8 @@ class ConnectionReceiver(ConnectionOwner):
         self._metrics = metrics
         self._channel = channel
         self._capacity = capacity
+        self._tls = tls
+        self._handshake_timeout = limits.header_timeout if tls is not None else None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._connections: set[Connection] = set()
         self._num_open = 0
@@ -142,11 +145,10 @@ class ConnectionReceiver(ConnectionOwner):
         self._metrics.connections = self._num_open
         refused = self._num_open - self._num_refused > self._capacity and not self._evict(1)
         if refused:
-            self._metrics.count_dropped("refused")
             self._full.count(1, self._capacity)
             if self._num_refused >= MAX_REFUSED:
-                with contextlib.suppress(OSError), connection:
-                    connection.send(encode_response(TOO_MANY, ()), socket.MSG_DONTWAIT)
+                self.dropped("refused")
+                connection.close()
                 self._end()
                 return
             self._num_refused += 1
@@ -160,7 +162,9 @@ class ConnectionReceiver(ConnectionOwner):
 
         try:
             connection.setblocking(False)
-            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                protocol, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_timeout
+            )
         except OSError as error:  # the client has disconnected already
             log.debug("a connection was lost: %s", error)
             connection.close()
@@ -213,7 +217,7 @@ class _RefusedConnection(Connection):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.refuse(TOO_MANY)
+        self._refuse(TOO_MANY, "refused")
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

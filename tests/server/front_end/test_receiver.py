@@ -19,7 +19,7 @@ Serve = Callable[..., AbstractContextManager[Any]]
 
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 STREAM = json.dumps(COMPLETION | {"max_tokens": 250, "stream": True}).encode()
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 DROPPED = 'engine_connections_dropped_total{reason="%s"}'
 
 
@@ -46,8 +46,8 @@ def ask_health(connection: socket.socket) -> None:
 def open_stream(server: Any) -> socket.socket:
     """A connection whose request is being answered."""
     connection = connect(server)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(STREAM)
-    connection.sendall(head + STREAM)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
     assert connection.recv(12) == b"HTTP/1.1 200"
     return connection
 

@@ -17,9 +17,9 @@ Serve = Callable[..., AbstractContextManager[Any]]
 
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 KEY = b"Authorization: Bearer k\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + KEY + b"Transfer-Encoding: chunked\r\n\r\n"
-GET_MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
+GET_MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
 MODELS = GET_MODELS + KEY + b"\r\n"
 
 
@@ -27,7 +27,7 @@ MODELS = GET_MODELS + KEY + b"\r\n"
 def server(serve_fake: Serve) -> Iterator[Any]:
     """A server with a key, so that what it answers without one is answered before the key is checked."""
     limits = {"header_timeout": 1.0, "body_timeout": 1.0, "keep_alive_timeout": 1.0, "write_timeout": 1.0}
-    with serve_fake(api_key="k", max_waiting=1024, options={"delay": 0.02}, **limits) as running:
+    with serve_fake(api_key=("k",), max_waiting=1024, options={"delay": 0.02}, **limits) as running:
         yield running
         assert running.stop() == 0
         assert running.errors == ""
@@ -82,7 +82,7 @@ def dropped(server: Any, reason: str) -> float:
         ([GET_MODELS, b"x: y\r\n" * 200_000], 431),
         ([GET_MODELS, b"x: y\r\n" * 100, b"\r\n"], 431),
         ([b"GET /", b"y" * 2**21], 414),
-        ([b"GET /", b"y" * 70_000, b" HTTP/1.1\r\nHost: x\r\n\r\n"], 414),
+        ([b"GET /", b"y" * 70_000, b" HTTP/1.1\r\nHost: localhost\r\n\r\n"], 414),
         ([b"\r\n" * 2**20], 431),
         ([CHUNKED, b"0\r\n", b"x: y\r\n" * 200_000], 431),
         ([CHUNKED, b"0\r\nx: ", b"y" * 2**21], 431),
@@ -137,17 +137,9 @@ def test_garbage_after_a_request_does_not_tear_its_response(server: Any) -> None
 
 
 def test_what_is_not_http_is_refused_in_openai_shape(server: Any) -> None:
-    assert refusal(answer(server, b"\x16\x03\x01\x02\x00 hello\r\n\r\n"), 400)["code"] == "invalid_http"
-
-
-def test_a_body_after_an_upgrade_is_refused_rather_than_read_as_a_request(server: Any) -> None:
-    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n"
-    with connect(server) as connection:
-        connection.sendall(GET_MODELS + KEY + upgrade + b"\r\n")
-        assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
-    hidden = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
-    error = refusal(answer(server, POST + upgrade + b"Content-Length: %d\r\n\r\n" % len(hidden), hidden), 400)
-    assert "Upgrade" in error["message"]
+    before = dropped(server, "invalid")
+    refusal(answer(server, b"hello\r\n\r\n"), 400)
+    assert dropped(server, "invalid") == before + 1
 
 
 def test_pipelined_requests_are_answered_in_order_up_to_a_limit(server: Any) -> None:

@@ -37,7 +37,8 @@ def test_request_timeout_covers_the_time_in_which_the_body_arrives(serve_fake: S
     with serve_fake(request_timeout=1.0) as server:
         host, _, port = server.url.removeprefix("http://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(head + b"Content-Length: 100\r\n\r\n{")
             data = b""
             while part := connection.recv(1 << 16):
                 data += part
