@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.responses import Response
+from starlette.types import Scope
 
 from engine.core.types import Request
 from engine.server.http.generation import Delta, EventStream, Generation, Template, Usage
 from engine.server.http.request_bodies import Body
+from engine.server.http.request_timeout import enforce_deadline
 from engine.server.http.responses import answer, sse_event, stream
 from engine.server.http.service import Service
 
@@ -43,11 +45,10 @@ class Job(ABC, Generic[BodyT]):
     def response(self) -> Response:
         """The HTTP response; generation begins when the response is sent."""
         headers = {"x-request-id": self._name}
-        generation = Generation(self.service.client, self.service.tokenizer, self.requests, self._num_prompts)
         if self.body.stream:
-            events = EventStream(generation, self._templates(), self._delta_events, self._usage_event)
+            events = EventStream(self._generation(), self._templates(), self._delta_events, self._usage_event)
             return stream(events, headers)
-        return answer(partial(self._whole, generation), generation, headers)
+        return answer(self._whole, headers)
 
     @abstractmethod
     def _add(self, delta: Delta) -> None:
@@ -77,9 +78,9 @@ class Job(ABC, Generic[BodyT]):
         usage = {"usage": None} if self._include_usage else {}
         return sse_event(self._head(self.chunk_object_name) | {"choices": [choice]} | usage)
 
-    async def _whole(self, generation: Generation) -> dict[str, Any]:
+    async def _whole(self, scope: Scope) -> dict[str, Any]:
         """The body of a response that is not streamed."""
-        with generation:
+        with self._generation() as generation, enforce_deadline(scope, generation):
             while generation.running:
                 for delta in await generation.next():
                     self._add(delta)
@@ -96,3 +97,6 @@ class Job(ABC, Generic[BodyT]):
 
     def _templates(self) -> list[Template]:
         return [Template.of(partial(self._text_event, choice)) for choice in range(len(self.requests))]
+
+    def _generation(self) -> Generation:
+        return Generation(self.service.client, self.service.tokenizer, self.requests, self._num_prompts)

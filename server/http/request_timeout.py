@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from attrs import frozen
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import error_response
+from engine.server.http.generation import Generation
 
 DEADLINE = "deadline"
 """Name of a request's Deadline in the scope's state."""
@@ -20,14 +23,20 @@ class Deadline:
 
     seconds: float
     """server.request_timeout."""
-    _timeout: asyncio.Timeout
+    timeout: asyncio.Timeout
+    """Interrupts the request."""
 
-    def take_over(self) -> float:
-        """The seconds left, which the caller must enforce from now on."""
-        when = self._timeout.when()
+    @contextmanager
+    def enforce(self, generation: Generation) -> Iterator[None]:
+        """End `generation` with the error, rather than interrupt the request, when the time is up in the block."""
+        when = self.timeout.when()
         assert when is not None
-        self._timeout.reschedule(None)
-        return when - asyncio.get_running_loop().time()
+        self.timeout.reschedule(None)
+        timer = asyncio.get_running_loop().call_at(when, lambda: generation.fail(self.error()))
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def error(self) -> ApiError:
         """What the client is told."""
@@ -35,11 +44,17 @@ class Deadline:
         return ApiError(504, message, code="request_timeout")
 
 
+def enforce_deadline(scope: Scope, generation: Generation) -> AbstractContextManager[None]:
+    """End `generation` with an error when the request's time is up in the block."""
+    deadline: Deadline | None = scope["state"].get(DEADLINE)
+    return nullcontext() if deadline is None else deadline.enforce(generation)
+
+
 class RequestTimeout:
     """Middleware that answers 504 to a POST request whose body or prompt takes too long.
 
-    A response that takes long to generate enforces the rest of the time itself (responses.py), because the error may
-    have to be the last event of a stream.
+    From the start of the generation on, the response enforces the rest of the time itself (`enforce_deadline`), because
+    the error may have to be the last event of a stream.
     """
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:

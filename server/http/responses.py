@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 from engine.server.front_end.connections import Connection
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import error_response, json_response
-from engine.server.http.generation import EventStream, Generation
-from engine.server.http.request_timeout import DEADLINE, Deadline
+from engine.server.http.generation import EventStream
+from engine.server.http.request_timeout import enforce_deadline
 
 log = logging.getLogger(__name__)
 
@@ -26,28 +26,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 class CancellableResponse(Response):
-    """Runs `send_response`, which sends the whole response, and cancels it when the client disconnects.
+    """Runs `send_response`, which sends the whole response, and cancels it when the client disconnects."""
 
-    When the request's deadline passes, the generation fails.
-    """
-
-    def __init__(self, send_response: SendResponse, generation: Generation) -> None:
-        """generation: what `send_response` sends."""
+    def __init__(self, send_response: SendResponse) -> None:
         super().__init__()
         self._send_response = send_response
-        self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; returns early if the client disconnects."""
-        deadline: Deadline | None = scope["state"].get(DEADLINE)
-        seconds_left = None if deadline is None else deadline.take_over()
         work = asyncio.ensure_future(self._send_response(scope, receive, send))
         watch = asyncio.ensure_future(_disconnected(receive))
         try:
-            done, _ = await asyncio.wait((work, watch), timeout=seconds_left, return_when=asyncio.FIRST_COMPLETED)
-            if deadline is not None and not done:
-                self._generation.fail(deadline.error())
-                await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
             work.cancel()
             watch.cancel()
@@ -56,22 +46,17 @@ class CancellableResponse(Response):
             work.result()
 
 
-def answer(
-    body: Callable[[], Awaitable[Any]], generation: Generation, headers: Mapping[str, str]
-) -> CancellableResponse:
-    """A JSON response with the result of `body`, or with the ApiError that `body` raises.
-
-    generation: what `body` runs.
-    """
+def answer(body: Callable[[Scope], Awaitable[Any]], headers: Mapping[str, str]) -> CancellableResponse:
+    """A JSON response with the result of `body`, or with the ApiError that `body` raises."""
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = json_response(await body(), headers=headers)
+            response = json_response(await body(scope), headers=headers)
         except ApiError as error:
             response = error_response(error)
         await response(scope, receive, send)
 
-    return CancellableResponse(send_response, generation)
+    return CancellableResponse(send_response)
 
 
 def stream(events: EventStream, headers: Mapping[str, str]) -> CancellableResponse:
@@ -86,7 +71,7 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> CancellableRespon
         last = DONE
         started = False
         try:
-            with events.generation:
+            with events.generation, enforce_deadline(scope, events.generation):
                 await writer.first()
                 await send({"type": "http.response.start", "status": 200, "headers": raw})
                 started = True
@@ -103,7 +88,7 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> CancellableRespon
             last = sse_event(ApiError(500, "internal server error; see the server's log").body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    return CancellableResponse(send_response, events.generation)
+    return CancellableResponse(send_response)
 
 
 class _EventWriter:
