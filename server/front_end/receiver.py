@@ -27,6 +27,8 @@ RESERVE = 16 + MAX_REFUSED
 """Descriptors kept free of connections: for connections that are refused, links to engine processes, and files."""
 MIN_IDLE = 1.0
 """Seconds for which a connection must be idle before another may take its place."""
+RETRY = 0.1
+"""Seconds until the next attempt to receive connections after a failure."""
 TOO_MANY = ApiError(
     503,
     "the server has too many open connections (server.max_connections); try again later",
@@ -67,7 +69,8 @@ class ConnectionReceiver(ConnectionOwner):
         self._capacity = capacity
         self._tls = tls
         self._handshake_timeout = limits.header_timeout if tls is not None else None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._handshakes: dict[asyncio.Task[Any], float] = {}
+        """Connections that are not established yet and when each was received, oldest first; TLS takes a while."""
         self._connections: set[Connection] = set()
         self._num_open = 0
         """Received connections that have not ended; some may not be established yet."""
@@ -76,14 +79,16 @@ class ConnectionReceiver(ConnectionOwner):
         self._idle: OrderedDict[Connection, float] = OrderedDict()
         """Idle connections and when each became idle, longest idle first."""
         self._timer: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._lost = ThrottledWarning(
             log,
-            "%d connections were lost because this process had no file descriptor left; raise the limit of open files "
+            "lost connections: %d, for want of a file descriptor in this process; raise the limit of open files "
             "(ulimit -n), or lower server.max_connections",
         )
+        self._failed = ThrottledWarning(log, "failed attempts to receive a connection: %d (%s)")
         self._full = ThrottledWarning(
             log,
-            "%d connections were refused because this front end has %d already; raise server.max_connections or the "
+            "refused connections: %d, because this front end has %d already; raise server.max_connections or the "
             "limit of open files (ulimit -n), or start more front ends (--api-workers)",
         )
 
@@ -96,8 +101,9 @@ class ConnectionReceiver(ConnectionOwner):
     def stop(self) -> None:
         """Receive no more connections."""
         asyncio.get_running_loop().remove_reader(self._channel)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._retry):
+            if timer is not None:
+                timer.cancel()
 
     def opened(self, connection: Connection) -> None:
         self._connections.add(connection)
@@ -124,8 +130,11 @@ class ConnectionReceiver(ConnectionOwner):
                 data, descriptors, _, _ = socket.recv_fds(self._channel, BATCH, BATCH)
             except BlockingIOError:
                 return
-            except OSError as error:  # such as no memory for a moment; the event loop calls again
-                log.warning("a connection could not be received: %s", error)
+            except OSError as error:  # no descriptors on some systems, or no memory
+                self._failed.count(1, error)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._channel)
+                self._retry = loop.call_later(RETRY, loop.add_reader, self._channel, self._receive)
                 return
             if not data:  # the supervisor has exited, which ends this process in a moment
                 asyncio.get_running_loop().remove_reader(self._channel)
@@ -152,21 +161,23 @@ class ConnectionReceiver(ConnectionOwner):
                 self._end()
                 return
             self._num_refused += 1
-        task = asyncio.get_running_loop().create_task(self._serve(connection, refused))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._serve(connection, refused))
+        self._handshakes[task] = loop.time()
+        task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
     async def _serve(self, connection: socket.socket, refused: bool) -> None:
-        def protocol() -> Connection:
-            return (_RefusedConnection if refused else Connection)(self._server, self._limits, self)
-
+        protocol = (_RefusedConnection if refused else Connection)(self._server, self._limits, self)
         try:
             connection.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(
-                protocol, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_timeout
+                lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_timeout
             )
-        except OSError as error:  # the client has disconnected already
+        except (OSError, asyncio.CancelledError) as error:  # the client has disconnected, or another needed its place
             log.debug("a connection was lost: %s", error)
+            if protocol.transport is not None:
+                protocol.transport.abort()
+                return
             connection.close()
             if refused:
                 self._num_refused -= 1
@@ -183,7 +194,7 @@ class ConnectionReceiver(ConnectionOwner):
         self._metrics.count_closed_connections()
 
     def _evict(self, count: int) -> bool:
-        """Close the `count` connections that have been idle longest; False: there were fewer."""
+        """Close the `count` connections that have been idle, or not established, longest; False: there were fewer."""
         latest = asyncio.get_running_loop().time() - MIN_IDLE
         waiting: list[Connection] = []
         while count and self._idle:
@@ -199,6 +210,13 @@ class ConnectionReceiver(ConnectionOwner):
             count -= 1
         for connection in waiting:
             self._idle[connection] = latest + MIN_IDLE
+        for task, since in list(self._handshakes.items()) if count else ():
+            if not count or since > latest:
+                break
+            del self._handshakes[task]
+            task.cancel()
+            self._metrics.count_dropped("evicted")
+            count -= 1
         return not count
 
     def _check_times(self) -> None:

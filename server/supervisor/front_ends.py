@@ -134,7 +134,7 @@ class FrontEnds:
         the first process to wake takes as many as it can.
         """
         loop = asyncio.get_running_loop()
-        failed = ThrottledWarning(log, "%d attempts to accept a connection failed: %s")
+        failed = ThrottledWarning(log, "failed attempts to accept a connection: %d (%s)")
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
