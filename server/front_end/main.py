@@ -111,7 +111,7 @@ class _FrontEnd:
         return 0
 
     def _beat(self) -> None:
-        """Tell the supervisor that the event loop runs; calls itself again and again."""
+        """Record that the event loop runs, for the supervisor; schedules its next call."""
         self._client.metrics.beat()
         asyncio.get_running_loop().call_later(HEARTBEAT_INTERVAL, self._beat)
 

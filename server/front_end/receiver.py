@@ -220,7 +220,7 @@ class ConnectionReceiver(ConnectionOwner):
         return not count
 
     def _check_times(self) -> None:
-        """Close connections whose time is up; calls itself again and again."""
+        """Close connections whose time is up; schedules its next call."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         for connection in list(self._connections):
