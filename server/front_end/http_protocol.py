@@ -204,6 +204,10 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
+    def _is_answering(self) -> bool:
+        """Whether a response is still to be sent."""
+        return self._answered() is not None
+
     def _answered(self) -> RequestResponseCycle | None:
         """The request being answered, else the next one; None if no response is still to be sent."""
         current = self._current
