@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from engine.core.config import ServerConfig
 from engine.server.http.errors import json_response
 from engine.server.http.openapi_schemas import STREAM, Schema, components, ref
 from engine.server.http.service import Service
@@ -20,12 +21,18 @@ ERRORS: Mapping[int, str] = {
     401: "The API key is missing or wrong.",
     403: "The host name or the web page is not allowed.",
     404: "There is no such model.",
+    408: "The request did not arrive in time.",
     413: "The body is larger than server.max_body_bytes.",
+    414: "The URL is larger than server.max_header_bytes.",
     429: "Too many requests per minute or in progress.",
+    431: "The request has more than server.max_headers or server.max_header_bytes.",
     500: "The server itself failed.",
     503: "The server is overloaded, shutting down, or its engine has failed.",
+    504: "The request took longer than server.request_timeout.",
 }
 """What each status of a refusal or failure means."""
+ALWAYS = (400, 403, 408, 414, 431, 500, 503)
+"""Statuses that any request may get."""
 RETRY = (429, 503)
 """Statuses whose responses may say when to try again."""
 REQUEST_ID: Schema = {
@@ -50,7 +57,7 @@ def routes(service: Service, *, has_keys: bool) -> APIRouter:
 
 def document(service: Service, *, has_keys: bool) -> dict[str, Any]:
     """The OpenAPI document of a server."""
-    operations = _Operations(has_keys=has_keys, has_limits=bool(_limits(service)))
+    operations = _Operations(service.limits, has_keys=has_keys)
     body = service.limits.max_body_bytes
     paths = {
         "/v1/completions": {"post": operations.post("createCompletion", "CompletionBody", "Completion", body, STREAM)},
@@ -68,7 +75,7 @@ def document(service: Service, *, has_keys: bool) -> dict[str, Any]:
             _json(ref("Health")),
             parameters=[_parameter("deep", "query", {"type": "string", "enum": ["0", "1"]})],
             public=True,
-            other={503: _json(ref("Health"))},
+            other={503: _json({"anyOf": [ref("Health"), ref("Error")]})},
         ),
         "/metrics": operations.read("metrics", {"text/plain": {"schema": {"type": "string"}}}),
         PATH: operations.read("openapi", _json({"type": "object"})),
@@ -88,14 +95,18 @@ def document(service: Service, *, has_keys: bool) -> dict[str, Any]:
 class _Operations:
     """Describes operations with the errors that each may have."""
 
-    def __init__(self, *, has_keys: bool, has_limits: bool) -> None:
+    def __init__(self, limits: ServerConfig, *, has_keys: bool) -> None:
         self._has_keys = has_keys
-        self._has_limits = has_limits
+        self._of_posts = [404, 413]
+        """Statuses of requests with a body, besides `ALWAYS`."""
+        if limits.rate_limit or limits.concurrency_limit:
+            self._of_posts.append(429)
+        if limits.request_timeout:
+            self._of_posts.append(504)
 
     def post(self, name: str, body: str, answer: str, max_bytes: int, stream: Schema | None = None) -> dict[str, Any]:
         """An operation with a body; stream: the schema of its server-sent events."""
         content = _json(ref(answer)) | ({} if stream is None else {"text/event-stream": {"schema": stream}})
-        errors = [400, 403, 404, 413, *([429] if self._has_limits else []), 500, 503]
         return {
             "operationId": name,
             "requestBody": {
@@ -103,7 +114,7 @@ class _Operations:
                 "description": f"At most {max_bytes} bytes.",
                 "content": _json(ref(body)),
             },
-            "responses": self._responses(content, errors, public=False),
+            "responses": self._responses(content, self._of_posts, public=False),
         }
 
     def read(
@@ -118,8 +129,8 @@ class _Operations:
     ) -> dict[str, Any]:
         """The operations GET and HEAD; public: needs no key. other: content of further statuses."""
         common: dict[str, Any] = {"parameters": list(parameters)} | ({"security": []} if public else {})
-        responses = self._responses(content, [400, 403, *errors, 500], public=public)
-        responses |= {str(status): _response(ERRORS[status], also) for status, also in other.items()}
+        responses = self._responses(content, errors, public=public)
+        responses |= {str(status): _response(ERRORS[status], also, status) for status, also in other.items()}
         without_content = {
             status: {key: value for key, value in response.items() if key != "content"}
             for status, response in responses.items()
@@ -130,7 +141,7 @@ class _Operations:
         }
 
     def _responses(self, content: Schema, errors: Iterable[int], *, public: bool) -> dict[str, Any]:
-        statuses = [*errors, *([401] if self._has_keys and not public else [])]
+        statuses = [*ALWAYS, *errors, *([401] if self._has_keys and not public else [])]
         failures = {str(status): _response(ERRORS[status], _json(ref("Error")), status) for status in sorted(statuses)}
         return {"200": _response("The answer.", content)} | failures
 
@@ -146,7 +157,3 @@ def _json(schema: Schema) -> dict[str, Any]:
 
 def _parameter(name: str, place: str, schema: Schema | None = None) -> Schema:
     return {"name": name, "in": place, "required": place == "path", "schema": schema or {"type": "string"}}
-
-
-def _limits(service: Service) -> int:
-    return service.limits.rate_limit + service.limits.concurrency_limit
