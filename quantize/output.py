@@ -168,9 +168,13 @@ def _plan(tensors: Iterator[tuple[str, int, Read]], most: int) -> list[tuple[lis
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file atomically."""
+    """Write a safetensors file atomically, with the permissions of any new file."""
     new = path.with_name(path.name + ".part")
+    new.unlink(missing_ok=True)
+    new.touch()
+    mode = new.stat().st_mode
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new, metadata)
+    new.chmod(mode)  # the library makes files that only their owner can read
     _keep(new, path)
 
 

@@ -145,8 +145,16 @@ def _one(
 
 
 def _perplexity(path: Path, held_out: HeldOut, device: str, progress: Progress) -> Perplexity:
-    progress.phase(f"perplexity of {path}")
-    return perplexity(path, held_out.text, context=held_out.context, stride=held_out.stride, executor__device=device)
+    phase = f"perplexity of {path}"
+    progress.phase(phase)
+    return perplexity(
+        path,
+        held_out.text,
+        context=held_out.context,
+        stride=held_out.stride,
+        on_progress=partial(progress.within, phase),
+        executor__device=device,
+    )
 
 
 def _identity(source: Source, settings: Settings, calibration: Calibration | None) -> dict[str, Any]:
