@@ -68,8 +68,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0),
     "partial_rotary_factor": (None, 1.0),
     "per_layer_config": (None, {}),
+    "rope_interleaved": (None, False),
+    "use_mrope": (None, False),
 }
-"""Keys that change what transformers computes -> the values that do not."""
+"""Keys that change what transformers, or the program that a checkpoint was made for, computes -> values that do not."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -97,10 +99,13 @@ WITHOUT_EFFECT = frozenset(
         "problem_type",
         # where the file comes from
         "auto_map",
+        "is_llama_config",
         "name_or_path",
         "tokenizer_class",
         "transformers.js_config",
         "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
     }
 )
 """Keys that do not change logits."""
