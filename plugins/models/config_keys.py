@@ -191,7 +191,7 @@ def _refuses_rope_table(config: Mapping[str, Any]) -> str | None:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if table.get("partial_rotary_factor") not in NEUTRAL["partial_rotary_factor"]:
         return _not_computed("partial_rotary_factor", table["partial_rotary_factor"], NEUTRAL["partial_rotary_factor"])
-    if "rope_type" in table and table["rope_type"] is None:
+    if table.get("rope_type", table.get("type", "default")) is None:
         return "config.json has rope_type: null; give default, or the type that the model was trained with"
     theta = table["rope_theta"] if "rope_theta" in table else config.get("rope_theta", ...)
     if theta is None:

@@ -97,6 +97,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ALL, rope(rope_theta=None), "rope_theta: null"),
     (ALL, {"rope_parameters": ABSENT, "rope_theta": None}, "rope_theta: null"),
     (ALL, rope(rope_type=None), "rope_type: null"),
+    (ALL, {"rope_parameters": {"type": None}}, "rope_type: null"),
     (ALL, rope(rope_type="linear"), "'factor'"),
     (ALL, rope(rope_type="yarn", original_max_position_embeddings=64), "'factor'"),
     (ALL, rope(rope_type="dynamic", factor=2.0), "'dynamic'"),
