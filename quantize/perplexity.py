@@ -83,19 +83,19 @@ def measure(
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     every = list(windows(len(tokens), context, stride))
     total = 0.0
-    done, at_once = 0, 1
-    while done < len(every):
-        some = every[done : done + at_once]
-        begin_time = time.perf_counter()
-        completions = engine.generate([list(tokens[begin:end]) for begin, end, _ in some], params)
-        for (begin, _, scored), completion in zip(some, completions, strict=True):
+    finished, at_once = 0, 1
+    while finished < len(every):
+        began = time.perf_counter()
+        some = every[finished : finished + at_once]
+        done = engine.generate([list(tokens[begin:end]) for begin, end, _ in some], params)
+        for (begin, _, scored), completion in zip(some, done, strict=True):
             assert completion.prompt_logprobs is not None
             # The first entry belongs to the window's second token.
             total -= sum(one.logprob for one in completion.prompt_logprobs[scored - begin - 1 :])
-        done += len(some)
+        finished += len(some)
         if on_progress is not None:
-            on_progress(done, len(every))
-        if time.perf_counter() - begin_time < QUICK:
+            on_progress(finished, len(every))
+        if time.perf_counter() - began < QUICK:
             at_once = min(2 * at_once, AT_ONCE)
     return Perplexity(loss=total / (len(tokens) - 1), tokens=len(tokens) - 1, context=context, stride=stride)
 
