@@ -14,14 +14,16 @@ class Chunk(NamedTuple):
     """A prefill chunk: position of its first token, number of tokens."""
 
     start: int
-    count: int
+    num_tokens: int
 
 
 class StepPlan:
     """The prefill chunks of one step, and the tokens left in its budget. All active decodes are part of the step.
 
     Request states are advanced only when the complete plan is committed, so that a policy that fails during planning
-    leaves them consistent; `discard` then returns the tokens that its chunks have claimed. budget: maximum tokens of the step. split: the policy's shares of the budget.
+    leaves them consistent; `discard` then returns the tokens that the chunks have claimed.
+
+    budget: maximum tokens of the step. split: the policy's shares of the budget.
     """
 
     __slots__ = (
@@ -67,7 +69,7 @@ class StepPlan:
         if room > 0:
             chunk = Chunk(*self._blocks.claim(state.sequence, state.computed, state.prefill_len, room))
             self.chunks[state] = chunk
-            self.chunk_tokens += chunk.count
+            self.chunk_tokens += chunk.num_tokens
 
     def feeds_another(self, state: RequestState) -> bool:
         """Whether another request may rely on this one's chunk, so that the chunk must stay in the plan."""
@@ -90,4 +92,4 @@ class StepPlan:
         chunk = self.chunks.pop(state, None)
         if chunk is not None:
             self._blocks.return_claim(state.sequence, *chunk)
-            self.chunk_tokens -= chunk.count
+            self.chunk_tokens -= chunk.num_tokens

@@ -16,6 +16,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.errors import PluginError
+from engine.core.schedulers.admission import Admission
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
 from engine.core.schedulers.scheduler import Scheduler
@@ -132,7 +133,7 @@ class FakeRunner:
         The chunks of a step are computed one after the other, so that one may read what those before it have written.
         """
         done = self.computed.get(sequence, 0)
-        assert start >= done, "a position is computed twice"
+        assert done <= start < end, "a position is computed twice, or a chunk is empty"
         self.cached += start - done
         self.read(sequence, start)
         for position in range(start, end):
@@ -231,6 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_len=max_len,
             eos_tokens=frozenset({EOS}),
         )
+        self.check_remembered(self.scheduler._planner._admission)
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
         self.longest = min(max_len, num_blocks * BLOCK_SIZE + 1)
@@ -250,6 +252,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.admitted: list[int] = []  # requests in the order of their first admission
         self.now = 0.0
         self.count = 0
+
+    def check_remembered(self, admission: Admission) -> None:
+        """Make the scheduler fail if it takes a waiting request for one that does not fit, though it fits."""
+        may_fit = admission._may_fit
+
+        def checked(search: Any) -> bool:
+            possible = may_fit(search)
+            if not possible:
+                next_block = search.next_block
+                shortage = self.blocks.shortage(len(search.state.tokens), admission._lookup(search))
+                search.next_block = next_block
+                for sequence in search.victims.values():
+                    shortage.release(sequence)
+                assert not admission._fits(search, shortage.blocks), "it fits"
+            return possible
+
+        admission._may_fit = checked  # type: ignore[method-assign]
 
     @rule(data=st.data(), same=st.integers(1, 5))
     def add(self, data: st.DataObject, same: int) -> None:
