@@ -79,9 +79,10 @@ class Scheduler:
     ) -> None:
         self._counter = StepCounter()
         self._queues = Queues(blocks, self._counter)
+        self._policy = CheckedPolicy(policy, self._queues.requests)
         self._planner = StepPlanner(
             self._queues,
-            CheckedPolicy(policy, self._queues.requests),
+            self._policy,
             self._counter,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
@@ -119,6 +120,7 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             steps=self._counter.steps_committed,
+            policy_faults=self._policy.faults,
         )
 
     def add(self, request: Request) -> None:
@@ -155,10 +157,7 @@ class Scheduler:
         return Output(request=request_id, finish_reason=FINISH_ABORT, cached_tokens=state.cached_tokens)
 
     def schedule(self, now: float) -> Step | None:
-        """Plan the next step; None if there is no work, or none before the result of a step in flight is committed.
-
-        Raises PluginError when the policy fails or gives an invalid answer; no request is lost then.
-        """
+        """Plan the next step; None if there is no work, or none before the result of a step in flight is committed."""
         if not self._queues.requests:
             return None
         plan = self._planner.plan(now, idle=not self._in_flight)

@@ -345,8 +345,6 @@ def test_prompt_logprobs_do_not_depend_on_rows_at_once(
 
 
 def test_constructor_raises_for_what_cannot_be_built(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--model"):
-        Engine()
     with pytest.raises(CheckpointError, match="config"):
         Engine(model=str(tmp_path))
     with pytest.raises(PluginError, match="fcfs"):
