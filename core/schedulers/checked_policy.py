@@ -53,14 +53,16 @@ class CheckedPolicy:
             self._fault("order", error)
         seen: set[RequestState] = set()
         for answer in answers:
+            named = state_of(answer)
+            if isinstance(named, RequestState) and named in seen:  # it may have been admitted meanwhile
+                continue
             state = self._waiting_state(answer)
             if state is None:
                 self._fault("order", _invalid(answer, "one of the waiting requests that it was given"))
                 yield from (one for one in map(self._waiting_state, waiting) if one is not None and one not in seen)
                 return
-            if state not in seen:
-                seen.add(state)
-                yield state
+            seen.add(state)
+            yield state
 
     def victim(self, running: Sequence[StateView]) -> RequestState:
         """The running request to preempt when blocks run out."""

@@ -232,9 +232,7 @@ def test_index_pending_shares_all_blocks_but_the_last_before_they_are_computed()
     tokens = list(range(12))
     assert add_pending(manager, 1, tokens) == []
     assert add_pending(manager, 2, tokens) == list(manager.table(1)[:2])
-    assert add_pending(manager, 3, [*tokens, 12]) == list(manager.table(1)[:2]), (
-        "the last block is private"
-    )
+    assert add_pending(manager, 3, [*tokens, 12]) == list(manager.table(1)[:2]), "the last block is private"
 
 
 def test_claim_goes_on_behind_the_tokens_that_are_claimed() -> None:

@@ -7,6 +7,7 @@ block table. So each output equals that of its request alone, unless a block was
 from __future__ import annotations
 
 import random
+import signal
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from zlib import crc32
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.errors import PluginError
 from engine.core.schedulers.admission import Admission
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
@@ -190,11 +190,14 @@ class Hostile(SchedulingPolicy):
 
 
 class Faulty(Hostile):
-    """Fails in every method now and then."""
+    """Fails in every method now and then, and is interrupted there by Ctrl-C."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("order", "victim", "preempts", "split", "decode_steps") and self.random.random() < 0.1:
-            raise LookupError(name)
+        if name in ("order", "victim", "preempts", "split", "decode_steps"):
+            if self.random.random() < 0.1:
+                signal.raise_signal(signal.SIGINT)
+            if self.random.random() < 0.1:
+                raise LookupError(name)
         return super().__getattribute__(name)
 
 
@@ -364,7 +367,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             try:
                 step = self.scheduler.schedule(self.now)
                 break
-            except PluginError:
+            except KeyboardInterrupt:
                 self.scheduler.check()
         if step is None:
             assert self.in_flight or not self.live, "no step was planned though no result is awaited"
