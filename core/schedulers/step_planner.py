@@ -44,16 +44,16 @@ class StepPlanner:
         try:
             self._plan_decodes(plan)
             self._plan_prefills(plan, now)
-        except BaseException:
+            if plan.empty and idle:  # whatever the policy says, there must be progress
+                plan = StepPlan(self._max_batch_tokens, self._unrestricted, queues.decoding, self._blocks)
+                self._plan_decodes(plan)
+                for state in queues.prefilling.values():
+                    plan.add_chunk(state)
+                if not queues.running:
+                    self._admit(queues.waiting[:1], plan, now)
+        except BaseException:  # of Ctrl-C while the policy runs
             plan.discard()
             raise
-        if plan.empty and idle:  # whatever the policy says, there must be progress
-            plan = StepPlan(self._max_batch_tokens, self._unrestricted, queues.decoding, self._blocks)
-            self._plan_decodes(plan)
-            for state in queues.prefilling.values():
-                plan.add_chunk(state)
-            if not queues.running:
-                self._admit(queues.waiting[:1], plan, now)
         return plan
 
     def iterations(self) -> int:
@@ -108,6 +108,7 @@ class StepPlanner:
         if admitting and plan.prefill_tokens_left > 0:
             self._admit(policy.order(queues.waiting_views, now), plan, now)
         self._add_chunks(plan)
+        plan.extend_limited()
 
     def _add_chunks(self, plan: StepPlan, candidate: RequestState | None = None) -> None:
         """Add prefill chunks for running requests, deferring those the policy would preempt in favour of `candidate`.
@@ -123,8 +124,21 @@ class StepPlanner:
             ):
                 deferred.append(state)
             else:
-                plan.add_chunk(state)
+                self._add_chunk(state, plan)
         plan.deferred = deferred
+
+    def _add_chunk(self, state: RequestState, plan: StepPlan) -> None:
+        """Add a prefill chunk; where it would take all the room that others wait for, as long as the policy says."""
+        queues, limit = self._queues, None
+        if self._policy.overrides_prefill_limit and (queues.waiting or len(queues.prefilling) > 1):
+            room = plan.prefill_tokens_left
+            if 0 < room < state.prefill_len - state.computed:
+                others = (
+                    *(other.view for other in queues.prefilling.values() if other is not state),
+                    *queues.waiting_views,
+                )
+                limit = self._policy.prefill_limit(state.view, room, others)
+        plan.add_chunk(state, limit)
 
     def _preempt(self, state: RequestState, plan: StepPlan) -> None:
         plan.remove(state)
@@ -147,8 +161,8 @@ class StepPlanner:
                     victim.preemptions_for_waiting += 1
                     self._preempt(victim, plan)
                 self._queues.admit(state, place.cached)
-            self._queues.move_to_prefill_end(plan.deferred)
-            plan.add_chunk(state)
             if state.scheduled_at is None:
                 state.scheduled_at = now
                 self.prefix_queries += state.prompt_len if self._admission.uses_cache(state) else 0
+            self._queues.move_to_prefill_end(plan.deferred)
+            self._add_chunk(state, plan)

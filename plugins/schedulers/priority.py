@@ -14,7 +14,8 @@ _arrival = attrgetter("arrival")
 class Priority(SchedulingPolicy[None]):
     """Admits requests of the lowest priority number first, equal ones in order of arrival.
 
-    A waiting request preempts a running one of a higher number if there is no room for both.
+    A waiting request preempts a running one of a higher number if there is no room for both. A prompt longer than a
+    step leaves half of the step to others of the same or a lower number, as far as they need it.
     """
 
     api = "1"
@@ -36,6 +37,9 @@ class Priority(SchedulingPolicy[None]):
     def preempts(self, candidate: RequestView, running: Sequence[RequestView]) -> RequestView | None:
         least_urgent = max(map(_priority, running))
         return _latest(running, least_urgent) if least_urgent > candidate.priority else None
+
+    def prefill_limit(self, request: RequestView, room: int, others: Sequence[RequestView]) -> int:
+        return room // 2 if any(other.priority <= request.priority for other in others) else room
 
 
 def _latest(requests: Sequence[RequestView], priority: int) -> RequestView:

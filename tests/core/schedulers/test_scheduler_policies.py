@@ -30,7 +30,7 @@ def test_policy_methods_are_called_only_when_overridden(monkeypatch: pytest.Monk
     def unexpected(*_: object) -> None:
         raise AssertionError("the default method was called")
 
-    for method in ("preempts", "split", "decode_steps"):
+    for method in ("preempts", "split", "prefill_limit", "decode_steps"):
         monkeypatch.setattr(SchedulingPolicy, method, unexpected)
     scheduler = make_scheduler(max_running=1)
     for name in "ab":

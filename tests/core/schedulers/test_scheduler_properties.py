@@ -185,6 +185,9 @@ class Hostile(SchedulingPolicy):
         shares = (-5, 0, 1, 3, budget, budget, 10**9)
         return Split(decode=self.random.choice(shares), prefill=self.random.choice(shares))
 
+    def prefill_limit(self, request: RequestView, room: int, others: Sequence[RequestView]) -> int:
+        return self.random.choice([-5, 0, 1, 2, room // 2, room, 10**9])
+
     def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
         return self.random.choice([-1, 0, 1, 2, 3, 10**9])
 
@@ -193,7 +196,7 @@ class Faulty(Hostile):
     """Fails in every method now and then, and is interrupted there by Ctrl-C."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("order", "victim", "preempts", "split", "decode_steps"):
+        if name in ("order", "victim", "preempts", "split", "prefill_limit", "decode_steps"):
             if self.random.random() < 0.1:
                 signal.raise_signal(signal.SIGINT)
             if self.random.random() < 0.1:
