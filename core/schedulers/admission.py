@@ -17,6 +17,10 @@ MAX_VIEWS_PER_STEP = 16384
 """Running requests shown to SchedulingPolicy.preempts in one step, over all its calls; at least one call is made. A
 search that needs more goes on in the next step."""
 
+MAX_DIGESTS_PER_STEP = 8192
+"""Blocks of a prompt whose digests are computed in one step while others run, about 15 ms of work; a longer prompt is
+admitted some steps later."""
+
 
 class Place(NamedTuple):
     """Room for a waiting request.
@@ -69,6 +73,8 @@ class Admission:
         It needs a place among max_running, and blocks for all its known tokens plus one for each other running request:
         a request that took the last blocks would be preempted a few steps later, its prefill wasted.
         """
+        if not self._has_digests(state):
+            return None
         search = self._search
         if search is None or search.state is not state:
             search = self._search = _Search(state)
@@ -105,6 +111,14 @@ class Admission:
     def uses_cache(self, state: RequestState) -> bool:
         """Whether a request may begin with the blocks of others: prompt logprobs need the logits of every position."""
         return self._blocks.prefix_caching and not state.wants_prompt_logprobs
+
+    def _has_digests(self, state: RequestState) -> bool:
+        """Whether the digests of the request's blocks are computed; computes as many as a step may."""
+        missing = (len(state.tokens) - 1) // self._blocks.block_size - len(state.chain)
+        if missing <= MAX_DIGESTS_PER_STEP or not self._queues.running or not self.uses_cache(state):
+            return True
+        state.chain.digest(state.tokens, len(state.chain) + MAX_DIGESTS_PER_STEP - 1)
+        return False
 
     def _update(self, search: _Search, plan: StepPlan) -> None:
         """Bring the requests that may be preempted up to date."""

@@ -26,6 +26,10 @@ class HashChain:
         self._hash = blake2b(blake2b(salt.encode()).digest(), digest_size=DIGEST_BYTES)
         self._digests: list[bytes] = []
 
+    def __len__(self) -> int:
+        """Number of digests computed so far."""
+        return len(self._digests)
+
     def digest(self, tokens: Sequence[int], block: int) -> bytes:
         """Digest of the full block at index `block` of `tokens`."""
         digests = self._digests

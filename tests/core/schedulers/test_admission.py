@@ -85,6 +85,25 @@ def test_request_is_not_looked_up_while_max_running_requests_run(monkeypatch: py
     assert lookups == []
 
 
+def test_digests_of_a_long_prompt_are_computed_over_several_steps_while_others_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "MAX_DIGESTS_PER_STEP", 4)
+    scheduler = make_scheduler(num_blocks=200, max_batch_tokens=200)
+    scheduler.add(request("a", 45, max_tokens=50))
+    turn(scheduler)
+    assert running(scheduler) == ["a"], "no one else is delayed"
+    scheduler.add(request("b", 45, max_tokens=50))
+    scheduler.add(request("c", 45, max_tokens=50, prompt_logprobs=0))
+    [waiting, *_] = scheduler._queues.waiting
+    seen = []
+    while not seen or "b" not in running(scheduler):
+        turn(scheduler)
+        seen.append(len(waiting.chain))
+    assert seen == [4, 8, 11], "eleven full blocks before the last token"
+    assert running(scheduler) == ["a", "b", "c"], "without the cache there is nothing to look up"
+
+
 def full(asked: Asked) -> Scheduler:
     """A scheduler with 26 of 36 blocks in use: by `a` to `f` of 3 each, and by `x` of 8, which is as urgent as any.
 
