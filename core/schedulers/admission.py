@@ -16,7 +16,6 @@ has got one, so that there is progress under any policy."""
 MAX_VIEWS_PER_STEP = 16384
 """Running requests shown to SchedulingPolicy.preempts in one step, over all its calls; at least one call is made. A
 search that needs more goes on in the next step."""
-
 MAX_DIGESTS_PER_STEP = 8192
 """Blocks of a prompt whose digests are computed in one step while others run, about 15 ms of work; a longer prompt is
 admitted some steps later."""

@@ -104,10 +104,10 @@ class SchedulingPolicy(ABC, Generic[OptionsT]):
         return Split(decode=budget, prefill=budget)
 
     def prefill_limit(self, request: RequestView, room: int, others: Sequence[RequestView]) -> int:
-        """Maximum tokens of a step for the prompt of `request`, so that `others` need not wait for all of it.
+        """Maximum tokens of the next step for the prompt of `request`, so that `others` need not wait for all of it.
 
-        Asked when the rest of the prompt does not fit into the step, which has `room` left for prompts, and `others`
-        prefill or wait. What they leave is added to the request's chunk. By default the request takes all.
+        Asked while more of the prompt is left than a step computes, and `others` prefill or wait. room: tokens that the
+        step has left for prompts. What the others leave is added. By default the request takes all.
         """
         return room
 

@@ -128,16 +128,17 @@ class StepPlanner:
         plan.deferred = deferred
 
     def _add_chunk(self, state: RequestState, plan: StepPlan) -> None:
-        """Add a prefill chunk; where it would take all the room that others wait for, as long as the policy says."""
+        """Add a prefill chunk, which the policy may limit if the prompt is longer than a step and others wait."""
         queues, limit = self._queues, None
-        if self._policy.overrides_prefill_limit and (queues.waiting or len(queues.prefilling) > 1):
-            room = plan.prefill_tokens_left
-            if 0 < room < state.prefill_len - state.computed:
-                others = (
-                    *(other.view for other in queues.prefilling.values() if other is not state),
-                    *queues.waiting_views,
-                )
-                limit = self._policy.prefill_limit(state.view, room, others)
+        if (
+            self._policy.overrides_prefill_limit
+            and state.prefill_len - state.computed > self._max_batch_tokens
+            and plan.prefill_tokens_left > 0
+            and (queues.waiting or len(queues.prefilling) > 1)
+        ):
+            prefilling = (other.view for other in queues.prefilling.values() if other is not state)
+            others = (*prefilling, *queues.waiting_views)
+            limit = self._policy.prefill_limit(state.view, plan.prefill_tokens_left, others)
         plan.add_chunk(state, limit)
 
     def _preempt(self, state: RequestState, plan: StepPlan) -> None:

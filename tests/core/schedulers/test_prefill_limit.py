@@ -54,6 +54,13 @@ def test_equal_long_prompts_are_computed_together() -> None:
     ]
 
 
+def test_prompt_that_a_step_can_finish_takes_what_is_left_of_the_step_before() -> None:
+    scheduler = make_scheduler(FirstComeFirstServed(), max_batch_tokens=16)
+    for name in "abc":
+        scheduler.add(request(name, 10))
+    assert work(plan(scheduler)) == [(1, 0, 10, True), (2, 0, 6, False)]
+
+
 def test_urgent_long_prompt_leaves_nothing_to_less_urgent_ones() -> None:
     scheduler = make_scheduler(Priority(), max_batch_tokens=16)
     scheduler.add(request("a", 40, priority=1))
@@ -61,7 +68,7 @@ def test_urgent_long_prompt_leaves_nothing_to_less_urgent_ones() -> None:
     assert work(plan(scheduler)) == [(1, 0, 16, False)]
 
 
-def test_policy_is_asked_only_for_a_prompt_that_would_take_what_others_need() -> None:
+def test_policy_is_asked_only_for_a_prompt_longer_than_a_step_while_others_wait() -> None:
     asked: list[tuple[str, int, list[str]]] = []
 
     def prefill_limit(request: RequestView, room: int, others: Sequence[RequestView]) -> int:
@@ -77,7 +84,7 @@ def test_policy_is_asked_only_for_a_prompt_that_would_take_what_others_need() ->
     assert asked == [("a", 16, ["b"])]
     scheduler.add(request("c", 1))
     turn(scheduler)
-    assert asked[1:] == [], "both fit"
+    assert asked[1:] == [], "no more is left than a step computes"
 
 
 @pytest.mark.parametrize(("answer", "counts"), [(-3, [15, 1]), (0, [15, 1]), (5, [11, 5]), (10**9, [16])])
