@@ -15,12 +15,14 @@ from engine.core.attention.base import AttentionBackend
 from engine.core.config.load import flatten, load_config
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
-from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.errors import ConfigError, InvalidRequestError, PluginError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.deployment import Deployment, make_executor
+from engine.core.executors.rehearsal import rehearse
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
+from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import check_names, resolve
 from engine.core.quant.base import QuantMethod
@@ -94,6 +96,15 @@ class Engine:
             cache_info = self._start_executor(on_progress)
             phases.include(cache_info.phases)
         try:
+            with phases.phase("rehearsal"):
+                rehearse(
+                    self._executor,
+                    cache_info,
+                    owner=self.parts.owner("executors"),
+                    max_tokens=self.config.scheduler.max_batch_tokens,
+                    max_len=self.max_len,
+                    vocab_size=self.vocab_size,
+                )
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
             self._start_scheduling()
             self.plugins.notify("engine_started", engine=self)
@@ -106,7 +117,11 @@ class Engine:
         self._executor = make_executor(Deployment(self.config, self.parts, self.checkpoint, self.device))
         if on_progress is not None:
             self._executor.watch(on_progress)
-        return self._executor.start()
+        cache_info = self._executor.start()
+        if not isinstance(cache_info, CacheInfo):
+            self._executor.shutdown()
+            raise PluginError(f"{self.parts.owner('executors')} returned {cache_info!r} from start(), not a CacheInfo")
+        return cache_info
 
     def _start_scheduling(self) -> None:
         """Build the scheduler over the executor's KV cache, and the state of the step loop."""
@@ -132,19 +147,24 @@ class Engine:
 
         With overlap, one step stays in flight: a step is committed only after the next one is submitted.
         Returns the new tokens of each request.
-        Raises ExecutorError when a step failed; the engine can then only be closed.
+        Raises ExecutorError when a step failed (StepFaultError, naming the plugin, when a plugin made it fail); the
+        engine can then only be closed.
         """
         with self._timers["schedule"]:
             step = self._scheduler.schedule(time.monotonic())
-        if step is not None:
-            with self._timers["submit"]:
-                pending = self._executor.submit(step)
-            self._in_flight.append((step, pending))
-        if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
-            return []
-        oldest, pending = self._in_flight.popleft()
-        with self._timers["wait"]:
-            result = pending.result()
+        try:
+            if step is not None:
+                with self._timers["submit"]:
+                    pending = self._executor.submit(step)
+                self._in_flight.append((step, pending))
+            if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
+                return []
+            oldest, pending = self._in_flight.popleft()
+            with self._timers["wait"]:
+                result = pending.result()
+        except BaseException as error:
+            name_fault(error, PluginCall(self.parts.owner("executors"), "a step"))
+            raise
         for phase, seconds in result.seconds:
             self._timers[phase].seconds += seconds
         with self._timers["commit"]:

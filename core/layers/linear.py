@@ -12,8 +12,9 @@ from attrs import evolve
 from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
+from engine.core.layers.checked_kernel import CheckedFusedInputQuantization, CheckedKernel
 from engine.core.layers.matmul import multiply, pack
-from engine.core.plugin_host.faults import blame
+from engine.core.plugin_host.faults import PluginCall, blame
 from engine.core.quant.base import (
     FusedInputQuantization,
     LinearKernel,
@@ -27,7 +28,9 @@ from engine.core.quant.base import (
 if TYPE_CHECKING:
     from engine.core.autotune.op import AutotunedCall
     from engine.core.distributed.rank_group import RankGroup
+    from engine.core.plugin_host.result_checks import ResultChecks
 
+Apply = Callable[..., torch.Tensor]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Reduces a partial sum over all ranks."""
 TensorOrQuantized = torch.Tensor | QuantizedActivation
@@ -78,23 +81,40 @@ class Linear(Layer):
         """
         self.spec = spec
         self._owner = owner
+        self.plugin_call = PluginCall(owner, spec.parts[0].name)
+        """The kernel's plugin and the layer, as errors of a step name them."""
         self.kernel = kernel
         self.weights: Mapping[str, torch.Tensor] = {}
         self.bias: torch.Tensor | None = None
-        self._apply = kernel.apply
         self._reduce = reduce
         self._activate = activate
         self._adds_bias = adds_bias
-        has_gated_kernel = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
-        self._apply_gated = kernel.apply_gated if has_gated_kernel else None
+        self._has_gated_kernel = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         with self._blame("fused_input_quantization()"):
-            self._fused_input_quantization = fused = kernel.fused_input_quantization()
-        self._apply_quantized = self._refuse if fused is None else fused.apply
+            self._fused = kernel.fused_input_quantization()
+        self._bind(kernel, self._fused)
+
+    def _bind(self, kernel: LinearKernel | CheckedKernel, fused: FusedInputQuantization | None) -> None:
+        """Call the methods of these objects from now on."""
+        self._apply: Apply = kernel.apply
+        self._apply_gated: Apply | None = kernel.apply_gated if self._has_gated_kernel else None
+        self._apply_quantized: Apply = self._refuse if fused is None else fused.apply
+        self._fused_input_quantization = fused
+
+    def check_results(self, checks: ResultChecks) -> None:
+        """Check what the kernel returns, until the checks end. Core's own kernels are not checked."""
+        if type(self.kernel).__module__.startswith("engine.core."):
+            return
+        fused = self._fused
+        if fused is not None:
+            fused = CheckedFusedInputQuantization(fused, self.spec, checks, self.plugin_call)
+        self._bind(CheckedKernel(self.kernel, self.spec, checks, self.plugin_call), fused)
+        checks.at_end(lambda: self._bind(self.kernel, self._fused))
 
     def __call__(self, x: TensorOrQuantized) -> torch.Tensor:
         """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
         is_quantized = isinstance(x, QuantizedActivation)
-        apply: Callable[..., torch.Tensor] = self._apply_quantized if is_quantized else self._apply
+        apply: Apply = self._apply_quantized if is_quantized else self._apply
         if self._reduce is None:
             return apply(x, self.weights, self.bias)
         y = self._reduce(apply(x, self.weights, None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import signal
 import traceback
 from collections.abc import Iterator
@@ -47,8 +48,8 @@ class _Culprit:
     made: PluginCall
     of: object = None
     """The object whose method it is; None: not entered, because the arguments do not match."""
-    package: str = ""
-    """The package or module of the plugin's code."""
+    packages: tuple[str, ...] = ()
+    """The packages of the plugin's code: its class's, and the method's, which may be inherited."""
     place: str = ""
 
     def __str__(self) -> str:
@@ -112,21 +113,21 @@ def _culprits(trace: TracebackType | None) -> list[_Culprit]:
     layer: PluginCall | None = None
     for frame, line in _frames(trace):
         module = frame.f_globals.get("__name__", "")
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        arguments = [frame.f_locals.get(name) for name in names]
+        arguments = _arguments(frame)
         if module.startswith(CORE):
             made = frame.f_locals.get("plugin_call")
             if isinstance(made, PluginCall):
                 found.append(_Culprit(made))
-            layer = next((one.plugin_call for one in arguments if hasattr(one, "plugin_call")), layer)
+            layers = [getattr(one, "plugin_call", None) for one in arguments]
+            layer = next((one for one in layers if isinstance(one, PluginCall)), layer)
             continue
         this = arguments[0] if arguments else None
-        call = _call_of(this, frame.f_code.co_name, arguments, layer)
+        call = _call_of(this, _method_name(this, frame.f_code), arguments, layer)
         if call is not None and not (found and found[-1].of is this):
             if found and found[-1].of is None and found[-1].made.owner == call.owner:
                 call = found.pop().made  # noted by the engine's own frame before the call
-            found.append(_Culprit(call, this, _package(getattr(_class(this), "__module__", module))))
-        if found and _package(module) == found[-1].package:
+            found.append(_Culprit(call, this, (_package(_class(this).__module__), _package(module))))
+        if found and _package(module) in found[-1].packages:
             found[-1].place = _place(frame, line)
     return found
 
@@ -142,6 +143,25 @@ def _call_of(this: object, method: str, arguments: list[Any], layer: PluginCall 
         return None
     numbered = method in ("forward", "forward_into") and len(arguments) > 1 and isinstance(arguments[1], int)
     return PluginCall(owner, f"{method}() of layer {arguments[1]}" if numbered else f"{method}()")
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    """The positional arguments of the call that a frame is."""
+    code = frame.f_code
+    found = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & inspect.CO_VARARGS:
+        rest = frame.f_locals.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+        found += rest if isinstance(rest, tuple) else ()
+    return found
+
+
+def _method_name(this: object, code: CodeType) -> str:
+    """The name that an object's class has for a function; the function's own may be another."""
+    for cls in _class(this).__mro__:
+        for name, member in vars(cls).items():
+            if code in (_code_of(member), _code_of(getattr(member, "__wrapped__", None))):
+                return name
+    return code.co_name
 
 
 def _class(this: object) -> type:
@@ -188,8 +208,9 @@ def _from_signal(error: BaseException) -> bool:
     return dis.opname[instruction] not in ("RAISE_VARARGS", "RERAISE")
 
 
-def _code_of(handler: Any) -> CodeType | None:
-    """The code of a signal handler; None for one that is not written in Python."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    return getattr(getattr(handler, "__func__", handler), "__code__", None)
+def _code_of(function: Any) -> CodeType | None:
+    """The code of a function or method; None for one that is not written in Python."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if isinstance(code, CodeType) else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -13,6 +14,7 @@ from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import CapacityError, ConfigError
 from engine.core.layers import LayerFactory
 from engine.core.layers.kv_scale_reader import find_kv_scales
+from engine.core.layers.linear import Linear
 from engine.core.models.base import Model
 from engine.core.plugin_host.derived import (
     attention_spec,
@@ -24,7 +26,8 @@ from engine.core.plugin_host.derived import (
     shape_of,
     use_graphs,
 )
-from engine.core.plugin_host.faults import TRACEBACK, blame
+from engine.core.plugin_host.faults import TRACEBACK, blame, name_fault
+from engine.core.plugin_host.result_checks import ResultChecks
 from engine.core.plugin_host.selection import Parts
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
@@ -64,6 +67,9 @@ class RunnerStart:
         self._device = device
         self._group = group or OneRank()
         self._name = device.torch_name
+        self.checks = ResultChecks()
+        """Of what the plugins return; to be ended after the first steps."""
+        self._attention = self.checks.attention(parts.attention)
         self._model_spec = shape_of(parts.model, checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
@@ -105,7 +111,7 @@ class RunnerStart:
         try:
             with phases.phase("kv_cache"):
                 state = self._make_state(model, num_blocks, kv_scales)
-            with phases.phase("graphs"), self._blame_all("the capture of CUDA graphs"):
+            with phases.phase("graphs"), self._name_fault("the capture of CUDA graphs"):
                 graphs = self._capture_graphs(state, phases)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
@@ -126,7 +132,12 @@ class RunnerStart:
             fused=self._fused,
             owners={point: parts.owner(point) for point in ("quant", "models")},
         )
-        return parts.model(self._checkpoint.config, layers, options["models"]), layers
+        cls = self.checks.model(parts.model, self._model_spec, self._dtype)
+        model = cls(self._checkpoint.config, layers, options["models"])
+        for layer in layers.layers:
+            if isinstance(layer, Linear):
+                layer.check_results(self.checks)
+        return model, layers
 
     def _load_weights(self, layers: LayerFactory, phases: Phases) -> None:
         settings = self._config.model
@@ -160,7 +171,7 @@ class RunnerStart:
         state = self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
         torch.cuda.reset_peak_memory_stats(self._name)
         before = torch.cuda.memory_allocated(self._name)
-        with self._blame_all("the first step"):
+        with self._name_fault("the first step"):
             StepLauncher(self._device, state, StepGraphs()).launch(step).result()
         return torch.cuda.max_memory_allocated(self._name) - before
 
@@ -179,7 +190,7 @@ class RunnerStart:
         """A KV pool of `num_blocks` blocks, and all else that is kept between steps."""
         max_running, device = self._config.scheduler.max_running, torch.device(self._name)
         pool = KVPool(self._spec, num_blocks, self._name, kv_scales)
-        attention = self._parts.attention(self._spec, pool, self._parts.options["attention"])
+        attention = self._attention(self._spec, pool, self._parts.options["attention"])
         persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,
@@ -233,10 +244,16 @@ class RunnerStart:
             phases=phases.seconds,
         )
 
-    def _blame_all(self, call: str) -> AbstractContextManager[None]:
-        """Blame the model, the attention backend and the quantization method for what they run together."""
+    @contextmanager
+    def _name_fault(self, call: str) -> Iterator[None]:
+        """Name the plugin that an error in the `with` block comes from; all that take part where nothing tells."""
         model, attention, quant = map(self._parts.owner, ("models", "attention", "quant"))
-        return blame(f"{model}, {attention} or {quant}", call, TRACEBACK)
+        with blame(f"{model}, {attention} or {quant}", call, TRACEBACK):
+            try:
+                yield
+            except BaseException as error:
+                name_fault(error)
+                raise
 
 
 def _trial_step(tokens: int, max_len: int, block_size: int) -> Step:

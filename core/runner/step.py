@@ -71,6 +71,12 @@ class StepLauncher:
             self._decode_graphs.invalidate()
         return self._launch_kernels(step, timer)
 
+    def forget(self, step: Step) -> PendingStep:
+        """Forget the finished sequences of a step that computes nothing."""
+        self.state.persistent_batch.update(step)
+        self.state.sampler.update(step, self.state.persistent_batch.row)
+        return PendingStep(step.id, (), (), {})
+
     def _launch_kernels(self, step: Step, timer: LapTimer) -> PendingStep:
         """Run the step without graphs of whole decode steps."""
         state = self.state

@@ -25,19 +25,14 @@ from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.plugins.models.llama import Llama
 from engine.plugins.quant.none import Unquantized
 
+from .faulty import Odd, offering, raising
+
 MINE = "'mine' passed in from Python failed in"
 
 
 def blamed(error: BaseException) -> None:
     with blame("attention 'mine' of mine 1.0", "plan()"):
         raise error
-
-
-def raising(error: BaseException | None = None) -> Callable[..., Any]:
-    def call(*arguments: Any, **named: Any) -> Any:
-        raise error or KeyError("tide")
-
-    return call
 
 
 def test_a_mistake_names_plugin_call_error_and_place_and_keeps_the_cause() -> None:
@@ -66,10 +61,6 @@ def test_what_is_meant_and_lack_of_memory_pass_as_they_are(error: BaseException)
     with pytest.raises(type(error)) as caught:
         blamed(error)
     assert caught.value is error
-
-
-class Odd(BaseException):
-    """Outside Exception."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(3), Odd(3)], ids=lambda error: type(error).__name__)
@@ -182,16 +173,6 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("model", {"__init__": with_layer(Faulty())}, "fill() of a layer"),
     ("model", {"__init__": with_layer(type("Nameless", (Faulty,), {"tensors": raising()})())}, "tensors() of a layer"),
 ]
-
-
-def offering(section: str, cls: type) -> Any:
-    hook = {"scheduler": "schedulers", "executor": "executors", "model": "models"}.get(section, section)
-
-    def register(register: Any) -> None:
-        register("mine", lambda: cls, api="1", summary="")
-
-    register.__name__ = f"register_{hook}"
-    return type("Plugin", (), {register.__name__: staticmethod(hookimpl(register))})()
 
 
 def build(make_engine: Any, section: str, members: dict[str, Any]) -> Any:
