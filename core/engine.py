@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step
 from engine.core.weights.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
 
 STEP_PHASES = ("schedule", "submit", "wait", "commit")
 """What a step is timed by in the engine; the runner adds phases of its own (StepResult.seconds)."""
@@ -89,6 +92,8 @@ class Engine:
             self.config = settle(self.config, self.device)
         with phases.phase("plugins"):
             self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
+        for notice in filter(None, (choice.notice for choice in self.parts.choices)):
+            _log.warning("%s", notice)
         model_spec = shape_of(self.parts.model, self.checkpoint.config)
         self.max_len = max_len(self.config, model_spec)
         self.vocab_size = model_spec.vocab_size

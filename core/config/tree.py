@@ -197,6 +197,11 @@ class PluginsConfig:
 
     allow: tuple[str, ...] = setting((), "Load only these entry points and the built-ins; empty: all.")
     deny: tuple[str, ...] = setting((), "Do not load these entry points.")
+    prefer: tuple[str, ...] = setting(
+        (),
+        "Installed distributions whose plugins auto considers next to the built-in ones, by preference; plugins of"
+        " others only where no built-in one can serve.",
+    )
 
 
 @frozen(kw_only=True)

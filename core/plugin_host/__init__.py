@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     )
     from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
     from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
-    from engine.core.plugin_host.registry import HOME as HOME, Plugins as Plugins, load_plugins as load_plugins
+    from engine.core.plugin_host.installed import HOME as HOME
+    from engine.core.plugin_host.registry import Plugins as Plugins, load_plugins as load_plugins
     from engine.core.plugin_host.selection import (
         ChosenPlugin as ChosenPlugin,
         Parts as Parts,
@@ -48,8 +49,8 @@ __getattr__, __dir__, __all__ = exports(
         "STARTUP_CALLS",
         "guarded",
     ),
+    installed=("HOME",),
     registry=(
-        "HOME",
         "Plugins",
         "load_plugins",
     ),

@@ -23,7 +23,7 @@ from engine.core.plugin_host.derived import (
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
 from engine.core.plugin_host.faults import blame
 from engine.core.plugin_host.guard import STARTUP_CALLS, guarded, owner_of
-from engine.core.plugin_host.registry import OBJECT, describe_plugin
+from engine.core.plugin_host.installed import HOME, OBJECT, describe_plugin
 from engine.core.quant.float8 import FLOAT8
 
 if TYPE_CHECKING:
@@ -50,6 +50,19 @@ class ChosenPlugin:
     """Distribution and version, or "object" for a plugin passed in from Python."""
     reason: str
     """Why this plugin; for auto, with the refusals of the more preferred ones."""
+    by_auto: bool = False
+    """Whether auto took it, and the configuration does not name it."""
+
+    @property
+    def notice(self) -> str | None:
+        """A sentence for people who may not know that auto took a third party's plugin; None for any other choice."""
+        if not self.by_auto or self.provenance == OBJECT or self.provenance.startswith(f"{HOME} "):
+            return None
+        [section] = [point.section for point in EXTENSION_POINTS if point.name == self.extension_point]
+        return (
+            f"auto took {self}, which is not built in ({self.reason}); name it as {section}.name to have it without "
+            "this notice, or deny it in [plugins]"
+        )
 
     def __str__(self) -> str:
         [section] = [point.section for point in EXTENSION_POINTS if point.name == self.extension_point]
@@ -210,8 +223,10 @@ def _choose(
         return _passed_in(point, override, question)
     name, registry = getattr(config, point.section).name, plugins.registries[point.name]
 
-    def chosen(plugin: str, provenance: str, reason: str) -> ChosenPlugin:
-        return ChosenPlugin(extension_point=point.name, name=plugin, provenance=provenance, reason=reason)
+    def chosen(plugin: str, provenance: str, reason: str, *, by_auto: bool = False) -> ChosenPlugin:
+        return ChosenPlugin(
+            extension_point=point.name, name=plugin, provenance=provenance, reason=reason, by_auto=by_auto
+        )
 
     cls: Any
     if point.pairs and "," in name:
@@ -231,7 +246,7 @@ def _choose(
                 refusal = str(error)
             if refusal is None:
                 reason = "; ".join(["auto: the most preferred that does not refuse", *refusals])
-                return cls, chosen(candidate.name, candidate.plugin.provenance, reason)
+                return cls, chosen(candidate.name, candidate.plugin.provenance, reason, by_auto=True)
             refusals.append(f"{candidate.name} refuses: {refusal}")
         reasons = [*refusals, *map(str, registry.failures)] or ["auto has no candidate"]
         raise PluginError(

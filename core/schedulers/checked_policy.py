@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.core.errors import PluginError
 from engine.core.plugin_host.faults import is_no_fault
-from engine.core.plugin_host.registry import OBJECT, describe_plugin
+from engine.core.plugin_host.installed import OBJECT, describe_plugin
 from engine.core.schedulers.policy import SchedulingPolicy, Split
 from engine.core.schedulers.request_state import RequestState, StateView, state_of
 
