@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import new_class
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from attrs import evolve
 
@@ -97,7 +97,7 @@ class ResultChecks:
             "plugin_owner": owner,
             **{name: _checked_method(cls, name, owner, checks[name]) for name in checks},
         }
-        made: Any = new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(members))
+        made = cast(T, new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(members)))
         for name in checks:
             self.at_end(functools.partial(delattr, made, name))
         return made

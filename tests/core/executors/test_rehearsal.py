@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.core import engine as engine_module
+from engine.core.engine import Engine
 from engine.core.errors import ExecutorError, PluginError
 from engine.core.runner.step import StepLauncher
 from engine.core.types import EngineStats, SamplingParams, Step
@@ -140,3 +141,18 @@ def test_a_worker_names_the_plugin_before_the_engine_is_there(
     tracebacks = [one for one in caplog.records if "Traceback" in one.getMessage()]
     assert 1 <= len(tracebacks) <= ranks
     assert 'raise KeyError("tide")' in tracebacks[0].getMessage()
+
+
+def test_auto_passes_over_what_a_worker_cannot_construct(
+    engine_checkpoint: Any, install: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = LATE.replace('summary=""', 'summary="", preference=99')
+    source = source.replace("forward(self, layer, q, k, v, plan)", "__init__(*_)")
+    install("engine-late", "0.4", source, entry="late")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    settings = {"cache__memory": "8MiB", "executor__device": "cpu", "plugins__prefer": ("engine-late",)}
+    with Engine(str(engine_checkpoint), executor="multiproc", **settings) as engine:
+        [choice] = [one for one in engine.parts.choices if one.extension_point == "attention"]
+        assert choice.name != "late"
+        assert "attention 'late' of engine-late 0.4 failed in its constructor: KeyError: 'tide'" in choice.reason
+        assert engine.generate([[1, 2, 3]])[0].token_ids

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
+from engine.core.engine import Engine
 from engine.core.errors import CheckpointError, ConfigError, EngineError, ExecutorError, PluginError, PluginFaultError
 from engine.core.hooks import hookimpl
 from engine.core.layers import Layer
 from engine.core.layers.linear import PlainKernel
 from engine.core.plugin_host.faults import blame
+from engine.core.plugin_host.registry import load_plugins
 from engine.core.runner.runner import Runner
 from engine.core.runner.start import RunnerStart
 from engine.core.schedulers.policy import SchedulingPolicy
@@ -220,6 +222,41 @@ def test_auto_passes_over_one_that_says_why_in_an_error(make_engine: Any) -> Non
 
     [choice] = [one for one in make_engine(Plugin()).parts.choices if one.extension_point == "attention"]
     assert "fussy refuses: give it a tide" in choice.reason
+
+
+CONSTRUCTORS = [
+    ("attention", {"__init__": raising()}, "its constructor"),
+    ("quant", {"from_checkpoint": classmethod(raising())}, "from_checkpoint()"),
+    ("scheduler", {"__init__": raising()}, "its constructor"),
+    ("executor", {"__init__": raising()}, "its constructor"),
+    ("model", {"__init__": raising()}, "its constructor"),
+]
+
+
+@pytest.mark.parametrize(("section", "members", "call"), CONSTRUCTORS, ids=lambda value: str(value)[:12])
+def test_auto_passes_over_a_plugin_whose_constructor_raises_and_says_so(
+    make_engine: Any, section: str, members: dict[str, Any], call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(offering(section, type("Faulty", (BASES[section],), members), preference=99))
+    assert engine.generate([[1, 2, 3]])[0].token_ids
+    names = {"scheduler": "schedulers", "executor": "executors", "model": "models"}
+    [choice] = [one for one in engine.parts.choices if one.extension_point == names.get(section, section)]
+    assert choice.name != "mine"
+    assert f"{section} {MINE} {call}: KeyError: 'tide'" in choice.reason
+    passes = [one for one in caplog.records if "auto passes over" in one.getMessage()]
+    assert len(passes) == (section != "scheduler")
+
+
+def test_the_fault_is_raised_where_auto_has_no_other_plugin(engine_checkpoint: Any) -> None:
+    class Sole(TorchAttention):
+        __init__ = raising()
+
+    plugins = load_plugins(extra=[offering("attention", Sole, preference=99)])
+    registry = plugins.registries["attention"]
+    only = evolve(registry, registrations={"mine": registry.registrations["mine"]})
+    plugins = evolve(plugins, registries={**plugins.registries, "attention": only})
+    with pytest.raises(PluginFaultError, match=rf"^attention {MINE} its constructor: KeyError: 'tide'"):
+        Engine(str(engine_checkpoint), plugins=plugins, cache__memory="8MiB", executor__device="cpu")
 
 
 def test_a_class_that_was_passed_in(make_engine: Any) -> None:
