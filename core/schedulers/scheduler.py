@@ -93,6 +93,7 @@ class Scheduler:
         self._eos_tokens = eos_tokens
         self._in_flight: deque[_InFlight] = deque()
         self._requests_added = 0
+        self._prefix_hits = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
 
@@ -114,7 +115,7 @@ class Scheduler:
             blocks_cached=self._blocks.num_cached,
             blocks_total=self._blocks.num_blocks,
             prefix_queries=self._planner.prefix_queries,
-            prefix_hits=self._planner.prefix_hits,
+            prefix_hits=self._prefix_hits,
             preemptions=self._planner.preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
@@ -203,10 +204,12 @@ class Scheduler:
         counter.steps_planned += 1
         queues.decoding.advance(iterations)
         chunks = []
-        for state, count in plan.chunks.items():
-            start = state.computed
-            sample = state.plan_chunk(count)
-            chunks.append(PrefillChunk(state.sequence, start, count, sample))
+        for state, chunk in plan.chunks.items():
+            known = state.cached_tokens
+            sample = state.plan_chunk(*chunk)
+            self._prefix_hits += state.cached_tokens - known
+            self._blocks.register(state.sequence, state.tokens, state.chain, chunk.start + chunk.count)
+            chunks.append(PrefillChunk(state.sequence, *chunk, sample))
             if sample:
                 queues.start_decoding(state)
         new, blocks, finished = queues.take_runner_updates()
@@ -259,8 +262,6 @@ class Scheduler:
                 state.prompt_logprobs += prompt_logprobs.get(chunk.sequence, ())
             if tokens:
                 outputs.append(self._append(state, tokens, logprobs, now))
-            elif state.sequence:
-                self._blocks.register(state.sequence, state.tokens, state.chain, chunk.start + chunk.count)
 
     def _append(
         self, state: RequestState, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float
