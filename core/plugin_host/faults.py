@@ -83,6 +83,12 @@ def is_no_fault(error: BaseException) -> bool:
     return not isinstance(error, Exception) and _from_signal(error)
 
 
+def raise_interrupt(error: BaseException) -> None:
+    """Raise an error again if a signal raised it, as Ctrl-C does; return for whatever a plugin raised."""
+    if not isinstance(error, Exception) and _from_signal(error):
+        raise error
+
+
 def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
     """Raise StepFaultError from `error`, naming the plugin whose method was running; return if there was none.
 

@@ -16,7 +16,7 @@ from engine.core import hooks
 from engine.core.config.tree import AUTO, PluginsConfig
 from engine.core.errors import PluginError, near_misses
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
-from engine.core.plugin_host.faults import is_no_fault
+from engine.core.plugin_host.faults import raise_interrupt
 from engine.core.plugin_host.installed import (
     HOME,
     OBJECT,
@@ -87,7 +87,8 @@ class Registration(Generic[T]):
         """Import the class. Raises PluginError if the import fails or the class breaks the contract."""
         try:
             found = self.loader()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            raise_interrupt(error)
             raise PluginError(f"{self} could not be imported: {type(error).__name__}: {error}") from error
         self.extension_point.check(found, str(self))
         return found
@@ -173,8 +174,7 @@ class Plugins:
             try:
                 getattr(manager.hook, hook)(**arguments)
             except BaseException as error:
-                if not isinstance(error, Exception) and is_no_fault(error):
-                    raise  # Ctrl-C, or a signal's handler that ends the process
+                raise_interrupt(error)
                 _log.exception("%s failed in %s(), which only observes; the engine goes on", plugin, hook)
 
     @property
@@ -279,7 +279,8 @@ class _Host:
         info = info_of(point)
         try:
             found = point.load()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            raise_interrupt(error)
             self.failures.append(PluginFailure(plugin=info, error=error))
             return
         members = [(info, found)]
@@ -310,7 +311,8 @@ class _Host:
                         "register(name, loader, api=..., summary=...) in it once for each implementation"
                     )
             self.manager.register(plugin, name=f"{info.distribution}/{info.name}/{len(self.loaded)}")
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            raise_interrupt(error)
             return PluginFailure(plugin=info, error=error, claims=tuple(claims))
         for one in staged:
             self.registrations[one.extension_point.name][one.name] = one

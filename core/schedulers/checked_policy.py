@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.core.errors import PluginError
-from engine.core.plugin_host.faults import is_no_fault
+from engine.core.plugin_host.faults import raise_interrupt
 from engine.core.plugin_host.installed import OBJECT, describe_plugin
 from engine.core.schedulers.policy import SchedulingPolicy, Split
 from engine.core.schedulers.request_state import RequestState, StateView, state_of
@@ -104,8 +104,7 @@ class CheckedPolicy:
 
     def _fault(self, method: str, error: BaseException) -> None:
         """Count a fault, and log the first of each method. Raises `error` if a signal raised it, as Ctrl-C does."""
-        if not isinstance(error, Exception) and is_no_fault(error):
-            raise error
+        raise_interrupt(error)
         self.faults += 1
         if method in self._logged:
             return

@@ -126,8 +126,9 @@ def test_a_plugin_that_fails_half_way_leaves_nothing_at_any_extension_point(inst
         assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_an_exit_at_import_is_a_failure_of_that_plugin_only(install: Install) -> None:
-    install("engine-exit", "0.1", "raise SystemExit(3)", entry="exit")
+@pytest.mark.parametrize("error", ["SystemExit(3)", "KeyboardInterrupt", "GeneratorExit"])
+def test_what_a_plugin_raises_at_import_is_a_failure_of_that_plugin_only(install: Install, error: str) -> None:
+    install("engine-exit", "0.1", f"raise {error}", entry="exit")
     assert [failure.plugin.name for failure in load_plugins().failures] == ["exit"]
 
 
