@@ -31,7 +31,7 @@ from engine.core.models.base import ModelSpec
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS
-from engine.core.plugin_host.faults import PluginCall, name_fault
+from engine.core.plugin_host.faults import PluginCall, expect, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import Parts, check_names, resolve
 from engine.core.quant.base import QuantMethod
@@ -181,9 +181,13 @@ class Engine:
         if on_progress is not None:
             self._executor.watch(on_progress)
         cache_info = self._executor.start()
-        if not isinstance(cache_info, CacheInfo):
+        try:
+            expect(
+                isinstance(cache_info, CacheInfo), self.parts.owner("executors"), "start()", cache_info, "a CacheInfo"
+            )
+        except PluginError:
             self._executor.shutdown()
-            raise PluginError(f"{self.parts.owner('executors')} returned {cache_info!r} from start(), not a CacheInfo")
+            raise
         return cache_info
 
     def _start_scheduling(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.core.errors import ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, Health
-from engine.core.plugin_host.faults import PluginCall, name_fault
+from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
 from engine.core.types import CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step, StepResult
 
 STEP = 0
@@ -37,6 +37,8 @@ def rehearse(
         Step(id=STEP, decodes=(), chunks=(chunk,), new=(prompt,), blocks=((SEQUENCE, blocks),)),
         Step(id=STEP, decodes=(SEQUENCE,), chunks=()),
     )
+    asynchronous = executor.asynchronous
+    expect(isinstance(asynchronous, bool), owner, "asynchronous", asynchronous, "True or False")
     calls = _CheckedCalls(executor, owner)
     for step in steps:
         calls.expect_tokens(calls.run(step), vocab_size)
@@ -90,4 +92,4 @@ class _CheckedCalls:
             raise
 
     def _wrong(self, method: str, answer: object, wanted: str) -> StepFaultError:
-        return StepFaultError(f"{self._owner} returned a wrong result from {method}(): {answer!r}, not {wanted}")
+        return StepFaultError(f"{self._owner} returned a wrong result from {method}(): {shown(answer)}, not {wanted}")

@@ -14,7 +14,7 @@ from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.checked_kernel import CheckedFusedInputQuantization, CheckedKernel
 from engine.core.layers.matmul import multiply, pack
-from engine.core.plugin_host.faults import PluginCall, blame
+from engine.core.plugin_host.faults import PluginCall, blame, expect
 from engine.core.quant.base import (
     FusedInputQuantization,
     LinearKernel,
@@ -91,7 +91,9 @@ class Linear(Layer):
         self._adds_bias = adds_bias
         self._has_gated_kernel = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         with self._blame("fused_input_quantization()"):
-            self._fused = kernel.fused_input_quantization()
+            self._fused = fused = kernel.fused_input_quantization()
+        right = fused is None or isinstance(fused, FusedInputQuantization)
+        self._expect(right, "fused_input_quantization()", fused, "a FusedInputQuantization or None")
         self._bind(kernel, self._fused)
 
     def _bind(self, kernel: LinearKernel | CheckedKernel, fused: FusedInputQuantization | None) -> None:
@@ -154,7 +156,10 @@ class Linear(Layer):
         spec = self.spec
         shard_dim = BIAS_SHARD_DIM[spec.parallel]
         with self._blame("tensors()"):
-            found = dict(self.kernel.tensors())
+            given = self.kernel.tensors()
+            right = isinstance(given, Mapping) and all(isinstance(one, TensorSpec) for one in given.values())
+        self._expect(right, "tensors()", given, "a mapping of names to TensorSpecs")
+        found = dict(given)
         if spec.bias:
             found |= {_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in spec.parts}
         for part in spec.parts:
@@ -169,7 +174,10 @@ class Linear(Layer):
         if biases and self._adds_bias:
             self.bias = merge(list(biases.values()), self.spec.dtype)
         with self._blame("prepare()"):
-            self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
+            weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
+            right = isinstance(weights, Mapping) and all(isinstance(one, torch.Tensor) for one in weights.values())
+        self._expect(right, "prepare()", weights, "a mapping of names to tensors")
+        self.weights = weights
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
         with self._blame("autotuned_calls()"):
@@ -177,6 +185,9 @@ class Linear(Layer):
 
     def _blame(self, call: str) -> AbstractContextManager[None]:
         return blame(self._owner, f"{call} of {self.spec.parts[0].name}")
+
+    def _expect(self, right: object, call: str, found: object, wanted: str) -> None:
+        expect(right, self._owner, f"{call} of {self.spec.parts[0].name}", found, wanted)
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from attrs import define, evolve, frozen
 
-from engine.core.errors import EngineError, ExecutorError, PluginFaultError, StepFaultError
+from engine.core.errors import EngineError, ExecutorError, PluginError, PluginFaultError, StepFaultError
 from engine.core.extras import DISTRIBUTION
 
 CONSTRUCTOR = "its constructor"
@@ -27,7 +27,7 @@ MEND = "mend it or choose another"
 TRACEBACK = "the traceback says where (engine --debug)"
 INSTALL = "install what it needs in the Python environment that the engine runs in"
 MAX_TEXT = 200
-"""Characters of an exception's text in the sentence about a fault in a step; the traceback has all of them."""
+"""Characters of an exception's text, or of an answer, in the sentence about a fault; the traceback has all of them."""
 CORE = "engine.core."
 
 
@@ -74,6 +74,21 @@ def blame(owner: str, call: str, hint: str = MEND) -> Iterator[None]:
         if DEVICE in kinds:
             raise ExecutorError(message) from error
         raise PluginFaultError(f"{message}; {INSTALL if isinstance(error, ImportError) else hint}") from error
+
+
+def expect(right: object, owner: str, call: str, found: object, wanted: str) -> None:
+    """Raise PluginError unless `right`: the plugin `owner` returned `found` from `call`, where `wanted` is due."""
+    if not right:
+        raise PluginError(f"{owner} returned {shown(found)} from {call}, not {wanted}; {MEND}")
+
+
+def shown(found: object) -> str:
+    """A plugin's answer, as errors say it: at most MAX_TEXT characters."""
+    try:
+        text = repr(found)
+    except Exception as error:  # of the plugin's own class
+        text = f"a {type(found).__qualname__} whose repr() raises {type(error).__name__}"
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
 def is_no_fault(error: BaseException) -> bool:

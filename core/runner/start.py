@@ -27,9 +27,10 @@ from engine.core.plugin_host.derived import (
     shape_of,
     use_graphs,
 )
-from engine.core.plugin_host.faults import TRACEBACK, blame, name_fault
+from engine.core.plugin_host.faults import TRACEBACK, blame, expect, name_fault
 from engine.core.plugin_host.result_checks import ResultChecks
 from engine.core.plugin_host.selection import Parts
+from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
 from engine.core.runner.device_state import DeviceState, StepGraphs
@@ -131,6 +132,8 @@ class RunnerStart:
         """The model, its layers still empty, and the factory that made them."""
         parts, options = self._parts, self._parts.options
         quant = parts.quant.from_checkpoint(self._checkpoint.quantization, options["quant"])
+        owner = parts.owner("quant")
+        expect(isinstance(quant, QuantMethod), owner, "from_checkpoint()", quant, "a QuantMethod")
         layers = LayerFactory(
             dtype=self._dtype,
             device=self._name,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.core.errors import PluginError
-from engine.core.plugin_host.faults import raise_interrupt
+from engine.core.plugin_host.faults import raise_interrupt, shown
 from engine.core.plugin_host.installed import OBJECT, describe_plugin
 from engine.core.schedulers.policy import SchedulingPolicy, Split
 from engine.core.schedulers.request_state import RequestState, StateView, state_of
@@ -141,8 +141,4 @@ def _running_state(answer: object, running: Sequence[StateView], wanted: str) ->
 
 
 def _invalid(answer: object, wanted: str) -> _InvalidAnswerError:
-    try:
-        shown = repr(answer)
-    except Exception as error:  # of the plugin's own class
-        shown = f"a {type(answer).__qualname__} whose repr() raises {type(error).__name__}"
-    return _InvalidAnswerError(f"{shown} is not {wanted}")
+    return _InvalidAnswerError(f"{shown(answer)} is not {wanted}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import traceback
@@ -222,6 +223,47 @@ def test_auto_passes_over_one_that_says_why_in_an_error(make_engine: Any) -> Non
 
     [choice] = [one for one in make_engine(Plugin()).parts.choices if one.extension_point == "attention"]
     assert "fussy refuses: give it a tide" in choice.reason
+
+
+WRONG_ANSWERS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("quant", {"from_checkpoint": classmethod(lambda cls, *_: None)}, "from_checkpoint()", "None"),
+    ("quant", {"kv_dtype": classmethod(lambda cls, _: "tide")}, "kv_dtype()", "'tide'"),
+    ("quant", {"ignored": lambda self: "*.tide"}, "ignored()", r"'\*.tide'"),
+    ("quant", {"ignored": lambda self: [3]}, "ignored()", r"\[3\]"),
+    ("quant", {"kv_scales": lambda self, _: 3}, "kv_scales()", "3"),
+    ("quant", {"linear": lambda self, _: 3}, r"linear() of model.layers.0.self_attn.q_proj", "3"),
+    (
+        "quant",
+        {"linear": making(fused_input_quantization=lambda self: 3)},
+        "fused_input_quantization() of model.lay",
+        "3",
+    ),
+    ("quant", {"linear": making(tensors=lambda self: None)}, "tensors() of model.layers.0.self_attn.q_proj", "None"),
+    (
+        "quant",
+        {"linear": making(tensors=lambda self: {"x": 3})},
+        "tensors() of model.layers.0.self_attn.q_proj",
+        "{'x': 3}",
+    ),
+    ("quant", {"linear": making(prepare=lambda self, _: None)}, "prepare() of model.layers.0.self_attn.q_proj", "None"),
+    (
+        "quant",
+        {"linear": making(prepare=lambda self, _: {"x": 3})},
+        "prepare() of model.layers.0.self_attn.q_p",
+        "{'x': 3}",
+    ),
+    ("executor", {"asynchronous": property(lambda self: None)}, "asynchronous", "None"),
+    ("executor", {"start": lambda self: None}, "start()", "None"),
+]
+
+
+@pytest.mark.parametrize(("section", "members", "call", "answer"), WRONG_ANSWERS, ids=lambda value: str(value)[:30])
+def test_start_names_the_plugin_that_answers_a_start_up_call_wrongly(
+    make_engine: Any, section: str, members: dict[str, Any], call: str, answer: str
+) -> None:
+    expected = rf"^{section} 'mine' passed in from Python returned {answer} from {re.escape(call)}.*, not .*; mend it"
+    with pytest.raises(PluginError, match=expected):
+        build(make_engine, section, members)
 
 
 CONSTRUCTORS = [
