@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ class CheckedKernel:
         self.apply_gated = _checked(kernel, "apply_gated", _result_check(spec, outputs // 2), checks, layer)
 
 
-class CheckedFusedInputQuantization(FusedInputQuantization):
-    """A plugin's FusedInputQuantization, with a check of each result."""
+class CheckedFusedInputQuantization:
+    """The methods of a FusedInputQuantization, each with a check of its result."""
 
     def __init__(
         self, fused: FusedInputQuantization, spec: LinearSpec, checks: ResultChecks, layer: PluginCall
@@ -41,34 +41,13 @@ class CheckedFusedInputQuantization(FusedInputQuantization):
         def activated(result: object, *arguments: object) -> str | None:
             return None if isinstance(result, QuantizedActivation) else f"{describe(result)}, not a QuantizedActivation"
 
-        self._fused = fused
-        self._norm_and_quantize = _checked(fused, "norm_and_quantize", normed, checks, layer)
-        self._activate_and_quantize = _checked(fused, "activate_and_quantize", activated, checks, layer)
-        self._apply = _checked(fused, "apply", _result_check(spec, outputs), checks, layer)
+        def supports(result: object, rows: int) -> str | None:
+            return None if isinstance(result, bool) else f"{describe(result)}, not True or False"
 
-    def supports_rows(self, rows: int) -> bool:
-        return self._fused.supports_rows(rows)
-
-    def norm_and_quantize(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weights: Mapping[str, torch.Tensor],
-    ) -> tuple[QuantizedActivation, torch.Tensor]:
-        made: tuple[QuantizedActivation, torch.Tensor] = self._norm_and_quantize(x, residual, norm_weight, eps, weights)
-        return made
-
-    def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedActivation:
-        made: QuantizedActivation = self._activate_and_quantize(x, weights)
-        return made
-
-    def apply(
-        self, made: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        result: torch.Tensor = self._apply(made, weights, bias)
-        return result
+        self.supports_rows = _checked(fused, "supports_rows", supports, checks, layer)
+        self.norm_and_quantize = _checked(fused, "norm_and_quantize", normed, checks, layer)
+        self.activate_and_quantize = _checked(fused, "activate_and_quantize", activated, checks, layer)
+        self.apply = _checked(fused, "apply", _result_check(spec, outputs), checks, layer)
 
 
 def _checked(of: object, name: str, check: Check, checks: ResultChecks, layer: PluginCall) -> Callable[..., Any]:

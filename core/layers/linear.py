@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from attrs import evolve
@@ -109,7 +109,8 @@ class Linear(Layer):
             return
         fused = self._fused
         if fused is not None:
-            fused = CheckedFusedInputQuantization(fused, self.spec, checks, self.plugin_call)
+            checked = CheckedFusedInputQuantization(fused, self.spec, checks, self.plugin_call)
+            fused = cast(FusedInputQuantization, checked)  # it has the same methods
         self._bind(CheckedKernel(self.kernel, self.spec, checks, self.plugin_call), fused)
         checks.at_end(lambda: self._bind(self.kernel, self._fused))
 

@@ -139,7 +139,7 @@ def tensor_error(
         sizes = [own if size is None else size for own, size in zip(found.shape, shape, strict=False)]
         fits = found.dim() == len(shape) and list(found.shape) == sizes
         right = fits and _name(found.dtype) in dtypes and found.device == device
-        return None if right else f"a tensor of {describe(found)}, not of {wanted}"
+        return None if right else f"{describe(found)}, not of {wanted}"
     return f"{describe(found)}, not a tensor of {wanted}"
 
 
@@ -148,7 +148,7 @@ def describe(found: object) -> str:
     import torch
 
     if isinstance(found, torch.Tensor):
-        return f"{list(found.shape)} {_name(found.dtype)} on {found.device}"
+        return f"a tensor of {list(found.shape)} {_name(found.dtype)} on {found.device}"
     return "None" if found is None else f"an object of class {type(found).__qualname__}"
 
 
