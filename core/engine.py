@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from engine.core.async_generation import AsyncGenerator
 from engine.core.attention.base import AttentionBackend
 from engine.core.config.load import flatten, load_config
 from engine.core.config.tree import EngineConfig
@@ -18,7 +19,7 @@ from engine.core.device import find_device
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.deployment import Deployment, make_executor
-from engine.core.generation import AsyncGenerator, Completion, generate, stream
+from engine.core.generation import Completion, generate, stream
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.registry import Plugins, load_plugins
