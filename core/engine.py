@@ -16,7 +16,7 @@ from engine.core.attention.base import AttentionBackend
 from engine.core.config.load import flatten, load_config
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
-from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.errors import ConfigError, EngineError, ExecutorError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.deployment import Deployment, make_executor
 from engine.core.generation import Completion, generate, stream
@@ -127,6 +127,8 @@ class Engine:
         self._timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
         self._async: AsyncGenerator | None = None
         self._closed = False
+        self._failure = ""
+        """Why no step can run any more; empty while steps can."""
 
     def step(self) -> list[Output]:
         """Plan and submit a step, then commit the oldest step in flight.
@@ -135,24 +137,39 @@ class Engine:
         Returns the new tokens of each request.
         Raises ExecutorError when a step failed; the engine can then only be closed.
         """
+        if self._failure:
+            raise self._unusable()
         with self._timers["schedule"]:
             step = self._scheduler.schedule(time.monotonic())
-        if step is not None:
-            with self._timers["submit"]:
-                pending = self._executor.submit(step)
-            self._in_flight.append((step, pending))
-        if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
-            return []
-        oldest, pending = self._in_flight.popleft()
-        with self._timers["wait"]:
-            result = pending.result()
-        for phase, seconds in result.seconds:
-            self._timers[phase].seconds += seconds
-        with self._timers["commit"]:
-            return self._scheduler.commit(oldest, result, time.monotonic())
+        try:
+            if step is not None:
+                with self._timers["submit"]:
+                    pending = self._executor.submit(step)
+                self._in_flight.append((step, pending))
+            if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
+                return []
+            oldest, pending = self._in_flight.popleft()
+            with self._timers["wait"]:
+                result = pending.result()
+            for phase, seconds in result.seconds:
+                self._timers[phase].seconds += seconds
+            with self._timers["commit"]:
+                return self._scheduler.commit(oldest, result, time.monotonic())
+        except BaseException as error:  # the step's tokens are lost, whatever was raised
+            self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            raise
+
+    def _unusable(self) -> ExecutorError:
+        """The error of a call that needs a working engine."""
+        if self._closed:
+            return ExecutorError("the engine is closed; make a new one")
+        return ExecutorError(f"a step failed, so the engine can only be closed; make a new one ({self._failure})")
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served."""
+        """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served, and
+        ExecutorError when the engine is closed or a step has failed."""
+        if self._failure:
+            raise self._unusable()
         for token in (min(request.prompt, default=0), max(request.prompt, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequestError(
@@ -194,6 +211,7 @@ class Engine:
     ) -> list[Completion]:
         """Generate from prompts (texts or token ids) and wait for all of them; one Completion per prompt, in order.
 
+        A prompt for which no token could be sampled has the finish_reason "error" and a sentence in `error`.
         params: one for all prompts, or one per prompt; None: `default_params`. progress: show a progress bar on stderr.
         """
         return generate(self, [prompts] if isinstance(prompts, str) else prompts, params, progress=progress)
@@ -214,13 +232,14 @@ class Engine:
         return attrs.evolve(self._scheduler.stats(), seconds=seconds)
 
     def check(self) -> Health:
-        """Whether the engine is open and its executor can run steps."""
-        return Health(ok=False, detail="the engine is closed") if self._closed else self._executor.check()
+        """Whether the engine is open, no step has failed and the executor can run steps."""
+        return Health(ok=False, detail=self._failure) if self._failure else self._executor.check()
 
     def close(self) -> None:
         """Stop the executor and free the device; a second call does nothing."""
         if not self._closed:
             self._closed = True
+            self._failure = "the engine is closed"
             self._in_flight.clear()
             self._executor.shutdown()
             self.plugins.call("engine_stopped", engine=self)
