@@ -10,7 +10,7 @@ from engine.core.attention.kv_pool import KVPool
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import OneRank, RankGroup
-from engine.core.errors import CapacityError, ConfigError
+from engine.core.errors import CapacityError, CheckpointError, ConfigError
 from engine.core.layers import LayerFactory
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.models.base import Model
@@ -43,7 +43,7 @@ from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.runner.step import StepLauncher, enter_device
 from engine.core.sampling.sampler import Sampler
 from engine.core.startup import Phases
-from engine.core.types import CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
+from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import DummySource, SafetensorsSource, load_weights
 
@@ -161,7 +161,12 @@ class RunnerStart:
         torch.cuda.reset_peak_memory_stats(self._name)
         before = torch.cuda.memory_allocated(self._name)
         with self._blame_all("the first step"):
-            StepLauncher(self._device, state, StepGraphs()).launch(step).result()
+            result = StepLauncher(self._device, state, StepGraphs()).launch(step).result()
+        if any(NO_TOKEN in tokens for tokens in result.tokens):
+            raise CheckpointError(
+                "the logits of the first step are not finite (NaN or infinite); the weights may be damaged, or the "
+                "numbers outgrow this dtype: try bfloat16 or float32"
+            )
         return torch.cuda.max_memory_allocated(self._name) - before
 
     def _plan_memory(self, free: int, weights: int, activations: int) -> MemoryPlan:

@@ -54,7 +54,7 @@ class FullPath(SamplingPath):
             self._token_counts.count(penalties.slots, tokens[processors.rows][penalties.rows])
         self._table.advance(table_rows)
         logprobs = None if batch.logprobs is None else _logprobs(logits, tokens, batch.logprobs)
-        return SampledTokens.from_tokens(tokens, max_logits, batch.sequences, logprobs)
+        return SampledTokens.from_tokens(tokens, max_logits, logprobs)
 
     def _process(self, logits: torch.Tensor, processors: LogitsProcessors, table_rows: torch.Tensor) -> torch.Tensor:
         """Apply bias, min_tokens and penalties; logits: [processed rows, vocab] float32, overwritten; table_rows:

@@ -15,9 +15,10 @@ A batch takes the cheapest path that serves all of its sequences: greedy (step 3
 (all steps, and log probabilities). What steps 3 and 4 need lies in the SamplingTable on the device, so that the greedy
 and the draw path can be captured in a CUDA graph, and steps with and without graphs can alternate.
 
-Sampling does not wait for the device, and does no host work per row while the batch's sequences stay the same. Logits
-that are not finite (NaN, +inf, or -inf everywhere) are therefore found in `SampledTokens.to_host`, which waits anyway:
-the max logits travel with the tokens.
+Sampling does not wait for the device, and does no host work per row while the batch's sequences stay the same. Rows
+that are not finite (NaN, +inf, or -inf everywhere, before or after step 2) are therefore found in
+`SampledTokens.to_host`, which waits anyway: the max logits travel with the tokens. The host then sees NO_TOKEN, and the
+scheduler ends the request; until it does, the device goes on with any token of the vocabulary.
 """
 
 from __future__ import annotations

@@ -157,6 +157,16 @@ class BlockManager:
                 self._digests[block] = digest
             table.registered = index + 1
 
+    def unregister(self, tokens: Sequence[int], chain: HashChain) -> None:
+        """Remove all full blocks of `tokens` from the prefix cache: their contents are wrong."""
+        for index in range(len(tokens) // self.block_size if self.prefix_caching else 0):
+            block = self._by_digest.pop(chain.digest(tokens, index), None)
+            if block is not None:
+                self._digests[block] = None
+                if self._references[block] == 0:
+                    del self._cached[block]
+                    self._free.append(block)
+
     def free(self, sequence: int) -> None:
         """Free a sequence's blocks; registered ones that no other sequence uses stay cached."""
         # Last block first, so that a prefix is evicted from its end: `lookup` finds no block without its predecessor.

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from engine.core.errors import ExecutorError, InvalidRequestError
-from engine.core.sampling.sampled_tokens import SampledTokens
-from engine.core.types import NewSequence, SamplingParams
+from engine.core.types import NO_TOKEN, NewSequence, SamplingParams
 from tests.core.sampling.reference import (
     ALONE,
     EOS,
@@ -223,22 +222,38 @@ def test_a_row_does_not_depend_on_the_others(
             assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("asked", [{"temperature": 0}, {}, {"top_p": 0.5}, EVERYTHING])
-def test_to_host_names_the_sequence_whose_logits_are_not_finite(value: float, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("asked", [{"temperature": 0}, {}, {"top_p": 0.5}, EVERYTHING], ids=["0", "1", "top_p", "all"])
+def test_a_row_that_is_not_finite_has_no_token(value: float, asked: dict[str, Any], fused: bool) -> None:
+    if fused:
+        pytest.importorskip("triton")
     params = SamplingParams(seed=1, **asked)
     logits = random_logits(3)
+    expected = sample(make_sampler(params, params, params, fused=fused), logits, (0, 1, 2)).to_host()[0]
     logits[1, 13] = value
-    sampled = sample(make_sampler(params, params, params), logits, (0, 1, 2))
+    sampled = sample(make_sampler(params, params, params, fused=fused), logits, (0, 1, 2))
     assert all(0 <= token < VOCAB for token in sampled.tokens.tolist()), "the next step must be able to look it up"
-    with pytest.raises(ExecutorError, match="logits of sequence 1 are not finite"):
-        sampled.to_host()
+    assert sampled.to_host()[0] == [expected[0], NO_TOKEN, expected[2]]
 
 
-def test_to_host_names_a_sequence_without_any_possible_token() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_processors_make_infinite_has_no_token(temperature: float, fused: bool) -> None:
+    if fused:
+        pytest.importorskip("triton")
+    sick = SamplingParams(seed=1, temperature=temperature, repetition_penalty=1e-39)
+    banned = SamplingParams(seed=1, temperature=temperature, min_tokens=1, stop_token_ids=tuple(range(VOCAB)))
+    sound = SamplingParams(seed=1, temperature=temperature, repetition_penalty=1.1)
+    sampler = make_sampler(sick, banned, sound, fused=fused)
+    first, second, third = sample(sampler, torch.full((3, VOCAB), 5.0), (0, 1, 2)).to_host()[0]
+    assert (first, second) == (NO_TOKEN, NO_TOKEN)
+    assert 0 <= third < VOCAB
+
+
+def test_a_row_without_any_possible_token_has_no_token() -> None:
     sampled = sample(make_sampler(SamplingParams(seed=1)), torch.full((1, VOCAB), -math.inf), (0,))
-    with pytest.raises(ExecutorError, match="sequence 0"):
-        sampled.to_host()
+    assert sampled.to_host()[0] == [NO_TOKEN]
 
 
 def test_tokens_of_logit_minus_infinity_are_never_sampled() -> None:
@@ -259,10 +274,3 @@ def test_sequences_must_be_added_and_seeded() -> None:
 
 def test_an_empty_batch_yields_no_tokens() -> None:
     assert sample(make_sampler(), torch.zeros(0, VOCAB), ()).to_host() == ([], [])
-
-
-def test_from_tokens_checks_max_logits() -> None:
-    tokens, max_logits = torch.tensor([4, 5, 6]), torch.tensor([1.0, math.nan, -math.inf])
-    sampled = SampledTokens.from_tokens(tokens, max_logits, (10, 11, 12))
-    with pytest.raises(ExecutorError, match="sequence 11, 12 are not finite"):
-        sampled.to_host()

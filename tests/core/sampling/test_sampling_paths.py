@@ -161,7 +161,7 @@ def test_captured_draws_and_sample_alternate() -> None:
             columns.append(sample(sampler, logits, (0, 1, 2)).to_host()[0])
         else:
             tokens, max_logits = sampler.draw_path.draw_unprocessed(padded, rows)
-            sampled = SampledTokens.from_tokens(tokens[:3], max_logits[:3], (0, 1, 2))
+            sampled = SampledTokens.from_tokens(tokens[:3], max_logits[:3])
             assert sampled.ready()
             columns.append(sampled.to_host()[0])
     assert [list(row) for row in zip(*columns, strict=True)] == expected
