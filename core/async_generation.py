@@ -35,7 +35,7 @@ class AsyncGenerator:
         self._engine_in_use = threading.Lock()
         self._pump: _Pump | None = None
 
-    async def stream(self, prompt: str | Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
+    async def stream(self, prompt: Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
         """Implements Engine.astream."""
         pump = self._running_pump()
         stream = _Stream(make_request(self._engine, prompt, params))

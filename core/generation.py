@@ -65,12 +65,15 @@ class _Collector:
             )
 
 
-def make_request(engine: Engine, prompt: str | Sequence[int], params: SamplingParams | None) -> Request:
+def make_request(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams | None, priority: int = 0
+) -> Request:
     """Make a request of an ID of its own."""
     return Request(
         id=uuid.uuid4().hex,
-        prompt=tuple(engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
+        prompt=tuple(prompt),
         params=params or engine.default_params,
+        priority=priority,
         arrival=time.monotonic(),
     )
 
@@ -116,25 +119,20 @@ def request_error(output: Output) -> ExecutorError | None:
 
 def generate(
     engine: Engine,
-    prompts: Sequence[str | Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
     *,
+    priority: int,
     progress: bool,
 ) -> list[Completion]:
-    """Implements Engine.generate. If one prompt is invalid, no prompt is run."""
+    """Implements Engine.generate, of prompts as tokens. If one prompt is invalid, no prompt is run."""
     _check_idle(engine)
-    if isinstance(params, SamplingParams) or params is None:
-        each: Sequence[SamplingParams | None] = [params] * len(prompts)
-    else:
-        each = params
-    if len(each) != len(prompts):
-        raise InvalidRequestError(f"{len(prompts)} prompts came with {len(each)} sampling parameters", "params")
     running: dict[str, Detokenizer] = {}
     collectors: dict[str, _Collector] = {}
     with _Bar(len(prompts), shown=progress) as bar:
         try:
-            for prompt, one in zip(prompts, each, strict=True):
-                request = make_request(engine, prompt, one)
+            for prompt, one in zip(prompts, params, strict=True):
+                request = make_request(engine, prompt, one, priority)
                 collectors[request.id] = _Collector(request)
                 running[request.id] = add_request(engine, request)
             while running:
@@ -148,7 +146,7 @@ def generate(
     return [one.completion for one in collectors.values() if one.completion is not None]
 
 
-def stream(engine: Engine, prompt: str | Sequence[int], params: SamplingParams | None) -> Iterator[TextDelta]:
+def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams | None) -> Iterator[TextDelta]:
     """Implements Engine.stream."""
     _check_idle(engine)
     request = make_request(engine, prompt, params)

@@ -1,4 +1,5 @@
-"""Messages between processes: attrs classes and msgspec Structs of plain data (core/types.py) as msgpack.
+"""Encoding of messages between processes, as msgpack: of steps and results (`Step`, `StepResult` in core/types.py), and
+of all other messages, which are attrs classes and msgspec Structs of plain data.
 
 Only plain data crosses a process boundary: a peer can send wrong data, but never code to run.
 """

@@ -17,8 +17,8 @@ from engine.core.errors import ExecutorError
 from engine.core.executors import Deployment, Health, PendingResult, encode
 from engine.core.shm import Ring, RingClosedError
 from engine.core.types import CacheInfo, Step
+from engine.plugins.executors.control_messages import Launch
 from engine.plugins.executors.heartbeat import HeartbeatTable
-from engine.plugins.executors.messages import Launch
 from engine.plugins.executors.pending import Pending
 from engine.plugins.executors.remote import RemoteExecutor, common_cache
 from engine.plugins.executors.worker_process import WorkerProcess

@@ -15,7 +15,7 @@ from engine.core.executors import Deployment, Health, PendingResult, encode
 from engine.core.extras import install_command
 from engine.core.startup import Progress
 from engine.core.types import CacheInfo, Step
-from engine.plugins.executors.messages import Assignment
+from engine.plugins.executors.control_messages import Assignment
 from engine.plugins.executors.pending import Pending
 from engine.plugins.executors.ray_actor import ActorLaunch, ActorLocation, RankActor
 from engine.plugins.executors.remote import RemoteExecutor, common_cache

@@ -16,8 +16,8 @@ from engine.core.executors import MessageDecoder, encode
 from engine.core.shm import RingTimeoutError
 from engine.core.startup import Phases
 from engine.core.types import StepResult
+from engine.plugins.executors.control_messages import Assignment, Failed, Progressed, Ready
 from engine.plugins.executors.heartbeat import WorkerHeartbeat
-from engine.plugins.executors.messages import Assignment, Failed, Progressed, Ready
 from engine.plugins.executors.stacks import busy_stack
 from engine.plugins.executors.worker_loop import StepRunner, WorkerLoop, make_runner
 

@@ -18,7 +18,7 @@ from engine.core.errors import EngineError, ExecutorError
 from engine.core.executors import MessageDecoder, encode
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo
-from engine.plugins.executors.messages import Failed, FromWorker, Progressed, Ready
+from engine.plugins.executors.control_messages import Failed, FromWorker, Progressed, Ready
 from engine.plugins.executors.ray_actor import ActorLaunch, ActorLocation
 
 ROOT_CAUSE_SECONDS = 1.0

@@ -16,8 +16,8 @@ from engine.core.executors import encode
 from engine.core.shm import Ring, RingClosedError, RingWriter
 from engine.core.startup import Phases
 from engine.core.types import StepResult
+from engine.plugins.executors.control_messages import Connection, Failed, Launch, Progressed, Ready
 from engine.plugins.executors.heartbeat import HeartbeatTable
-from engine.plugins.executors.messages import Connection, Failed, Launch, Progressed, Ready
 from engine.plugins.executors.worker_loop import StepRunner, WorkerLoop, make_runner
 
 PR_SET_PDEATHSIG = 1
@@ -43,6 +43,7 @@ def run(make: Callable[[Launch, Phases], StepRunner]) -> int:
         return 1
     rank = launch.rendezvous.rank
     logging.basicConfig(format=f"%(asctime)s %(levelname)s worker {rank}: %(message)s")
+    logging.getLogger().setLevel(launch.config.server.log_level.upper())
     faulthandler.register(signal.SIGUSR1, file=launch.stack, all_threads=True)
     heartbeat = HeartbeatTable(launch.heartbeats, launch.rendezvous.ranks).row(rank)
     WorkerLoop(launch, heartbeat, _RingLink(control, launch)).run(lambda phases: make(launch, phases))

@@ -14,8 +14,8 @@ from engine.core.executors import MessageDecoder, PendingResult
 from engine.core.shm import RingClosedError, RingTimeoutError
 from engine.core.startup import Phases, Progress
 from engine.core.types import CacheInfo, Step, StepResult
+from engine.plugins.executors.control_messages import ERRORS, Assignment, Failed, Progressed, Ready
 from engine.plugins.executors.heartbeat import WorkerHeartbeat
-from engine.plugins.executors.messages import ERRORS, Assignment, Failed, Progressed, Ready
 from engine.plugins.executors.result_sender import ResultSender
 
 if TYPE_CHECKING:

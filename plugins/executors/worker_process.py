@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.plugins.executors.control_messages import Connection, FromWorker, Launch, socket_pair
 from engine.plugins.executors.heartbeat import WorkerHeartbeat
-from engine.plugins.executors.messages import Connection, FromWorker, Launch, socket_pair
 from engine.plugins.executors.stacks import busy_stack
 
 STATES = {"T": "it is stopped (SIGSTOP)", "t": "it is stopped by a debugger", "D": "it waits in the kernel"}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from engine.core.errors import EngineError, ExecutorError
 from engine.core.startup import Listener
 from engine.core.types import CacheInfo
-from engine.plugins.executors.messages import Failed, Progressed, Ready
+from engine.plugins.executors.control_messages import Failed, Progressed, Ready
 from engine.plugins.executors.worker_process import WorkerProcess
 
 STOP_SECONDS = 3.0

@@ -6,7 +6,7 @@ from fake_worker import FakeRunner
 
 from engine.core.errors import EngineError
 from engine.core.startup import Phases
-from engine.plugins.executors.messages import Assignment
+from engine.plugins.executors.control_messages import Assignment
 from engine.plugins.executors.ray_actor import RankActor
 
 

@@ -18,7 +18,7 @@ from engine.core.errors import CapacityError
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo, Step, StepResult
 from engine.plugins.executors import worker
-from engine.plugins.executors.messages import Assignment, Launch
+from engine.plugins.executors.control_messages import Assignment, Launch
 
 
 class OutOfMemoryError(RuntimeError):

@@ -362,7 +362,7 @@ def test_constructor_refuses_a_plugin_passed_in_as_an_object(make_deployment: Ma
 
 def test_errors_lists_every_error_class_of_the_engine() -> None:
     from engine.core import errors
-    from engine.plugins.executors.messages import ERRORS
+    from engine.plugins.executors.control_messages import ERRORS
 
     named = {cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, EngineError)}
     assert set(ERRORS) == named - {EngineError, errors.InvalidRequestError}

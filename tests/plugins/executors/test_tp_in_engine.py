@@ -22,7 +22,7 @@ from engine.core.errors import ExecutorError, PluginError
 from engine.core.plugin_host.registry import load_plugins
 from engine.core.startup import Phases
 from engine.plugins.executors import tp
-from engine.plugins.executors.messages import Assignment
+from engine.plugins.executors.control_messages import Assignment
 from engine.plugins.executors.worker_loop import make_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -1,6 +1,7 @@
 """Control messages between an executor and its workers, and the socket that carries them.
 
-Steps and results are not among them: they travel as msgpack (core/executors/wire.py) through rings (core/shm/).
+Steps are not among them: `Step` and `StepResult` (core/types.py) travel as msgpack through rings in shared memory
+(core/shm/); with Ray, as arguments and answers of actor calls.
 """
 
 from __future__ import annotations
