@@ -65,9 +65,7 @@ class _Collector:
             )
 
 
-def make_request(
-    engine: Engine, prompt: Sequence[int], params: SamplingParams | None, priority: int = 0
-) -> Request:
+def make_request(engine: Engine, prompt: Sequence[int], params: SamplingParams | None, priority: int = 0) -> Request:
     """Make a request of an ID of its own."""
     return Request(
         id=uuid.uuid4().hex,

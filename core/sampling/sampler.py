@@ -4,8 +4,8 @@ The order of operations, for each row:
 
 1. logit_bias is added; tokens that would end the request are banned until min_tokens tokens were sampled.
 2. repetition_penalty (prompt and output), then frequency_penalty and presence_penalty (output only).
-3. Greedy rows take the most likely token, the first of equals. A row is greedy with temperature 0 (or under 1e-5, where
-   float32 leaves no choice) or with top_k 1.
+3. Greedy rows take the most likely token: the first of the largest logits, as the model returns them in its dtype. A row
+   is greedy with temperature 0 (or under 1e-5, where float32 leaves no choice) or with top_k 1.
 4. The other rows: divide by temperature; top_k; top_p of what top_k left; min_p; draw.
 
 From the penalties on this is the order of transformers' `generate`; vLLM applies min_p before top_k. Tokens that tie

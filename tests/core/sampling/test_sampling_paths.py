@@ -210,3 +210,34 @@ def test_update_removes_finished_sequences_and_adds_new_ones() -> None:
     assert sampler.table.num_outputs[0] == 1
     with pytest.raises(ExecutorError, match="has no sequence 0"):
         sample(sampler, random_logits(1), (0,))
+
+
+GREEDY_NEXT_TO: list[tuple[str, list[dict[str, Any]]]] = [
+    ("greedy", []),
+    ("greedy", [{"temperature": 0.0}]),
+    ("draw", [{"temperature": 1.0, "top_p": 0.9}]),
+    ("draw", [{"temperature": 1.0}, {"top_k": 1}]),
+    ("full", [{"temperature": 0.0, "logprobs": 2}]),
+    ("full", [{"temperature": 0.0, "presence_penalty": 1.0}, {"temperature": 1.0}]),
+]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("own", [{}, {"logprobs": 3}, {"top_k": 1}, {"logit_bias": ((0, -1.0),)}], ids=str)
+def test_a_greedy_token_is_the_first_of_the_largest_logits_on_every_path(own: dict[str, Any], fused: bool) -> None:
+    """bfloat16 logits with many ties; the neighbours choose the path."""
+    if fused:
+        pytest.importorskip("triton")
+    vocab = 300
+    asked = {"temperature": 0.0, "seed": 1, **own} if "top_k" not in own else {"seed": 1, **own}
+    for seed in range(3):
+        logits = (random_logits(3, vocab, seed) * 0.004 + 5).bfloat16()
+        ties = (logits[0] == logits[0].max()).nonzero()
+        assert len(ties) > 1
+        for path, neighbours in GREEDY_NEXT_TO:
+            params = [SamplingParams(**asked), *(SamplingParams(seed=2, **each) for each in neighbours)]
+            sampler = make_sampler(*params, vocab=vocab, fused=fused)
+            batch = range(len(params))
+            if own in ({}, {"top_k": 1}):
+                assert sampler.sampling_path(batch).name == path
+            assert sample(sampler, logits[: len(params)], batch).to_host()[0][0] == int(ties[0])
