@@ -337,7 +337,7 @@ def test_a_request_above_max_waiting_is_invalid_rather_than_overload(
 
 @pytest.mark.parametrize("cause", ["die_after", "raise_after"])
 def test_a_dead_engine_fails_requests_and_health(serve_fake: Serve, cause: str, alive: Callable[[int], bool]) -> None:
-    with serve_fake(options={cause: 5, "delay": 0.01}) as server, server.client() as http:
+    with serve_fake(replica_restarts=0, options={cause: 5, "delay": 0.01}) as server, server.client() as http:
         engine = server.engine_pid()
         response = http.post("/v1/completions", json=COMPLETION | {"max_tokens": 200, "stream": True})
         *_, last, rest = response.text.split("\n\n")
