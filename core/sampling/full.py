@@ -60,7 +60,8 @@ class FullPath(SamplingPath):
         """Apply bias, min_tokens and penalties; logits: [processed rows, vocab] float32, overwritten; table_rows:
         [processed rows]."""
         if (bias := processors.bias) is not None:
-            logits.index_put_((bias.rows, bias.tokens), bias.values, accumulate=True)
+            place = (bias.rows, bias.tokens)
+            logits.index_put_(place, logits[place] + bias.values)
         if (banned := processors.banned) is not None:
             place = (banned.rows, banned.tokens)
             early = self._table.num_outputs[table_rows[banned.rows]] < banned.min_tokens

@@ -57,6 +57,32 @@ def test_a_sampling_batch_is_built_once_while_its_sequences_stay(monkeypatch: py
     assert built == [(0, 1, 2), (0, 1)]
 
 
+def test_a_join_costs_the_host_nothing_per_biased_or_banned_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is put together from what `add` has sent to the device, sequence by sequence."""
+    vocab = 2000
+    asked = SamplingParams(
+        temperature=0,
+        logit_bias=tuple((token, 0.5) for token in range(1000)),
+        min_tokens=9,
+        stop_token_ids=tuple(range(1000, 2000)),
+    )
+    sampler = make_sampler(asked, asked, asked, vocab=vocab)
+    sent: list[int] = []
+    for name in ("_ints", "_floats"):
+        send = getattr(sampler._builder, name)
+        monkeypatch.setattr(sampler._builder, name, lambda values, send=send: sent.append(len(values)) or send(values))
+    sample(sampler, random_logits(3, vocab), (0, 1, 2))
+    assert 0 < sum(sent) < 30
+
+
+def test_biases_of_one_token_add_up() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 20] = 5.0
+    bias = ((10, 3.0), (20, 0.25), (10, 3.0), (5, 1e30), (5, -1e30), (10, -0.5))
+    sampler = make_sampler(SamplingParams(temperature=0, logit_bias=bias))
+    assert run(sampler, logits, (0,), 2) == [[10, 10]]
+
+
 PATHS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0}, "greedy"),
     ({"top_k": 1}, "greedy"),
