@@ -312,12 +312,14 @@ class CacheInfo:
     activation_bytes: int
     kv_bytes: int
     budget_bytes: int
-    """Maximum for weights, activations and KV cache together."""
+    """Maximum for weights, activations, penalties and KV cache together."""
     device: str
     """The device, as shown to users."""
     dtype: str
     kv_dtype: str = ""
     """Data type of keys and values; empty: as dtype."""
+    penalty_bytes: int = 0
+    """Maximum of the token counts for penalties; used only as long as requests have penalties."""
     phases: tuple[tuple[str, float], ...] = ()
     """(start-up phase, seconds): from an executor the phases of its `start`, from an engine all phases."""
 

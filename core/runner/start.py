@@ -45,6 +45,7 @@ from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.runner.step import StepLauncher, enter_device
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling
 from engine.core.sampling.sampler import Sampler
+from engine.core.sampling.token_counts import TokenCounts
 from engine.core.startup import Phases
 from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
 from engine.core.weights.checkpoint import Checkpoint
@@ -185,6 +186,7 @@ class RunnerStart:
             weights=weights,
             activations=activations,
             bytes_per_block=KVPool.bytes_per_block(self._spec),
+            penalties=TokenCounts.max_bytes(self._model_spec.vocab_size, self._config.scheduler.max_running),
         )
 
     def _make_state(self, model: Model, num_blocks: int, kv_scales: tuple[KVScales, ...]) -> DeviceState:
@@ -249,6 +251,7 @@ class RunnerStart:
             block_size=self._spec.block_size,
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
+            penalty_bytes=plan.penalties,
             kv_bytes=num_blocks * KVPool.bytes_per_block(self._spec),
             budget_bytes=plan.budget,
             device=f"{self._name} ({self._device.name})" if self._device.name else self._name,

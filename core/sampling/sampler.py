@@ -74,7 +74,7 @@ class Sampler:
         self._batch: SamplingBatch | None = None
         self._prompt_logprobs = PromptLogprobs()
         self.table = SamplingTable(max_running, device)
-        self._token_counts = TokenCounts(vocab_size, device)
+        self._token_counts = TokenCounts(vocab_size, max_running, device)
         max_and_index: Argmax = argmax
         draw_kernel: DrawRows | None = None
         if fused:

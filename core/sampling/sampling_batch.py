@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 from engine.core.sampling.arithmetic import MAX_SELECTED_TOP_K, mix
+from engine.core.sampling.token_counts import Slot
 from engine.core.transfer import tensor_to_device
 from engine.core.types import SamplingParams
 
@@ -50,7 +51,7 @@ class SequenceState:
     bias: TokenBias | None
     banned_tokens: torch.Tensor | None
     """[tokens] int64: ruled out until the output has min_tokens tokens; None: there are none."""
-    slot: int | None
+    slot: Slot | None
     """Its slot in TokenCounts; None: it has no penalties."""
 
 
@@ -218,7 +219,7 @@ class SamplingBatchBuilder:
         )
 
     def _penalties(self, states: Sequence[SequenceState]) -> Penalties | None:
-        members = [(row, state.slot, state.params) for row, state in enumerate(states) if state.slot is not None]
+        members = [(row, state.slot.index, state.params) for row, state in enumerate(states) if state.slot is not None]
         if not members:
             return None
         rows, slots, params = zip(*members, strict=True)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from engine.core.errors import ExecutorError, InvalidRequestError
+from engine.core.sampling.token_counts import TokenCounts
 from engine.core.types import NO_TOKEN, NewSequence, SamplingParams
 from tests.core.sampling.reference import (
     ALONE,
@@ -162,6 +163,52 @@ def test_a_freed_slot_is_cleared_before_reuse() -> None:
         sampler.add(NewSequence(sequence=number, tokens=(1, 2, 3), prompt_len=3, params=params), table_row=0)
         columns = [sampler.sample(logits, (number,), torch.zeros(1, dtype=torch.int64)).to_host()[0] for _ in first[0]]
         assert [[token for column in columns for token in column]] == first
+
+
+def test_the_penalties_table_grows_and_shrinks_with_its_sequences() -> None:
+    """Tokens are those of a sequence alone, whatever joins and leaves."""
+    count, steps = 37, 4
+    params = SamplingParams(temperature=0, frequency_penalty=2.0, repetition_penalty=1.5)
+    logits = random_logits(1)
+    expected = run(make_sampler(params), logits, (0,), steps + 12)[0]
+    sampler = make_sampler(*[params] * count)
+    table = sampler._token_counts
+    assert len(table.counts) == len(table.seen) == count
+    found = run(sampler, logits.expand(count, -1), range(count), steps)
+    assert found == [expected[:steps]] * count
+    sizes, left = [], list(range(count))
+    for number in (*range(0, count, 2), *range(1, count - 4, 2)):
+        sampler.remove(number)
+        left.remove(number)
+        sizes.append(len(table.counts))
+    assert (sizes, left) == (sorted(sizes, reverse=True), [33, 35])
+    assert sizes[-1] < 10
+    assert run(sampler, logits.expand(2, -1), left, 12) == [expected[steps:]] * 2
+    later = NewSequence(sequence=99, tokens=(1, 2, 3), prompt_len=3, params=params)
+    sampler.add(later, table_row=0)
+    assert sampler.sample(logits, (99,), torch.zeros(1, dtype=torch.int64)).to_host()[0] == expected[:1]
+
+
+@pytest.mark.parametrize("max_slots", [1, 4, 5, 37, 256])
+def test_the_penalties_table_stays_within_its_maximum(max_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = TokenCounts(VOCAB, max_slots, torch.device("cpu"))
+    peak, resize = 0, table._resize
+
+    def noted(capacity: int) -> None:
+        nonlocal peak
+        peak = max(peak, table.counts.nbytes + table.seen.nbytes + capacity * VOCAB * 5)
+        resize(capacity)
+
+    monkeypatch.setattr(table, "_resize", noted)
+    new = NewSequence(sequence=0, tokens=(1,), prompt_len=1, params=SamplingParams())
+    slots = [table.add(new) for _ in range(max_slots)]
+    assert len(table.counts) == max_slots
+    assert peak == TokenCounts.max_bytes(VOCAB, max_slots)
+    assert sorted(slot.index for slot in slots) == list(range(max_slots))
+    for slot in slots:
+        table.free(slot)
+    assert len(table.counts) <= 4
+    assert peak == TokenCounts.max_bytes(VOCAB, max_slots)
 
 
 def test_same_seed_gives_same_tokens() -> None:
