@@ -13,7 +13,7 @@ from engine.cli.json_output import only_json
 from engine.cli.opening import open_engine
 from engine.cli.options import OFFLINE, configured, sampled
 from engine.core.config import Resolved
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import ExecutorError, InvalidRequestError
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
@@ -67,6 +67,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 def completion(engine: Engine, prompt: str, params: SamplingParams) -> dict[str, Any]:
     """The completion, as JSON says it."""
     done = engine.generate([prompt], params)[0]
+    if done.error is not None:
+        raise ExecutorError(done.error)
     result: dict[str, Any] = {
         "text": done.text,
         "token_ids": list(done.token_ids),

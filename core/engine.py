@@ -17,16 +17,24 @@ import attrs
 
 from engine.core import arguments
 from engine.core.arguments import Conversation
+from engine.core.async_generation import AsyncGenerator
 from engine.core.attention.base import AttentionBackend
 from engine.core.config.default_model import demo_model
 from engine.core.config.load import flatten, load_config
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
-from engine.core.errors import ConfigError, InvalidRequestError, PluginError, PluginFaultError
+from engine.core.errors import (
+    ConfigError,
+    EngineError,
+    ExecutorError,
+    InvalidRequestError,
+    PluginError,
+    PluginFaultError,
+)
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.deployment import Deployment, make_executor
 from engine.core.executors.rehearsal import rehearse
-from engine.core.generation import AsyncGenerator, Completion, generate, stream
+from engine.core.generation import Completion, generate, stream
 from engine.core.models.base import ModelSpec
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
@@ -41,7 +49,7 @@ from engine.core.schedulers.scheduler import Scheduler
 from engine.core.startup import Listener, Phases
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
-from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step
+from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step, StepResult
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.generation_config import not_honoured
 
@@ -209,6 +217,8 @@ class Engine:
         self._kernels_compiled = self._graphs_captured = 0
         self._async: AsyncGenerator | None = None
         self._closed = False
+        self._failure = ""
+        """Why no step can run any more; empty while steps can."""
 
     def step(self) -> list[Output]:
         """Plan and submit a step, then commit the oldest step in flight.
@@ -218,30 +228,52 @@ class Engine:
         Raises ExecutorError when a step failed (StepFaultError, naming the plugin, when a plugin made it fail); the
         engine can then only be closed.
         """
+        if self._failure:
+            raise self._unusable()
         with self._timers["schedule"]:
             step = self._scheduler.schedule(time.monotonic())
+        try:
+            answered = self._exchange(step)
+            if answered is None:
+                return []
+            oldest, result = answered
+            for phase, seconds in result.seconds:
+                self._timers[phase].seconds += seconds
+            self._kernels_compiled += result.kernels_compiled
+            self._graphs_captured += result.graphs_captured
+            with self._timers["commit"]:
+                return self._scheduler.commit(oldest, result, time.monotonic())
+        except BaseException as error:  # the step's tokens are lost, whatever was raised
+            self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            raise
+
+    def _exchange(self, step: Step | None) -> tuple[Step, StepResult] | None:
+        """Submit a step, and wait for the oldest in flight; None where the engine need not wait yet."""
         try:
             if step is not None:
                 with self._timers["submit"]:
                     pending = self._executor.submit(step)
                 self._in_flight.append((step, pending))
             if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
-                return []
+                return None
             oldest, pending = self._in_flight.popleft()
             with self._timers["wait"]:
-                result = pending.result()
+                return oldest, pending.result()
         except BaseException as error:
             name_fault(error, PluginCall(self.parts.owner("executors"), "a step"))
             raise
-        for phase, seconds in result.seconds:
-            self._timers[phase].seconds += seconds
-        self._kernels_compiled += result.kernels_compiled
-        self._graphs_captured += result.graphs_captured
-        with self._timers["commit"]:
-            return self._scheduler.commit(oldest, result, time.monotonic())
+
+    def _unusable(self) -> ExecutorError:
+        """The error of a call that needs a working engine."""
+        if self._closed:
+            return ExecutorError("the engine is closed; make a new one")
+        return ExecutorError(f"a step failed, so the engine can only be closed; make a new one ({self._failure})")
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served."""
+        """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served, and
+        ExecutorError when the engine is closed or a step has failed."""
+        if self._failure:
+            raise self._unusable()
         for token in (min(request.prompt, default=0), max(request.prompt, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequestError(
@@ -290,6 +322,7 @@ class Engine:
         priority: lower is more urgent than other requests, for policies that have priorities.
         progress: show a progress bar on stderr.
         Raises InvalidRequestError, with `parameter` set, for an argument of a wrong type and for what cannot be served.
+        A prompt for which no token can be sampled has the finish_reason "error", and a sentence in `error`.
         """
         tokens = [arguments.prompt_tokens(prompt, self.tokenizer) for prompt in arguments.prompt_list(prompts)]
         return self._generate(tokens, params, n, priority, progress=progress)
@@ -348,13 +381,14 @@ class Engine:
         )
 
     def check(self) -> Health:
-        """Whether the engine is open and its executor can run steps."""
-        return Health(ok=False, detail="the engine is closed") if self._closed else self._executor.check()
+        """Whether the engine is open, no step has failed and the executor can run steps."""
+        return Health(ok=False, detail=self._failure) if self._failure else self._executor.check()
 
     def close(self) -> None:
         """Stop the executor and free the device; a second call does nothing."""
         if not self._closed:
             self._closed = True
+            self._failure = "the engine is closed"
             self._in_flight.clear()
             self._executor.shutdown()
             self.plugins.notify("engine_stopped", engine=self)

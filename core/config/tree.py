@@ -233,7 +233,7 @@ class ServerConfig:
     )
     replica_restarts: int = setting(
         5,
-        "Restarts of a dead replica, where there are several, before the supervisor gives it up; the count starts again"
+        "Restarts of a dead replica, also of the only one, before the supervisor gives it up; the count starts again"
         " after 10 minutes without a failure. 0: no restart.",
         flag="--replica-restarts",
     )

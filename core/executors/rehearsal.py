@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.core.errors import ExecutorError, StepFaultError
+from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, Health
 from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
-from engine.core.types import CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step, StepResult
+from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step, StepResult
 
 STEP = 0
 """Number of the rehearsal's steps; the scheduler's begin with 1."""
@@ -72,6 +72,11 @@ class _CheckedCalls:
     def expect_tokens(self, result: StepResult, vocab_size: int) -> None:
         """Check that a result has one token, of the vocabulary."""
         match result.tokens:
+            case ((int(token),),) if token == NO_TOKEN:
+                raise CheckpointError(
+                    "the logits of the rehearsal's prompt are not finite (NaN or infinite); the weights may be damaged,"
+                    " or the numbers outgrow this dtype: try bfloat16 or float32"
+                )
             case ((int(token),),) if 0 <= token < vocab_size:
                 return
         raise self._wrong("result", result.tokens, f"one row of one token below {vocab_size}")

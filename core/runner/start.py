@@ -11,7 +11,7 @@ from engine.core.attention.kv_pool import KVPool
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import OneRank, RankGroup
-from engine.core.errors import CapacityError, ConfigError
+from engine.core.errors import CapacityError, CheckpointError, ConfigError
 from engine.core.layers import LayerFactory
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.kv_scale_reader import find_kv_scales
@@ -49,8 +49,9 @@ from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.runner.step import StepLauncher, enter_device
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling
 from engine.core.sampling.sampler import Sampler
+from engine.core.sampling.token_counts import TokenCounts
 from engine.core.startup import Phases
-from engine.core.types import CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
+from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import DummySource, SafetensorsSource, load_weights
 
@@ -182,7 +183,12 @@ class RunnerStart:
         torch.cuda.reset_peak_memory_stats(self._name)
         before = torch.cuda.memory_allocated(self._name)
         with self._name_fault("the first step"):
-            StepLauncher(self._device, state, StepGraphs()).launch(step).result()
+            result = StepLauncher(self._device, state, StepGraphs()).launch(step).result()
+        if any(NO_TOKEN in tokens for tokens in result.tokens):
+            raise CheckpointError(
+                "the logits of the first step are not finite (NaN or infinite); the weights may be damaged, or the "
+                "numbers outgrow this dtype: try bfloat16 or float32"
+            )
         return torch.cuda.max_memory_allocated(self._name) - before
 
     def _plan_memory(self, free: int, weights: int, activations: int) -> MemoryPlan:
@@ -194,6 +200,7 @@ class RunnerStart:
             weights=weights,
             activations=activations,
             bytes_per_block=KVPool.bytes_per_block(self._spec),
+            penalties=TokenCounts.max_bytes(self._model_spec.vocab_size, self._config.scheduler.max_running),
         )
 
     def _make_state(self, model: Model, num_blocks: int, kv_scales: tuple[KVScales, ...]) -> DeviceState:
@@ -258,6 +265,7 @@ class RunnerStart:
             block_size=self._spec.block_size,
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
+            penalty_bytes=plan.penalties,
             kv_bytes=num_blocks * KVPool.bytes_per_block(self._spec),
             budget_bytes=plan.budget,
             device=f"{self._name} ({self._device.name})" if self._device.name else self._name,

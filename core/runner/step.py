@@ -35,7 +35,7 @@ class PendingStep:
         return all(sampled is None or sampled.ready() for sampled in self.samples)
 
     def result(self) -> StepResult:
-        """Wait for the tokens. Raises ExecutorError when the device failed, or logits were not finite."""
+        """Wait for the tokens. Raises ExecutorError when the device failed."""
         try:
             fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
         except RuntimeError as error:  # the only class that torch raises

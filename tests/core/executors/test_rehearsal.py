@@ -8,9 +8,10 @@ import pytest
 
 from engine.core import engine as engine_module
 from engine.core.engine import Engine
-from engine.core.errors import ExecutorError, PluginError
+from engine.core.errors import CheckpointError, ExecutorError, PluginError
 from engine.core.runner.step import StepLauncher
 from engine.core.types import EngineStats, SamplingParams, Step
+from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.executors.uniproc import UniprocExecutor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -156,3 +157,12 @@ def test_auto_passes_over_what_a_worker_cannot_construct(
         assert choice.name != "late"
         assert "attention 'late' of engine-late 0.4 failed in its constructor: KeyError: 'tide'" in choice.reason
         assert engine.generate([[1, 2, 3]])[0].token_ids
+
+
+def test_start_refuses_weights_whose_logits_are_not_finite(make_engine: Any) -> None:
+    class Overflowing(TorchAttention):
+        def forward(self, layer: int, q: Any, k: Any, v: Any, plan: Any) -> Any:
+            return super().forward(layer, q, k, v, plan) * float("nan")
+
+    with pytest.raises(CheckpointError, match=r"the logits of the rehearsal's prompt are not finite"):
+        make_engine(attention=Overflowing)
