@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -23,25 +22,17 @@ from engine.core.config.default_model import demo_model
 from engine.core.config.load import flatten, load_config
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
-from engine.core.errors import (
-    ConfigError,
-    EngineError,
-    ExecutorError,
-    InvalidRequestError,
-    PluginError,
-    PluginFaultError,
-)
+from engine.core.errors import ConfigError, EngineError, ExecutorError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
-from engine.core.executors.deployment import Deployment, make_executor
+from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
 from engine.core.generation import Completion, generate, stream
 from engine.core.models.base import ModelSpec
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
-from engine.core.plugin_host.extension_points import EXTENSION_POINTS
-from engine.core.plugin_host.faults import PluginCall, expect, name_fault
+from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
-from engine.core.plugin_host.selection import Parts, check_names, resolve
+from engine.core.plugin_host.selection import check_names
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import SchedulingPolicy
@@ -49,7 +40,7 @@ from engine.core.schedulers.scheduler import Scheduler
 from engine.core.startup import Listener, Phases
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
-from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step, StepResult
+from engine.core.types import EngineStats, Output, Request, SamplingParams, Step, StepResult
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.generation_config import not_honoured
 
@@ -113,12 +104,15 @@ class Engine:
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)
             self.config = settle(self.config, self.device)
-        cache_info = self._choose_and_start(phases, on_progress, objects)
-        model_spec = shape_of(self.parts.model, self.checkpoint.config)
-        self.max_len = max_len(self.config, model_spec)
-        self._warn_unused(model_spec)
-        self.vocab_size = model_spec.vocab_size
+        choice = PluginChoice(
+            config=self.config, plugins=self.plugins, device=self.device, checkpoint=self.checkpoint, objects=objects
+        )
+        self.parts, self._executor, cache_info = choice.start(phases, on_progress)
         try:
+            model_spec = shape_of(self.parts.model, self.checkpoint.config)
+            self.max_len = max_len(self.config, model_spec)
+            self._warn_unused(model_spec)
+            self.vocab_size = model_spec.vocab_size
             with phases.phase("rehearsal"):
                 rehearse(
                     self._executor,
@@ -135,42 +129,6 @@ class Engine:
             self._executor.shutdown()  # the caller gets no engine to close
             raise
 
-    def _choose_and_start(
-        self, phases: Phases, on_progress: Listener | None, objects: Mapping[str, object]
-    ) -> CacheInfo:
-        """Choose the plugins and start the executor; auto chooses again without a plugin whose constructor raises."""
-        config, passed_over = self.config, dict[tuple[str, str], str]()
-        fault: PluginFaultError | None = None
-        while True:
-            with phases.phase("plugins"):
-                try:
-                    self.parts = resolve(
-                        self.config, self.plugins, self.device, self.checkpoint.config, objects, passed_over=passed_over
-                    )
-                except PluginError:
-                    if fault is None:
-                        raise
-                    raise fault from fault.__cause__  # no other plugin serves
-            for point, _ in passed_over:  # workers choose for themselves, by the configuration
-                config = _with_choice(config, self.parts, point)
-            try:
-                with phases.phase("executor"):
-                    cache_info = self._start_executor(config, on_progress)
-                    phases.include(cache_info.phases)
-                    break
-            except PluginFaultError as error:
-                choice = self.parts.choice_at_fault(error)
-                if choice is None:
-                    raise
-                log.warning("auto passes over a plugin: %s", error, exc_info=error)
-                passed_over[choice.extension_point, choice.name] = str(error)
-                fault = error
-                for one in (error, error.__cause__):  # they hold the weights that were loaded
-                    traceback.clear_frames(one.__traceback__ if one is not None else None)
-        for notice in filter(None, (choice.notice for choice in self.parts.choices)):
-            log.warning("%s", notice)
-        return cache_info
-
     def _warn_unused(self, model_spec: ModelSpec) -> None:
         """Log what the checkpoint's JSON files ask for and nothing computes."""
         model, checkpoint = self.parts.model, self.checkpoint
@@ -182,21 +140,6 @@ class Engine:
         settings = not_honoured(checkpoint.generation_config, model_spec.max_len)
         if settings:
             log.warning("generation_config.json has settings that are not used: %s", ", ".join(settings))
-
-    def _start_executor(self, config: EngineConfig, on_progress: Listener | None) -> CacheInfo:
-        """Build the executor and let it load the model and allocate the KV cache."""
-        self._executor = make_executor(Deployment(config, self.parts, self.checkpoint, self.device))
-        if on_progress is not None:
-            self._executor.watch(on_progress)
-        cache_info = self._executor.start()
-        try:
-            expect(
-                isinstance(cache_info, CacheInfo), self.parts.owner("executors"), "start()", cache_info, "a CacheInfo"
-            )
-        except PluginError:
-            self._executor.shutdown()
-            raise
-        return cache_info
 
     def _start_scheduling(self) -> None:
         """Build the scheduler over the executor's KV cache, and the state of the step loop."""
@@ -400,13 +343,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _with_choice(config: EngineConfig, parts: Parts, extension_point: str) -> EngineConfig:
-    """A configuration that names the plugin chosen for an extension point."""
-    [choice] = [one for one in parts.choices if one.extension_point == extension_point]
-    [section] = [point.section for point in EXTENSION_POINTS if point.name == extension_point]
-    return attrs.evolve(config, **{section: attrs.evolve(getattr(config, section), name=choice.name)})
 
 
 def _merged_config(
