@@ -107,8 +107,8 @@ def raise_interrupt(error: BaseException) -> None:
 def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
     """Raise StepFaultError from `error`, naming the plugin whose method was running; return if there was none.
 
-    The traceback says which method: it costs a step nothing until something is raised. runs: the call in progress, for
-    an error that no frame of the traceback can be told by. Returns for what is no fault, too.
+    The traceback says which method, so a step pays nothing until something is raised. runs: the call to name where no
+    frame of the traceback is a plugin's. Returns for what is no fault, too.
     """
     if is_no_fault(error):
         return
