@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
+from engine.cli.json_output import only_json
 from engine.cli.opening import open_engine
 from engine.cli.options import OFFLINE, configured, sampled
 from engine.core.config import Resolved
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import ExecutorError, InvalidRequestError
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
@@ -40,12 +40,12 @@ def generate(
     if "logprobs" in sampling and not as_json:
         raise InvalidRequestError("--logprobs needs --json, where they are printed", "logprobs")
 
+    if as_json:
+        with only_json() as print_json, open_engine(resolved) as engine:
+            print_json(completion(engine, text, attrs.evolve(engine.default_params, **sampling)))
+        return
     with open_engine(resolved) as engine:
-        params = attrs.evolve(engine.default_params, **sampling)
-        if as_json:
-            print_json(engine, text, params)
-        else:
-            print_stream(engine, text, params)
+        print_stream(engine, text, attrs.evolve(engine.default_params, **sampling))
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -64,9 +64,11 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise InvalidRequestError(f"{file or 'standard input'} is not UTF-8 text: {error}", "prompt") from error
 
 
-def print_json(engine: Engine, prompt: str, params: SamplingParams) -> None:
-    """Print the completion as one line of JSON."""
+def completion(engine: Engine, prompt: str, params: SamplingParams) -> dict[str, Any]:
+    """The completion, as JSON says it."""
     done = engine.generate([prompt], params)[0]
+    if done.error is not None:
+        raise ExecutorError(done.error)
     result: dict[str, Any] = {
         "text": done.text,
         "token_ids": list(done.token_ids),
@@ -79,7 +81,7 @@ def print_json(engine: Engine, prompt: str, params: SamplingParams) -> None:
     }
     if done.logprobs is not None:
         result["logprobs"] = [attrs.asdict(one) for one in done.logprobs]
-    typer.echo(json.dumps(result))
+    return result
 
 
 def print_stream(engine: Engine, prompt: str, params: SamplingParams) -> None:

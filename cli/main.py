@@ -120,13 +120,16 @@ def other_plugins_installed() -> bool:
 
 def plugin_commands(plugins: Plugins) -> list[tuple[str, Any]]:
     """(plugin, command) of each command that plugins register. A plugin that raises gets a warning and adds nothing."""
+    from engine.core.plugin_host import raise_interrupt
+
     found: list[tuple[str, Any]] = []
     for hook in plugins.hook.register_commands.get_hookimpls():
         own = typer.Typer(callback=lambda: None)  # with a callback, even one command makes a group
         try:
             hook.function(own)
             found.extend((hook.plugin_name, command) for command in typer.main.get_group(own).commands.values())
-        except Exception as error:
+        except BaseException as error:
+            raise_interrupt(error)
             _warn(f"plugin {hook.plugin_name} could not add its commands: {type(error).__name__}: {error}")
     return found
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from attrs import asdict, frozen
 
+from engine.cli.json_output import only_json
 from engine.cli.options import OFFLINE, SECTIONS, configured
+from engine.cli.plugin_imports import heavy_imports
 from engine.cli.tables import print_table
 from engine.core.config import Resolved
 from engine.core.errors import EngineError, PluginError
@@ -31,19 +32,24 @@ def list_plugins(resolved: Resolved, as_json: AsJson = False) -> None:
     """List the plugins of each extension point, without importing any implementation."""
     from engine.core.plugin_host import load_plugins
 
-    plugins = load_plugins(resolved.config.plugins)
     columns = ("name", "summary", "distribution", "version", "preference")
-    failures = [str(failure) for failure in plugins.failures]
-    offers = {
-        point: [{column: getattr(one, column) for column in columns} for one in registry]
-        for point, registry in plugins.registries.items()
-    }
+
+    def report() -> dict[str, Any]:
+        plugins = load_plugins(resolved.config.plugins)
+        offers = {
+            point: [{column: getattr(one, column) for column in columns} for one in registry]
+            for point, registry in plugins.registries.items()
+        }
+        return {"extension_points": offers, "failures": [str(failure) for failure in plugins.failures]}
+
     if as_json:
-        typer.echo(json.dumps({"extension_points": offers, "failures": failures}, indent=2))
+        with only_json(indent=2) as print_json:
+            print_json(report())
         return
-    for point, rows in offers.items():
+    found = report()
+    for point, rows in found["extension_points"].items():
         print_table(columns, [tuple(row.values()) for row in rows], title=point)
-    for failure in failures:
+    for failure in found["failures"]:
         typer.echo(f"failed: {failure}")
 
 
@@ -62,20 +68,25 @@ class Verdict:
 @configured(without=OFFLINE)
 def check(resolved: Resolved, as_json: AsJson = False) -> None:
     """Load every plugin and report whether it can serve this model on this machine. Exit status 1 if one is broken."""
-    from engine.core.plugin_host import load_plugins
+    from engine.core.plugin_host import HOME, load_plugins
 
-    plugins = load_plugins(resolved.config.plugins)
-    verdicts = check_all(resolved.config, plugins)
-    failures = [str(failure) for failure in plugins.failures]
+    def report() -> tuple[list[Verdict], list[str], list[str]]:
+        plugins = load_plugins(resolved.config.plugins)
+        slow = heavy_imports(plugins, HOME)  # before any class is loaded
+        return check_all(resolved.config, plugins), [str(failure) for failure in plugins.failures], slow
+
     if as_json:
-        typer.echo(json.dumps({"plugins": [asdict(one) for one in verdicts], "failures": failures}, indent=2))
+        with only_json(indent=2) as print_json:
+            verdicts, failures, slow = report()
+            print_json({"plugins": [asdict(one) for one in verdicts], "failures": failures, "slow": slow})
     else:
+        verdicts, failures, slow = report()
         print_table(
             ("name", "extension point", "status", "reason"),
             [(one.name, one.extension_point, one.status, one.reason) for one in verdicts],
         )
-        for failure in failures:
-            typer.echo(f"failed: {failure}")
+        for line in (*(f"failed: {failure}" for failure in failures), *(f"slow: {one}" for one in slow)):
+            typer.echo(line)
     if failures or any(one.status == "broken" for one in verdicts):
         raise typer.Exit(1)
 

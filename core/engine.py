@@ -16,20 +16,23 @@ import attrs
 
 from engine.core import arguments
 from engine.core.arguments import Conversation
+from engine.core.async_generation import AsyncGenerator
 from engine.core.attention.base import AttentionBackend
 from engine.core.config.default_model import demo_model
 from engine.core.config.load import flatten, load_config
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
-from engine.core.errors import ConfigError, InvalidRequestError
+from engine.core.errors import ConfigError, EngineError, ExecutorError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
-from engine.core.executors.deployment import Deployment, make_executor
-from engine.core.generation import AsyncGenerator, Completion, generate, stream
+from engine.core.executors.choose import PluginChoice
+from engine.core.executors.rehearsal import rehearse
+from engine.core.generation import Completion, generate, stream
 from engine.core.models.base import ModelSpec
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
+from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
-from engine.core.plugin_host.selection import check_names, resolve
+from engine.core.plugin_host.selection import check_names
 from engine.core.quant.base import QuantMethod
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import SchedulingPolicy
@@ -37,11 +40,12 @@ from engine.core.schedulers.scheduler import Scheduler
 from engine.core.startup import Listener, Phases
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
-from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step
+from engine.core.types import EngineStats, Output, Request, SamplingParams, Step, StepResult
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.generation_config import not_honoured
 
 log = logging.getLogger(__name__)
+
 
 STEP_PHASES = ("schedule", "submit", "wait", "commit")
 """What a step is timed by in the engine; the runner adds phases of its own (StepResult.seconds)."""
@@ -100,16 +104,24 @@ class Engine:
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)
             self.config = settle(self.config, self.device)
-        with phases.phase("plugins"):
-            self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
-        model_spec = shape_of(self.parts.model, self.checkpoint.config)
-        self.max_len = max_len(self.config, model_spec)
-        self._warn_unused(model_spec)
-        self.vocab_size = model_spec.vocab_size
-        with phases.phase("executor"):
-            cache_info = self._start_executor(on_progress)
-            phases.include(cache_info.phases)
+        choice = PluginChoice(
+            config=self.config, plugins=self.plugins, device=self.device, checkpoint=self.checkpoint, objects=objects
+        )
+        self.parts, self._executor, cache_info = choice.start(phases, on_progress)
         try:
+            model_spec = shape_of(self.parts.model, self.checkpoint.config)
+            self.max_len = max_len(self.config, model_spec)
+            self._warn_unused(model_spec)
+            self.vocab_size = model_spec.vocab_size
+            with phases.phase("rehearsal"):
+                rehearse(
+                    self._executor,
+                    cache_info,
+                    owner=self.parts.owner("executors"),
+                    max_tokens=self.config.scheduler.max_batch_tokens,
+                    max_len=self.max_len,
+                    vocab_size=self.vocab_size,
+                )
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
             self._start_scheduling()
             self.plugins.notify("engine_started", engine=self)
@@ -128,13 +140,6 @@ class Engine:
         settings = not_honoured(checkpoint.generation_config, model_spec.max_len)
         if settings:
             log.warning("generation_config.json has settings that are not used: %s", ", ".join(settings))
-
-    def _start_executor(self, on_progress: Listener | None) -> CacheInfo:
-        """Build the executor and let it load the model and allocate the KV cache."""
-        self._executor = make_executor(Deployment(self.config, self.parts, self.checkpoint, self.device))
-        if on_progress is not None:
-            self._executor.watch(on_progress)
-        return self._executor.start()
 
     def _start_scheduling(self) -> None:
         """Build the scheduler over the executor's KV cache, and the state of the step loop."""
@@ -155,34 +160,63 @@ class Engine:
         self._kernels_compiled = self._graphs_captured = 0
         self._async: AsyncGenerator | None = None
         self._closed = False
+        self._failure = ""
+        """Why no step can run any more; empty while steps can."""
 
     def step(self) -> list[Output]:
         """Plan and submit a step, then commit the oldest step in flight.
 
         With overlap, one step stays in flight: a step is committed only after the next one is submitted.
         Returns the new tokens of each request.
-        Raises ExecutorError when a step failed; the engine can then only be closed.
+        Raises ExecutorError when a step failed (StepFaultError, naming the plugin, when a plugin made it fail); the
+        engine can then only be closed.
         """
+        if self._failure:
+            raise self._unusable()
         with self._timers["schedule"]:
             step = self._scheduler.schedule(time.monotonic())
-        if step is not None:
-            with self._timers["submit"]:
-                pending = self._executor.submit(step)
-            self._in_flight.append((step, pending))
-        if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
-            return []
-        oldest, pending = self._in_flight.popleft()
-        with self._timers["wait"]:
-            result = pending.result()
-        for phase, seconds in result.seconds:
-            self._timers[phase].seconds += seconds
-        self._kernels_compiled += result.kernels_compiled
-        self._graphs_captured += result.graphs_captured
-        with self._timers["commit"]:
-            return self._scheduler.commit(oldest, result, time.monotonic())
+        try:
+            answered = self._exchange(step)
+            if answered is None:
+                return []
+            oldest, result = answered
+            for phase, seconds in result.seconds:
+                self._timers[phase].seconds += seconds
+            self._kernels_compiled += result.kernels_compiled
+            self._graphs_captured += result.graphs_captured
+            with self._timers["commit"]:
+                return self._scheduler.commit(oldest, result, time.monotonic())
+        except BaseException as error:  # the step's tokens are lost, whatever was raised
+            self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            raise
+
+    def _exchange(self, step: Step | None) -> tuple[Step, StepResult] | None:
+        """Submit a step, and wait for the oldest in flight; None where the engine need not wait yet."""
+        try:
+            if step is not None:
+                with self._timers["submit"]:
+                    pending = self._executor.submit(step)
+                self._in_flight.append((step, pending))
+            if not self._in_flight or (step is not None and len(self._in_flight) <= self._steps_ahead):
+                return None
+            oldest, pending = self._in_flight.popleft()
+            with self._timers["wait"]:
+                return oldest, pending.result()
+        except BaseException as error:
+            name_fault(error, PluginCall(self.parts.owner("executors"), "a step"))
+            raise
+
+    def _unusable(self) -> ExecutorError:
+        """The error of a call that needs a working engine."""
+        if self._closed:
+            return ExecutorError("the engine is closed; make a new one")
+        return ExecutorError(f"a step failed, so the engine can only be closed; make a new one ({self._failure})")
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served."""
+        """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served, and
+        ExecutorError when the engine is closed or a step has failed."""
+        if self._failure:
+            raise self._unusable()
         for token in (min(request.prompt, default=0), max(request.prompt, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequestError(
@@ -231,6 +265,7 @@ class Engine:
         priority: lower is more urgent than other requests, for policies that have priorities.
         progress: show a progress bar on stderr.
         Raises InvalidRequestError, with `parameter` set, for an argument of a wrong type and for what cannot be served.
+        A prompt for which no token can be sampled has the finish_reason "error", and a sentence in `error`.
         """
         tokens = [arguments.prompt_tokens(prompt, self.tokenizer) for prompt in arguments.prompt_list(prompts)]
         return self._generate(tokens, params, n, priority, progress=progress)
@@ -289,13 +324,14 @@ class Engine:
         )
 
     def check(self) -> Health:
-        """Whether the engine is open and its executor can run steps."""
-        return Health(ok=False, detail="the engine is closed") if self._closed else self._executor.check()
+        """Whether the engine is open, no step has failed and the executor can run steps."""
+        return Health(ok=False, detail=self._failure) if self._failure else self._executor.check()
 
     def close(self) -> None:
         """Stop the executor and free the device; a second call does nothing."""
         if not self._closed:
             self._closed = True
+            self._failure = "the engine is closed"
             self._in_flight.clear()
             self._executor.shutdown()
             self.plugins.notify("engine_stopped", engine=self)

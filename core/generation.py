@@ -1,16 +1,15 @@
-"""Generation on top of Engine.step: of a list of prompts, as one stream, or as many asyncio streams."""
+"""Generation on top of Engine.step: of a list of prompts, or as one stream. async_generation.py has asyncio streams."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
-from engine.core.errors import EngineError, ExecutorError, InvalidRequestError
+from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.text.detokenizer import Detokenizer, TextDelta
 from engine.core.types import FINISH_ERROR, FinishReason, Output, Request, SamplingParams, TokenLogprobs
 
@@ -30,75 +29,90 @@ class Completion:
     """Prompt tokens whose keys and values came from the prefix cache."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+    """A sentence, if finish_reason is "error": why the text ends early."""
 
 
 @define
-class _Running:
-    """A request in progress, and its text so far."""
+class _Collector:
+    """Collects a request's outputs for its Completion. The cost per token does not depend on the length of the text."""
 
     request: Request
-    detokenizer: Detokenizer
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    cached_tokens: int = 0
+    _texts: list[str] = field(factory=list)
+    _tokens: list[int] = field(factory=list)
+    _logprobs: list[TokenLogprobs] = field(factory=list)
+    _prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    _cached_tokens: int = 0
+    completion: Completion | None = None
+    """None until the request has finished."""
 
-    def feed(self, output: Output) -> TextDelta:
-        delta = self.detokenizer.feed(output)
-        self.text += delta.text
-        self.tokens += delta.tokens
-        self.logprobs += output.logprobs[: len(delta.tokens)]
-        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-        return delta
-
-    def completion(self, finish_reason: FinishReason) -> Completion:
-        return Completion(
-            text=self.text,
-            token_ids=self.tokens,
-            finish_reason=finish_reason,
-            prompt_tokens=len(self.request.prompt),
-            cached_tokens=self.cached_tokens,
-            logprobs=self.logprobs if self.request.params.logprobs is not None else None,
-            prompt_logprobs=self.prompt_logprobs,
-        )
+    def add(self, output: Output, delta: TextDelta) -> None:
+        self._texts.append(delta.text)
+        self._tokens += delta.tokens
+        self._logprobs += delta.logprobs
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        if delta.finish_reason is not None:
+            self.completion = Completion(
+                text="".join(self._texts),
+                token_ids=tuple(self._tokens),
+                finish_reason=delta.finish_reason,
+                prompt_tokens=len(self.request.prompt),
+                cached_tokens=self._cached_tokens,
+                logprobs=tuple(self._logprobs) if self.request.params.logprobs is not None else None,
+                prompt_logprobs=self._prompt_logprobs,
+                error=output.error,
+            )
 
 
-def _add_request(engine: Engine, prompt: Sequence[int], params: SamplingParams | None, priority: int = 0) -> _Running:
-    request = Request(
+def make_request(engine: Engine, prompt: Sequence[int], params: SamplingParams | None, priority: int = 0) -> Request:
+    """Make a request of an ID of its own."""
+    return Request(
         id=uuid.uuid4().hex,
         prompt=tuple(prompt),
         params=params or engine.default_params,
         priority=priority,
         arrival=time.monotonic(),
     )
+
+
+def add_request(engine: Engine, request: Request) -> Detokenizer:
+    """Add a request to the engine. Raises what Engine.add raises."""
     engine.add(request)
-    return _Running(request, Detokenizer(engine.tokenizer, request.prompt, request.params))
+    return Detokenizer(engine.tokenizer, request.prompt, request.params)
 
 
 def _check_idle(engine: Engine) -> None:
-    if engine.has_work:
+    if engine.has_work and engine.check().ok:
         raise InvalidRequestError(
             "the engine has other requests in progress, whose tokens would be lost; "
             "finish them first, or use astream for all"
         )
 
 
-def _advance(engine: Engine, running: dict[str, _Running]) -> Iterator[tuple[_Running, TextDelta]]:
-    """Run one step and yield what is new for each of `running`. Abort requests whose text ended at a stop string."""
+def advance(engine: Engine, running: dict[str, Detokenizer]) -> Iterator[tuple[str, Output, TextDelta]]:
+    """Run one step; yield the outputs of `running`, by request ID, and their text.
+
+    Removes finished requests from `running`, and aborts requests whose text ended at a stop string.
+    """
     for output in engine.step():
-        entry = running.get(output.request)
-        if entry is None:
+        name = output.request
+        detokenizer = running.get(name)
+        if detokenizer is None:
             continue
-        if output.finish_reason == FINISH_ERROR:
-            raise ExecutorError(output.error or f"request {output.request} failed")
-        delta = entry.feed(output)
+        delta = detokenizer.feed(output)
         if delta.finish_reason is not None:
-            del running[output.request]
+            del running[name]
             if output.finish_reason is None:
-                engine.abort(output.request)
-        yield entry, delta
+                engine.abort(name)
+        yield name, output, delta
+
+
+def request_error(output: Output) -> ExecutorError | None:
+    """The error with which a request ended, to be raised in its stream; None if it did not end with one."""
+    if output.finish_reason != FINISH_ERROR:
+        return None
+    return ExecutorError(output.error or f"request {output.request} failed")
 
 
 def generate(
@@ -111,94 +125,46 @@ def generate(
 ) -> list[Completion]:
     """Implements Engine.generate, of prompts as tokens. If one prompt is invalid, no prompt is run."""
     _check_idle(engine)
-    entries: list[_Running] = []
-    completions: dict[str, Completion] = {}
+    running: dict[str, Detokenizer] = {}
+    collectors: dict[str, _Collector] = {}
     with _Bar(len(prompts), shown=progress) as bar:
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                entries.append(_add_request(engine, prompt, one, priority))
-            running = {entry.request.id: entry for entry in entries}
+                request = make_request(engine, prompt, one, priority)
+                collectors[request.id] = _Collector(request)
+                running[request.id] = add_request(engine, request)
             while running:
-                for entry, delta in _advance(engine, running):
+                for name, output, delta in advance(engine, running):
+                    collectors[name].add(output, delta)
                     bar.tokens(len(delta.tokens))
                     if delta.finish_reason is not None:
-                        completions[entry.request.id] = entry.completion(delta.finish_reason)
                         bar.finished()
         finally:
-            for entry in entries:
-                engine.abort(entry.request.id)
-            _drain(engine)
-    return [completions[entry.request.id] for entry in entries]
+            _abort_all(engine, collectors)
+    return [one.completion for one in collectors.values() if one.completion is not None]
 
 
 def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams | None) -> Iterator[TextDelta]:
     """Implements Engine.stream."""
     _check_idle(engine)
-    entry = _add_request(engine, prompt, params)
-    running = {entry.request.id: entry}
+    request = make_request(engine, prompt, params)
+    running = {request.id: add_request(engine, request)}
     try:
         while running:
-            for _, delta in _advance(engine, running):
+            for _, output, delta in advance(engine, running):
+                if (error := request_error(output)) is not None:
+                    raise error
                 yield delta
     finally:
-        engine.abort(entry.request.id)
-        _drain(engine)
+        _abort_all(engine, [request.id])
 
 
-def _drain(engine: Engine) -> None:
-    """Commit the step that may still be in flight, so that the engine is idle."""
+def _abort_all(engine: Engine, requests: Iterable[str]) -> None:
+    """Abort these requests, and commit the step that may still be in flight, so that the engine is idle."""
+    for name in requests:
+        engine.abort(name)
     while engine.has_work and engine.check().ok:
         engine.step()
-
-
-class AsyncGenerator:
-    """Concurrent streams over one engine. While any is open, a task runs steps in a thread."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._running: dict[str, _Running] = {}
-        self._queues: dict[str, asyncio.Queue[TextDelta | EngineError]] = {}
-        self._aborted: list[str] = []
-        self._between_steps = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
-
-    async def stream(self, prompt: Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
-        """Implements Engine.astream."""
-        async with self._between_steps:
-            entry = _add_request(self._engine, prompt, params)
-        name = entry.request.id
-        queue: asyncio.Queue[TextDelta | EngineError] = asyncio.Queue()
-        self._running[name], self._queues[name] = entry, queue
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run_steps())
-        try:
-            while True:
-                delta = await queue.get()
-                if isinstance(delta, EngineError):
-                    raise delta
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-        finally:
-            del self._queues[name]
-            if self._running.pop(name, None) is not None:
-                self._aborted.append(name)
-
-    async def _run_steps(self) -> None:
-        while self._engine.has_work:
-            async with self._between_steps:
-                while self._aborted:
-                    self._engine.abort(self._aborted.pop())
-                try:
-                    deltas = await asyncio.to_thread(lambda: list(_advance(self._engine, self._running)))
-                except EngineError as error:
-                    for queue in self._queues.values():
-                        queue.put_nowait(error)
-                    return
-            for entry, delta in deltas:
-                if entry.request.id in self._queues:
-                    self._queues[entry.request.id].put_nowait(delta)
-            await asyncio.sleep(0)
 
 
 class _Bar:

@@ -26,6 +26,9 @@ FINISH_ABORT: Final = "abort"
 FINISH_ERROR: Final = "error"
 """The request failed; Output.error says why."""
 
+NO_TOKEN: Final = -1
+"""In StepResult.tokens: the sequence's logits were not finite (NaN or infinite), so no token could be sampled."""
+
 MAX_SEED = 2**63 - 1
 
 GREEDY_BELOW_TEMPERATURE = 1e-5
@@ -268,7 +271,8 @@ class StepResult:
 
     step: int
     tokens: tuple[tuple[int, ...], ...]
-    """One row per iteration: a token for each sequence that samples, decodes first, then the chunks that sample."""
+    """One row per iteration: a token, or NO_TOKEN, for each sequence that samples, decodes first, then the chunks that
+    sample."""
     logprobs: tuple[tuple[TokenLogprobs | None, ...], ...] = ()
     """Of the same shape, None for a sequence that did not ask; empty if no sequence asked."""
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
@@ -309,6 +313,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     """Prompt tokens found in the prefix cache."""
     error: str | None = None
     """A sentence, if finish_reason is "error"."""
+    refused: bool = False
+    """With `error`: whether the request can never be served as given, so that the client is at fault."""
     times: RequestTimes | None = None
     """With the last output only."""
 
@@ -324,12 +330,14 @@ class CacheInfo:
     activation_bytes: int
     kv_bytes: int
     budget_bytes: int
-    """Maximum for weights, activations and KV cache together."""
+    """Maximum for weights, activations, penalties and KV cache together."""
     device: str
     """The device, as shown to users."""
     dtype: str
     kv_dtype: str = ""
     """Data type of keys and values; empty: as dtype."""
+    penalty_bytes: int = 0
+    """Maximum of the token counts for penalties; used only as long as requests have penalties."""
     phases: tuple[tuple[str, float], ...] = ()
     """(start-up phase, seconds): from an executor the phases of its `start`, from an engine all phases."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from attrs import frozen
 
 from engine.core.engine import Engine
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, ExecutorError
 from engine.core.types import SamplingParams
 
 AT_ONCE = 8
@@ -89,6 +89,8 @@ def measure(
         some = every[finished : finished + at_once]
         done = engine.generate([list(tokens[begin:end]) for begin, end, _ in some], params)
         for (begin, _, scored), completion in zip(some, done, strict=True):
+            if completion.error is not None:
+                raise ExecutorError(completion.error)
             assert completion.prompt_logprobs is not None
             # The first entry belongs to the window's second token.
             total -= sum(one.logprob for one in completion.prompt_logprobs[scored - begin - 1 :])

@@ -197,6 +197,11 @@ class PluginsConfig:
 
     allow: tuple[str, ...] = setting((), "Load only these entry points and the built-ins; empty: all.")
     deny: tuple[str, ...] = setting((), "Do not load these entry points.")
+    prefer: tuple[str, ...] = setting(
+        (),
+        "Installed distributions whose plugins auto considers next to the built-in ones, by preference; plugins of"
+        " others only where no built-in one can serve.",
+    )
 
 
 @frozen(kw_only=True)
@@ -228,7 +233,7 @@ class ServerConfig:
     )
     replica_restarts: int = setting(
         5,
-        "Restarts of a dead replica, where there are several, before the supervisor gives it up; the count starts again"
+        "Restarts of a dead replica, also of the only one, before the supervisor gives it up; the count starts again"
         " after 10 minutes without a failure. 0: no restart.",
         flag="--replica-restarts",
     )

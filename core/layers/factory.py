@@ -17,8 +17,8 @@ from engine.core.layers.linear import Linear, PartialLinear
 from engine.core.layers.lm_head import OutputLayer
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
-from engine.core.plugin_host.faults import blame
-from engine.core.quant.base import LinearPart, LinearSpec, Parallel, QuantMethod
+from engine.core.plugin_host.faults import blame, expect
+from engine.core.quant.base import KVScaleNames, LinearKernel, LinearPart, LinearSpec, Parallel, QuantMethod
 
 L = TypeVar("L", bound=Layer)
 
@@ -57,7 +57,10 @@ class LayerFactory:
         """Tensors that are not read -> tensors that are used instead, and that they must equal."""
         if quant is not None:
             with blame(self._quant_owner, "ignored()"):
-                self.ignored += quant.ignored()
+                ignored = quant.ignored()
+                right = not isinstance(ignored, str) and all(isinstance(one, str) for one in ignored)
+            expect(right, self._quant_owner, "ignored()", ignored, "a sequence of patterns")
+            self.ignored += ignored
         self.kv_scales: list[KVScaleReader] = []
         """Readers of the KV scales that the checkpoint may have."""
         self._quant = quant
@@ -180,6 +183,8 @@ class LayerFactory:
         if self._quant is not None:
             with blame(self._quant_owner, f"linear() of {parts[0].name}"):
                 kernel = self._quant.linear(spec)
+            right = kernel is None or isinstance(kernel, LinearKernel)
+            expect(right, self._quant_owner, f"linear() of {parts[0].name}", kernel, "a LinearKernel or None")
         is_split_by_inputs = parallel == "row" and self.ranks > 1
         return self._record(
             Linear(
@@ -240,6 +245,8 @@ class LayerFactory:
         if self._quant is not None and name:
             with blame(self._quant_owner, "kv_scales()"):
                 names = self._quant.kv_scales(name)
+            right = names is None or isinstance(names, KVScaleNames)
+            expect(right, self._quant_owner, "kv_scales()", names, "a KVScaleNames or None")
         if names is not None:
             self.kv_scales.append(self._record(KVScaleReader(layer, names)))
         return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm)

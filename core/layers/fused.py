@@ -24,7 +24,7 @@ from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import SkinnyGemms, SkinnyKernel
 from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
-from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS, Epilogue, GemmShape
+from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
 from engine.ops.norm.rms_norm import add_rms_norm
 from engine.ops.sampling.argmax import argmax_rows
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.models.forward_pass import ForwardPass
     from engine.ops.norm.all_reduce_rms_norm import ReduceBuffers
-
-HEAD_EPILOGUES: tuple[Epilogue, Epilogue] = ("plain", "argmax")
 
 
 class FusedRMSNorm(RMSNorm):
@@ -122,29 +120,22 @@ class FusedLMHead(LMHead):
 
     def __init__(self, table: Embedding, gemms: SkinnyGemms, dtype: str) -> None:
         super().__init__(table)
-        outputs, inputs = table.rows, table.shape[1]
-        self.logits_gemm, self.argmax_gemm = (
-            gemms.gemm(GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=dtype))
-            for epilogue in HEAD_EPILOGUES
-        )
+        self.gemm = gemms.head_gemm(table.rows, table.shape[1], dtype)
 
     @property
     def weight(self) -> torch.Tensor:
         return self._weight
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        launch = self.logits_gemm.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
+        launch = self.gemm.logits_launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
         return F.linear(hidden, self._weight) if launch is None else launch(hidden, self._weight)
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Up to 16 rows are compared before logits are rounded to the model's dtype. Logits that are equal once rounded
-        # may differ here; then the token is that of the larger one, not the first.
-        launch = self.argmax_gemm.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
+        launch = self.gemm.launches[hidden.shape[0]] if hidden.shape[0] <= SKINNY_MAX_ROWS else None
         return argmax_rows(self(hidden)) if launch is None else launch.peaks(hidden, self._weight)
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
-        operands = Operands(weights={"weight": self._weight})
-        return [AutotunedCall(op=gemm, operands=operands) for gemm in (self.logits_gemm, self.argmax_gemm)]
+        return [AutotunedCall(op=self.gemm, operands=Operands(weights={"weight": self._weight}))]
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
         self._weight = self._table.weight

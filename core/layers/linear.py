@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from attrs import evolve
@@ -12,8 +12,9 @@ from attrs import evolve
 from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
+from engine.core.layers.checked_kernel import CheckedFusedInputQuantization, CheckedKernel
 from engine.core.layers.matmul import multiply, pack
-from engine.core.plugin_host.faults import blame
+from engine.core.plugin_host.faults import PluginCall, blame, expect
 from engine.core.quant.base import (
     FusedInputQuantization,
     LinearKernel,
@@ -27,7 +28,9 @@ from engine.core.quant.base import (
 if TYPE_CHECKING:
     from engine.core.autotune.op import AutotunedCall
     from engine.core.distributed.rank_group import RankGroup
+    from engine.core.plugin_host.result_checks import ResultChecks
 
+Apply = Callable[..., torch.Tensor]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Reduces a partial sum over all ranks."""
 TensorOrQuantized = torch.Tensor | QuantizedActivation
@@ -78,23 +81,43 @@ class Linear(Layer):
         """
         self.spec = spec
         self._owner = owner
+        self.plugin_call = PluginCall(owner, spec.parts[0].name)
+        """The kernel's plugin and the layer, as errors of a step name them."""
         self.kernel = kernel
         self.weights: Mapping[str, torch.Tensor] = {}
         self.bias: torch.Tensor | None = None
-        self._apply = kernel.apply
         self._reduce = reduce
         self._activate = activate
         self._adds_bias = adds_bias
-        has_gated_kernel = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
-        self._apply_gated = kernel.apply_gated if has_gated_kernel else None
+        self._has_gated_kernel = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
         with self._blame("fused_input_quantization()"):
-            self._fused_input_quantization = fused = kernel.fused_input_quantization()
-        self._apply_quantized = self._refuse if fused is None else fused.apply
+            self._fused = fused = kernel.fused_input_quantization()
+        right = fused is None or isinstance(fused, FusedInputQuantization)
+        self._expect(right, "fused_input_quantization()", fused, "a FusedInputQuantization or None")
+        self._bind(kernel, self._fused)
+
+    def _bind(self, kernel: LinearKernel | CheckedKernel, fused: FusedInputQuantization | None) -> None:
+        """Call the methods of these objects from now on."""
+        self._apply: Apply = kernel.apply
+        self._apply_gated: Apply | None = kernel.apply_gated if self._has_gated_kernel else None
+        self._apply_quantized: Apply = self._refuse if fused is None else fused.apply
+        self._fused_input_quantization = fused
+
+    def check_results(self, checks: ResultChecks) -> None:
+        """Check what the kernel returns, until the checks end. Core's own kernels are not checked."""
+        if type(self.kernel).__module__.startswith("engine.core."):
+            return
+        fused = self._fused
+        if fused is not None:
+            checked = CheckedFusedInputQuantization(fused, self.spec, checks, self.plugin_call)
+            fused = cast(FusedInputQuantization, checked)  # it has the same methods
+        self._bind(CheckedKernel(self.kernel, self.spec, checks, self.plugin_call), fused)
+        checks.at_end(lambda: self._bind(self.kernel, self._fused))
 
     def __call__(self, x: TensorOrQuantized) -> torch.Tensor:
         """x: [..., this rank's in_features] -> [..., this rank's out_features]."""
         is_quantized = isinstance(x, QuantizedActivation)
-        apply: Callable[..., torch.Tensor] = self._apply_quantized if is_quantized else self._apply
+        apply: Apply = self._apply_quantized if is_quantized else self._apply
         if self._reduce is None:
             return apply(x, self.weights, self.bias)
         y = self._reduce(apply(x, self.weights, None))
@@ -134,7 +157,10 @@ class Linear(Layer):
         spec = self.spec
         shard_dim = BIAS_SHARD_DIM[spec.parallel]
         with self._blame("tensors()"):
-            found = dict(self.kernel.tensors())
+            given = self.kernel.tensors()
+            right = isinstance(given, Mapping) and all(isinstance(one, TensorSpec) for one in given.values())
+        self._expect(right, "tensors()", given, "a mapping of names to TensorSpecs")
+        found = dict(given)
         if spec.bias:
             found |= {_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in spec.parts}
         for part in spec.parts:
@@ -149,7 +175,10 @@ class Linear(Layer):
         if biases and self._adds_bias:
             self.bias = merge(list(biases.values()), self.spec.dtype)
         with self._blame("prepare()"):
-            self.weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
+            weights = self.kernel.prepare({name: loaded[name] for name in loaded if name not in biases})
+            right = isinstance(weights, Mapping) and all(isinstance(one, torch.Tensor) for one in weights.values())
+        self._expect(right, "prepare()", weights, "a mapping of names to tensors")
+        self.weights = weights
 
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
         with self._blame("autotuned_calls()"):
@@ -157,6 +186,9 @@ class Linear(Layer):
 
     def _blame(self, call: str) -> AbstractContextManager[None]:
         return blame(self._owner, f"{call} of {self.spec.parts[0].name}")
+
+    def _expect(self, right: object, call: str, found: object, wanted: str) -> None:
+        expect(right, self._owner, f"{call} of {self.spec.parts[0].name}", found, wanted)
 
     @property
     def nbytes(self) -> int:

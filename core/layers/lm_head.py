@@ -27,7 +27,8 @@ class OutputLayer(Protocol):
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The max logit of each row ([rows] float32) and its token ([rows] int64); the first token of equal logits.
 
-        hidden: [rows, hidden_size]. A row with a NaN logit has the max logit NaN and an arbitrary token.
+        The logits are those of `__call__`, rounded to its dtype. hidden: [rows, hidden_size]. A row with a NaN logit
+        has the max logit NaN and an arbitrary token.
         """
 
 

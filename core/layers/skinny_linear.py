@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
+from attrs import evolve
 
 from engine.core.autotune.op import AutotunedCall, AutotunedOp, Operands, version_of
 from engine.core.layers.base import torch_dtype
@@ -96,6 +97,30 @@ class SkinnyGemm(AutotunedOp[SkinnyTile | None]):
         return SkinnyLaunch(self.shape, tile, rows, self._workspace)
 
 
+class HeadGemm(SkinnyGemm):
+    """The GEMM of an LM head. The kernel is chosen for greedy tokens; logits are computed by the same tiles, so that a
+    greedy token is the first of the largest logits, bit for bit, whether or not the logits are kept."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: str, workspace: Workspace) -> None:
+        self.logits_launches: list[SkinnyLaunch | None] = [None] * (SKINNY_MAX_ROWS + 1)
+        """As `launches`, returning the logits."""
+        self._logits_shape = GemmShape(epilogue="plain", outputs=outputs, inputs=inputs, dtype=dtype)
+        super().__init__(evolve(self._logits_shape, epilogue="argmax"), workspace)
+
+    def compile(self, rows: int, candidate: SkinnyTile | None, operands: Operands) -> None:
+        super().compile(rows, candidate, operands)
+        if candidate is not None:
+            weight = operands.weights["weight"]
+            launch = SkinnyLaunch(self._logits_shape, candidate, rows, self._workspace)
+            launch.compile(weight.new_empty(rows, weight.shape[1]), weight, None)
+
+    def choose(self, rows: int, candidate: SkinnyTile | None) -> None:
+        super().choose(rows, candidate)
+        below = max((other for other in ROW_CLASSES if other < rows), default=0)
+        kernel = None if candidate is None else SkinnyLaunch(self._logits_shape, candidate, rows, self._workspace)
+        self.logits_launches[below + 1 : rows + 1] = [kernel] * (rows - below)
+
+
 class SkinnyGemms:
     """The skinny GEMMs of a model: one `SkinnyGemm` for all layers of one shape."""
 
@@ -109,6 +134,10 @@ class SkinnyGemms:
         if shape not in self._gemms:
             self._gemms[shape] = SkinnyGemm(shape, self._workspace)
         return self._gemms[shape]
+
+    def head_gemm(self, outputs: int, inputs: int, dtype: str) -> HeadGemm:
+        """The GEMM of an LM head."""
+        return HeadGemm(outputs, inputs, dtype, self._workspace)
 
 
 class SkinnyKernel(PlainKernel):

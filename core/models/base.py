@@ -96,8 +96,8 @@ class Model(ABC):
         """The max logit of each row ([rows] float32) and its token ([rows] int64); the first token of equal logits.
 
         hidden: [rows, hidden_size]. A row with a NaN logit has the max logit NaN and an arbitrary token. Override it
-        where the output layer finds the token without keeping logits (OutputLayer.greedy). That may compare logits
-        before they are rounded to the model's dtype, and so break ties in another way.
+        where the output layer finds the token without keeping logits (OutputLayer.greedy). It compares the same numbers
+        as `logits` returns, rounded to the model's dtype: a greedy token is one, whatever else is in the batch.
         """
         max_logits, tokens = self.logits(hidden).max(dim=-1)
         return max_logits.float(), tokens

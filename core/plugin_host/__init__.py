@@ -15,8 +15,10 @@ if TYPE_CHECKING:
         shape_of as shape_of,
     )
     from engine.core.plugin_host.extension_points import EXTENSION_POINTS as EXTENSION_POINTS
+    from engine.core.plugin_host.faults import raise_interrupt as raise_interrupt
     from engine.core.plugin_host.guard import STARTUP_CALLS as STARTUP_CALLS, guarded as guarded
-    from engine.core.plugin_host.registry import HOME as HOME, Plugins as Plugins, load_plugins as load_plugins
+    from engine.core.plugin_host.installed import HOME as HOME
+    from engine.core.plugin_host.registry import Plugins as Plugins, load_plugins as load_plugins
     from engine.core.plugin_host.selection import (
         ChosenPlugin as ChosenPlugin,
         Parts as Parts,
@@ -44,12 +46,13 @@ __getattr__, __dir__, __all__ = exports(
         "shape_of",
     ),
     extension_points=("EXTENSION_POINTS",),
+    faults=("raise_interrupt",),
     guard=(
         "STARTUP_CALLS",
         "guarded",
     ),
+    installed=("HOME",),
     registry=(
-        "HOME",
         "Plugins",
         "load_plugins",
     ),

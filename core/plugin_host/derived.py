@@ -13,8 +13,9 @@ from engine.core.config.tree import AUTO, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, PluginError
 from engine.core.extras import install_command
 from engine.core.models.base import ModelSpec
+from engine.core.plugin_host.faults import expect
 from engine.core.plugin_host.guard import owner_of
-from engine.core.quant.float8 import has_float8
+from engine.core.quant.float8 import FLOAT8, has_float8
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
@@ -111,7 +112,10 @@ def resolve_kv_dtype(
         return KV_DTYPES.get(wanted, wanted)
     if device.capability is not None and not has_float8(device):
         return dtype
-    return quant.kv_dtype(checkpoint.get("quantization_config")) or dtype
+    asked = quant.kv_dtype(checkpoint.get("quantization_config"))
+    known = (*DTYPES, FLOAT8)
+    expect(asked is None or asked in known, owner_of(quant), "kv_dtype()", asked, f"None or one of {', '.join(known)}")
+    return asked or dtype
 
 
 def attention_spec(

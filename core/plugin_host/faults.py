@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import signal
 import traceback
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from attrs import define, evolve, frozen
 
-from engine.core.errors import EngineError, ExecutorError, PluginFaultError, StepFaultError
+from engine.core.errors import EngineError, ExecutorError, PluginError, PluginFaultError, StepFaultError
 from engine.core.extras import DISTRIBUTION
 
 CONSTRUCTOR = "its constructor"
@@ -26,7 +27,7 @@ MEND = "mend it or choose another"
 TRACEBACK = "the traceback says where (engine --debug)"
 INSTALL = "install what it needs in the Python environment that the engine runs in"
 MAX_TEXT = 200
-"""Characters of an exception's text in the sentence about a fault in a step; the traceback has all of them."""
+"""Characters of an exception's text, or of an answer, in the sentence about a fault; the traceback has all of them."""
 CORE = "engine.core."
 
 
@@ -47,8 +48,8 @@ class _Culprit:
     made: PluginCall
     of: object = None
     """The object whose method it is; None: not entered, because the arguments do not match."""
-    package: str = ""
-    """The package or module of the plugin's code."""
+    packages: tuple[str, ...] = ()
+    """The packages of the plugin's code: its class's, and the method's, which may be inherited."""
     place: str = ""
 
     def __str__(self) -> str:
@@ -75,6 +76,21 @@ def blame(owner: str, call: str, hint: str = MEND) -> Iterator[None]:
         raise PluginFaultError(f"{message}; {INSTALL if isinstance(error, ImportError) else hint}") from error
 
 
+def expect(right: object, owner: str, call: str, found: object, wanted: str) -> None:
+    """Raise PluginError unless `right`: the plugin `owner` returned `found` from `call`, where `wanted` is due."""
+    if not right:
+        raise PluginError(f"{owner} returned {shown(found)} from {call}, not {wanted}; {MEND}")
+
+
+def shown(found: object) -> str:
+    """A plugin's answer, as errors say it: at most MAX_TEXT characters."""
+    try:
+        text = repr(found)
+    except Exception as error:  # of the plugin's own class
+        text = f"a {type(found).__qualname__} whose repr() raises {type(error).__name__}"
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+
+
 def is_no_fault(error: BaseException) -> bool:
     """Whether an error is deliberate (an EngineError), a lack of memory, or raised by a signal, as by Ctrl-C."""
     if isinstance(error, EngineError) or any(name in _kinds(error) for name in MEMORY):
@@ -82,11 +98,17 @@ def is_no_fault(error: BaseException) -> bool:
     return not isinstance(error, Exception) and _from_signal(error)
 
 
+def raise_interrupt(error: BaseException) -> None:
+    """Raise an error again if a signal raised it, as Ctrl-C does; return for whatever a plugin raised."""
+    if not isinstance(error, Exception) and _from_signal(error):
+        raise error
+
+
 def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
     """Raise StepFaultError from `error`, naming the plugin whose method was running; return if there was none.
 
-    The traceback says which method: it costs a step nothing until something is raised. runs: the call in progress, for
-    an error that no frame of the traceback can be told by. Returns for what is no fault, too.
+    The traceback says which method, so a step pays nothing until something is raised. runs: the call to name where no
+    frame of the traceback is a plugin's. Returns for what is no fault, too.
     """
     if is_no_fault(error):
         return
@@ -112,21 +134,21 @@ def _culprits(trace: TracebackType | None) -> list[_Culprit]:
     layer: PluginCall | None = None
     for frame, line in _frames(trace):
         module = frame.f_globals.get("__name__", "")
-        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        arguments = [frame.f_locals.get(name) for name in names]
+        arguments = _arguments(frame)
         if module.startswith(CORE):
             made = frame.f_locals.get("plugin_call")
             if isinstance(made, PluginCall):
                 found.append(_Culprit(made))
-            layer = next((one.plugin_call for one in arguments if hasattr(one, "plugin_call")), layer)
+            layers = [getattr(one, "plugin_call", None) for one in arguments]
+            layer = next((one for one in layers if isinstance(one, PluginCall)), layer)
             continue
         this = arguments[0] if arguments else None
-        call = _call_of(this, frame.f_code.co_name, arguments, layer)
+        call = _call_of(this, _method_name(this, frame.f_code), arguments, layer)
         if call is not None and not (found and found[-1].of is this):
             if found and found[-1].of is None and found[-1].made.owner == call.owner:
                 call = found.pop().made  # noted by the engine's own frame before the call
-            found.append(_Culprit(call, this, _package(getattr(_class(this), "__module__", module))))
-        if found and _package(module) == found[-1].package:
+            found.append(_Culprit(call, this, (_package(_class(this).__module__), _package(module))))
+        if found and _package(module) in found[-1].packages:
             found[-1].place = _place(frame, line)
     return found
 
@@ -142,6 +164,25 @@ def _call_of(this: object, method: str, arguments: list[Any], layer: PluginCall 
         return None
     numbered = method in ("forward", "forward_into") and len(arguments) > 1 and isinstance(arguments[1], int)
     return PluginCall(owner, f"{method}() of layer {arguments[1]}" if numbered else f"{method}()")
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    """The positional arguments of the call that a frame is."""
+    code = frame.f_code
+    found = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & inspect.CO_VARARGS:
+        rest = frame.f_locals.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+        found += rest if isinstance(rest, tuple) else ()
+    return found
+
+
+def _method_name(this: object, code: CodeType) -> str:
+    """The name that an object's class has for a function; the function's own may be another."""
+    for cls in _class(this).__mro__:
+        for name, member in vars(cls).items():
+            if code in (_code_of(member), _code_of(getattr(member, "__wrapped__", None))):
+                return name
+    return code.co_name
 
 
 def _class(this: object) -> type:
@@ -188,8 +229,9 @@ def _from_signal(error: BaseException) -> bool:
     return dis.opname[instruction] not in ("RAISE_VARARGS", "RERAISE")
 
 
-def _code_of(handler: Any) -> CodeType | None:
-    """The code of a signal handler; None for one that is not written in Python."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    return getattr(getattr(handler, "__func__", handler), "__code__", None)
+def _code_of(function: Any) -> CodeType | None:
+    """The code of a function or method; None for one that is not written in Python."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if isinstance(code, CodeType) else None

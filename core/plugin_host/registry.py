@@ -6,7 +6,7 @@ import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pluggy
@@ -14,10 +14,20 @@ from attrs import evolve, field, frozen
 
 from engine.core import hooks
 from engine.core.config.tree import AUTO, PluginsConfig
-from engine.core.errors import ConfigError, PluginError, near_misses
-from engine.core.extras import DISTRIBUTION
+from engine.core.errors import PluginError, near_misses
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
-from engine.core.plugin_host.faults import is_no_fault
+from engine.core.plugin_host.faults import raise_interrupt
+from engine.core.plugin_host.installed import (
+    HOME,
+    OBJECT,
+    Excluded,
+    PluginInfo,
+    describe_plugin,
+    find_installed,
+    info_of,
+    normalized,
+    ways_in,
+)
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
@@ -27,41 +37,10 @@ if TYPE_CHECKING:
     from engine.core.schedulers.policy import SchedulingPolicy
 
 T = TypeVar("T")
-GROUP = "engine"
-"""Entry point group of plugins."""
-HOME = DISTRIBUTION
-"""The distribution of this engine; its entry points are the built-in plugins."""
-OBJECT = "object"
-"""The distribution of a plugin passed in from Python, which has none."""
 Manifest = tuple[tuple[str, str, str], ...]
 """(plugin, distribution, version) of each loaded plugin, in the order of loading."""
 
 _log = logging.getLogger(__name__)
-
-
-def describe_plugin(section: str, name: str, provenance: str) -> str:
-    """A plugin as errors name it: attention 'mine' of my-plugin 1.0."""
-    return f"{section} {name!r} {'passed in from Python' if provenance == OBJECT else f'of {provenance}'}"
-
-
-@frozen(kw_only=True)
-class PluginInfo:
-    """One plugin: a module or object with hooks."""
-
-    name: str
-    """Its entry point; for one module of several, "entry point:module"."""
-    entry_point: str
-    distribution: str
-    """"object" for one passed in from Python."""
-    version: str
-
-    @property
-    def provenance(self) -> str:
-        """Distribution and version, for people to read."""
-        return f"{self.distribution} {self.version}".strip()
-
-    def __str__(self) -> str:
-        return f"plugin {self.name!r} of {self.provenance}"
 
 
 @frozen(kw_only=True)
@@ -108,7 +87,8 @@ class Registration(Generic[T]):
         """Import the class. Raises PluginError if the import fails or the class breaks the contract."""
         try:
             found = self.loader()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            raise_interrupt(error)
             raise PluginError(f"{self} could not be imported: {type(error).__name__}: {error}") from error
         self.extension_point.check(found, str(self))
         return found
@@ -122,6 +102,9 @@ class Registry(Generic[T]):
     registrations: Mapping[str, Registration[T]]
     """By name, in the order of loading."""
     failures: tuple[PluginFailure, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
+    preferred: frozenset[str] = frozenset()
+    """Distributions of third parties whose preferences count as those of built-in plugins do, normalized."""
 
     @property
     def contract(self) -> type[T]:
@@ -136,8 +119,19 @@ class Registry(Generic[T]):
         return iter(self.registrations.values())
 
     def candidates(self) -> tuple[Registration[T], ...]:
-        """What "auto" considers: the most preferred first, equals in the order of loading."""
-        return tuple(sorted((one for one in self if one.preference > 0), key=lambda one: -one.preference))
+        """What "auto" considers: the most preferred first, equals in the order of loading.
+
+        To install a plugin activates nothing: those of third parties come last, unless [plugins] prefer names their
+        distribution or they were passed in from Python.
+        """
+        return tuple(
+            sorted(
+                (one for one in self if one.preference > 0), key=lambda one: (self._comes_last(one), -one.preference)
+            )
+        )
+
+    def _comes_last(self, one: Registration[T]) -> bool:
+        return one.distribution not in (HOME, OBJECT) and normalized(one.distribution) not in self.preferred
 
     def get(self, name: str) -> Registration[T]:
         """The implementation of this name.
@@ -153,7 +147,9 @@ class Registry(Generic[T]):
                 raise PluginError(f"{section} {name!r} is not available: {failure}") from failure.error
         if name in self.registrations:
             return self.registrations[name]
+        way_in = ways_in(self.excluded, name)
         message = f"there is no {self.extension_point.section} plugin {name!r}; {near_misses(name, self.names())}"
+        message += f"; {way_in}" if way_in else ""
         if self.failures:
             message += "".join(f"; {failure}" for failure in self.failures)
             raise PluginError(message) from self.failures[0].error
@@ -178,8 +174,7 @@ class Plugins:
             try:
                 getattr(manager.hook, hook)(**arguments)
             except BaseException as error:
-                if not isinstance(error, Exception) and is_no_fault(error):
-                    raise  # Ctrl-C, or a signal's handler that ends the process
+                raise_interrupt(error)
                 _log.exception("%s failed in %s(), which only observes; the engine goes on", plugin, hook)
 
     @property
@@ -244,7 +239,8 @@ def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object]
     PluginError for a plugin of `extra` that fails.
     """
     host = _Host()
-    for point in _entry_points(config or PluginsConfig()):
+    installed = find_installed(config or PluginsConfig())
+    for point in installed.load:
         host.load_entry_point(point)
     for failure in host.failures if not quiet else ():
         _log.warning("%s", failure)
@@ -255,7 +251,10 @@ def load_plugins(config: PluginsConfig | None = None, *, extra: Sequence[object]
         if failed is not None:
             raise PluginError(str(failed)) from failed.error
     failures = tuple(host.failures)
-    registries = {point.name: Registry(point, host.registrations[point.name], failures) for point in EXTENSION_POINTS}
+    registries = {
+        point.name: Registry(point, host.registrations[point.name], failures, installed.excluded, installed.preferred)
+        for point in EXTENSION_POINTS
+    }
     return Plugins(
         registries=registries,
         loaded=tuple(host.loaded),
@@ -277,11 +276,11 @@ class _Host:
 
     def load_entry_point(self, point: EntryPoint) -> None:
         """Load the plugin, or each of the modules, that an entry point names; keep failures."""
-        distribution, version = _provenance(point)
-        info = PluginInfo(name=point.name, entry_point=point.name, distribution=distribution, version=version)
+        info = info_of(point)
         try:
             found = point.load()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            raise_interrupt(error)
             self.failures.append(PluginFailure(plugin=info, error=error))
             return
         members = [(info, found)]
@@ -312,7 +311,8 @@ class _Host:
                         "register(name, loader, api=..., summary=...) in it once for each implementation"
                     )
             self.manager.register(plugin, name=f"{info.distribution}/{info.name}/{len(self.loaded)}")
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            raise_interrupt(error)
             return PluginFailure(plugin=info, error=error, claims=tuple(claims))
         for one in staged:
             self.registrations[one.extension_point.name][one.name] = one
@@ -411,28 +411,3 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: object, info: PluginInfo
             f"{info} is {kind} without hooks; mark its functions with engine.core.hooks.hookimpl "
             f"(the hooks are {', '.join(known)})"
         )
-
-
-def _entry_points(config: PluginsConfig) -> list[EntryPoint]:
-    """The entry points to load, in their order; the file system's plays no part."""
-    found = sorted(
-        entry_points(group=GROUP), key=lambda point: (_provenance(point)[0] != HOME, _provenance(point), point)
-    )
-    names = [point.name for point in found]
-    for key, wanted in (("allow", config.allow), ("deny", config.deny)):
-        for name in wanted:
-            if name not in names:
-                raise ConfigError(
-                    f"[plugins] {key} names {name!r}, but no installed distribution has such an entry point in group "
-                    f"{GROUP!r}; {near_misses(name, names)}"
-                )
-    return [
-        point
-        for point in found
-        if point.name not in config.deny
-        and (not config.allow or point.name in config.allow or _provenance(point)[0] == HOME)
-    ]
-
-
-def _provenance(point: EntryPoint) -> tuple[str, str]:
-    return (point.dist.name, point.dist.version) if point.dist is not None else ("unknown", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -11,7 +12,7 @@ from engine.core.attention.base import AttentionSpec
 from engine.core.attention.pair import AttentionPair
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig
-from engine.core.errors import ConfigError, EngineError, PluginError, near_misses
+from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
 from engine.core.plugin_host.derived import (
     attention_spec,
     max_len,
@@ -21,9 +22,9 @@ from engine.core.plugin_host.derived import (
     shape_of,
 )
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
-from engine.core.plugin_host.faults import blame
+from engine.core.plugin_host.faults import CONSTRUCTOR, blame
 from engine.core.plugin_host.guard import STARTUP_CALLS, guarded, owner_of
-from engine.core.plugin_host.registry import OBJECT, describe_plugin
+from engine.core.plugin_host.installed import HOME, OBJECT, describe_plugin
 from engine.core.quant.float8 import FLOAT8
 
 if TYPE_CHECKING:
@@ -50,6 +51,19 @@ class ChosenPlugin:
     """Distribution and version, or "object" for a plugin passed in from Python."""
     reason: str
     """Why this plugin; for auto, with the refusals of the more preferred ones."""
+    by_auto: bool = False
+    """Whether auto took it, and the configuration does not name it."""
+
+    @property
+    def notice(self) -> str | None:
+        """A sentence for people who may not know that auto took a third party's plugin; None for any other choice."""
+        if not self.by_auto or self.provenance == OBJECT or self.provenance.startswith(f"{HOME} "):
+            return None
+        [section] = [point.section for point in EXTENSION_POINTS if point.name == self.extension_point]
+        return (
+            f"auto took {self}, which is not built in ({self.reason}); name it as {section}.name to have it without "
+            "this notice, or deny it in [plugins]"
+        )
 
     def __str__(self) -> str:
         [section] = [point.section for point in EXTENSION_POINTS if point.name == self.extension_point]
@@ -76,6 +90,17 @@ class Parts:
     manifest: Manifest = ()
     """The plugins this process has loaded; other processes of the engine compare theirs (Plugins.verify)."""
 
+    def choice_at_fault(self, fault: PluginFaultError) -> ChosenPlugin | None:
+        """The choice of auto whose constructor raised `fault`; None if there is none.
+
+        A worker's fault arrives as its sentence, so the sentence must tell.
+        """
+        calls = (CONSTRUCTOR, "from_checkpoint()")
+        for choice in self.choices:
+            if choice.by_auto and any(f"{choice} failed in {call}:" in str(fault) for call in calls):
+                return choice
+        return None
+
     def owner(self, extension_point: str) -> str:
         """The plugin of an extension point, as errors name it."""
         found = (str(choice) for choice in self.choices if choice.extension_point == extension_point)
@@ -89,6 +114,7 @@ def resolve(
     checkpoint: Mapping[str, Any],
     overrides: Mapping[str, object] = {},
     first: DeviceInfo | None = None,
+    passed_over: Mapping[tuple[str, str], str] = {},
 ) -> Parts:
     """Choose the plugin of each extension point: passed in, named, or by auto the most preferred that does not refuse.
 
@@ -96,7 +122,8 @@ def resolve(
 
     checkpoint: the model's config.json. overrides: section of the configuration (attention, quant, scheduler, executor,
     model) -> a class that need not be registered; for scheduler an instance too. first: the first of the executor's
-    devices, which the executor is asked about; None: `device`.
+    devices, which the executor is asked about; None: `device`. passed_over: (extension point, name) -> why auto does
+    not take this plugin, a sentence. A scheduling policy whose constructor raises is passed over here.
     Raises PluginError for an unknown, broken or refusing plugin, ConfigError for options the plugin does not have.
     """
     sections = {point.section: point for point in EXTENSION_POINTS}
@@ -109,7 +136,7 @@ def resolve(
 
     def choose(section: str, question: Question) -> None:
         point = sections[section]
-        found, choice = _choose(config, plugins, point, overrides.get(section), question)
+        found, choice = _choose(config, plugins, point, overrides.get(section), question, passed_over)
         if isinstance(found, type | AttentionPair):
             options[point.name] = _options(config, found, choice)
         elif getattr(config, section).options:
@@ -123,14 +150,19 @@ def resolve(
     choose("model", model_question(checkpoint))
     choose("quant", quant_question(checkpoint, device))
     choose("attention", attention_question(config, device, checkpoint, chosen["model"], chosen["quant"]))
-    for section, question in questions_of_machine(config, first or device).items():
-        choose(section, question)
+    policies: dict[type, SchedulingPolicy[Any]] = {}
+    questions = questions_of_machine(config, first or device)
+    choose("scheduler", _making(policies, config) if config.scheduler.name == AUTO else questions["scheduler"])
+    choose("executor", questions["executor"])
     policy = chosen["scheduler"]
+    if isinstance(policy, type):
+        given = options.pop("schedulers")
+        policy = policies[policy] if policy in policies else policy(given)
     return Parts(
         model=chosen["model"],
         attention=chosen["attention"],
         quant=chosen["quant"],
-        policy=policy(options.pop("schedulers")) if isinstance(policy, type) else policy,
+        policy=policy,
         executor=chosen["executor"],
         options=options,
         choices=tuple(choices),
@@ -202,16 +234,39 @@ def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, 
     return {"scheduler": lambda cls: cls.refuses(), "executor": lambda cls: cls.refuses(config, device)}
 
 
+def _making(policies: dict[type, SchedulingPolicy[Any]], config: EngineConfig) -> Question:
+    """Asks whether a scheduling policy refuses, and makes it, so that auto passes over one that cannot be made.
+
+    policies: class -> the policy, to be filled. Options that a policy does not have are reported later.
+    """
+
+    def question(cls: Any) -> str | None:
+        refusal: str | None = cls.refuses()
+        if refusal is None:
+            with suppress(ConfigError):
+                policies[cls] = cls(structure_options(config.scheduler.options, cls.options_class, "scheduler.options"))
+        return refusal
+
+    return question
+
+
 def _choose(
-    config: EngineConfig, plugins: Plugins, point: ExtensionPoint, override: object, question: Question
+    config: EngineConfig,
+    plugins: Plugins,
+    point: ExtensionPoint,
+    override: object,
+    question: Question,
+    passed_over: Mapping[tuple[str, str], str] = {},
 ) -> tuple[Any, ChosenPlugin]:
     """The guarded class (or the instance passed in) of an extension point. Raises PluginError."""
     if override is not None:
         return _passed_in(point, override, question)
     name, registry = getattr(config, point.section).name, plugins.registries[point.name]
 
-    def chosen(plugin: str, provenance: str, reason: str) -> ChosenPlugin:
-        return ChosenPlugin(extension_point=point.name, name=plugin, provenance=provenance, reason=reason)
+    def chosen(plugin: str, provenance: str, reason: str, *, by_auto: bool = False) -> ChosenPlugin:
+        return ChosenPlugin(
+            extension_point=point.name, name=plugin, provenance=provenance, reason=reason, by_auto=by_auto
+        )
 
     cls: Any
     if point.pairs and "," in name:
@@ -224,6 +279,10 @@ def _choose(
     else:
         refusals: list[str] = []
         for candidate in registry.candidates():
+            fault = passed_over.get((point.name, candidate.name))
+            if fault is not None:
+                refusals.append(f"{candidate.name} is passed over: {fault}")
+                continue
             try:
                 cls = guarded(candidate.load(), str(candidate), STARTUP_CALLS[point.name])
                 refusal = ask(cls, question)
@@ -231,7 +290,7 @@ def _choose(
                 refusal = str(error)
             if refusal is None:
                 reason = "; ".join(["auto: the most preferred that does not refuse", *refusals])
-                return cls, chosen(candidate.name, candidate.plugin.provenance, reason)
+                return cls, chosen(candidate.name, candidate.plugin.provenance, reason, by_auto=True)
             refusals.append(f"{candidate.name} refuses: {refusal}")
         reasons = [*refusals, *map(str, registry.failures)] or ["auto has no candidate"]
         raise PluginError(

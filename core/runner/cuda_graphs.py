@@ -240,11 +240,11 @@ class DecodeGraphs:
         count = len(decodes)
         if graph.logits is None:
             if not self._fused:
-                return SampledTokens.from_tokens(self._sampled[:count], self._max_logits[:count], decodes)
+                return SampledTokens.from_tokens(self._sampled[:count], self._max_logits[:count])
             line = self._num_replays_launched % HOST_LINES
             self._num_replays_launched += 1
             tokens, max_logits = self._host_tokens[line, :count], self._host_max_logits[line, :count]
-            return SampledTokens.from_host(tokens, max_logits, decodes, self._device)
+            return SampledTokens.from_host(tokens, max_logits, self._device)
         rows = self._rows[:count]
         sampled = self._sampler.sample(graph.logits[:count], decodes, rows)
         self._persistent_batch.set_last_tokens(rows, sampled.tokens)

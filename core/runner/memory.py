@@ -33,6 +33,8 @@ class MemoryPlan:
     budget: int
     weights: int
     activations: int
+    penalties: int
+    """Token counts of all running sequences, if all have penalties."""
     kv: int
     num_blocks: int
 
@@ -66,7 +68,14 @@ def logits_bytes(model: ModelSpec, rows: int) -> int:
 
 
 def plan_memory(
-    config: EngineConfig, spec: AttentionSpec, *, budget: int, weights: int, activations: int, bytes_per_block: int
+    config: EngineConfig,
+    spec: AttentionSpec,
+    *,
+    budget: int,
+    weights: int,
+    activations: int,
+    bytes_per_block: int,
+    penalties: int = 0,
 ) -> MemoryPlan:
     """Divide `budget` bytes; the KV cache gets at most as many blocks as all running sequences can fill.
 
@@ -76,24 +85,31 @@ def plan_memory(
     needed = -(-spec.max_len // spec.block_size)
     useful = needed * config.scheduler.max_running
     if config.cache.memory == AUTO:
-        available = budget - weights - activations
+        available = budget - weights - activations - penalties
     else:
         available = parse_bytes(config.cache.memory)
-        budget = weights + activations + available
+        budget = weights + activations + penalties + available
     num_blocks = min(available // bytes_per_block, useful)
     if num_blocks < needed:
-        raise CapacityError(_too_small(spec, budget, weights, activations, available, bytes_per_block))
+        raise CapacityError(_too_small(spec, budget, weights, activations, penalties, available, bytes_per_block))
     return MemoryPlan(
         budget=budget,
         weights=weights,
         activations=activations,
+        penalties=penalties,
         kv=num_blocks * bytes_per_block,
         num_blocks=num_blocks,
     )
 
 
 def _too_small(
-    spec: AttentionSpec, budget: int, weights: int, activations: int, available: int, bytes_per_block: int
+    spec: AttentionSpec,
+    budget: int,
+    weights: int,
+    activations: int,
+    penalties: int,
+    available: int,
+    bytes_per_block: int,
 ) -> str:
     fits = max(available // bytes_per_block, 0) * spec.block_size
     needed = -(-spec.max_len // spec.block_size) * bytes_per_block
@@ -103,6 +119,7 @@ def _too_small(
             ("memory budget", budget),
             ("weights", weights),
             ("activations", activations),
+            ("penalties", penalties),
             ("left for the KV cache", available),
             (f"one context of {spec.max_len}", needed),
         )

@@ -7,6 +7,7 @@ import torch
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import RankGroup
+from engine.core.plugin_host.faults import name_fault
 from engine.core.plugin_host.selection import Parts
 from engine.core.runner.start import RunnerStart
 from engine.core.runner.step import PendingStep, StepLauncher
@@ -40,6 +41,7 @@ class Runner:
             torch.set_num_threads(config.executor.threads)
         self._start = RunnerStart(config, parts, checkpoint, device, group)
         self._launcher: StepLauncher | None = None
+        self._launch = self._launch_checked
 
     def start(self, phases: Phases | None = None) -> CacheInfo:
         """Load the weights, measure memory, make the KV cache and capture CUDA graphs.
@@ -50,6 +52,25 @@ class Runner:
         return cache
 
     def launch(self, step: Step) -> PendingStep:
-        """Run the step. On a GPU the call returns once the kernels are launched."""
+        """Run the step. On a GPU the call returns once the kernels are launched.
+
+        Raises StepFaultError, naming the plugin, for what a plugin raises by mistake.
+        """
+        try:
+            return self._launch(step)
+        except BaseException as error:
+            name_fault(error)
+            raise
+
+    def _launch_checked(self, step: Step) -> PendingStep:
+        """Run a step, checking what plugins return, until the first step in which a sequence has finished.
+
+        By then there has been a prefill and a decode step.
+        """
         assert self._launcher is not None, "the runner is not started"
+        if step.finished:
+            self._start.checks.end()
+            self._launch = self._launcher.launch
+        if not step.decodes and not step.chunks:  # the end of the rehearsal
+            return self._launcher.forget(step)
         return self._launcher.launch(step)

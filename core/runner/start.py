@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,10 +11,11 @@ from engine.core.attention.kv_pool import KVPool
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import OneRank, RankGroup
-from engine.core.errors import CapacityError, ConfigError
+from engine.core.errors import CapacityError, CheckpointError, ConfigError
 from engine.core.layers import LayerFactory
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.kv_scale_reader import find_kv_scales
+from engine.core.layers.linear import Linear
 from engine.core.models.base import Model
 from engine.core.plugin_host.derived import (
     attention_spec,
@@ -25,8 +27,10 @@ from engine.core.plugin_host.derived import (
     shape_of,
     use_graphs,
 )
-from engine.core.plugin_host.faults import TRACEBACK, blame
+from engine.core.plugin_host.faults import TRACEBACK, blame, expect, name_fault
+from engine.core.plugin_host.result_checks import ResultChecks
 from engine.core.plugin_host.selection import Parts
+from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
 from engine.core.runner.device_state import DeviceState, StepGraphs
@@ -45,8 +49,9 @@ from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.runner.step import StepLauncher, enter_device
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling
 from engine.core.sampling.sampler import Sampler
+from engine.core.sampling.token_counts import TokenCounts
 from engine.core.startup import Phases
-from engine.core.types import CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
+from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import DummySource, SafetensorsSource, load_weights
 
@@ -67,6 +72,9 @@ class RunnerStart:
         self._device = device
         self._group = group or OneRank()
         self._name = device.torch_name
+        self.checks = ResultChecks()
+        """Of what the plugins return; to be ended after the first steps."""
+        self._attention = self.checks.attention(parts.attention)
         self._model_spec = shape_of(parts.model, checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
@@ -108,10 +116,10 @@ class RunnerStart:
         try:
             with phases.phase("kv_cache"):
                 state = self._make_state(model, num_blocks, kv_scales)
-            with phases.phase("graphs"), self._blame_all("the capture of CUDA graphs"):
+            with phases.phase("graphs"), self._name_fault("the capture of CUDA graphs"):
                 graphs = self._capture_graphs(state, phases)
             if self._device.type == "cuda":
-                with phases.phase("warm_up"), self._blame_all("the warm-up"):
+                with phases.phase("warm_up"), self._name_fault("the warm-up"):
                     self._warm_up(state)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
@@ -125,6 +133,8 @@ class RunnerStart:
         """The model, its layers still empty, and the factory that made them."""
         parts, options = self._parts, self._parts.options
         quant = parts.quant.from_checkpoint(self._checkpoint.quantization, options["quant"])
+        owner = parts.owner("quant")
+        expect(isinstance(quant, QuantMethod), owner, "from_checkpoint()", quant, "a QuantMethod")
         layers = LayerFactory(
             dtype=self._dtype,
             device=self._name,
@@ -133,7 +143,12 @@ class RunnerStart:
             fused=self._fused,
             owners={point: parts.owner(point) for point in ("quant", "models")},
         )
-        return parts.model(self._checkpoint.config, layers, options["models"]), layers
+        cls = self.checks.model(parts.model, self._model_spec, self._dtype)
+        model = cls(self._checkpoint.config, layers, options["models"])
+        for layer in layers.layers:
+            if isinstance(layer, Linear):
+                layer.check_results(self.checks)
+        return model, layers
 
     def _load_weights(self, layers: LayerFactory, phases: Phases) -> None:
         settings = self._config.model
@@ -167,8 +182,13 @@ class RunnerStart:
         state = self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
         torch.cuda.reset_peak_memory_stats(self._name)
         before = torch.cuda.memory_allocated(self._name)
-        with self._blame_all("the first step"):
-            StepLauncher(self._device, state, StepGraphs()).launch(step).result()
+        with self._name_fault("the first step"):
+            result = StepLauncher(self._device, state, StepGraphs()).launch(step).result()
+        if any(NO_TOKEN in tokens for tokens in result.tokens):
+            raise CheckpointError(
+                "the logits of the first step are not finite (NaN or infinite); the weights may be damaged, or the "
+                "numbers outgrow this dtype: try bfloat16 or float32"
+            )
         return torch.cuda.max_memory_allocated(self._name) - before
 
     def _plan_memory(self, free: int, weights: int, activations: int) -> MemoryPlan:
@@ -180,13 +200,14 @@ class RunnerStart:
             weights=weights,
             activations=activations,
             bytes_per_block=KVPool.bytes_per_block(self._spec),
+            penalties=TokenCounts.max_bytes(self._model_spec.vocab_size, self._config.scheduler.max_running),
         )
 
     def _make_state(self, model: Model, num_blocks: int, kv_scales: tuple[KVScales, ...]) -> DeviceState:
         """A KV pool of `num_blocks` blocks, and all else that is kept between steps."""
         max_running, device = self._config.scheduler.max_running, torch.device(self._name)
         pool = KVPool(self._spec, num_blocks, self._name, kv_scales)
-        attention = self._parts.attention(self._spec, pool, self._parts.options["attention"])
+        attention = self._attention(self._spec, pool, self._parts.options["attention"])
         persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,
@@ -244,6 +265,7 @@ class RunnerStart:
             block_size=self._spec.block_size,
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
+            penalty_bytes=plan.penalties,
             kv_bytes=num_blocks * KVPool.bytes_per_block(self._spec),
             budget_bytes=plan.budget,
             device=f"{self._name} ({self._device.name})" if self._device.name else self._name,
@@ -252,10 +274,16 @@ class RunnerStart:
             phases=phases.seconds,
         )
 
-    def _blame_all(self, call: str) -> AbstractContextManager[None]:
-        """Blame the model, the attention backend and the quantization method for what they run together."""
+    @contextmanager
+    def _name_fault(self, call: str) -> Iterator[None]:
+        """Name the plugin that an error in the `with` block comes from; all that take part where nothing tells."""
         model, attention, quant = map(self._parts.owner, ("models", "attention", "quant"))
-        return blame(f"{model}, {attention} or {quant}", call, TRACEBACK)
+        with blame(f"{model}, {attention} or {quant}", call, TRACEBACK):
+            try:
+                yield
+            except BaseException as error:
+                name_fault(error)
+                raise
 
 
 def _trial_step(tokens: int, max_len: int, block_size: int) -> Step:

@@ -35,7 +35,7 @@ class PendingStep:
         return all(sampled is None or sampled.ready() for sampled in self.samples)
 
     def result(self) -> StepResult:
-        """Wait for the tokens. Raises ExecutorError when the device failed, or logits were not finite."""
+        """Wait for the tokens. Raises ExecutorError when the device failed."""
         try:
             fetched = [sampled.to_host() if sampled is not None else ([], []) for sampled in self.samples]
         except RuntimeError as error:  # the only class that torch raises
@@ -84,6 +84,12 @@ class StepLauncher:
         if self._decode_graphs is not None:
             self._decode_graphs.invalidate()
         return self._launch_kernels(step, timer)
+
+    def forget(self, step: Step) -> PendingStep:
+        """Forget the finished sequences of a step that computes nothing."""
+        self.state.persistent_batch.update(step)
+        self.state.sampler.update(step, self.state.persistent_batch.row)
+        return PendingStep(step.id, (), (), {})
 
     def _launch_kernels(self, step: Step, timer: LapTimer) -> PendingStep:
         """Run the step without graphs of whole decode steps."""

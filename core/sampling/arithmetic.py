@@ -98,10 +98,11 @@ def row_logprobs(
     """Log probability and rank of one token per row, and the `count` most likely tokens.
 
     logits: [rows, vocab]; tokens: [rows] int64. Returns (logprobs [rows], ranks [rows] from 1, top logprobs [rows,
-    count], top tokens [rows, count]).
+    count], top tokens [rows, count]). All log probabilities of a row are NaN if its logits are not finite.
     """
     logits = logits.float()
     norm = logits.logsumexp(dim=-1, keepdim=True)
+    norm = norm.where(norm.isfinite(), torch.nan)
     chosen = logits.gather(-1, tokens[:, None])
     ranks = (logits > chosen).sum(dim=-1) + 1
     best = logits.topk(min(count, logits.shape[-1]), dim=-1)

@@ -64,12 +64,12 @@ class DrawPath(SamplingPath):
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
         tokens, max_logits = self.choose(logits, batch, table_rows, None)
         self._table.advance(table_rows)
-        return SampledTokens.from_tokens(tokens, max_logits, batch.sequences)
+        return SampledTokens.from_tokens(tokens, max_logits)
 
     def choose(
         self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor, processed: ProcessedLogits | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens [rows] int64 that all ranks agree on, max logits [rows] float32 of the unprocessed logits).
+        """(tokens [rows] int64 that all ranks agree on, max logits [rows] float32, as in `SampledTokens.from_tokens`).
 
         processed: logits that take the place of some rows; None: no row has any.
         """
@@ -85,7 +85,9 @@ class DrawPath(SamplingPath):
             # Processed rows are drawn below; here they count as greedy padding, which costs the least.
             others = table_rows.index_fill(0, processed.rows, self._table.padding_row)
             tokens, max_logits = self._draw_rows(logits, others)
-            tokens[processed.rows] = self._draw_rows(processed.logits, table_rows[processed.rows])[0]
+            own_rows = table_rows[processed.rows]
+            tokens[processed.rows], processed_max_logits = self._draw_rows(processed.logits, own_rows)
+            max_logits[processed.rows] += processed_max_logits  # finite if both are
             return tokens, max_logits
         tokens, max_logits = self._greedy.choose(logits, processed)
         if (params := batch.draw) is not None:

@@ -54,13 +54,14 @@ class FullPath(SamplingPath):
             self._token_counts.count(penalties.slots, tokens[processors.rows][penalties.rows])
         self._table.advance(table_rows)
         logprobs = None if batch.logprobs is None else _logprobs(logits, tokens, batch.logprobs)
-        return SampledTokens.from_tokens(tokens, max_logits, batch.sequences, logprobs)
+        return SampledTokens.from_tokens(tokens, max_logits, logprobs)
 
     def _process(self, logits: torch.Tensor, processors: LogitsProcessors, table_rows: torch.Tensor) -> torch.Tensor:
         """Apply bias, min_tokens and penalties; logits: [processed rows, vocab] float32, overwritten; table_rows:
         [processed rows]."""
         if (bias := processors.bias) is not None:
-            logits.index_put_((bias.rows, bias.tokens), bias.values, accumulate=True)
+            place = (bias.rows, bias.tokens)
+            logits.index_put_(place, logits[place] + bias.values)
         if (banned := processors.banned) is not None:
             place = (banned.rows, banned.tokens)
             early = self._table.num_outputs[table_rows[banned.rows]] < banned.min_tokens

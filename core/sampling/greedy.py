@@ -43,14 +43,15 @@ class GreedyPath(SamplingPath):
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, table_rows: torch.Tensor) -> SampledTokens:
         tokens, max_logits = self.choose(logits, None)
         self._table.advance(table_rows)
-        return SampledTokens.from_tokens(tokens, max_logits, batch.sequences)
+        return SampledTokens.from_tokens(tokens, max_logits)
 
     def choose(self, logits: torch.Tensor, processed: ProcessedLogits | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens [rows] int64, max logits [rows] float32 of the unprocessed logits).
+        """(tokens [rows] int64, max logits [rows] float32, as in `SampledTokens.from_tokens`).
 
         processed: logits that take the place of some rows; None: no row has any.
         """
         max_logits, tokens = self._argmax(logits)
         if processed is not None:
-            tokens[processed.rows] = self._argmax(processed.logits)[1]
+            processed_max_logits, tokens[processed.rows] = self._argmax(processed.logits)
+            max_logits[processed.rows] += processed_max_logits  # finite if both are
         return tokens, max_logits

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from attrs import field, frozen
 
-from engine.core.errors import ExecutorError
 from engine.core.sampling.sampling_batch import LogprobsRequest
 from engine.core.transfer import HostCopy
-from engine.core.types import TokenLogprobs
+from engine.core.types import NO_TOKEN, TokenLogprobs
 
 
 @frozen(kw_only=True)
@@ -30,59 +29,46 @@ class SampledTokens:
 
     tokens: torch.Tensor
     """[rows] int64 on the device, all within the vocabulary, whatever the logits."""
-    _sequences: tuple[int, ...] = field(alias="sequences")
     _copy: HostCopy = field(alias="copy")
     _logprobs: LogprobsRequest | None = field(alias="logprobs", default=None)
 
     @classmethod
     def from_tokens(
-        cls,
-        tokens: torch.Tensor,
-        max_logits: torch.Tensor,
-        sequences: Sequence[int],
-        logprobs: RowLogprobs | None = None,
+        cls, tokens: torch.Tensor, max_logits: torch.Tensor, logprobs: RowLogprobs | None = None
     ) -> SampledTokens:
         """Start the copy to the host.
 
-        tokens: [rows] int64; max_logits: [rows] float32, each row's largest logit, NaN where any is NaN. Both may be
-        buffers of a CUDA graph: a later replay overwrites them in stream order, after the copy. (The attribute `tokens`
-        is then the buffer itself.)
+        tokens: [rows] int64; max_logits: [rows] float32, each row's largest logit or any number that is finite if and
+        only if a token can be sampled from the row. Both may be buffers of a CUDA graph: a later replay overwrites them
+        in stream order, after the copy. (The attribute `tokens` is then the buffer itself.)
         """
         tensors = [tokens, max_logits]
         if logprobs is not None:
             tensors += [logprobs.chosen, logprobs.ranks, logprobs.top, logprobs.top_tokens]
         request = None if logprobs is None else logprobs.request
-        return cls(tokens=tokens, sequences=tuple(sequences), copy=HostCopy.begin(*tensors), logprobs=request)
+        return cls(tokens=tokens, copy=HostCopy.begin(*tensors), logprobs=request)
 
     @classmethod
-    def from_host(
-        cls, tokens: torch.Tensor, max_logits: torch.Tensor, sequences: Sequence[int], device: torch.device
-    ) -> SampledTokens:
+    def from_host(cls, tokens: torch.Tensor, max_logits: torch.Tensor, device: torch.device) -> SampledTokens:
         """Wrap tokens that the last kernel launched on `device` writes to host memory directly.
 
         tokens, max_logits: [rows], as in `from_tokens`, in pinned memory that is not written again before `to_host` was
         called. `SampledTokens.tokens` is then of no use to the device.
         """
-        return cls(tokens=tokens, sequences=tuple(sequences), copy=HostCopy((tokens, max_logits), device))
+        return cls(tokens=tokens, copy=HostCopy((tokens, max_logits), device))
 
     def ready(self) -> bool:
         """Whether `to_host` returns immediately."""
         return self._copy.ready()
 
     def to_host(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Wait for the tokens, and for the log probabilities of the rows that asked (None for the others).
-
-        Raises ExecutorError naming the sequences whose logits were not finite.
-        """
+        """Wait for the tokens (NO_TOKEN for rows whose logits were not finite), and for the log probabilities of the
+        rows that asked (None for the others)."""
         device_tokens, max_logits, *logprobs = self._copy.wait()
-        tokens: list[int] = device_tokens.tolist()
         finite = max_logits.isfinite()
         if not finite.all():
-            bad = [str(number) for number, good in zip(self._sequences, finite.tolist(), strict=True) if not good]
-            raise ExecutorError(
-                f"the logits of sequence {', '.join(bad)} are not finite (NaN or infinite), so no token can be "
-                "sampled; the weights may be damaged, or the numbers outgrow this dtype: try bfloat16 or float32"
-            )
+            device_tokens = device_tokens.where(finite, NO_TOKEN)
+        tokens: list[int] = device_tokens.tolist()
         entries: list[TokenLogprobs | None] = [None] * len(tokens)
         if (request := self._logprobs) is not None:
             chosen = [tokens[row] for row in request.host_rows]

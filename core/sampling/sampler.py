@@ -4,8 +4,8 @@ The order of operations, for each row:
 
 1. logit_bias is added; tokens that would end the request are banned until min_tokens tokens were sampled.
 2. repetition_penalty (prompt and output), then frequency_penalty and presence_penalty (output only).
-3. Greedy rows take the most likely token, the first of equals. A row is greedy with temperature 0 (or under 1e-5, where
-   float32 leaves no choice) or with top_k 1.
+3. Greedy rows take the most likely token: the first of the largest logits, as the model returns them in its dtype.
+   A row is greedy with temperature 0 (or under 1e-5, where float32 leaves no choice) or with top_k 1.
 4. The other rows: divide by temperature; top_k; top_p of what top_k left; min_p; draw.
 
 From the penalties on this is the order of transformers' `generate`; vLLM applies min_p before top_k. Tokens that tie
@@ -15,9 +15,10 @@ A batch takes the cheapest path that serves all of its sequences: greedy (step 3
 (all steps, and log probabilities). What steps 3 and 4 need lies in the SamplingTable on the device, so that the greedy
 and the draw path can be captured in a CUDA graph, and steps with and without graphs can alternate.
 
-Sampling does not wait for the device, and does no host work per row while the batch's sequences stay the same. Logits
-that are not finite (NaN, +inf, or -inf everywhere) are therefore found in `SampledTokens.to_host`, which waits anyway:
-the max logits travel with the tokens.
+Sampling does not wait for the device, and does no host work per row while the batch's sequences stay the same. Rows
+that are not finite (NaN, +inf, or -inf everywhere, before or after step 2) are therefore found in
+`SampledTokens.to_host`, which waits anyway: the max logits travel with the tokens. The host then sees NO_TOKEN, and the
+scheduler ends the request; until it does, the device goes on with any token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from engine.core.sampling.full import FullPath
 from engine.core.sampling.greedy import Argmax, GreedyPath, argmax
 from engine.core.sampling.prompt_logprobs import PromptLogprobs, StepPromptLogprobs
 from engine.core.sampling.sampled_tokens import SampledTokens
-from engine.core.sampling.sampling_batch import SamplingBatch, SamplingBatchBuilder, SequenceState
+from engine.core.sampling.sampling_batch import SamplingBatch, SamplingBatchBuilder, SequenceState, TokenBias
 from engine.core.sampling.sampling_table import SamplingTable
 from engine.core.sampling.token_counts import TokenCounts
+from engine.core.transfer import tensor_to_device
 from engine.core.types import NewSequence, SamplingParams, Step
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class Sampler:
         """max_running: rows of the SamplingTable that sequences can have. fused: sample by Triton kernels instead of
         PyTorch's operations. same_on_all_ranks: replaces drawn tokens by those of rank 0; greedy tokens are the same
         on all ranks, since the logits are."""
-        device = torch.device(device)
+        self._device = device = torch.device(device)
         self._vocab_size = vocab_size
         self._eos_tokens = eos_tokens
         self._sequences: dict[int, SequenceState] = {}
@@ -72,7 +74,7 @@ class Sampler:
         self._batch: SamplingBatch | None = None
         self._prompt_logprobs = PromptLogprobs()
         self.table = SamplingTable(max_running, device)
-        self._token_counts = TokenCounts(vocab_size, device)
+        self._token_counts = TokenCounts(vocab_size, max_running, device)
         max_and_index: Argmax = argmax
         draw_kernel: DrawRows | None = None
         if fused:
@@ -108,6 +110,7 @@ class Sampler:
         state = SequenceState(
             params=params,
             table_row=table_row,
+            bias=TokenBias.of(params, self._device),
             banned_tokens=self._banned_tokens(params),
             slot=self._token_counts.add(new) if penalized else None,
         )
@@ -117,7 +120,7 @@ class Sampler:
         self._prompt_logprobs.add(new)
         if not params.greedy:
             self.draw_path.needed_by.add(new.sequence)
-        if state.banned_tokens and num_outputs < params.min_tokens:
+        if state.banned_tokens is not None and num_outputs < params.min_tokens:
             self._until_min_tokens[new.sequence] = params.min_tokens - num_outputs
         if _always_needs_full(state) or new.sequence in self._until_min_tokens:
             self.full_path.needed_by.add(new.sequence)
@@ -179,12 +182,13 @@ class Sampler:
         """Log probabilities of prompt tokens, where asked for; see `PromptLogprobs.compute`."""
         return self._prompt_logprobs.compute(step, hidden, model) if self._prompt_logprobs else ()
 
-    def _banned_tokens(self, params: SamplingParams) -> tuple[int, ...]:
-        """The tokens that would end a request before its min_tokens."""
+    def _banned_tokens(self, params: SamplingParams) -> torch.Tensor | None:
+        """The tokens that would end a request before its min_tokens: [tokens] int64; None: there are none."""
         if params.min_tokens == 0:
-            return ()
+            return None
         ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_tokens)
-        return tuple(sorted(token for token in ends if token < self._vocab_size))
+        tokens = sorted(token for token in ends if token < self._vocab_size)
+        return tensor_to_device(torch.tensor(tokens, dtype=torch.int64), self._device) if tokens else None
 
     def _count_down_min_tokens(self, sequences: tuple[int, ...]) -> None:
         """Count one more token of each sequence. Replays of the greedy and draw paths need no count: no sequence below

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from attrs import frozen
 
 from engine.core.sampling.arithmetic import MAX_SELECTED_TOP_K, mix
+from engine.core.sampling.token_counts import Slot
 from engine.core.transfer import tensor_to_device
 from engine.core.types import SamplingParams
 
@@ -16,21 +19,45 @@ _MAX_BIAS = 1e30
 
 
 @frozen(kw_only=True)
+class TokenBias:
+    """logit_bias of one sequence, on the device."""
+
+    tokens: torch.Tensor
+    """[entries] int64, no token twice."""
+    values: torch.Tensor
+    """[entries] float32."""
+
+    @classmethod
+    def of(cls, params: SamplingParams, device: torch.device) -> TokenBias | None:
+        """None: there is no bias. Biases of a token that is named several times add up."""
+        if not params.logit_bias:
+            return None
+        given = np.fromiter(chain.from_iterable(params.logit_bias), np.float64).reshape(-1, 2)
+        tokens, entries = np.unique(given[:, 0].astype(np.int64), return_inverse=True)
+        values = np.bincount(entries, given[:, 1]).clip(-_MAX_BIAS, _MAX_BIAS).astype(np.float32)
+        return cls(
+            tokens=tensor_to_device(torch.from_numpy(tokens), device),
+            values=tensor_to_device(torch.from_numpy(values), device),
+        )
+
+
+@frozen(kw_only=True)
 class SequenceState:
-    """What the host keeps of one sequence."""
+    """What is kept of one sequence. Batches are put together from the tensors, which never change."""
 
     params: SamplingParams
     table_row: int
     """Its row in the SamplingTable."""
-    banned_tokens: tuple[int, ...]
-    """Tokens ruled out until the output has min_tokens tokens."""
-    slot: int | None
+    bias: TokenBias | None
+    banned_tokens: torch.Tensor | None
+    """[tokens] int64: ruled out until the output has min_tokens tokens; None: there are none."""
+    slot: Slot | None
     """Its slot in TokenCounts; None: it has no penalties."""
 
 
 @frozen(kw_only=True)
 class LogitBias:
-    """logit_bias: one entry per (row, token)."""
+    """logit_bias: one entry per (row, token), none twice."""
 
     rows: torch.Tensor
     tokens: torch.Tensor
@@ -169,27 +196,30 @@ class SamplingBatchBuilder:
         )
 
     def _bias(self, states: Sequence[SequenceState]) -> LogitBias | None:
-        entries = [(row, *pair) for row, state in enumerate(states) for pair in state.params.logit_bias]
-        if not entries:
+        members = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
+        if not members:
             return None
-        rows, tokens, values = zip(*entries, strict=True)
-        bounded = [min(max(value, -_MAX_BIAS), _MAX_BIAS) for value in values]
-        return LogitBias(rows=self._ints(rows), tokens=self._ints(tokens), values=self._floats(bounded))
+        tokens = [bias.tokens for _, bias in members]
+        rows = self._repeated([row for row, _ in members], tokens)
+        return LogitBias(rows=rows, tokens=torch.cat(tokens), values=torch.cat([bias.values for _, bias in members]))
 
     def _banned(self, states: Sequence[SequenceState], below: Sequence[bool]) -> BannedTokens | None:
-        entries = [
-            (row, token, state.params.min_tokens)
+        members = [
+            (row, state.banned_tokens, state.params.min_tokens)
             for row, state in enumerate(states)
-            if below[row]
-            for token in state.banned_tokens
+            if below[row] and state.banned_tokens is not None
         ]
-        if not entries:
+        if not members:
             return None
-        rows, tokens, min_tokens = zip(*entries, strict=True)
-        return BannedTokens(rows=self._ints(rows), tokens=self._ints(tokens), min_tokens=self._ints(min_tokens))
+        rows, tokens, min_tokens = zip(*members, strict=True)
+        return BannedTokens(
+            rows=self._repeated(rows, tokens),
+            tokens=torch.cat(tokens),
+            min_tokens=self._repeated(min_tokens, tokens),
+        )
 
     def _penalties(self, states: Sequence[SequenceState]) -> Penalties | None:
-        members = [(row, state.slot, state.params) for row, state in enumerate(states) if state.slot is not None]
+        members = [(row, state.slot.index, state.params) for row, state in enumerate(states) if state.slot is not None]
         if not members:
             return None
         rows, slots, params = zip(*members, strict=True)
@@ -245,6 +275,11 @@ class SamplingBatchBuilder:
             return None
         rows, counts = zip(*members, strict=True)
         return LogprobsRequest(rows=self._ints(rows), host_rows=rows, counts=counts)
+
+    def _repeated(self, values: Sequence[int], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Each value as often as there are tokens next to it: [all tokens] int64."""
+        counts = [len(each) for each in tokens]
+        return self._ints(values).repeat_interleave(self._ints(counts), output_size=sum(counts))
 
     def _ints(self, values: Sequence[int]) -> torch.Tensor:
         return tensor_to_device(torch.tensor(values, dtype=torch.int64), self._device)

@@ -3,31 +3,56 @@
 from __future__ import annotations
 
 import torch
+from attrs import define
 
 from engine.core.transfer import tensor_to_device
 from engine.core.types import NewSequence
 
+MIN_SLOTS = 4
+"""Slots that are kept once any was used."""
+ENTRY_BYTES = 5
+"""Bytes per slot and token: an int32 and a bool."""
+
+
+@define(eq=False)
+class Slot:
+    """One sequence's row of the table."""
+
+    index: int
+    """Changes when the table shrinks, which happens only in `TokenCounts.free`."""
+
 
 class TokenCounts:
-    """Token occurrences on the device: one slot, a row over the vocabulary, per sequence with penalties."""
+    """Token occurrences on the device: one slot, a row over the vocabulary, per sequence with penalties.
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    The table grows and shrinks with the number of such sequences, by a factor of two.
+    """
+
+    def __init__(self, vocab_size: int, max_slots: int, device: torch.device) -> None:
         self._device = device
+        self._capacities = _capacities(max_slots)
         self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         """[slots, vocab]: occurrences in the output."""
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         """[slots, vocab]: whether the token is in the prompt or the output."""
+        self._used: set[Slot] = set()
         self._free: list[int] = []
 
-    def add(self, new: NewSequence) -> int:
+    @staticmethod
+    def max_bytes(vocab_size: int, max_slots: int) -> int:
+        """Maximum bytes of a table, reached while it grows to `max_slots`: the copy, and what is copied."""
+        return sum(_capacities(max_slots)[-2:]) * vocab_size * ENTRY_BYTES
+
+    def add(self, new: NewSequence) -> Slot:
         """Count a sequence's tokens in a free slot; returns the slot."""
         if not self._free:
-            self._grow()
-        slot = self._free.pop()
+            self._resize(next(each for each in self._capacities if each > len(self._used)))
+        slot = Slot(self._free.pop())
+        self._used.add(slot)
         tokens = tensor_to_device(torch.tensor(new.tokens, dtype=torch.int64), self._device)
         output = tokens[new.prompt_len :]
-        self.counts[slot].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-        self.seen[slot].zero_().index_fill_(0, tokens, True)
+        self.counts[slot.index].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self.seen[slot.index].zero_().index_fill_(0, tokens, True)
         return slot
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -35,13 +60,36 @@ class TokenCounts:
         self.counts[slots, tokens] += 1
         self.seen[slots, tokens] = True
 
-    def free(self, slot: int) -> None:
-        """Make a slot available again."""
-        self._free.append(slot)
+    def free(self, slot: Slot) -> None:
+        """Make a slot available again. The indices of the other slots may change."""
+        self._used.remove(slot)
+        self._free.append(slot.index)
+        smaller = [each for each in self._capacities if each < len(self.counts)]
+        if smaller and 4 * len(self._used) <= len(self.counts):
+            self._resize(smaller[-1])
 
-    def _grow(self) -> None:
-        old = self.counts.shape[0]
-        more = max(4, old)
-        self.counts = torch.cat([self.counts, self.counts.new_zeros(more, self.counts.shape[1])])
-        self.seen = torch.cat([self.seen, self.seen.new_zeros(more, self.seen.shape[1])])
-        self._free.extend(reversed(range(old, old + more)))
+    def _resize(self, capacity: int) -> None:
+        """Move the slots in use to the beginning of a table of `capacity` slots."""
+        used = list(self._used)
+        rows = tensor_to_device(torch.tensor([slot.index for slot in used], dtype=torch.int64), self._device)
+        self.counts = _resized(self.counts, rows, capacity)
+        self.seen = _resized(self.seen, rows, capacity)
+        for index, slot in enumerate(used):
+            slot.index = index
+        self._free = list(range(capacity - 1, len(used) - 1, -1))
+
+
+def _capacities(max_slots: int) -> list[int]:
+    """The numbers of slots that a table may have, ascending."""
+    found = [max_slots]
+    while found[-1] > MIN_SLOTS:
+        found.append(-(-found[-1] // 2))
+    return found[::-1]
+
+
+def _resized(table: torch.Tensor, rows: torch.Tensor, capacity: int) -> torch.Tensor:
+    """A table of `capacity` rows, `rows` of the given table first; the others are not set."""
+    resized = table.new_empty(capacity, table.shape[1])
+    if len(rows):
+        torch.index_select(table, 0, rows, out=resized[: len(rows)])
+    return resized

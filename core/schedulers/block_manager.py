@@ -248,6 +248,16 @@ class BlockManager:
         blocks = self._tables[sequence].blocks[start // self.block_size : -(-(start + count) // self.block_size)]
         return any(self._references[block] > 1 for block in blocks)
 
+    def unregister(self, tokens: Sequence[int], chain: HashChain) -> None:
+        """Remove all full blocks of `tokens` from the prefix cache: their contents are wrong."""
+        for index in range(len(tokens) // self.block_size if self.prefix_caching else 0):
+            block = self._by_digest.get(chain.digest(tokens, index))
+            if block is not None:
+                self._unindex(block)
+                if self._references[block] == 0:
+                    del self._cached[block]
+                    self._free.append(block)
+
     def free(self, sequence: int) -> None:
         """Free a sequence's blocks; those indexed and computed that no other sequence uses stay cached."""
         # Last block first, so that a prefix is evicted from its end: `lookup` finds no block without its predecessor.

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.core.errors import PluginError
-from engine.core.plugin_host.faults import is_no_fault
-from engine.core.plugin_host.registry import OBJECT, describe_plugin
+from engine.core.plugin_host.faults import raise_interrupt, shown
+from engine.core.plugin_host.installed import OBJECT, describe_plugin
 from engine.core.schedulers.policy import SchedulingPolicy, Split
 from engine.core.schedulers.request_state import RequestState, StateView, state_of
 
@@ -118,8 +118,7 @@ class CheckedPolicy:
 
     def _fault(self, method: str, error: BaseException) -> None:
         """Count a fault, and log the first of each method. Raises `error` if a signal raised it, as Ctrl-C does."""
-        if not isinstance(error, Exception) and is_no_fault(error):
-            raise error
+        raise_interrupt(error)
         self.faults += 1
         if method in self._logged:
             return
@@ -156,8 +155,4 @@ def _running_state(answer: object, running: Sequence[StateView], wanted: str) ->
 
 
 def _invalid(answer: object, wanted: str) -> _InvalidAnswerError:
-    try:
-        shown = repr(answer)
-    except Exception as error:  # of the plugin's own class
-        shown = f"a {type(answer).__qualname__} whose repr() raises {type(error).__name__}"
-    return _InvalidAnswerError(f"{shown} is not {wanted}")
+    return _InvalidAnswerError(f"{shown(answer)} is not {wanted}")

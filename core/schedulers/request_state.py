@@ -8,8 +8,10 @@ from engine.core.errors import InvalidRequestError
 from engine.core.schedulers.block_manager import HashChain
 from engine.core.schedulers.step_counter import StepCounter
 from engine.core.types import (
+    FINISH_ERROR,
     FINISH_LENGTH,
     FINISH_STOP,
+    NO_TOKEN,
     FinishReason,
     Output,
     Request,
@@ -22,7 +24,8 @@ from engine.core.types import (
 class RequestState:
     """One request from arrival to finish, across all its admissions.
 
-    params: with the seed set. max_output: maximum tokens to generate. stop_tokens: tokens that finish the request.
+    params: with the seed set. max_output: maximum tokens to generate. stop_tokens: tokens that finish the request;
+    NO_TOKEN is always one.
     number: serial number of the request, which orders requests of equal arrival time.
 
     While a request decodes it is in every step, so the numbers of tokens computed and sampled follow from the step
@@ -75,7 +78,7 @@ class RequestState:
         self.id = request.id
         self.params = params
         self.max_output = max_output
-        self.stop_tokens = stop_tokens
+        self.stop_tokens = stop_tokens | {NO_TOKEN}
         self.arrival_order = (request.arrival, number)
         self.prompt_len = len(request.prompt)
         self.tokens = list(request.prompt)  # the prompt and all committed output
@@ -193,7 +196,7 @@ class RequestState:
     def append(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float) -> Output:
         """Append sampled tokens up to the one that finishes the request, and return them as an Output."""
         kept, reason = self._until_stop(tokens)
-        prompt_logprobs = tuple(self.prompt_logprobs) if self.wants_prompt_logprobs else None
+        prompt_logprobs = tuple(self.prompt_logprobs) if self.wants_prompt_logprobs and reason != FINISH_ERROR else None
         self.tokens += kept
         if self.sequence:
             full_blocks = (len(self.tokens) - 1) // self._block_size
@@ -209,6 +212,7 @@ class RequestState:
             finish_reason=reason,
             stop_token=kept[-1] if reason == FINISH_STOP else None,
             cached_tokens=self.cached_tokens,
+            error=self._not_finite() if reason == FINISH_ERROR else None,
             times=self._times(now) if reason else None,
         )
 
@@ -216,11 +220,20 @@ class RequestState:
         """The tokens up to the one that finishes the request, and the finish reason; None if it goes on."""
         for index, token in enumerate(tokens, 1):
             count = self.output_len + index
+            if token == NO_TOKEN:
+                return tokens[: index - 1], FINISH_ERROR
             if token in self.stop_tokens and count >= self.params.min_tokens:
                 return tokens[:index], FINISH_STOP
             if count == self.max_output:
                 return tokens[:index], FINISH_LENGTH
         return tokens, None
+
+    def _not_finite(self) -> str:
+        return (
+            f"request {self.id}: the logits after {len(self.tokens)} tokens are not finite (NaN or infinite), "
+            "so no token can be sampled; the weights may be damaged, or the numbers outgrow this dtype: try bfloat16 "
+            "or float32"
+        )
 
     def _times(self, now: float) -> RequestTimes:
         assert self.scheduled_at is not None

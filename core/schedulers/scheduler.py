@@ -22,6 +22,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -41,7 +42,9 @@ from engine.core.schedulers.step_plan import StepPlan
 from engine.core.schedulers.step_planner import StepPlanner
 from engine.core.types import (
     FINISH_ABORT,
+    FINISH_ERROR,
     MAX_SEED,
+    NO_TOKEN,
     EngineStats,
     Output,
     PrefillChunk,
@@ -259,7 +262,10 @@ class Scheduler:
                 continue
             if chunk.start < state.prompt_len:
                 self._prompt_tokens += min(chunk.count, state.prompt_len - chunk.start)
-                state.prompt_logprobs += prompt_logprobs.get(chunk.sequence, ())
+                scored = prompt_logprobs.get(chunk.sequence, ())
+                state.prompt_logprobs += scored
+                if any(math.isnan(entry.logprob) for entry in scored):
+                    tokens = (NO_TOKEN,)
             if tokens:
                 outputs.append(self._append(state, tokens, logprobs, now))
 
@@ -269,7 +275,9 @@ class Scheduler:
         """Append tokens to a request, register blocks that are now full in the prefix cache, and retire if finished."""
         output = state.append(tokens, logprobs, now)
         self._generation_tokens += len(output.tokens)
-        if state.sequence:  # the last token is not computed yet
+        if output.finish_reason == FINISH_ERROR:
+            self._blocks.unregister(state.tokens, state.chain)
+        elif state.sequence:  # the last token is not computed yet
             self._blocks.register(state.sequence, state.tokens, state.chain, len(state.tokens) - 1)
         if output.finish_reason is not None:
             self._queues.retire(state)

@@ -85,7 +85,7 @@ class Detokenizer:
             texts.append(self._next(token))
             if self._finished:
                 break
-        if not self._finished and output.finish_reason is not None:
+        if self.num_tokens and not self._finished and output.finish_reason is not None:
             texts += [self._emit(self._stream.flush()), self._held]
             self._emitted += len(self._held)
         if self.stop_string is None and output.stop_token is not None:

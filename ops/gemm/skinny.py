@@ -23,7 +23,8 @@ PLAIN = tl.constexpr(0)
 GATED = tl.constexpr(1)
 """W has 2 * outputs rows, gate before up, and a tile both rows of an output. out: [rows, outputs], silu(gate) * up."""
 ARGMAX = tl.constexpr(2)
-"""out: [rows, programs] float32, the largest output of each program; tokens: [rows, programs] int32, its index."""
+"""out: [rows, programs] float32, the largest output of each program, rounded to W's dtype as PLAIN stores it; tokens:
+[rows, programs] int32, its index, the first of equals."""
 COLUMNS = tl.constexpr(16)
 """Columns that x^T is padded to."""
 
@@ -61,7 +62,8 @@ def _fetch(rows, begin, end, ahead, TILE: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
-    """Apply the epilogue to row m of the result and store it. total: [tile], the sums of row m of x."""
+    """Apply the epilogue to row m of the result and store it. total: [tile], the sums of row m of x; bias: a pointer to
+    numbers of W's dtype, read only with BIAS."""
     valid = output < outputs
     if BIAS:
         total += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)
@@ -77,7 +79,8 @@ def store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOG
         value = (silu(gate) * up).to(out.dtype.element_ty)
         tl.store(out + m * outputs + n, value, mask=(n < outputs) & (m < rows))
     else:
-        peak, first = max_and_index(tl.where(valid, total, float("-inf")), output, 0)
+        rounded = total.to(bias.dtype.element_ty).to(tl.float32)
+        peak, first = max_and_index(tl.where(valid, rounded, float("-inf")), output, 0)
         place = m * tl.num_programs(0) + tl.program_id(0)
         tl.store(out + place, peak, mask=m < rows)
         tl.store(tokens + place, first, mask=m < rows)
@@ -149,7 +152,7 @@ def vector_kernel(
 
 @triton.jit
 def _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE: tl.constexpr, BIAS: tl.constexpr):
-    """Apply the epilogue and store. total: [tile, COLUMNS], the transpose of the result."""
+    """As `store_vector`, of all rows. total: [tile, COLUMNS], the transpose of the result."""
     m = tl.arange(0, COLUMNS)
     valid = output < outputs
     if BIAS:
@@ -168,7 +171,8 @@ def _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE
         mask = (n < outputs)[:, None] & (m < rows)[None, :]
         tl.store(out + m[None, :] * outputs + n[:, None], value, mask=mask)
     else:
-        peak, first = max_and_index(tl.where(valid[:, None], total, float("-inf")), output[:, None], 0)
+        rounded = total.to(bias.dtype.element_ty).to(tl.float32)
+        peak, first = max_and_index(tl.where(valid[:, None], rounded, float("-inf")), output[:, None], 0)
         place = m * tl.num_programs(0) + tl.program_id(0)
         tl.store(out + place, peak, mask=m < rows)
         tl.store(tokens + place, first, mask=m < rows)

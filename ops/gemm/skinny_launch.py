@@ -33,7 +33,7 @@ class GemmShape:
 
     epilogue: Epilogue
     """plain: x W^T. gated: silu(x W_gate^T) * (x W_up^T), with the gate's rows first in W. argmax: the largest of each
-    row of x W^T, and its index."""
+    row of x W^T, rounded to dtype, and its index."""
     outputs: int
     """Rows of W; half of them when gated."""
     inputs: int
@@ -132,7 +132,8 @@ class SkinnyLaunch:
     def peaks(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest output of each row ([rows] float32, NaN if any is) and its index ([rows] int64). Argmax only.
 
-        Outputs are compared as accumulated, in float32. Of equals the first is taken.
+        Outputs are compared as `__call__` of a launch with the same tile returns them, rounded to x's dtype. Of equals
+        the first is taken.
         """
         shape = (x.shape[0], self._programs)
         peaks = torch.empty(shape, dtype=torch.float32, device=x.device)

@@ -18,6 +18,25 @@ from engine.core.attention import AttentionBackend, AttentionSpec, ForwardBatch,
 from engine.core.device import DeviceInfo
 from engine.core.quant import FLOAT8
 
+MAX_TILE = 1024
+"""Maximum queries per tile."""
+MIN_TILE = 16
+"""Minimum queries per tile, whatever the length of the context."""
+MAX_MASK_ELEMENTS = 2**25
+"""Maximum size of a tile's mask on a GPU: 64 MiB in 16-bit types. On a CPU a mask is a view of a vector."""
+MAX_SCORES = 2**23
+"""Maximum number of scores of a tile, over all heads, where scores are kept in memory (soft cap): 32 MiB."""
+
+
+@frozen
+class Tile:
+    """Adjacent queries of a prefilling sequence, and the keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor
+    """[queries, keys]: 0 where a query sees a key, -inf elsewhere."""
+
 
 @frozen
 class Group:
@@ -32,6 +51,9 @@ class Group:
     """[sequences, 1, queries, keys]: 0 where a query sees a key, -inf elsewhere; None: every key, or causal."""
     causal: bool
     """Whether attention is plainly causal, with as many queries as keys."""
+    tiles: Sequence[Tile] = ()
+    """If any, what to compute, one tile after the other. `slots` are then those of the sequence's keys from the last to
+    the first."""
 
 
 class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
@@ -115,21 +137,35 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         )
         queries = q.view(count, -1, heads, dim).transpose(1, 2)
         scale = self._spec.scale * self._scales[layer].key
-        if self._spec.softcap is None:
-            out = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=group.mask,
-                is_causal=group.causal,
-                scale=scale,
-                enable_gqa=heads != self._spec.num_kv_heads,
-            )
+        if group.tiles:
+            out = torch.empty_like(queries)
+            for tile in group.tiles:
+                # On a GPU, the kernels need a mask whose rows are aligned.
+                mask = tile.mask if tile.mask.device.type == "cpu" else tile.mask.contiguous()
+                part = keys[:, :, tile.keys], values[:, :, tile.keys]
+                out[:, :, tile.queries] = self._attend_to(queries[:, :, tile.queries], *part, mask, scale)
         else:
-            out = self._attend_capped(queries, keys, values, group, scale, self._spec.softcap)
+            out = self._attend_to(queries, keys, values, group.mask, scale, causal=group.causal)
         if self._scales[layer].value != 1:
             out = out * self._scales[layer].value
         return out.transpose(1, 2).reshape(q.shape)
+
+    def _attend_to(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        *,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        """Compute attention. All but the mask are [sequences, heads, length, head_dim]."""
+        if self._spec.softcap is not None:
+            return _attend_capped(q, k, v, mask, scale, self._spec.softcap)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
     def _gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather the (possibly quantized) keys and values of `slots`, converted to the activations' type.
@@ -144,20 +180,6 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         torch.index_select(self._keys[layer], 0, slots, out=keys)
         torch.index_select(self._values[layer], 0, slots, out=values)
         return keys.view(self._kv_dtype).to(self._dtype), values.view(self._kv_dtype).to(self._dtype)
-
-    def _attend_capped(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, scale: float, softcap: float
-    ) -> torch.Tensor:
-        """Compute scaled_dot_product_attention with capped scores. All [sequences, heads, length, head_dim]."""
-        repeats = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        scores = (q @ k.transpose(2, 3)).float() * scale
-        scores = softcap * torch.tanh(scores / softcap)
-        if group.causal:
-            scores = scores + torch.full(scores.shape[2:], -torch.inf, device=q.device).triu(1)
-        elif group.mask is not None:
-            scores = scores + group.mask
-        return scores.softmax(-1).to(q.dtype) @ v
 
     def _decode_groups(self, batch: ForwardBatch, window: int | None) -> list[Group]:
         """Group decoding sequences of similar lengths, so that padding at most doubles the work."""
@@ -192,18 +214,46 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
             end = int(batch.context_lens_host[sequence])
             first = end - queries
             start = 0 if window is None else max(first + 1 - window, 0)
-            positions = np.arange(start, end)
-            causal = start == 0 and first == 0 and (window is None or window >= end)
-            mask = None
-            if not causal:
-                distance = np.arange(first, end)[:, None] - positions
-                visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-                mask = self._to_device(np.where(visible, 0.0, -np.inf)).to(self._dtype)[None, None]
-            slots = self._slots(batch, np.array([sequence]), positions[None])
-            rows = slice(row, row + queries)
-            groups.append(Group(query_rows=rows, num_sequences=1, slots=slots, mask=mask, causal=causal))
+            whole = first == 0 and (window is None or window >= end)
+            causal = whole and self._spec.softcap is None
+            positions = np.arange(start, end) if causal else np.arange(end - 1, start - 1, -1)
+            groups.append(
+                Group(
+                    query_rows=slice(row, row + queries),
+                    num_sequences=1,
+                    slots=self._slots(batch, np.array([sequence]), positions[None]),
+                    mask=None,
+                    causal=causal,
+                    tiles=() if causal else self._tiles(queries, end - start, window),
+                )
+            )
             row += queries
         return groups
+
+    def _tiles(self, queries: int, keys: int, window: int | None) -> list[Tile]:
+        """Divide the queries of a sequence, which come last among its keys, into tiles of bounded memory.
+
+        Whether a query sees a key depends on their distance only. With the keys from the last to the first, entry
+        [i, j] of every tile's mask therefore depends on i + j only: all masks are views of one vector.
+        """
+        device = self._keys[0].device
+        size = MAX_TILE
+        if device.type != "cpu":
+            size = min(size, MAX_MASK_ELEMENTS // keys)
+        if self._spec.softcap is not None:
+            size = min(size, MAX_SCORES // (keys * self._spec.num_heads))
+        size = min(max(size, MIN_TILE), queries)
+        visible = torch.full((size + keys,), -torch.inf, dtype=self._dtype, device=device)
+        visible[size - 1 : None if window is None else size - 1 + window] = 0.0
+        tiles = []
+        for begin in range(0, queries, size):
+            end = min(begin + size, queries)
+            count = end - begin
+            first = queries - end  # keys behind the tile's last query
+            last = keys if window is None else min(keys, first + count - 1 + window)
+            mask = visible.as_strided((count, last - first), (1, 1), size - count)
+            tiles.append(Tile(queries=slice(begin, end), keys=slice(first, last), mask=mask))
+        return tiles
 
     def _slots(
         self, batch: ForwardBatch, sequences: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
@@ -215,3 +265,17 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._keys[0].device)
+
+
+def _attend_capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+) -> torch.Tensor:
+    """Compute scaled_dot_product_attention with capped scores. All but the mask are [sequences, heads, length,
+    head_dim]."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1).to(q.dtype) @ v

@@ -22,6 +22,7 @@ from engine.core.errors import (
     ExecutorError,
     PluginError,
     PluginFaultError,
+    StepFaultError,
 )
 from engine.core.executors import MessageDecoder, encode
 from engine.core.shm import RingHandle
@@ -40,6 +41,7 @@ ERRORS: tuple[type[EngineError], ...] = (
     PluginError,
     PluginFaultError,
     ExecutorError,
+    StepFaultError,
 )
 """Error classes that keep their class when a worker's error is raised in the executor's process."""
 
@@ -100,7 +102,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     @property
     def unexpected(self) -> bool:
         """Whether the traceback is needed to understand the error."""
-        return self.known in ("", PluginFaultError.__name__)
+        return self.known in ("", PluginFaultError.__name__, StepFaultError.__name__)
 
     def error(self, worker: str) -> EngineError:
         """Return the error to raise in the executor's process; worker: the name of the sender."""

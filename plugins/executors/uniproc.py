@@ -9,7 +9,7 @@ import torch
 
 from engine.core.config import EngineConfig
 from engine.core.device import DeviceInfo
-from engine.core.errors import EngineError, ExecutorError
+from engine.core.errors import EngineError, ExecutorError, StepFaultError
 from engine.core.executors import Deployment, Executor, Health, PendingResult
 from engine.core.runner import Runner
 from engine.core.startup import Listener, Phases
@@ -46,6 +46,9 @@ class UniprocExecutor(Executor):
     def submit(self, step: Step) -> PendingResult:
         try:
             return self._running().launch(step)
+        except StepFaultError as error:
+            self._failure = str(error)
+            raise
         except EngineError:
             raise
         except Exception as error:  # torch's, out of memory included, and those of kernel compilers

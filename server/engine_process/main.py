@@ -229,7 +229,7 @@ def _add(engine: Engine, routes: OutputRoutes, peer: bytes, message: Add) -> Ite
             try:
                 engine.add(request)
             except InvalidRequestError as error:
-                yield Output(request=request.id, finish_reason=FINISH_ERROR, error=str(error))
+                yield Output(request=request.id, finish_reason=FINISH_ERROR, error=str(error), refused=True)
 
 
 def _make_engine(config: EngineConfig) -> Engine:

@@ -164,9 +164,7 @@ class Generation:
 
     def _feed_full(self, choice: int, output: Output, delta: Delta) -> None:
         if output.finish_reason == FINISH_ERROR:
-            # A request that the engine refuses is the client's error; one that fails later is the server's.
-            status = 500 if choice in self._has_outputs else 400
-            raise ApiError(status, output.error or "the engine failed this request")
+            raise ApiError(400 if output.refused else 500, output.error or "the engine failed this request")
         if choice not in self._has_outputs:
             self._has_outputs.add(choice)
             if choice % self._choices_per_prompt == 0:

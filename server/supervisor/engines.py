@@ -65,11 +65,8 @@ class Engines:
     def __init__(self, configs: Sequence[EngineConfig], directory: str, command: Sequence[str]) -> None:
         """configs: one per replica; command: starts an engine process."""
         server = configs[0].server
-        # A single replica is not restarted: the server has nothing to go on with, and what runs the server sees
-        # /health fail and knows best.
-        max_tries = server.replica_restarts if len(configs) > 1 else 0
         self._replicas = [
-            _Replica(number, config, RestartPolicy(max_tries, server.replica_restart_pause))
+            _Replica(number, config, RestartPolicy(server.replica_restarts, server.replica_restart_pause))
             for number, config in enumerate(configs)
         ]
         self._directory = directory

@@ -30,6 +30,7 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     memory = [
         ("weights", format_bytes(cache.weights_bytes), ""),
         ("activations", format_bytes(cache.activation_bytes), ""),
+        ("penalties", format_bytes(cache.penalty_bytes), "at most, for requests with penalties"),
         (
             "KV cache",
             format_bytes(cache.kv_bytes),

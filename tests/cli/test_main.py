@@ -145,6 +145,14 @@ class Broken:
         raise RuntimeError("out of order")
 
 
+class Leaving:
+    """A plugin that would end the process."""
+
+    @hookimpl
+    def register_commands(self, app: typer.Typer) -> None:
+        raise SystemExit(3)
+
+
 @pytest.fixture
 def plugged(monkeypatch: pytest.MonkeyPatch) -> Any:
     """plugged(plugin, ...) installs plugins for the commands that look for them."""
@@ -172,11 +180,14 @@ def test_a_plugin_does_not_replace_a_command(run: Any, plugged: Any) -> None:
     assert "serve" in result.stderr
 
 
-def test_a_plugin_that_fails_to_add_commands_is_a_warning(run: Any, plugged: Any) -> None:
-    plugged(Broken(), Greeter())
+@pytest.mark.parametrize(("plugin", "message"), [(Broken, "out of order"), (Leaving, "SystemExit: 3")])
+def test_a_plugin_that_fails_to_add_commands_is_a_warning(
+    run: Any, plugged: Any, plugin: type[Any], message: str
+) -> None:
+    plugged(plugin(), Greeter())
     result = run("greet", "you")
     assert result.stdout == "hello you\n"
-    assert "out of order" in result.stderr
+    assert message in result.stderr
 
 
 def test_built_in_commands_look_for_no_plugin(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +104,7 @@ def test_the_list_names_every_offer_and_where_it_is_from(run: Any) -> None:
 
 
 def test_the_list_names_plugins_that_failed(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = SimpleNamespace(registries={}, failures=("plugin 'bad' of bad-dist 1 could not be loaded",))
+    empty = SimpleNamespace(registries={}, loaded=(), failures=("plugin 'bad' of bad-dist 1 could not be loaded",))
     monkeypatch.setattr(registry, "load_plugins", lambda *config: empty)
     result = run("plugins", "list")
     assert "failed: plugin 'bad' of bad-dist 1 could not be loaded" in result.stdout
@@ -167,3 +169,60 @@ def test_check_prints_a_table(run: Any, engine_checkpoint: Any) -> None:
     lines = run("plugins", "check", "--model", str(engine_checkpoint)).stdout.splitlines()
     assert ["fcfs", "schedulers", "usable"] in [line.split() for line in lines]
     assert "torch" in sys.modules
+
+
+LOUD = """
+import os, sys
+from engine.core.hooks import hookimpl
+
+print("loaded, in Python")
+os.write(1, b"loaded, below Python\\n")
+{imports}
+
+@hookimpl
+def register_attention(register):
+    print("registering")
+    register("loud", load, api="1", summary="")
+
+def load():
+    print("importing")
+    from engine.plugins.attention.torch import TorchAttention
+    return TorchAttention
+
+@hookimpl
+def engine_stopped(engine):
+    print("stopped")
+"""
+
+
+def engine_command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process that has the plugins in `tmp_path` installed."""
+    return subprocess.run(
+        [sys.executable, "-m", "engine", *arguments],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [["plugins", "list"], ["plugins", "check"], ["generate", "def", "--max-tokens", "2"]]
+)
+def test_json_is_all_that_is_printed_when_a_plugin_prints(install: Any, tmp_path: Path, command: list[str]) -> None:
+    install("engine-loud", "0.4", LOUD.format(imports=""), entry="loud")
+    done = engine_command(tmp_path, *command, "--json")
+    json.loads(done.stdout)
+    assert "loaded, in Python" in done.stderr
+    assert "loaded, below Python" in done.stderr
+    assert ("stopped" in done.stderr) == (command[0] == "generate")
+
+
+def test_check_names_a_plugin_that_imports_torch_when_it_is_loaded(install: Any, tmp_path: Path) -> None:
+    install("engine-quick", "0.1", LOUD.format(imports="").replace("loud", "quick"), entry="quick")
+    install("engine-loud", "0.4", LOUD.format(imports="import torch"), entry="loud")
+    done = engine_command(tmp_path, "plugins", "check", "--json")
+    [sentence] = json.loads(done.stdout)["slow"]
+    assert sentence.startswith("plugin 'loud' of engine-loud 0.4 imports torch")
+    assert 'lazy("module:Class")' in sentence

@@ -13,6 +13,7 @@ import pytest
 from engine.core import Engine, Request, SamplingParams, engine as engine_module
 from engine.core.errors import CapacityError, CheckpointError, ConfigError, InvalidRequestError, PluginError
 from engine.core.sampling import prompt_logprobs
+from engine.core.sampling.token_counts import TokenCounts
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy
 from engine.core.startup import Progress
 from engine.core.types import Output
@@ -72,6 +73,13 @@ def test_start_reports_and_times_its_phases(checkpoint: Path) -> None:
         assert seconds_total / 2 < sum(phases.values()) <= seconds_total
         [*_, weights] = [one for one in reported if one.phase == "weights"]
         assert weights.done == weights.total > 0
+
+
+def test_the_budget_covers_penalties_of_all_running_requests(shared: Engine) -> None:
+    info, running = shared.cache_info, shared.config.scheduler.max_running
+    assert info.penalty_bytes == TokenCounts.max_bytes(shared.vocab_size, running) >= running * shared.vocab_size * 5
+    parts = info.weights_bytes + info.activation_bytes + info.penalty_bytes + info.kv_bytes
+    assert parts <= info.budget_bytes
 
 
 def test_output_does_not_depend_on_batch_composition(shared: Engine, expected: list[tuple[int, ...]]) -> None:

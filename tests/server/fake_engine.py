@@ -109,6 +109,9 @@ class FakeEngine:
 
     def _advance(self, sequence: Sequence) -> Output:
         request, params = sequence.request, sequence.request.params
+        if request.prompt == tuple(b"fail me"):
+            del self._sequences[request.id]
+            return Output(request=request.id, finish_reason="error", error="this request failed in the engine")
         sequence.scheduled = sequence.scheduled or time.monotonic()
         token = _token(sequence.made + (params.seed or 0))
         done = sequence.made + 1 == params.max_tokens

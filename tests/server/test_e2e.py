@@ -196,7 +196,7 @@ def test_streams_closed_by_clients_free_their_blocks(server: Any) -> None:
 
 
 def test_a_killed_engine_process_ends_streams_with_an_error(start: Start, alive: Callable[[int], bool]) -> None:
-    server = start()
+    server = start("--replica-restarts", "0")
     engine = server.engine_pid()
     body = {"model": "tiny", "prompt": "x", "max_tokens": 250, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:

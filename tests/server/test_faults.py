@@ -63,7 +63,7 @@ def start(
     def serve(*flags: str, before: tuple[str, ...] = ()) -> Any:
         command = [*before, *ENGINE, "serve", "--model", str(checkpoint), "--port", "0", "--executor", "multiproc"]
         command += ["--kv-memory", "8MiB", "--max-len", "256", "--dtype", "float32", "--threads", "1"]
-        servers.append(start_server([*command, "--api-workers", "1", *flags], tmp_path))
+        servers.append(start_server([*command, "--api-workers", "1", "--replica-restarts", "0", *flags], tmp_path))
         return servers[-1]
 
     yield serve

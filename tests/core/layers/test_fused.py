@@ -178,6 +178,23 @@ def test_lm_head_equals_plain(rows: int) -> None:
         assert torch.equal(tokens, logits.argmax(-1))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 16, 17])
+def test_greedy_is_the_first_of_the_largest_logits_bit_for_bit(rows: int) -> None:
+    """In half precision most of these logits are equal once they are rounded; their float32 sums differ."""
+    dtype = "bfloat16" if DEVICE == "cuda" else "float16"
+    layers = LayerFactory(dtype=dtype, device=DEVICE, fused=True)
+    head = layers.lm_head("lm_head", 300, 64)
+    weight = 1 + randn(300, 64) * 0.002
+    for layer in layers.layers:
+        layer.fill({name: weight.to(getattr(torch, dtype)) for name in layer.tensors()})
+    hidden = (1 + randn(rows, 64).abs()).to(getattr(torch, dtype))
+    logits = head(hidden)
+    assert ((logits == logits.amax(-1, keepdim=True)).sum(-1) > 1).float().mean() > 0.5, "there are too few ties"
+    max_logits, tokens = head.greedy(hidden)
+    assert torch.equal(max_logits, logits.amax(-1).float())
+    assert tokens.tolist() == [int((row == row.max()).nonzero()[0]) for row in logits]
+
+
 @pytest.mark.parametrize(
     ("rotary_dim", "scaling"),
     [(16, {}), (8, {}), (16, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import traceback
@@ -10,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
+from engine.core.engine import Engine
 from engine.core.errors import CheckpointError, ConfigError, EngineError, ExecutorError, PluginError, PluginFaultError
 from engine.core.hooks import hookimpl
 from engine.core.layers import Layer
 from engine.core.layers.linear import PlainKernel
 from engine.core.plugin_host.faults import blame
+from engine.core.plugin_host.registry import load_plugins
 from engine.core.runner.runner import Runner
 from engine.core.runner.start import RunnerStart
 from engine.core.schedulers.policy import SchedulingPolicy
@@ -25,19 +28,14 @@ from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.plugins.models.llama import Llama
 from engine.plugins.quant.none import Unquantized
 
+from .faulty import Odd, offering, raising
+
 MINE = "'mine' passed in from Python failed in"
 
 
 def blamed(error: BaseException) -> None:
     with blame("attention 'mine' of mine 1.0", "plan()"):
         raise error
-
-
-def raising(error: BaseException | None = None) -> Callable[..., Any]:
-    def call(*arguments: Any, **named: Any) -> Any:
-        raise error or KeyError("tide")
-
-    return call
 
 
 def test_a_mistake_names_plugin_call_error_and_place_and_keeps_the_cause() -> None:
@@ -66,10 +64,6 @@ def test_what_is_meant_and_lack_of_memory_pass_as_they_are(error: BaseException)
     with pytest.raises(type(error)) as caught:
         blamed(error)
     assert caught.value is error
-
-
-class Odd(BaseException):
-    """Outside Exception."""
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(3), Odd(3)], ids=lambda error: type(error).__name__)
@@ -184,16 +178,6 @@ FAULTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def offering(section: str, cls: type) -> Any:
-    hook = {"scheduler": "schedulers", "executor": "executors", "model": "models"}.get(section, section)
-
-    def register(register: Any) -> None:
-        register("mine", lambda: cls, api="1", summary="")
-
-    register.__name__ = f"register_{hook}"
-    return type("Plugin", (), {register.__name__: staticmethod(hookimpl(register))})()
-
-
 def build(make_engine: Any, section: str, members: dict[str, Any]) -> Any:
     plugin = offering(section, type("Faulty", (BASES[section],), members))
     return make_engine(plugin, on_progress=lambda _: None, **{f"{section}__name": "mine"})
@@ -239,6 +223,82 @@ def test_auto_passes_over_one_that_says_why_in_an_error(make_engine: Any) -> Non
 
     [choice] = [one for one in make_engine(Plugin()).parts.choices if one.extension_point == "attention"]
     assert "fussy refuses: give it a tide" in choice.reason
+
+
+WRONG_ANSWERS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("quant", {"from_checkpoint": classmethod(lambda cls, *_: None)}, "from_checkpoint()", "None"),
+    ("quant", {"kv_dtype": classmethod(lambda cls, _: "tide")}, "kv_dtype()", "'tide'"),
+    ("quant", {"ignored": lambda self: "*.tide"}, "ignored()", r"'\*.tide'"),
+    ("quant", {"ignored": lambda self: [3]}, "ignored()", r"\[3\]"),
+    ("quant", {"kv_scales": lambda self, _: 3}, "kv_scales()", "3"),
+    ("quant", {"linear": lambda self, _: 3}, r"linear() of model.layers.0.self_attn.q_proj", "3"),
+    (
+        "quant",
+        {"linear": making(fused_input_quantization=lambda self: 3)},
+        "fused_input_quantization() of model.lay",
+        "3",
+    ),
+    ("quant", {"linear": making(tensors=lambda self: None)}, "tensors() of model.layers.0.self_attn.q_proj", "None"),
+    (
+        "quant",
+        {"linear": making(tensors=lambda self: {"x": 3})},
+        "tensors() of model.layers.0.self_attn.q_proj",
+        "{'x': 3}",
+    ),
+    ("quant", {"linear": making(prepare=lambda self, _: None)}, "prepare() of model.layers.0.self_attn.q_proj", "None"),
+    (
+        "quant",
+        {"linear": making(prepare=lambda self, _: {"x": 3})},
+        "prepare() of model.layers.0.self_attn.q_p",
+        "{'x': 3}",
+    ),
+    ("executor", {"asynchronous": property(lambda self: None)}, "asynchronous", "None"),
+    ("executor", {"start": lambda self: None}, "start()", "None"),
+]
+
+
+@pytest.mark.parametrize(("section", "members", "call", "answer"), WRONG_ANSWERS, ids=lambda value: str(value)[:30])
+def test_start_names_the_plugin_that_answers_a_start_up_call_wrongly(
+    make_engine: Any, section: str, members: dict[str, Any], call: str, answer: str
+) -> None:
+    expected = rf"^{section} 'mine' passed in from Python returned {answer} from {re.escape(call)}.*, not .*; mend it"
+    with pytest.raises(PluginError, match=expected):
+        build(make_engine, section, members)
+
+
+CONSTRUCTORS = [
+    ("attention", {"__init__": raising()}, "its constructor"),
+    ("quant", {"from_checkpoint": classmethod(raising())}, "from_checkpoint()"),
+    ("scheduler", {"__init__": raising()}, "its constructor"),
+    ("executor", {"__init__": raising()}, "its constructor"),
+    ("model", {"__init__": raising()}, "its constructor"),
+]
+
+
+@pytest.mark.parametrize(("section", "members", "call"), CONSTRUCTORS, ids=lambda value: str(value)[:12])
+def test_auto_passes_over_a_plugin_whose_constructor_raises_and_says_so(
+    make_engine: Any, section: str, members: dict[str, Any], call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(offering(section, type("Faulty", (BASES[section],), members), preference=99))
+    assert engine.generate([[1, 2, 3]])[0].token_ids
+    names = {"scheduler": "schedulers", "executor": "executors", "model": "models"}
+    [choice] = [one for one in engine.parts.choices if one.extension_point == names.get(section, section)]
+    assert choice.name != "mine"
+    assert f"{section} {MINE} {call}: KeyError: 'tide'" in choice.reason
+    passes = [one for one in caplog.records if "auto passes over" in one.getMessage()]
+    assert len(passes) == (section != "scheduler")
+
+
+def test_the_fault_is_raised_where_auto_has_no_other_plugin(engine_checkpoint: Any) -> None:
+    class Sole(TorchAttention):
+        __init__ = raising()
+
+    plugins = load_plugins(extra=[offering("attention", Sole, preference=99)])
+    registry = plugins.registries["attention"]
+    only = evolve(registry, registrations={"mine": registry.registrations["mine"]})
+    plugins = evolve(plugins, registries={**plugins.registries, "attention": only})
+    with pytest.raises(PluginFaultError, match=rf"^attention {MINE} its constructor: KeyError: 'tide'"):
+        Engine(str(engine_checkpoint), plugins=plugins, cache__memory="8MiB", executor__device="cpu")
 
 
 def test_a_class_that_was_passed_in(make_engine: Any) -> None:

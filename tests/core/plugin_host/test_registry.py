@@ -126,8 +126,9 @@ def test_a_plugin_that_fails_half_way_leaves_nothing_at_any_extension_point(inst
         assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_an_exit_at_import_is_a_failure_of_that_plugin_only(install: Install) -> None:
-    install("engine-exit", "0.1", "raise SystemExit(3)", entry="exit")
+@pytest.mark.parametrize("error", ["SystemExit(3)", "KeyboardInterrupt", "GeneratorExit"])
+def test_what_a_plugin_raises_at_import_is_a_failure_of_that_plugin_only(install: Install, error: str) -> None:
+    install("engine-exit", "0.1", f"raise {error}", entry="exit")
     assert [failure.plugin.name for failure in load_plugins().failures] == ["exit"]
 
 
@@ -447,3 +448,70 @@ def test_a_hook_reaches_every_plugin() -> None:
 def test_every_builtin_class_keeps_its_contract(point: Any) -> None:
     for registration in load_plugins().registries[point.name]:
         assert issubclass(registration.load(), point.contract)
+
+
+OFFER = """
+from engine.core.hooks import hookimpl
+
+@hookimpl
+def register_schedulers(register):
+    register("{name}", load, api="1", summary="", preference=99)
+
+def load():
+    from engine.plugins.schedulers.fcfs import FirstComeFirstServed
+    return type("{name}", (FirstComeFirstServed,), {{}})
+"""
+
+
+@pytest.fixture
+def eager(install: Any) -> None:
+    """The distribution Engine_Eager 0.4, whose scheduling policy prefers itself to every other."""
+    install("Engine_Eager", "0.4", OFFER.format(name="eager"), entry="eager-entry")
+
+
+def candidates(**config: Any) -> list[str]:
+    """What auto considers of the scheduling policies, the most preferred first."""
+    return [one.name for one in load_plugins(PluginsConfig(**config)).schedulers.candidates()]
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_third_party_s_preference_counts_only_after_all_built_ins() -> None:
+    assert candidates() == ["fcfs", "eager"]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", ["Engine_Eager", "engine-eager", "ENGINE.eager"])
+def test_a_third_party_s_preference_counts_when_the_configuration_names_its_distribution(name: str) -> None:
+    assert candidates(prefer=(name,)) == ["eager", "fcfs"]
+
+
+def test_prefer_refuses_a_distribution_without_plugins() -> None:
+    with pytest.raises(ConfigError, match=r"\[plugins\] prefer names 'nowhere', but no installed .*; known: "):
+        load_plugins(PluginsConfig(prefer=("nowhere",)))
+
+
+def test_what_is_passed_in_from_python_counts_as_named() -> None:
+    class Mine:
+        @hookimpl
+        def register_schedulers(self, register: Any) -> None:
+            register("mine", lambda: None, api="1", summary="", preference=99)
+
+    assert [one.name for one in load_plugins(extra=[Mine()]).schedulers.candidates()] == ["mine", "fcfs"]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    ("config", "name", "message"),
+    [
+        (
+            {"deny": ("eager-entry",)},
+            "eager-entry",
+            "of Engine_Eager 0.4 is denied: take 'eager-entry' out",
+        ),
+        ({"deny": ("eager-entry",)}, "eager", "not asked: plugin 'eager-entry' of Engine_Eager 0.4$"),
+        ({"allow": ("builtin",)}, "eager-entry", "is not allowed: add 'eager-entry' to"),
+    ],
+)
+def test_to_select_what_is_denied_says_so(config: dict[str, Any], name: str, message: str) -> None:
+    with pytest.raises(PluginError, match=f"^there is no scheduler plugin '{name}'.*{message}"):
+        load_plugins(PluginsConfig(**config)).schedulers.get(name)

@@ -164,6 +164,68 @@ def test_each_sampling_path_gives_the_tokens_of_plain_steps(checkpoint: Path, re
             assert tokens_of(replayed, params) == tokens_of(plain, params)
 
 
+POISON = 60
+"""The position from which on PoisonedAttention decodes to NaN: only the last three of PROMPTS get there."""
+
+
+class PoisonedAttention(FixedAttention):
+    """Decodes to NaN from position POISON on."""
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        out = super().forward(layer, q, k, v, plan)
+        if not isinstance(plan, ForwardBatch):
+            return out
+        return out.masked_fill((plan.positions >= POISON)[:, None, None], torch.nan)
+
+
+SAMPLING = {
+    "greedy": GREEDY,
+    "draw": attrs.evolve(GREEDY, temperature=0.8, top_p=0.9, seed=3),
+    "full": attrs.evolve(GREEDY, repetition_penalty=1.3, logprobs=1),
+}
+
+
+def check_poisoned(engine: Engine, healthy: Engine, params: SamplingParams) -> None:
+    """Check that rows that a replay makes NaN end their own requests, after the tokens before them."""
+    expected = tokens_of(healthy, params)
+    found = engine.generate(PROMPTS, params)
+    ends = [min(24, max(POISON - len(prompt) + 1, 1)) for prompt in PROMPTS]
+    assert [done.token_ids for done in found] == [tokens[:end] for tokens, end in zip(expected, ends, strict=True)]
+    assert [done.finish_reason for done in found] == ["length"] * 3 + ["error"] * 3
+    assert all("not finite" in str(done.error) for done in found[3:])
+    assert engine.check().ok
+    assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("asked", SAMPLING)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_row_that_a_replay_makes_nan_ends_its_own_request(
+    checkpoint: Path, replays: type[ReplayByRunning], asked: str, steps: int
+) -> None:
+    settings = {"scheduler__name": "multi_step", "scheduler__options": {"steps": steps}}
+    with (
+        build(checkpoint, attention=PoisonedAttention, **settings) as engine,
+        build(checkpoint, executor__graphs="off") as healthy,
+    ):
+        check_poisoned(engine, healthy, SAMPLING[asked])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", SAMPLING)
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_row_that_a_cuda_graph_makes_nan_ends_its_own_request(
+    checkpoint: Path, asked: str, kernels: str, steps: int
+) -> None:
+    settings = {"executor__device": "cuda", "executor__kernels": kernels, "model__dtype": "float32"}
+    settings |= {"scheduler__name": "multi_step", "scheduler__options": {"steps": steps}}  # type: ignore[dict-item]
+    with (
+        build(checkpoint, attention=PoisonedAttention, **settings) as engine,
+        build(checkpoint, attention=FixedAttention, **settings) as healthy,
+    ):
+        check_poisoned(engine, healthy, SAMPLING[asked])
+
+
 def test_token_counts_pad_little() -> None:
     counts = piecewise_graphs.token_counts(10_000)
     assert counts[-1] == piecewise_graphs.MAX_TOKENS

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from engine.core.errors import ExecutorError, InvalidRequestError
-from engine.core.sampling.sampled_tokens import SampledTokens
-from engine.core.types import NewSequence, SamplingParams
+from engine.core.sampling.token_counts import TokenCounts
+from engine.core.types import NO_TOKEN, NewSequence, SamplingParams
 from tests.core.sampling.reference import (
     ALONE,
     EOS,
@@ -165,6 +165,52 @@ def test_a_freed_slot_is_cleared_before_reuse() -> None:
         assert [[token for column in columns for token in column]] == first
 
 
+def test_the_penalties_table_grows_and_shrinks_with_its_sequences() -> None:
+    """Tokens are those of a sequence alone, whatever joins and leaves."""
+    count, steps = 37, 4
+    params = SamplingParams(temperature=0, frequency_penalty=2.0, repetition_penalty=1.5)
+    logits = random_logits(1)
+    expected = run(make_sampler(params), logits, (0,), steps + 12)[0]
+    sampler = make_sampler(*[params] * count)
+    table = sampler._token_counts
+    assert len(table.counts) == len(table.seen) == count
+    found = run(sampler, logits.expand(count, -1), range(count), steps)
+    assert found == [expected[:steps]] * count
+    sizes, left = [], list(range(count))
+    for number in (*range(0, count, 2), *range(1, count - 4, 2)):
+        sampler.remove(number)
+        left.remove(number)
+        sizes.append(len(table.counts))
+    assert (sizes, left) == (sorted(sizes, reverse=True), [33, 35])
+    assert sizes[-1] < 10
+    assert run(sampler, logits.expand(2, -1), left, 12) == [expected[steps:]] * 2
+    later = NewSequence(sequence=99, tokens=(1, 2, 3), prompt_len=3, params=params)
+    sampler.add(later, table_row=0)
+    assert sampler.sample(logits, (99,), torch.zeros(1, dtype=torch.int64)).to_host()[0] == expected[:1]
+
+
+@pytest.mark.parametrize("max_slots", [1, 4, 5, 37, 256])
+def test_the_penalties_table_stays_within_its_maximum(max_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = TokenCounts(VOCAB, max_slots, torch.device("cpu"))
+    peak, resize = 0, table._resize
+
+    def noted(capacity: int) -> None:
+        nonlocal peak
+        peak = max(peak, table.counts.nbytes + table.seen.nbytes + capacity * VOCAB * 5)
+        resize(capacity)
+
+    monkeypatch.setattr(table, "_resize", noted)
+    new = NewSequence(sequence=0, tokens=(1,), prompt_len=1, params=SamplingParams())
+    slots = [table.add(new) for _ in range(max_slots)]
+    assert len(table.counts) == max_slots
+    assert peak == TokenCounts.max_bytes(VOCAB, max_slots)
+    assert sorted(slot.index for slot in slots) == list(range(max_slots))
+    for slot in slots:
+        table.free(slot)
+    assert len(table.counts) <= 4
+    assert peak == TokenCounts.max_bytes(VOCAB, max_slots)
+
+
 def test_same_seed_gives_same_tokens() -> None:
     logits = random_logits(1).expand(4, -1)
     params = [SamplingParams(seed=seed) for seed in (5, 6, 5, 7)]
@@ -223,22 +269,38 @@ def test_a_row_does_not_depend_on_the_others(
             assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("asked", [{"temperature": 0}, {}, {"top_p": 0.5}, EVERYTHING])
-def test_to_host_names_the_sequence_whose_logits_are_not_finite(value: float, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("asked", [{"temperature": 0}, {}, {"top_p": 0.5}, EVERYTHING], ids=["0", "1", "top_p", "all"])
+def test_a_row_that_is_not_finite_has_no_token(value: float, asked: dict[str, Any], fused: bool) -> None:
+    if fused:
+        pytest.importorskip("triton")
     params = SamplingParams(seed=1, **asked)
     logits = random_logits(3)
+    expected = sample(make_sampler(params, params, params, fused=fused), logits, (0, 1, 2)).to_host()[0]
     logits[1, 13] = value
-    sampled = sample(make_sampler(params, params, params), logits, (0, 1, 2))
+    sampled = sample(make_sampler(params, params, params, fused=fused), logits, (0, 1, 2))
     assert all(0 <= token < VOCAB for token in sampled.tokens.tolist()), "the next step must be able to look it up"
-    with pytest.raises(ExecutorError, match="logits of sequence 1 are not finite"):
-        sampled.to_host()
+    assert sampled.to_host()[0] == [expected[0], NO_TOKEN, expected[2]]
 
 
-def test_to_host_names_a_sequence_without_any_possible_token() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_processors_make_infinite_has_no_token(temperature: float, fused: bool) -> None:
+    if fused:
+        pytest.importorskip("triton")
+    sick = SamplingParams(seed=1, temperature=temperature, repetition_penalty=1e-39)
+    banned = SamplingParams(seed=1, temperature=temperature, min_tokens=1, stop_token_ids=tuple(range(VOCAB)))
+    sound = SamplingParams(seed=1, temperature=temperature, repetition_penalty=1.1)
+    sampler = make_sampler(sick, banned, sound, fused=fused)
+    first, second, third = sample(sampler, torch.full((3, VOCAB), 5.0), (0, 1, 2)).to_host()[0]
+    assert (first, second) == (NO_TOKEN, NO_TOKEN)
+    assert 0 <= third < VOCAB
+
+
+def test_a_row_without_any_possible_token_has_no_token() -> None:
     sampled = sample(make_sampler(SamplingParams(seed=1)), torch.full((1, VOCAB), -math.inf), (0,))
-    with pytest.raises(ExecutorError, match="sequence 0"):
-        sampled.to_host()
+    assert sampled.to_host()[0] == [NO_TOKEN]
 
 
 def test_tokens_of_logit_minus_infinity_are_never_sampled() -> None:
@@ -259,10 +321,3 @@ def test_sequences_must_be_added_and_seeded() -> None:
 
 def test_an_empty_batch_yields_no_tokens() -> None:
     assert sample(make_sampler(), torch.zeros(0, VOCAB), ()).to_host() == ([], [])
-
-
-def test_from_tokens_checks_max_logits() -> None:
-    tokens, max_logits = torch.tensor([4, 5, 6]), torch.tensor([1.0, math.nan, -math.inf])
-    sampled = SampledTokens.from_tokens(tokens, max_logits, (10, 11, 12))
-    with pytest.raises(ExecutorError, match="sequence 11, 12 are not finite"):
-        sampled.to_host()

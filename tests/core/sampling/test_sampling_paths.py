@@ -57,6 +57,32 @@ def test_a_sampling_batch_is_built_once_while_its_sequences_stay(monkeypatch: py
     assert built == [(0, 1, 2), (0, 1)]
 
 
+def test_a_join_costs_the_host_nothing_per_biased_or_banned_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is put together from what `add` has sent to the device, sequence by sequence."""
+    vocab = 2000
+    asked = SamplingParams(
+        temperature=0,
+        logit_bias=tuple((token, 0.5) for token in range(1000)),
+        min_tokens=9,
+        stop_token_ids=tuple(range(1000, 2000)),
+    )
+    sampler = make_sampler(asked, asked, asked, vocab=vocab)
+    sent: list[int] = []
+    for name in ("_ints", "_floats"):
+        send = getattr(sampler._builder, name)
+        monkeypatch.setattr(sampler._builder, name, lambda values, send=send: sent.append(len(values)) or send(values))
+    sample(sampler, random_logits(3, vocab), (0, 1, 2))
+    assert 0 < sum(sent) < 30
+
+
+def test_biases_of_one_token_add_up() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 20] = 5.0
+    bias = ((10, 3.0), (20, 0.25), (10, 3.0), (5, 1e30), (5, -1e30), (10, -0.5))
+    sampler = make_sampler(SamplingParams(temperature=0, logit_bias=bias))
+    assert run(sampler, logits, (0,), 2) == [[10, 10]]
+
+
 PATHS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0}, "greedy"),
     ({"top_k": 1}, "greedy"),
@@ -161,7 +187,7 @@ def test_captured_draws_and_sample_alternate() -> None:
             columns.append(sample(sampler, logits, (0, 1, 2)).to_host()[0])
         else:
             tokens, max_logits = sampler.draw_path.draw_unprocessed(padded, rows)
-            sampled = SampledTokens.from_tokens(tokens[:3], max_logits[:3], (0, 1, 2))
+            sampled = SampledTokens.from_tokens(tokens[:3], max_logits[:3])
             assert sampled.ready()
             columns.append(sampled.to_host()[0])
     assert [list(row) for row in zip(*columns, strict=True)] == expected
@@ -210,3 +236,34 @@ def test_update_removes_finished_sequences_and_adds_new_ones() -> None:
     assert sampler.table.num_outputs[0] == 1
     with pytest.raises(ExecutorError, match="has no sequence 0"):
         sample(sampler, random_logits(1), (0,))
+
+
+GREEDY_NEXT_TO: list[tuple[str, list[dict[str, Any]]]] = [
+    ("greedy", []),
+    ("greedy", [{"temperature": 0.0}]),
+    ("draw", [{"temperature": 1.0, "top_p": 0.9}]),
+    ("draw", [{"temperature": 1.0}, {"top_k": 1}]),
+    ("full", [{"temperature": 0.0, "logprobs": 2}]),
+    ("full", [{"temperature": 0.0, "presence_penalty": 1.0}, {"temperature": 1.0}]),
+]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("own", [{}, {"logprobs": 3}, {"top_k": 1}, {"logit_bias": ((0, -1.0),)}], ids=str)
+def test_a_greedy_token_is_the_first_of_the_largest_logits_on_every_path(own: dict[str, Any], fused: bool) -> None:
+    """bfloat16 logits with many ties; the neighbours choose the path."""
+    if fused:
+        pytest.importorskip("triton")
+    vocab = 300
+    asked = {"temperature": 0.0, "seed": 1, **own} if "top_k" not in own else {"seed": 1, **own}
+    for seed in range(3):
+        logits = (random_logits(3, vocab, seed) * 0.004 + 5).bfloat16()
+        ties = (logits[0] == logits[0].max()).nonzero()
+        assert len(ties) > 1
+        for path, neighbours in GREEDY_NEXT_TO:
+            params = [SamplingParams(**asked), *(SamplingParams(seed=2, **each) for each in neighbours)]
+            sampler = make_sampler(*params, vocab=vocab, fused=fused)
+            batch = range(len(params))
+            if own in ({}, {"top_k": 1}):
+                assert sampler.sampling_path(batch).name == path
+            assert sample(sampler, logits[: len(params)], batch).to_host()[0][0] == int(ties[0])

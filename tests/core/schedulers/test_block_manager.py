@@ -385,3 +385,29 @@ def test_bytes_per_block_equals_the_size_of_the_tensors(kv_dtype: str) -> None:
     pool = KVPool(spec, 6, "cpu")
     taken = sum(tensor.numel() * tensor.element_size() for tensor in (*pool.keys, *pool.values))
     assert taken == 7 * KVPool.bytes_per_block(spec)
+
+
+def test_unregister_takes_blocks_out_of_the_prefix_cache_used_or_not() -> None:
+    manager = make_manager()
+    tokens = list(range(11))
+    run_prompt(manager, 1, tokens)
+    manager.free(1)
+    assert len(run_prompt(manager, 2, tokens[:5])) == 1, "of the two blocks one is used again, one only cached"
+    manager.unregister(tokens, HashChain(BLOCK_SIZE))
+    manager.check()
+    assert (manager.num_used, manager.num_cached) == (2, 0)
+    assert manager.lookup(tokens, HashChain(BLOCK_SIZE)) == []
+    manager.free(2)
+    manager.check()
+    assert manager.num_free == 8
+    assert len(run_prompt(manager, 3, tokens)) == 0
+    assert len(run_prompt(manager, 4, tokens)) == 2, "the prefix may be registered again"
+
+
+def test_unregister_leaves_other_prefixes_and_does_nothing_without_a_cache() -> None:
+    manager = make_manager()
+    run_prompt(manager, 1, list(range(5)))
+    run_prompt(manager, 2, list(range(20, 25)))
+    manager.unregister(list(range(5)), HashChain(BLOCK_SIZE))
+    assert len(manager.lookup(list(range(20, 25)), HashChain(BLOCK_SIZE))) == 1
+    make_manager(prefix_caching=False).unregister(list(range(5)), HashChain(BLOCK_SIZE))

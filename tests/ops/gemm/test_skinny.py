@@ -146,6 +146,47 @@ def test_shorter_types(tile: Any, dtype: torch.dtype, workspace: Any) -> None:
     check(tile, "plain", 4, 24, 96, workspace, dtype=dtype)
 
 
+def check_ties(tile: Any, rows: int, outputs: int, inputs: int, workspace: Any, dtype: torch.dtype) -> None:
+    """Compare `peaks` with the same tile's outputs, most of whose largest are equal once rounded."""
+    weight = (1 + torch.randn(outputs, inputs, device=workspace.device) * 0.002).to(dtype)
+    x = (1 + torch.randn(rows, inputs, device=workspace.device).abs()).to(dtype)
+    plain, argmax = (
+        SkinnyLaunch(
+            GemmShape(epilogue=epilogue, outputs=outputs, inputs=inputs, dtype=str(dtype)[6:]), tile, rows, workspace
+        )
+        for epilogue in ("plain", "argmax")
+    )
+    out = plain(x, weight)
+    assert ((out == out.amax(-1, keepdim=True)).sum(-1) > 1).any(), "there are no ties"
+    peaks, tokens = argmax.peaks(x, weight)
+    assert torch.equal(peaks, out.amax(-1).float())
+    assert tokens.tolist() == [int((row == row.max()).nonzero()[0]) for row in out]
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows", "dtype"),
+    [
+        (VECTOR, 3, torch.bfloat16),
+        (VECTOR, 1, torch.float16),
+        (MATRIX, 5, torch.float16),
+        pytest.param(MATRIX, 16, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_peaks_are_the_first_of_the_largest_rounded_outputs(
+    tile: Any, rows: int, dtype: torch.dtype, workspace: Any
+) -> None:
+    check_ties(tile, rows, 300, 64, workspace, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), [(151936, 1024), (128256, 4096)])
+def test_peaks_of_all_tiles_are_the_first_of_the_largest_outputs(outputs: int, inputs: int, workspace: Any) -> None:
+    shape = GemmShape(epilogue="argmax", outputs=outputs, inputs=inputs, dtype="bfloat16")
+    for rows in (1, 2, 4, 8, SKINNY_MAX_ROWS):
+        for tile in candidates(shape, rows, workspace.device):
+            check_ties(tile, rows, outputs, inputs, workspace, torch.bfloat16)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy: infinity times a padding zero
 @pytest.mark.parametrize("tile", [VECTOR, MATRIX], ids=["vector", "matrix"])
 def test_max_logits_show_values_that_are_not_finite(tile: Any, workspace: Any) -> None:

@@ -92,7 +92,7 @@ def test_health_fails_when_no_step_completes(serve_fake: Serve) -> None:
 
 
 def test_health_fails_when_the_engine_process_is_killed(serve_fake: Serve) -> None:
-    with serve_fake() as server:
+    with serve_fake(replica_restarts=0) as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
         server.until(lambda: health(server)[0] == 503)
         assert_failed(server, "process", "SIGKILL")

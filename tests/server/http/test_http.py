@@ -243,6 +243,12 @@ def test_a_request_refused_by_the_engine_is_a_400(http: httpx.Client, stream: bo
     assert error["message"] == "this prompt is refused by the engine"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_fails_before_its_first_token_is_the_servers_error(http: httpx.Client, stream: bool) -> None:
+    response = http.post("/v1/completions", json=COMPLETION | {"prompt": "fail me", "stream": stream})
+    assert refusal(response, 500)["message"] == "this request failed in the engine"
+
+
 def test_another_model_is_not_found(http: httpx.Client) -> None:
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "a"})):
         error = refusal(http.post(path, json=body | {"model": "gpt"}), 404)
@@ -331,7 +337,7 @@ def test_a_request_above_max_waiting_is_invalid_rather_than_overload(
 
 @pytest.mark.parametrize("cause", ["die_after", "raise_after"])
 def test_a_dead_engine_fails_requests_and_health(serve_fake: Serve, cause: str, alive: Callable[[int], bool]) -> None:
-    with serve_fake(options={cause: 5, "delay": 0.01}) as server, server.client() as http:
+    with serve_fake(replica_restarts=0, options={cause: 5, "delay": 0.01}) as server, server.client() as http:
         engine = server.engine_pid()
         response = http.post("/v1/completions", json=COMPLETION | {"max_tokens": 200, "stream": True})
         *_, last, rest = response.text.split("\n\n")

@@ -126,7 +126,7 @@ def test_a_killed_front_end_is_replaced(serve_fake: Serve) -> None:
 
 
 def test_all_front_ends_learn_of_a_killed_engine_process(serve_fake: Serve) -> None:
-    with serve_fake(api_workers=2, options={"delay": 0.01}) as server:
+    with serve_fake(api_workers=2, replica_restarts=0, options={"delay": 0.01}) as server:
         killed: list[float] = []
 
         def during() -> None:

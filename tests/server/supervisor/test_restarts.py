@@ -200,8 +200,30 @@ def test_shutdown_does_not_wait_for_a_restart(
         assert "did not stop" not in server.errors  # logged for a process that exceeds its time
 
 
-def test_a_single_replica_is_not_restarted(serve_fake: Serve) -> None:
-    with serve_fake(replica_restart_pause=0.0) as server:
+@pytest.mark.parametrize("fault", ["killed", "a failed step"])
+def test_a_single_replica_is_restarted(serve_fake: Serve, tmp_path: Path, fault: str) -> None:
+    at_start = tmp_path / "at_start"
+    options: dict[str, Any] = {"at_start": str(at_start)} | ({} if fault == "killed" else {"raise_after": 6})
+    with serve_fake(replica_restart_pause=0.05, options=options) as server:
+        assert complete(server).status_code == 200
+        at_start.write_text("wait")
+        if fault == "killed":
+            os.kill(server.engine_pid(), signal.SIGKILL)
+        else:
+            assert "the fake step failed" in complete(server).json()["error"]["message"]
+        server.until(lambda: health(server)[1].get("status") == "starting")
+        status, state = health(server)
+        assert (status, state["level"], state["restart"]) == (503, "process", "try 1 of 5")
+        assert ("SIGKILL" if fault == "killed" else "the fake step failed") in state["reason"]
+        assert "it is being restarted, so try again later" in complete(server).json()["error"]["message"]
+        at_start.unlink()
+        server.until(lambda: health(server) == (200, {"status": "ok"}))
+        assert complete(server).status_code == 200
+        assert server.stop() == 0
+
+
+def test_a_single_replica_is_not_restarted_without_tries(serve_fake: Serve) -> None:
+    with serve_fake(replica_restarts=0) as server:
         os.kill(server.engine_pid(), signal.SIGKILL)
         server.until(lambda: health(server)[0] == 503)
         assert "restart" not in health(server)[1]

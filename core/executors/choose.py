@@ -1,0 +1,101 @@
+"""Chooses the plugins of an engine and starts its executor; auto chooses again without a plugin that cannot be made."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Mapping
+
+from attrs import evolve, frozen
+
+from engine.core.config.tree import EngineConfig
+from engine.core.device import DeviceInfo
+from engine.core.errors import PluginError, PluginFaultError
+from engine.core.executors.base import Executor
+from engine.core.executors.deployment import Deployment, make_executor
+from engine.core.plugin_host.extension_points import EXTENSION_POINTS
+from engine.core.plugin_host.faults import expect
+from engine.core.plugin_host.registry import Plugins
+from engine.core.plugin_host.selection import Parts, resolve
+from engine.core.startup import Listener, Phases
+from engine.core.types import CacheInfo
+from engine.core.weights.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class PluginChoice:
+    """What the choice of an engine's plugins depends on."""
+
+    config: EngineConfig
+    plugins: Plugins
+    device: DeviceInfo
+    checkpoint: Checkpoint
+    objects: Mapping[str, object]
+    """Section of the configuration -> the plugin passed in from Python."""
+
+    def start(self, phases: Phases, on_progress: Listener | None) -> tuple[Parts, Executor, CacheInfo]:
+        """Choose the plugins, make the executor, and let it load the model and allocate the KV cache.
+
+        Raises what `resolve` and `Executor.start` raise. Where a constructor raises and no other plugin serves, that is
+        what is raised.
+        """
+        passed_over: dict[tuple[str, str], str] = {}
+        fault: PluginFaultError | None = None
+        while True:
+            with phases.phase("plugins"):
+                try:
+                    parts = resolve(
+                        self.config,
+                        self.plugins,
+                        self.device,
+                        self.checkpoint.config,
+                        self.objects,
+                        passed_over=passed_over,
+                    )
+                except PluginError:
+                    if fault is None:
+                        raise
+                    raise fault from fault.__cause__  # no other plugin serves
+            try:
+                with phases.phase("executor"):
+                    executor, cache = self._start_executor(parts, passed_over, on_progress)
+                    phases.include(cache.phases)
+                    break
+            except PluginFaultError as error:
+                choice = parts.choice_at_fault(error)
+                if choice is None:
+                    raise
+                _log.warning("auto passes over a plugin: %s", error, exc_info=error)
+                passed_over[choice.extension_point, choice.name] = str(error)
+                fault = error
+                for one in (error, error.__cause__):  # they hold the weights that were loaded
+                    traceback.clear_frames(one.__traceback__ if one is not None else None)
+        for notice in filter(None, (choice.notice for choice in parts.choices)):
+            _log.warning("%s", notice)
+        return parts, executor, cache
+
+    def _start_executor(
+        self, parts: Parts, passed_over: Mapping[tuple[str, str], str], on_progress: Listener | None
+    ) -> tuple[Executor, CacheInfo]:
+        config = self.config
+        for point, _ in passed_over:  # workers choose for themselves, by the configuration
+            config = _with_choice(config, parts, point)
+        executor = make_executor(Deployment(config, parts, self.checkpoint, self.device))
+        if on_progress is not None:
+            executor.watch(on_progress)
+        cache = executor.start()
+        try:
+            expect(isinstance(cache, CacheInfo), parts.owner("executors"), "start()", cache, "a CacheInfo")
+        except PluginError:
+            executor.shutdown()
+            raise
+        return executor, cache
+
+
+def _with_choice(config: EngineConfig, parts: Parts, extension_point: str) -> EngineConfig:
+    """A configuration that names the plugin chosen for an extension point."""
+    [choice] = [one for one in parts.choices if one.extension_point == extension_point]
+    [section] = [point.section for point in EXTENSION_POINTS if point.name == extension_point]
+    return evolve(config, **{section: evolve(getattr(config, section), name=choice.name)})

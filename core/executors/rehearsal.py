@@ -1,0 +1,100 @@
+"""The rehearsal: a prompt step and a decode step through a started executor, before the first request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
+from engine.core.executors.base import Executor, Health
+from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
+from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step, StepResult
+
+STEP = 0
+"""Number of the rehearsal's steps; the scheduler's begin with 1."""
+SEQUENCE = 0
+"""Number of the rehearsal's sequence; the scheduler's begin with 1."""
+
+
+def rehearse(
+    executor: Executor, cache: CacheInfo, *, owner: str, max_tokens: int, max_len: int, vocab_size: int
+) -> None:
+    """Run one prompt step and one decode step, on all ranks, and check every answer of the executor.
+
+    The steps compute a sequence that no scheduler knows. A last step, of nothing else, makes the runner forget the
+    sequence; what remains are keys and values in blocks that are free.
+
+    owner: how errors name the executor's plugin. max_tokens: of a step.
+    Raises ExecutorError or PluginFaultError for what the first request would have met.
+    """
+    length = min(cache.block_size + 1, max_len - 1, max_tokens, cache.num_blocks * cache.block_size - 1)
+    if length < 1:
+        return  # there is no room for a prompt and a token
+    params = SamplingParams(temperature=0.0, seed=0)
+    prompt = NewSequence(sequence=SEQUENCE, tokens=(0,) * length, prompt_len=length, params=params)
+    blocks = tuple(range(-(-(length + 1) // cache.block_size)))
+    chunk = PrefillChunk(SEQUENCE, 0, length, True)
+    steps = (
+        Step(id=STEP, decodes=(), chunks=(chunk,), new=(prompt,), blocks=((SEQUENCE, blocks),)),
+        Step(id=STEP, decodes=(SEQUENCE,), chunks=()),
+    )
+    asynchronous = executor.asynchronous
+    expect(isinstance(asynchronous, bool), owner, "asynchronous", asynchronous, "True or False")
+    calls = _CheckedCalls(executor, owner)
+    for step in steps:
+        calls.expect_tokens(calls.run(step), vocab_size)
+    calls.run(Step(id=STEP, decodes=(), chunks=(), finished=(SEQUENCE,)))
+    calls.expect_health()
+
+
+class _CheckedCalls:
+    """The calls of an executor's methods, whose answers must be what the contract says."""
+
+    def __init__(self, executor: Executor, owner: str) -> None:
+        self._executor = executor
+        self._owner = owner
+
+    def run(self, step: Step) -> StepResult:
+        """Submit a step and wait for its result."""
+        pending = self._call("submit", self._executor, step)
+        for name in ("done", "result"):
+            if not callable(getattr(pending, name, None)):
+                raise self._wrong("submit", pending, "an object with the methods done() and result()")
+        done = self._call("done", pending)
+        if not isinstance(done, bool):
+            raise self._wrong("done", done, "True or False")
+        result = self._call("result", pending)
+        if not isinstance(result, StepResult):
+            raise self._wrong("result", result, "a StepResult")
+        if result.step != step.id:
+            raise self._wrong("result", result, f"the result of step {step.id}")
+        return result
+
+    def expect_tokens(self, result: StepResult, vocab_size: int) -> None:
+        """Check that a result has one token, of the vocabulary."""
+        match result.tokens:
+            case ((int(token),),) if token == NO_TOKEN:
+                raise CheckpointError(
+                    "the logits of the rehearsal's prompt are not finite (NaN or infinite); the weights may be damaged,"
+                    " or the numbers outgrow this dtype: try bfloat16 or float32"
+                )
+            case ((int(token),),) if 0 <= token < vocab_size:
+                return
+        raise self._wrong("result", result.tokens, f"one row of one token below {vocab_size}")
+
+    def expect_health(self) -> None:
+        """Check that the executor can run further steps."""
+        health = self._call("check", self._executor)
+        if not isinstance(health, Health):
+            raise self._wrong("check", health, "a Health")
+        if not health.ok:
+            raise ExecutorError(f"{self._owner} failed after its first steps: {health.detail}")
+
+    def _call(self, method: str, of: object, *arguments: object) -> Any:
+        try:
+            return getattr(of, method)(*arguments)
+        except BaseException as error:
+            name_fault(error, PluginCall(self._owner, f"{method}()"))
+            raise
+
+    def _wrong(self, method: str, answer: object, wanted: str) -> StepFaultError:
+        return StepFaultError(f"{self._owner} returned a wrong result from {method}(): {shown(answer)}, not {wanted}")

@@ -1,0 +1,167 @@
+"""Asyncio streams of one engine that fail, are closed or lose their event loop at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core import Engine, SamplingParams
+from engine.core.errors import EngineError, ExecutorError, InvalidRequestError
+from engine.core.text.detokenizer import Detokenizer
+from engine.plugins.attention.torch import TorchAttention
+from engine.testing.checkpoints import make_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(4)]
+
+
+class FailingAttention(TorchAttention):
+    """Raises `error`, if set."""
+
+    error: BaseException | None = None
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return super().forward(layer, q, k, v, plan)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+def build(checkpoint: Path, **settings: Any) -> Engine:
+    usual = {"executor__device": "cpu", "cache__memory": "8MiB", "model__max_len": 256}
+    return Engine(model=str(checkpoint), attention=FailingAttention, **{**usual, **settings})
+
+
+async def collect(engine: Engine, prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[int]:
+    return [token async for delta in engine.astream(prompt, params) for token in delta.tokens]
+
+
+async def gather(engine: Engine, count: int) -> list[Any]:
+    streams = (collect(engine, PROMPTS[number]) for number in range(count))
+    return await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 30)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("kaputt"), MemoryError("kaputt"), KeyError("kaputt")], ids=repr)
+def test_every_stream_raises_what_fails_in_a_step(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with build(checkpoint) as engine:
+        monkeypatch.setattr(FailingAttention, "error", error)
+        found = asyncio.run(gather(engine, 3))
+        assert [type(one) for one in found] == [ExecutorError] * 3
+        assert all("kaputt" in str(one) for one in found)
+
+
+def test_every_stream_raises_a_fault_outside_the_engine_and_later_streams_work(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(detokenizer: Detokenizer, output: object) -> Any:
+        raise ZeroDivisionError("kaputt")
+
+    with build(checkpoint) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Detokenizer, "feed", broken)
+            assert [type(one) for one in asyncio.run(gather(engine, 3))] == [ZeroDivisionError] * 3
+        assert [len(tokens) for tokens in asyncio.run(gather(engine, 3))] == [12] * 3
+        assert engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("call", [1, 11, 12])
+def test_closing_a_stream_amid_a_step_leaves_the_others_running(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """The stream is closed while a thread turns the tokens of a step into text; the 12th token is its last."""
+    feed, calls = Detokenizer.feed, 0
+
+    async def run(engine: Engine) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        stream: Any = engine.astream(PROMPTS[0], GREEDY)
+        first: list[Detokenizer] = []
+
+        def closing(detokenizer: Detokenizer, output: Any) -> Any:
+            nonlocal calls
+            first.append(detokenizer)
+            calls += detokenizer is first[0]
+            if detokenizer is first[0] and calls == call:
+                loop.call_soon_threadsafe(asyncio.ensure_future, close(stream))
+                time.sleep(0.1)
+            return feed(detokenizer, output)
+
+        async def close(stream: Any) -> None:
+            if call == 1:  # nothing was read yet, and a generator that is being read cannot be closed
+                reading.cancel()
+            else:
+                await stream.aclose()
+
+        monkeypatch.setattr(Detokenizer, "feed", closing)
+        reading = asyncio.ensure_future(anext(stream))
+        other = asyncio.create_task(collect(engine, PROMPTS[1], SamplingParams(temperature=0, max_tokens=30)))
+        await asyncio.wait([reading])
+        return await asyncio.wait_for(other, 30)
+
+    with build(checkpoint) as engine:
+        assert len(asyncio.run(run(engine))) == 30
+        assert calls == call
+        assert engine.stats().blocks_used == 0
+
+
+def test_an_invalid_prompt_fails_its_own_stream(checkpoint: Path) -> None:
+    async def run(engine: Engine) -> list[Any]:
+        streams = (collect(engine, prompt) for prompt in (PROMPTS[0], [512], PROMPTS[1]))
+        return await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 30)
+
+    with build(checkpoint) as engine:
+        first, invalid, last = asyncio.run(run(engine))
+        assert [len(first), len(last)] == [12, 12]
+        assert isinstance(invalid, InvalidRequestError)
+
+
+def test_cancelled_streams_leave_nothing_behind(checkpoint: Path) -> None:
+    async def cut(engine: Engine) -> None:
+        tasks = [asyncio.create_task(collect(engine, prompt)) for prompt in PROMPTS]
+        await asyncio.sleep(0.05)
+        for task in tasks[:3]:
+            task.cancel()
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+        assert len(found[3]) == 12
+
+    with build(checkpoint) as engine:
+        asyncio.run(cut(engine))
+        assert engine.stats().running == 0
+        assert [len(tokens) for tokens in asyncio.run(gather(engine, 2))] == [12, 12]
+
+
+def test_an_event_loop_that_ends_early_leaves_the_engine_to_the_next(checkpoint: Path) -> None:
+    async def first_delta(engine: Engine) -> None:
+        async for _ in engine.astream(PROMPTS[0], GREEDY):
+            return
+
+    with build(checkpoint) as engine:
+        for _ in range(2):
+            asyncio.run(first_delta(engine))
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(first_delta(engine))
+            loop.close()
+        assert [len(tokens) for tokens in asyncio.run(gather(engine, 3))] == [12] * 3
+
+
+def test_two_event_loops_cannot_share_an_engine(checkpoint: Path) -> None:
+    async def outer(engine: Engine) -> None:
+        stream: Any = engine.astream(PROMPTS[0], GREEDY)
+        await anext(stream)
+        with pytest.raises(EngineError, match="another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(collect(engine, PROMPTS[1])))
+        assert len([delta async for delta in stream]) == 11
+
+    with build(checkpoint) as engine:
+        asyncio.run(outer(engine))

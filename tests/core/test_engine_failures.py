@@ -1,0 +1,91 @@
+"""Engines whose steps fail as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core import Engine, Request, SamplingParams
+from engine.core.errors import ExecutorError
+from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.executors.uniproc import UniprocExecutor
+from engine.testing.checkpoints import make_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(4)]
+
+
+class FailingAttention(TorchAttention):
+    """Raises `error`, if set."""
+
+    error: BaseException | None = None
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return super().forward(layer, q, k, v, plan)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
+
+
+def build(checkpoint: Path, **settings: Any) -> Engine:
+    usual = {"executor__device": "cpu", "cache__memory": "8MiB", "model__max_len": 256}
+    return Engine(model=str(checkpoint), attention=FailingAttention, **{**usual, **settings})
+
+
+def late_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps fail where their results are waited for, as on a GPU."""
+
+    class Pending:
+        def done(self) -> bool:
+            return True
+
+        def result(self) -> Any:
+            raise ExecutorError("the device is gone")
+
+    monkeypatch.setattr(UniprocExecutor, "submit", lambda executor, step: Pending())
+
+
+def early_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FailingAttention, "error", RuntimeError("the device is gone"))
+
+
+@pytest.mark.parametrize("fail", [early_failure, late_failure])
+def test_later_calls_say_why_a_step_failed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with build(checkpoint) as engine:
+        assert len(engine.generate([PROMPTS[0]], GREEDY)[0].token_ids) == 12
+        with monkeypatch.context() as patch:
+            fail(patch)
+            with pytest.raises(ExecutorError, match="the device is gone"):
+                engine.generate(PROMPTS, GREEDY)
+        health = engine.check()
+        assert not health.ok
+        assert "the device is gone" in health.detail
+        calls: list[Callable[[], object]] = [
+            engine.step,
+            lambda: engine.add(Request(id="a", prompt=(1, 2), params=GREEDY)),
+            lambda: engine.generate(PROMPTS, GREEDY),
+            lambda: list(engine.stream(PROMPTS[0], GREEDY)),
+            lambda: asyncio.run(collect(engine, PROMPTS[0])),
+        ]
+        for call in calls:
+            with pytest.raises(ExecutorError, match=r"can only be closed.*the device is gone"):
+                call()
+        assert engine.abort("a") is None
+    assert engine.check().detail == "the engine is closed"
+    with pytest.raises(ExecutorError, match="the engine is closed"):
+        engine.add(Request(id="a", prompt=(1, 2), params=GREEDY))
+
+
+async def collect(engine: Engine, prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[int]:
+    return [token async for delta in engine.astream(prompt, params) for token in delta.tokens]
