@@ -187,7 +187,8 @@ class Engine:
             with self._timers["commit"]:
                 return self._scheduler.commit(oldest, result, time.monotonic())
         except BaseException as error:  # the step's tokens are lost, whatever was raised
-            self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            message = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            self._failure = message or type(error).__name__
             raise
 
     def _exchange(self, step: Step | None) -> tuple[Step, StepResult] | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from attrs import define, field, frozen
@@ -90,12 +93,38 @@ def _check_idle(engine: Engine) -> None:
         )
 
 
+def _step(engine: Engine) -> list[Output]:
+    """Engine.step, after which a Ctrl-C pressed meanwhile is raised: amid a step it would cost the engine.
+
+    The second Ctrl-C is raised immediately.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        return engine.step()
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        outputs = engine.step()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        raise KeyboardInterrupt
+    return outputs
+
+
 def advance(engine: Engine, running: dict[str, Detokenizer]) -> Iterator[tuple[str, Output, TextDelta]]:
     """Run one step; yield the outputs of `running`, by request ID, and their text.
 
     Removes finished requests from `running`, and aborts requests whose text ended at a stop string.
     """
-    for output in engine.step():
+    for output in _step(engine):
         name = output.request
         detokenizer = running.get(name)
         if detokenizer is None:

@@ -9,37 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.core import Engine, SamplingParams
 from engine.core.errors import EngineError, ExecutorError, InvalidRequestError
 from engine.core.text.detokenizer import Detokenizer
-from engine.plugins.attention.torch import TorchAttention
 from engine.testing.checkpoints import make_checkpoint
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(4)]
-
-
-class FailingAttention(TorchAttention):
-    """Raises `error`, if set."""
-
-    error: BaseException | None = None
-
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        if self.error is not None:
-            raise self.error
-        return super().forward(layer, q, k, v, plan)
+from tests.core.failing_attention import GREEDY, PROMPTS, FailingAttention, build
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
-
-
-def build(checkpoint: Path, **settings: Any) -> Engine:
-    usual = {"executor__device": "cpu", "cache__memory": "8MiB", "model__max_len": 256}
-    return Engine(model=str(checkpoint), attention=FailingAttention, **{**usual, **settings})
 
 
 async def collect(engine: Engine, prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,33 +13,14 @@ import torch
 
 from engine.core import Engine, Request, SamplingParams
 from engine.core.errors import ExecutorError
-from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.testing.checkpoints import make_checkpoint
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-PROMPTS = [[(7 * row + 3 * column) % 256 for column in range(5 + 13 * row)] for row in range(4)]
-
-
-class FailingAttention(TorchAttention):
-    """Raises `error`, if set."""
-
-    error: BaseException | None = None
-
-    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
-        if self.error is not None:
-            raise self.error
-        return super().forward(layer, q, k, v, plan)
+from tests.core.failing_attention import GREEDY, PROMPTS, FailingAttention, build
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", tokenizer=True)
-
-
-def build(checkpoint: Path, **settings: Any) -> Engine:
-    usual = {"executor__device": "cpu", "cache__memory": "8MiB", "model__max_len": 256}
-    return Engine(model=str(checkpoint), attention=FailingAttention, **{**usual, **settings})
 
 
 def late_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +71,41 @@ def test_later_calls_say_why_a_step_failed(
 
 async def collect(engine: Engine, prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[int]:
     return [token async for delta in engine.astream(prompt, params) for token in delta.tokens]
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_the_engine_survives_a_ctrl_c_amid_a_step(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    forward, calls = FailingAttention.forward, 0
+
+    def interrupted(attention: FailingAttention, *arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            signal.raise_signal(signal.SIGINT)
+        return forward(attention, *arguments)
+
+    with build(checkpoint, scheduler__overlap=overlap) as engine:
+        (expected,) = engine.generate([PROMPTS[1]], GREEDY)
+        monkeypatch.setattr(FailingAttention, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.stream(PROMPTS[0], GREEDY))
+        assert calls > 5, "the step was not finished"
+        assert engine.check().ok
+        assert engine.stats().blocks_used == 0
+        assert engine.generate([PROMPTS[1]], GREEDY)[0].token_ids == expected.token_ids
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_is_raised_amid_a_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hanging(attention: FailingAttention, *arguments: Any) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second Ctrl-C was lost")
+
+    with build(checkpoint) as engine:
+        monkeypatch.setattr(FailingAttention, "forward", hanging)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPTS[0]], GREEDY)
+        assert "KeyboardInterrupt" in engine.check().detail
