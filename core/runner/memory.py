@@ -9,6 +9,7 @@ from engine.core.config.limits import parse_bytes
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError
+from engine.core.host import Host
 from engine.core.models.base import ModelSpec
 from engine.core.quant.float8 import FLOAT8
 
@@ -38,16 +39,12 @@ class MemoryPlan:
 
 
 def free_memory(device: DeviceInfo) -> int:
-    """Bytes free on the device now."""
+    """Bytes free on the device now; of a CPU's those that this process may still use."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.mem_get_info(device.index)[0]
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise CapacityError("/proc/meminfo has no MemAvailable; give the size of the KV cache with --kv-memory")
+    return Host().free_memory()
 
 
 def estimate_activations(model: ModelSpec, config: EngineConfig, dtype: str) -> int:
