@@ -240,12 +240,14 @@ class CacheInfo:
     activation_bytes: int
     kv_bytes: int
     budget_bytes: int
-    """Maximum for weights, activations and KV cache together."""
+    """Maximum for weights, activations, kernels and KV cache together."""
     device: str
     """The device, as shown to users."""
     dtype: str
     kv_dtype: str = ""
     """Data type of keys and values; empty: as dtype."""
+    kernel_bytes: int = 0
+    """The most that kernels compiled while serving take, on a CPU."""
     phases: tuple[tuple[str, float], ...] = ()
     """(start-up phase, seconds): from an executor the phases of its `start`, from an engine all phases."""
 

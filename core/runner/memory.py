@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from attrs import frozen
 
 from engine.core.attention.base import AttentionSpec
@@ -36,6 +38,8 @@ class MemoryPlan:
     activations: int
     kv: int
     num_blocks: int
+    kernels: int = 0
+    """Of kernels compiled while serving."""
 
 
 def free_memory(device: DeviceInfo) -> int:
@@ -63,7 +67,14 @@ def logits_bytes(model: ModelSpec, rows: int) -> int:
 
 
 def plan_memory(
-    config: EngineConfig, spec: AttentionSpec, *, budget: int, weights: int, activations: int, bytes_per_block: int
+    config: EngineConfig,
+    spec: AttentionSpec,
+    *,
+    budget: int,
+    weights: int,
+    activations: int,
+    bytes_per_block: int,
+    kernels: int = 0,
 ) -> MemoryPlan:
     """Divide `budget` bytes; the KV cache gets at most as many blocks as all running sequences can fill.
 
@@ -73,33 +84,32 @@ def plan_memory(
     needed = -(-spec.max_len // spec.block_size)
     useful = needed * config.scheduler.max_running
     if config.cache.memory == AUTO:
-        available = budget - weights - activations
+        available = budget - weights - activations - kernels
     else:
         available = parse_bytes(config.cache.memory)
-        budget = weights + activations + available
+        budget = weights + activations + kernels + available
     num_blocks = min(available // bytes_per_block, useful)
     if num_blocks < needed:
-        raise CapacityError(_too_small(spec, budget, weights, activations, available, bytes_per_block))
+        used = {"weights": weights, "activations": activations} | ({"compiled kernels": kernels} if kernels else {})
+        raise CapacityError(_too_small(spec, budget, used, available, bytes_per_block))
     return MemoryPlan(
         budget=budget,
         weights=weights,
         activations=activations,
         kv=num_blocks * bytes_per_block,
         num_blocks=num_blocks,
+        kernels=kernels,
     )
 
 
-def _too_small(
-    spec: AttentionSpec, budget: int, weights: int, activations: int, available: int, bytes_per_block: int
-) -> str:
+def _too_small(spec: AttentionSpec, budget: int, used: Mapping[str, int], available: int, bytes_per_block: int) -> str:
     fits = max(available // bytes_per_block, 0) * spec.block_size
     needed = -(-spec.max_len // spec.block_size) * bytes_per_block
     table = "\n".join(
         f"  {name:<26}{format_bytes(size):>12}"
         for name, size in (
             ("memory budget", budget),
-            ("weights", weights),
-            ("activations", activations),
+            *used.items(),
             ("left for the KV cache", available),
             (f"one context of {spec.max_len}", needed),
         )

@@ -15,6 +15,7 @@ from engine.core import Engine
 from engine.core.attention.kv_pool import KVPool
 from engine.core.device import DeviceInfo
 from engine.core.host import Host
+from engine.core.layers.matmul import can_pack
 from engine.core.runner import start
 from engine.core.runner.lap_timer import LapTimer
 from engine.core.runner.runner import Runner
@@ -46,6 +47,13 @@ def test_threads_stay_within_the_cpu_quota_unless_they_are_given(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_budget_counts_the_kernels_that_onednn_compiles(engine: Engine) -> None:
+    cache = engine.cache_info
+    assert cache.kernel_bytes > 0 or not can_pack(torch.empty(1, 1))
+    used = cache.weights_bytes + cache.activation_bytes + cache.kernel_bytes + cache.kv_bytes
+    assert used <= cache.budget_bytes < used + 2**20
 
 
 def test_launch_needs_a_started_runner(engine: Engine) -> None:
