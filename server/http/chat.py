@@ -32,9 +32,7 @@ def routes(service: Service) -> APIRouter:
         params = _params(service, body)
         prompt = await service.encode_chat(body.messages, body.chat_template_kwargs)
         params = _max_tokens(service, body, params, len(prompt))
-        choices = [
-            parameters.with_choice_seed(params, index) for index in range(parameters.num_choices(body, service.limits))
-        ]
+        choices = [params.of_choice(index) for index in range(parameters.num_choices(body, service.limits))]
         name = f"chatcmpl-{uuid.uuid4().hex}"
         requests = service.requests(name, [prompt], choices, body.priority, body.cache_salt)
         return _ChatJob(service, body, name, requests).response()

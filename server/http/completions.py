@@ -88,7 +88,7 @@ def _params(service: Service, body: CompletionBody, lengths: Sequence[int]) -> l
         params = attrs.evolve(params, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
     default = service.default_params.max_tokens or DEFAULT_MAX_TOKENS
     return [
-        parameters.with_choice_seed(choice, index)
+        choice.of_choice(index)
         for length in lengths
         for choice in [
             parameters.with_max_tokens(body.max_tokens, "max_tokens", default, params, length, service.max_len)

@@ -8,7 +8,7 @@ import attrs
 
 from engine.core.config import ServerConfig
 from engine.core.errors import InvalidRequestError
-from engine.core.types import MAX_SEED, SamplingParams
+from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import invalid
 from engine.server.http.request_bodies import Body
@@ -103,13 +103,6 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise invalid(f"{param} has token id {wrong}; this model's token ids are 0 to {vocab_size - 1}", param)
-
-
-def with_choice_seed(params: SamplingParams, choice: int) -> SamplingParams:
-    """The parameters of choice number `choice` of n: choices have different seeds."""
-    if params.seed is None or choice == 0:
-        return params
-    return attrs.evolve(params, seed=(params.seed + choice) % (MAX_SEED + 1))
 
 
 def _stop(stop: str | list[str], limits: ServerConfig) -> tuple[str, ...]:
