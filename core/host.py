@@ -56,7 +56,7 @@ class Host:
 
     def _groups(self, controller: str) -> Iterator[Path]:
         """Directories of the control groups that this process is in, innermost first: of v2, and of v1's controller."""
-        paths = {}
+        paths: dict[str, str] = {}
         for line in _lines(self.root / "proc/self/cgroup"):
             _, controllers, path = line.split(":", 2)  # see cgroups(7); v2 has no controllers here
             for name in controllers.split(","):
@@ -65,15 +65,15 @@ class Host:
             mount, _, source = line.partition(" - ")  # see proc_pid_mountinfo(5)
             kind, _, options = source.split(" ", 2)
             if kind == "cgroup2":
-                path = paths.get("")
+                path = paths.get("", "")
             elif kind == "cgroup" and controller in options.split(","):
-                path = paths.get(controller)
+                path = paths.get(controller, "")
             else:
                 continue
             _, _, _, mount_root, mount_point, *_ = mount.split(" ")
             top = self.root / mount_point.lstrip("/")
             # In a container, the mount may show only the container's own group, under whatever path the host has.
-            inner = "" if path is None or not path.startswith(mount_root) else path.removeprefix(mount_root)
+            inner = path.removeprefix(mount_root) if path.startswith(mount_root) else ""
             directory = top / inner.strip("/")
             yield directory
             while directory != top:

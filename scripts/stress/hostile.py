@@ -86,7 +86,7 @@ class Memory:
         return {role: found.rss for role, found in used if found is not None}
 
     def _sample(self) -> None:
-        while not self._stopped.wait(0.1):
+        while not self._stopped.wait(0.25):
             self.peak = max(self.peak, sum(self.by_role().values()))
 
     def close(self) -> None:
