@@ -189,9 +189,9 @@ class EngineClient:
                 self.metrics.count_finished(reason)
             self.links[entry.replica].send(Abort((number,)))
 
-    def fail(self, error: ApiError) -> None:
-        """End all open requests with this error and abort them in the engine."""
-        self._fail({entry.group for entry in self._open.values()}, error)
+    def fail(self, error: ApiError, group: RequestGroup | None = None) -> None:
+        """End all open requests, or those of `group`, with this error and abort them in the engine."""
+        self._fail({entry.group for entry in self._open.values()} if group is None else {group}, error)
 
     def mark_down(self, down: EngineDown) -> None:
         """Fail every group with a request on a replica whose engine process has exited."""

@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.responses import Response
+from starlette.types import Scope
 
 from engine.core.types import Request
 from engine.server.http.generation import Delta, EventStream, Generation, Template, Usage
 from engine.server.http.request_bodies import Body
+from engine.server.http.request_timeout import enforce_deadline
 from engine.server.http.responses import answer, sse_event, stream
 from engine.server.http.service import Service
 
@@ -76,9 +78,9 @@ class Job(ABC, Generic[BodyT]):
         usage = {"usage": None} if self._include_usage else {}
         return sse_event(self._head(self.chunk_object_name) | {"choices": [choice]} | usage)
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self, scope: Scope) -> dict[str, Any]:
         """The body of a response that is not streamed."""
-        with self._generation() as generation:
+        with self._generation() as generation, enforce_deadline(scope, generation):
             while generation.running:
                 for delta in await generation.next():
                     self._add(delta)

@@ -15,6 +15,7 @@ from engine.server.front_end.connections import Connection
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import error_response, json_response
 from engine.server.http.generation import EventStream
+from engine.server.http.request_timeout import enforce_deadline
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +46,12 @@ class CancellableResponse(Response):
             work.result()
 
 
-def answer(body: Callable[[], Awaitable[Any]], headers: Mapping[str, str]) -> CancellableResponse:
+def answer(body: Callable[[Scope], Awaitable[Any]], headers: Mapping[str, str]) -> CancellableResponse:
     """A JSON response with the result of `body`, or with the ApiError that `body` raises."""
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = json_response(await body(), headers=headers)
+            response = json_response(await body(scope), headers=headers)
         except ApiError as error:
             response = error_response(error)
         await response(scope, receive, send)
@@ -70,7 +71,7 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> CancellableRespon
         last = DONE
         started = False
         try:
-            with events.generation:
+            with events.generation, enforce_deadline(scope, events.generation):
                 await writer.first()
                 await send({"type": "http.response.start", "status": 200, "headers": raw})
                 started = True
