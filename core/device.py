@@ -7,6 +7,7 @@ from typing import Literal
 from attrs import frozen
 
 from engine.core.errors import ConfigError
+from engine.core.host import Host
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -41,7 +42,8 @@ def find_device(wanted: str) -> DeviceInfo:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu" and not index:
-        return DeviceInfo(type="cpu", name=_cpu_name(), memory_bytes=_cpu_memory())
+        host = Host()
+        return DeviceInfo(type="cpu", name=host.cpu_name(), memory_bytes=host.total_memory())
     if name != "cuda" or (index and not index.isdigit()):
         raise ConfigError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
@@ -59,17 +61,3 @@ def find_device(wanted: str) -> DeviceInfo:
         capability=(properties.major, properties.minor),
         memory_bytes=properties.total_memory,
     )
-
-
-def _cpu_name() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return "CPU"
-
-
-def _cpu_memory() -> int:
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

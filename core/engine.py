@@ -41,6 +41,7 @@ from engine.core.startup import Listener, Phases
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import EngineStats, Output, Request, SamplingParams, Step, StepResult
+from engine.core.wait_policy import set_wait_policy
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.generation_config import not_honoured
 
@@ -100,6 +101,7 @@ class Engine:
             self.plugins = plugins or load_plugins(self.config.plugins)
             check_names(self.config, self.plugins, objects)
         with phases.phase("import"):
+            set_wait_policy(self.config.executor)
             import torch  # noqa: F401  (the slowest import of all, timed as a phase of its own)
         with phases.phase("device"):
             self.device = find_device(self.config.executor.device)

@@ -330,7 +330,7 @@ class CacheInfo:
     activation_bytes: int
     kv_bytes: int
     budget_bytes: int
-    """Maximum for weights, activations, penalties and KV cache together."""
+    """Maximum for weights, activations, penalties, kernels and KV cache together."""
     device: str
     """The device, as shown to users."""
     dtype: str
@@ -338,6 +338,8 @@ class CacheInfo:
     """Data type of keys and values; empty: as dtype."""
     penalty_bytes: int = 0
     """Maximum of the token counts for penalties; used only as long as requests have penalties."""
+    kernel_bytes: int = 0
+    """The most that kernels compiled while serving take, on a CPU."""
     phases: tuple[tuple[str, float], ...] = ()
     """(start-up phase, seconds): from an executor the phases of its `start`, from an engine all phases."""
 

@@ -32,6 +32,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 """Package -> packages it may import."""
 
 NO_PLUGIN_NAMES = {
+    ("wait_policy.py", "torch"): "the package that loads OpenMP",
     ("attention/base.py", "none"): "AttentionBackend.graphs",
     ("engine.py", "priority"): "an argument of Engine.generate",
     ("weights/checkpoint.py", "none"): "model.generation_config",
@@ -48,8 +49,8 @@ NO_PLUGIN_NAMES = {
 }
 """(file in core, string) -> the field it is a value of there; such a word reads like a plugin's name and is none."""
 
-READS_ENVIRONMENT = {"core/autotune/cache.py": "executor.kernel_cache"}
-"""File -> the setting that means the same as the one variable it reads (XDG_CACHE_HOME)."""
+READS_ENVIRONMENT = {"core/autotune/cache.py": "executor.kernel_cache", "core/wait_policy.py": "executor.thread_wait"}
+"""File -> the setting that means the same as what it reads (XDG_CACHE_HOME; OMP_WAIT_POLICY and its like)."""
 
 
 def modules(package: str) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from triton.errors import TritonError
 
 from engine.core.autotune.op import Operands
 from engine.core.autotune.task import CandidateError, TuningTask
+from engine.core.host import Host
 from engine.ops.norm.rms_norm import add_rms_norm
 
 REPLAYS = 5
@@ -44,7 +44,7 @@ class GraphTimer:
         A candidate that fails here is compiled again, and fails again, in `seconds`.
         """
         with (
-            ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS)) as threads,
+            ThreadPoolExecutor(min(Host().cores(), MAX_THREADS)) as threads,
             triton.AsyncCompileMode(threads, ignore_errors=True),
         ):
             for task, candidates in wanted:

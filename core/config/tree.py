@@ -139,7 +139,18 @@ class ExecutorConfig:
         flag="--tp",
         aliases=("tensor_parallel_size",),
     )
-    threads: int = setting(0, "CPU threads for tensor operations; 0: PyTorch's default.", flag="--threads")
+    threads: int = setting(
+        0,
+        "CPU threads for tensor operations; 0: PyTorch's default, but no more than the cores of the CPU quota.",
+        flag="--threads",
+    )
+    thread_wait: str = setting(
+        AUTO,
+        "How idle CPU threads wait for the next operation. passive: asleep; active: spinning, which wastes the time of"
+        " busy cores; auto: as OMP_WAIT_POLICY says, else passive.",
+        flag="--thread-wait",
+        choices=(AUTO, "passive", "active"),
+    )
     kernels: str = setting(
         AUTO,
         "fused: Triton kernels for norms, rotary embedding, activation, few-row linears and sampling; plain: PyTorch"

@@ -46,6 +46,11 @@ class Layer(ABC):
     def nbytes(self) -> int:
         """Bytes of the weights on this rank; 0 before `fill`."""
 
+    @property
+    def packed_shapes(self) -> frozenset[tuple[int, ...]]:
+        """Shapes of the weights that `matmul.pack` has packed; oneDNN compiles kernels for each."""
+        return frozenset()
+
     def autotuned_calls(self) -> Sequence[AutotunedCall]:
         """The GEMMs of this layer whose kernel is chosen by measurement. Called after `fill`."""
         return ()

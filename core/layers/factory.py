@@ -75,6 +75,11 @@ class LayerFactory:
         """Bytes of all weights on this rank."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def packed_shapes(self) -> frozenset[tuple[int, ...]]:
+        """Different shapes of all packed weights; see `Layer.packed_shapes`."""
+        return frozenset[tuple[int, ...]]().union(*(layer.packed_shapes for layer in self.layers))
+
     def ignore(self, pattern: str) -> None:
         """Allow the checkpoint to have tensors whose names match (fnmatch: `*.name`) and that are not read."""
         self.ignored.append(pattern)

@@ -195,6 +195,10 @@ class Linear(Layer):
         kept = list(self.weights.values()) + ([] if self.bias is None else [self.bias])
         return sum(tensor.nbytes for tensor in kept)
 
+    @property
+    def packed_shapes(self) -> frozenset[tuple[int, ...]]:
+        return frozenset(tuple(tensor.shape) for tensor in self.weights.values() if tensor.is_mkldnn)
+
 
 class PartialLinear:
     """A row-parallel linear layer without the reduction over ranks, which the next norm does."""

@@ -62,6 +62,10 @@ class LMHead(Layer):
         filled = hasattr(self, "_weight") and self._weight is not self._table.weight
         return self._table.nbytes if filled else 0
 
+    @property
+    def packed_shapes(self) -> frozenset[tuple[int, ...]]:
+        return frozenset({tuple(self._weight.shape)} if self._weight.is_mkldnn else ())
+
 
 class VocabParallelHead(OutputLayer):
     """The output layer of vocab-parallel ranks. Every rank has the results for the whole vocabulary."""

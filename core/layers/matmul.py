@@ -12,6 +12,30 @@ import torch.nn.functional as F
 
 _ROWS = 16
 """Rows of x that weights are packed for; other numbers of rows cost little more."""
+_EXACT_ROWS = 32
+"""Up to this number of rows, those of small batches that decode, none are added."""
+_SIZES_PER_OCTAVE = 16
+"""Above, the numbers of rows between a power of two and the next that oneDNN multiplies."""
+_KERNEL_BYTES = 600_000
+"""Bytes that oneDNN keeps per shape of a product, measured with oneDNN 3.12: 570 KiB, and less for few columns."""
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows that oneDNN multiplies for that many: one of few, and at most a sixteenth more.
+
+    oneDNN compiles kernels for each number of rows and keeps them for good, about half a megabyte per shape of weight.
+    Prompts of a thousand lengths would make a thousand of each.
+    """
+    if rows <= _EXACT_ROWS:
+        return rows
+    step = (1 << (rows - 1).bit_length() - 1) // _SIZES_PER_OCTAVE
+    return -(-rows // step) * step
+
+
+def kernel_bytes(weight_shapes: int, max_rows: int) -> int:
+    """The most bytes that oneDNN's kernels take, for that many shapes of weights and up to that many rows."""
+    sizes = len({padded_rows(rows) for rows in range(1, max_rows + 1)})
+    return weight_shapes * sizes * _KERNEL_BYTES
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -32,7 +56,18 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + bias: [..., out_features]. x: [..., in_features]; weight: from `pack`."""
-    if weight.is_mkldnn:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return y
-    return F.linear(x, weight, bias)
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    rows = x.shape[:-1].numel()
+    padded = padded_rows(rows)
+    if padded == rows:
+        return _multiply(x, weight, bias)
+    enough = x.new_empty(padded, x.shape[-1])
+    enough[:rows] = x.reshape(rows, -1)
+    enough[rows:] = 0
+    return _multiply(enough, weight, bias)[:rows].view(*x.shape[:-1], -1)
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from attrs import frozen
 
 from engine.core.attention.base import AttentionSpec
@@ -9,6 +11,7 @@ from engine.core.config.limits import parse_bytes
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError
+from engine.core.host import Host
 from engine.core.models.base import ModelSpec
 from engine.core.quant.float8 import FLOAT8
 
@@ -37,19 +40,17 @@ class MemoryPlan:
     """Token counts of all running sequences, if all have penalties."""
     kv: int
     num_blocks: int
+    kernels: int = 0
+    """Of kernels compiled while serving."""
 
 
 def free_memory(device: DeviceInfo) -> int:
-    """Bytes free on the device now."""
+    """Bytes free on the device now; of a CPU's those that this process may still use."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.mem_get_info(device.index)[0]
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise CapacityError("/proc/meminfo has no MemAvailable; give the size of the KV cache with --kv-memory")
+    return Host().free_memory()
 
 
 def estimate_activations(model: ModelSpec, config: EngineConfig, dtype: str) -> int:
@@ -76,6 +77,7 @@ def plan_memory(
     activations: int,
     bytes_per_block: int,
     penalties: int = 0,
+    kernels: int = 0,
 ) -> MemoryPlan:
     """Divide `budget` bytes; the KV cache gets at most as many blocks as all running sequences can fill.
 
@@ -85,13 +87,16 @@ def plan_memory(
     needed = -(-spec.max_len // spec.block_size)
     useful = needed * config.scheduler.max_running
     if config.cache.memory == AUTO:
-        available = budget - weights - activations - penalties
+        available = budget - weights - activations - penalties - kernels
     else:
         available = parse_bytes(config.cache.memory)
-        budget = weights + activations + penalties + available
+        budget = weights + activations + penalties + kernels + available
     num_blocks = min(available // bytes_per_block, useful)
     if num_blocks < needed:
-        raise CapacityError(_too_small(spec, budget, weights, activations, penalties, available, bytes_per_block))
+        used = {"weights": weights, "activations": activations, "penalties": penalties}
+        if kernels:
+            used["compiled kernels"] = kernels
+        raise CapacityError(_too_small(spec, budget, used, available, bytes_per_block))
     return MemoryPlan(
         budget=budget,
         weights=weights,
@@ -99,27 +104,18 @@ def plan_memory(
         penalties=penalties,
         kv=num_blocks * bytes_per_block,
         num_blocks=num_blocks,
+        kernels=kernels,
     )
 
 
-def _too_small(
-    spec: AttentionSpec,
-    budget: int,
-    weights: int,
-    activations: int,
-    penalties: int,
-    available: int,
-    bytes_per_block: int,
-) -> str:
+def _too_small(spec: AttentionSpec, budget: int, used: Mapping[str, int], available: int, bytes_per_block: int) -> str:
     fits = max(available // bytes_per_block, 0) * spec.block_size
     needed = -(-spec.max_len // spec.block_size) * bytes_per_block
     table = "\n".join(
         f"  {name:<26}{format_bytes(size):>12}"
         for name, size in (
             ("memory budget", budget),
-            ("weights", weights),
-            ("activations", activations),
-            ("penalties", penalties),
+            *used.items(),
             ("left for the KV cache", available),
             (f"one context of {spec.max_len}", needed),
         )

@@ -7,6 +7,7 @@ import torch
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import RankGroup
+from engine.core.host import Host
 from engine.core.plugin_host.faults import name_fault
 from engine.core.plugin_host.selection import Parts
 from engine.core.runner.start import RunnerStart
@@ -37,8 +38,7 @@ class Runner:
         self.parts = parts
         self.checkpoint = checkpoint
         self.device = device
-        if config.executor.threads:
-            torch.set_num_threads(config.executor.threads)
+        torch.set_num_threads(config.executor.threads or min(torch.get_num_threads(), Host().cores()))
         self._start = RunnerStart(config, parts, checkpoint, device, group)
         self._launcher: StepLauncher | None = None
         self._launch = self._launch_checked

@@ -16,6 +16,7 @@ from engine.core.layers import LayerFactory
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.layers.linear import Linear
+from engine.core.layers.matmul import kernel_bytes
 from engine.core.models.base import Model
 from engine.core.plugin_host.derived import (
     attention_spec,
@@ -111,7 +112,8 @@ class RunnerStart:
         weights = layers.nbytes
         with phases.phase("memory"):
             activations = self._measure_activations(model, kv_scales)
-        plan = self._plan_memory(free, weights, activations)
+        kernels = kernel_bytes(len(layers.packed_shapes), self._config.scheduler.max_batch_tokens)
+        plan = self._plan_memory(free, weights, activations, kernels)
         num_blocks = self._group.minimum(plan.num_blocks)  # the blocks of a step exist on all ranks
         try:
             with phases.phase("kv_cache"):
@@ -191,7 +193,7 @@ class RunnerStart:
             )
         return torch.cuda.max_memory_allocated(self._name) - before
 
-    def _plan_memory(self, free: int, weights: int, activations: int) -> MemoryPlan:
+    def _plan_memory(self, free: int, weights: int, activations: int, kernels: int) -> MemoryPlan:
         share = self._config.cache.memory_fraction or MEMORY_SHARE[self._device.type]
         return plan_memory(
             self._config,
@@ -199,6 +201,7 @@ class RunnerStart:
             budget=int(free * share),
             weights=weights,
             activations=activations,
+            kernels=kernels,
             bytes_per_block=KVPool.bytes_per_block(self._spec),
             penalties=TokenCounts.max_bytes(self._model_spec.vocab_size, self._config.scheduler.max_running),
         )
@@ -266,6 +269,7 @@ class RunnerStart:
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
             penalty_bytes=plan.penalties,
+            kernel_bytes=plan.kernels,
             kv_bytes=num_blocks * KVPool.bytes_per_block(self._spec),
             budget_bytes=plan.budget,
             device=f"{self._name} ({self._device.name})" if self._device.name else self._name,

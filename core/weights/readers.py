@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +9,8 @@ from types import TracebackType
 
 import torch
 from attrs import frozen
+
+from engine.core.host import Host
 
 MAX_TASK_BYTES = 8 << 20
 """Largest ReadTask (8 MiB): large enough for full speed of disk and bus."""
@@ -113,6 +114,5 @@ class Staging:
 
 
 def auto_threads() -> int:
-    """The number of processors that this process may use, at most MAX_THREADS."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_THREADS, processors)
+    """The number of cores that this process may use, at most MAX_THREADS."""
+    return min(MAX_THREADS, Host().cores())

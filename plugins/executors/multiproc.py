@@ -15,6 +15,7 @@ from engine.core.device import DeviceInfo
 from engine.core.distributed import Rendezvous
 from engine.core.errors import ExecutorError
 from engine.core.executors import Deployment, Health, PendingResult, encode
+from engine.core.host import Host
 from engine.core.shm import Ring, RingClosedError
 from engine.core.types import CacheInfo, Step
 from engine.plugins.executors.control_messages import Launch
@@ -116,7 +117,7 @@ class MultiprocExecutor(RemoteExecutor):
         results = self._results.handle if rank == 0 else None
         config, device = self._config, self._device
         if device.type == "cpu" and ranks > 1 and not config.executor.threads:
-            threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+            threads = max(1, Host().cores() // ranks)
             config = evolve(config, executor=evolve(config.executor, threads=threads))
         launch = Launch(
             config=config,

@@ -14,6 +14,7 @@ from engine.core.executors import MessageDecoder, PendingResult
 from engine.core.shm import RingClosedError, RingTimeoutError
 from engine.core.startup import Phases, Progress
 from engine.core.types import CacheInfo, Step, StepResult
+from engine.core.wait_policy import set_wait_policy
 from engine.plugins.executors.control_messages import ERRORS, Assignment, Failed, Progressed, Ready
 from engine.plugins.executors.heartbeat import WorkerHeartbeat
 from engine.plugins.executors.result_sender import ResultSender
@@ -149,6 +150,7 @@ class WorkerLoop:
 def make_runner(assignment: Assignment, phases: Phases) -> Runner:
     """Make the runner of one rank, with the plugins that the executor's process has chosen."""
     with phases.phase("import"):
+        set_wait_policy(assignment.config.executor)
         from engine.core.runner import Runner  # noqa: F401  (most of the import time, counted where it happens)
     from engine.core.device import find_device
     from engine.core.distributed import join

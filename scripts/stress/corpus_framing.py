@@ -59,8 +59,9 @@ LINES: list[Maker] = [
     _raw("two Hosts", GET + b"Host: evil.test\r\n\r\n", expect="any", closes=True),
     _raw("a websocket upgrade", GET + b"Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n", expect="any"),
     _raw("an h2c upgrade", GET + b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\n\r\n", expect="any"),
-    _raw("HTTP/1.0", b"GET /health HTTP/1.0\r\n\r\n", expect="ok"),
-    _raw("HTTP/1.0 kept alive", b"GET /health HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", expect="ok"),
+    _raw("HTTP/1.0", b"GET /health HTTP/1.0\r\nHost: HOST\r\n\r\n", expect="ok"),
+    _raw("HTTP/1.0 kept alive", b"GET /health HTTP/1.0\r\nHost: HOST\r\nConnection: keep-alive\r\n\r\n", expect="ok"),
+    _raw("HTTP/1.0 without Host", b"GET /health HTTP/1.0\r\n\r\n", expect="any"),
     _raw("ten requests in one write", (GET + b"\r\n") * 10, expect="ok"),
 ]
 
@@ -148,18 +149,18 @@ def _header(name: str, low: int, high: int, make: str) -> Maker:
     def maker(target: Target, draw: random.Random) -> Case:
         size = draw.choice((low, high, draw.randint(low, high)))
         fill = b"a" * size
-        head = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        head = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         data = {
             "value": head + b"X-A: " + fill + b"\r\n\r\n",
             "name": head + fill + b": 1\r\n\r\n",
             "many": head + b"".join(b"X-%d: 1\r\n" % number for number in range(size)) + b"\r\n",
-            "path": b"GET /" + fill + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-            "query": b"GET /health?deep=" + fill + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-            "method": fill.upper() + b" / HTTP/1.1\r\nHost: x\r\n\r\n",
-            "trailer": b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-A: "
+            "path": b"GET /" + fill + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+            "query": b"GET /health?deep=" + fill + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+            "method": fill.upper() + b" / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+            "trailer": b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-A: "
             + fill
             + b"\r\n\r\n",
-            "extension": b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;"
+            "extension": b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n1;"
             + fill
             + b"\r\n{\r\n0\r\n\r\n",
         }[make]
@@ -199,7 +200,9 @@ def wrong_key(target: Target, draw: random.Random) -> Case:
 def two_keys(target: Target, draw: random.Random) -> Case:
     """A wrong key next to the right one: either answer is fair."""
     lines = f"Authorization: Bearer wrong\r\nAuthorization: Bearer {target.key}\r\n"
-    return Case("two keys", (f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode(),), "any", closes=True)
+    return Case(
+        "two keys", (f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n{lines}\r\n".encode(),), "any", closes=True
+    )
 
 
 KEYS: list[Maker] = [wrong_key, wrong_key, wrong_key, two_keys]
@@ -244,7 +247,7 @@ def half_closed(target: Target, draw: random.Random) -> Case:
 
 def too_large(target: Target, draw: random.Random) -> Case:
     """Announces a body above the limit and sends some of it: 413 must arrive, not a reset."""
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {target.key}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {target.key}\r\n"
     size = draw.choice((9 * 2**20, 2**33))
     sent = b" " * draw.choice((0, 1000, 4 * 2**20))
     return Case("a body above the limit", (f"{head}Content-Length: {size}\r\n\r\n".encode(), sent))

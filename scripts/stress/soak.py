@@ -3,7 +3,9 @@
     python scripts/stress/soak.py [--seconds 3600] [--clients 32] [--seed 0] [--json FILE] [--plot FILE.png]
         [-- FLAGS OF engine serve]
 
-Starts `engine serve` with these flags (none: the demo model). Every --every seconds, the resident memory, descriptors
+Starts `engine serve` with these flags (none: the demo model, and a KV cache of 64 MiB). The memory of the KV cache
+becomes resident when it is first written, so a large one looks like growth until all of it was in use: give
+--kv-memory. Every --every seconds, the resident memory, descriptors
 and threads of each process and the KV blocks by state are written down. At the end the clients leave, and no block may
 stay used. A line is fitted to the memory of each process after --warm-up of the time. Exit status 1 when a slope is
 above --slope, descriptors or threads of the last tenth exceed those of the tenth after the warm-up, a stream hung, or
@@ -157,7 +159,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         try:
-            server = Server(options.flags, Path(directory))
+            server = Server(options.flags or ["--kv-memory", "64MiB"], Path(directory))
             try:
                 samples, counts, failures = soak(server, options)
             finally:

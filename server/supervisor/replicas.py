@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from attrs import evolve
 from engine.core.config import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError
 from engine.core.executors import Executor
+from engine.core.host import Host
 from engine.core.plugin_host import load_plugins
 from engine.core.runner import MEMORY_SHARE
 
@@ -72,8 +72,8 @@ def finds_devices(config: EngineConfig) -> bool:
 
 
 def cores() -> int:
-    """Number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use."""
+    return Host().cores()
 
 
 def _cpu_share(config: EngineConfig) -> EngineConfig:

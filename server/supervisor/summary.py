@@ -31,6 +31,7 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
         ("weights", format_bytes(cache.weights_bytes), ""),
         ("activations", format_bytes(cache.activation_bytes), ""),
         ("penalties", format_bytes(cache.penalty_bytes), "at most, for requests with penalties"),
+        *([("kernels", format_bytes(cache.kernel_bytes), "oneDNN's, at most")] if cache.kernel_bytes else []),
         (
             "KV cache",
             format_bytes(cache.kv_bytes),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.core.layers.matmul import can_pack, multiply, pack
+from engine.core.layers import matmul
+from engine.core.layers.matmul import can_pack, kernel_bytes, multiply, pack, padded_rows
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, 64, 300])
@@ -22,6 +23,29 @@ def test_x_strided_and_of_more_dimensions() -> None:
     x = torch.randn(3, 5, 32)[..., :16]
     torch.testing.assert_close(multiply(x, pack(weight)), x @ weight.T)
     torch.testing.assert_close(multiply(x[0, ::2], pack(weight)), x[0, ::2] @ weight.T)
+
+
+def test_rows_are_padded_by_at_most_a_sixteenth_to_few_sizes() -> None:
+    sizes = [padded_rows(rows) for rows in range(1, 2049)]
+    assert sizes == sorted(sizes)
+    assert all(rows <= size <= rows * 1.0625 for rows, size in enumerate(sizes, 1))
+    assert len(set(sizes)) == 128
+    assert [padded_rows(rows) for rows in (0, 1, 32, 33, 2047, 2048)] == [0, 1, 32, 34, 2048, 2048]
+    assert kernel_bytes(5, 2048) == 128 * kernel_bytes(5, 1)
+
+
+def test_onednn_sees_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.add(x.shape[0])
+        return x.new_zeros(x.shape[0], 8)
+
+    monkeypatch.setattr(matmul, "_multiply", noted)
+    packed = pack(torch.randn(8, 16))
+    for rows in range(1, 257):
+        assert multiply(torch.randn(rows, 16), packed).shape == (rows, 8)
+    assert len(seen) == 80
 
 
 def test_x_without_rows() -> None:

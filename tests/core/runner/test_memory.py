@@ -36,6 +36,13 @@ def test_plan_memory_leaves_room_for_penalties() -> None:
         plan_memory(CONFIG, SPEC, budget=1000, weights=300, activations=200, penalties=300, bytes_per_block=50)
 
 
+def test_plan_memory_leaves_room_for_compiled_kernels() -> None:
+    plan = plan_memory(CONFIG, SPEC, budget=1000, weights=200, activations=100, bytes_per_block=50, kernels=200)
+    assert (plan.num_blocks, plan.kernels) == (10, 200)
+    with pytest.raises(CapacityError, match=r"compiled kernels +600 B"):
+        plan_memory(CONFIG, SPEC, budget=1000, weights=200, activations=100, bytes_per_block=50, kernels=600)
+
+
 def test_plan_memory_gives_a_float8_cache_twice_the_blocks() -> None:
     counts = []
     for dtype in ("bfloat16", "float8_e4m3fn"):

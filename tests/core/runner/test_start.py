@@ -7,12 +7,15 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from engine.core import Engine
 from engine.core.attention.kv_pool import KVPool
 from engine.core.device import DeviceInfo
+from engine.core.host import Host
+from engine.core.layers.matmul import can_pack
 from engine.core.runner import start
 from engine.core.runner.lap_timer import LapTimer
 from engine.core.runner.runner import Runner
@@ -29,6 +32,28 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", tokenizer=True)
     with Engine(model=str(path), executor__device="cpu", cache__memory="1MiB", model__max_len=32) as engine:
         yield engine
+
+
+@pytest.mark.parametrize(("given", "cores", "threads"), [(0, 1, 1), (0, 64, 2), (3, 1, 3)])
+def test_threads_stay_within_the_cpu_quota_unless_they_are_given(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, given: int, cores: int, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # PyTorch's default on two cores
+    monkeypatch.setattr(Host, "cores", lambda self: cores)
+    config = attrs.evolve(engine.config, executor=attrs.evolve(engine.config.executor, threads=given))
+    try:
+        Runner(config, engine.parts, Checkpoint.open(Path(engine.config.model.path)), CPU)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_budget_counts_the_kernels_that_onednn_compiles(engine: Engine) -> None:
+    cache = engine.cache_info
+    assert cache.kernel_bytes > 0 or not can_pack(torch.empty(1, 1))
+    used = cache.weights_bytes + cache.activation_bytes + cache.kernel_bytes + cache.kv_bytes
+    assert used <= cache.budget_bytes < used + 2**20
 
 
 def test_launch_needs_a_started_runner(engine: Engine) -> None:

@@ -50,6 +50,12 @@ def test_summary_lists_plugins_memory_and_address(fake_config: Callable[..., Eng
         assert words in text
 
 
+def test_summary_lists_compiled_kernels_where_there_may_be_some(fake_config: Callable[..., EngineConfig]) -> None:
+    assert "kernels" not in summary(STARTED, fake_config(), "http://h:1")
+    started = replace(STARTED, cache=evolve(STARTED.cache, kernel_bytes=200 * 2**20))
+    assert "kernels      200.00 MiB  oneDNN's, at most" in summary(started, fake_config(), "http://h:1")
+
+
 def test_summary_names_the_dtype_of_a_quantized_cache(fake_config: Callable[..., EngineConfig]) -> None:
     for kv_dtype, said in (("float32", "full length\n"), ("float8_e4m3fn", "full length, in float8_e4m3fn\n")):
         started = replace(STARTED, cache=evolve(STARTED.cache, kv_dtype=kv_dtype))
