@@ -1,4 +1,4 @@
-"""The rehearsal: a prompt step and a decode step through a started executor, before the first request."""
+"""The rehearsal: prompt steps and a decode step through a started executor, before the first request."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ SEQUENCE = 0
 def rehearse(
     executor: Executor, cache: CacheInfo, *, owner: str, max_tokens: int, max_len: int, vocab_size: int
 ) -> None:
-    """Run one prompt step and one decode step, on all ranks, and check every answer of the executor.
+    """Run a prompt in two chunks and one decode step, on all ranks, and check every answer of the executor.
 
-    The steps compute a sequence that no scheduler knows. A last step, of nothing else, makes the runner forget the
-    sequence; what remains are keys and values in blocks that are free.
+    The first chunk is one token, since attention backends have a kernel of its own for few tokens. The steps compute a
+    sequence that no scheduler knows. A last step, of nothing else, makes the runner forget the sequence; what remains
+    are keys and values in blocks that are free.
 
     owner: how errors name the executor's plugin. max_tokens: of a step.
     Raises ExecutorError or PluginFaultError for what the first request would have met.
@@ -32,16 +33,20 @@ def rehearse(
     params = SamplingParams(temperature=0.0, seed=0)
     prompt = NewSequence(sequence=SEQUENCE, tokens=(0,) * length, prompt_len=length, params=params)
     blocks = tuple(range(-(-(length + 1) // cache.block_size)))
-    chunk = PrefillChunk(SEQUENCE, 0, length, True)
-    steps = (
-        Step(id=STEP, decodes=(), chunks=(chunk,), new=(prompt,), blocks=((SEQUENCE, blocks),)),
-        Step(id=STEP, decodes=(SEQUENCE,), chunks=()),
-    )
+    first = PrefillChunk(SEQUENCE, 0, 1, length == 1)
+    steps = [Step(id=STEP, decodes=(), chunks=(first,), new=(prompt,), blocks=((SEQUENCE, blocks),))]
+    if length > 1:
+        steps.append(Step(id=STEP, decodes=(), chunks=(PrefillChunk(SEQUENCE, 1, length - 1, True),)))
+    steps.append(Step(id=STEP, decodes=(SEQUENCE,), chunks=()))
     asynchronous = executor.asynchronous
     expect(isinstance(asynchronous, bool), owner, "asynchronous", asynchronous, "True or False")
     calls = _CheckedCalls(executor, owner)
     for step in steps:
-        calls.expect_tokens(calls.run(step), vocab_size)
+        result = calls.run(step)
+        if all(chunk.sample for chunk in step.chunks):
+            calls.expect_token(result, vocab_size)
+        else:
+            calls.expect_no_token(result)
     calls.run(Step(id=STEP, decodes=(), chunks=(), finished=(SEQUENCE,)))
     calls.expect_health()
 
@@ -69,7 +74,12 @@ class _CheckedCalls:
             raise self._wrong("result", result, f"the result of step {step.id}")
         return result
 
-    def expect_tokens(self, result: StepResult, vocab_size: int) -> None:
+    def expect_no_token(self, result: StepResult) -> None:
+        """Check that the result of a step in which no sequence samples has no token."""
+        if any(result.tokens):
+            raise self._wrong("result", result.tokens, "no token, since no sequence samples")
+
+    def expect_token(self, result: StepResult, vocab_size: int) -> None:
         """Check that a result has one token, of the vocabulary."""
         match result.tokens:
             case ((int(token),),) if token == NO_TOKEN:

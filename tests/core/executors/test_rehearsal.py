@@ -32,10 +32,11 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return seen
 
 
-def test_start_runs_a_prompt_step_and_a_decode_step(make_engine: Any, steps: list[Step]) -> None:
+def test_start_runs_a_prompt_in_two_chunks_and_a_decode_step(make_engine: Any, steps: list[Step]) -> None:
     engine = make_engine()
-    prompt, decode, end = steps
-    assert [chunk.count for chunk in prompt.chunks] == [engine.cache_info.block_size + 1]
+    first, second, decode, end = steps
+    assert [(chunk.count, chunk.sample) for chunk in first.chunks] == [(1, False)]
+    assert [(chunk.count, chunk.sample) for chunk in second.chunks] == [(engine.cache_info.block_size, True)]
     assert (decode.decodes, decode.chunks) == ((0,), ())
     assert (end.decodes, end.chunks, end.finished) == ((), (), (0,))
     assert "rehearsal" in dict(engine.cache_info.phases)
@@ -79,7 +80,7 @@ def test_rehearsal_leaves_no_state(make_engine: Any, monkeypatch: pytest.MonkeyP
 def test_rehearsal_fits_into_small_limits(make_engine: Any, settings: dict[str, int], steps: list[Step]) -> None:
     make_engine(**settings)
     lengths = [chunk.count for step in steps for chunk in step.chunks]
-    assert lengths == {1: []}.get(settings.get("model__max_len", 0), [2 if "cache__block_size" in settings else 1])
+    assert lengths == {1: []}.get(settings.get("model__max_len", 0), [1, 1] if "cache__block_size" in settings else [1])
 
 
 def test_start_fails_with_the_error_of_the_rehearsal(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
