@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,6 +19,7 @@ from engine.server.http.generation import Delta
 from engine.server.http.job import Job
 from engine.server.http.logprobs import chat_logprobs
 from engine.server.http.request_bodies import ChatBody, read
+from engine.server.http.responses import SendResponse, prepared
 from engine.server.http.service import Service
 
 
@@ -27,19 +29,24 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
-        body = await read(request, ChatBody, service.limits.max_body_bytes)
-        service.check_model(body.model)
-        params = _params(service, body)
-        prompt = await service.encode_chat(body.messages, body.chat_template_kwargs)
-        params = _max_tokens(service, body, params, len(prompt))
-        choices = [
-            parameters.with_choice_seed(params, index) for index in range(parameters.num_choices(body, service.limits))
-        ]
-        name = f"chatcmpl-{uuid.uuid4().hex}"
-        requests = service.requests(name, [prompt], choices, body.priority, body.cache_salt)
-        return _ChatJob(service, body, name, requests).response()
+        body = await read(request, ChatBody, service.limits)
+        return prepared(partial(_respond, service, body))
 
     return router
+
+
+async def _respond(service: Service, body: ChatBody) -> SendResponse:
+    """Check and tokenize a request. Raises ApiError or InvalidRequestError."""
+    service.check_model(body.model)
+    params = _params(service, body)
+    prompt = await service.encode_chat(body.messages, body.chat_template_kwargs)
+    params = _max_tokens(service, body, params, len(prompt))
+    choices = [
+        parameters.with_choice_seed(params, index) for index in range(parameters.num_choices(body, service.limits))
+    ]
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    requests = service.requests(name, [prompt], choices, body.priority, body.cache_salt)
+    return _ChatJob(service, body, name, requests).response()
 
 
 def _params(service: Service, body: ChatBody) -> SamplingParams:

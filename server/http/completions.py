@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -19,6 +21,7 @@ from engine.server.http.generation import Delta
 from engine.server.http.job import Job
 from engine.server.http.logprobs import completion_logprobs, prompt_offsets
 from engine.server.http.request_bodies import CompletionBody, read
+from engine.server.http.responses import SendResponse, prepared
 from engine.server.http.service import Service
 
 DEFAULT_MAX_TOKENS = 16
@@ -31,16 +34,21 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> Response:
-        body = await read(request, CompletionBody, service.limits.max_body_bytes)
-        service.check_model(body.model)
-        prompts = await _prompts(service, body)
-        params = _params(service, body, [len(prompt.tokens) for prompt in prompts])
-        name = f"cmpl-{uuid.uuid4().hex}"
-        tokens = [prompt.tokens for prompt in prompts]
-        requests = service.requests(name, tokens, params, body.priority, body.cache_salt)
-        return _CompletionJob(service, body, name, requests, prompts).response()
+        body = await read(request, CompletionBody, service.limits)
+        return prepared(partial(_respond, service, body))
 
     return router
+
+
+async def _respond(service: Service, body: CompletionBody) -> SendResponse:
+    """Check and tokenize a request. Raises ApiError or InvalidRequestError."""
+    service.check_model(body.model)
+    prompts = await _prompts(service, body)
+    params = _params(service, body, [len(prompt.tokens) for prompt in prompts])
+    name = f"cmpl-{uuid.uuid4().hex}"
+    tokens = [prompt.tokens for prompt in prompts]
+    requests = service.requests(name, tokens, params, body.priority, body.cache_salt)
+    return _CompletionJob(service, body, name, requests, prompts).response()
 
 
 @define
@@ -54,25 +62,30 @@ class Prompt:
 async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
     """Tokenize `prompt`: a text, a list of texts, a list of token ids, or a list of such lists. Raises ApiError."""
     given: Sequence[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if given and all(type(token) is int for token in given):
+    if given and type(given[0]) is int:
         given = [given]
     limit = service.limits.max_prompts
     if not 1 <= len(given) <= limit:
         raise invalid(f"prompt must hold from 1 to {limit} prompts (server.max_prompts), not {len(given)}", "prompt")
+    texts = iter(await service.encode_prompts([item for item in given if isinstance(item, str)]))
     prompts = []
     for item in given:
-        if isinstance(item, str):
-            prompt = Prompt(await service.encode(item), item)
-        elif isinstance(item, list):
-            parameters.check_tokens(item, service.vocab_size, "prompt")
-            skip = body.skip_special_tokens is not False
-            prompt = Prompt(item, service.tokenizer.decode(item, skip_special_tokens=skip) if body.echo else "")
-        else:
-            raise invalid("prompt must be a text, a list of texts, of token ids, or of lists of token ids", "prompt")
+        prompt = Prompt(next(texts), item) if isinstance(item, str) else await _given_tokens(service, body, item)
         if not prompt.tokens:
             raise invalid("a prompt is empty; give at least one token", "prompt")
         prompts.append(prompt)
     return prompts
+
+
+async def _given_tokens(service: Service, body: CompletionBody, tokens: Any) -> Prompt:
+    """A prompt that is given as token ids. Raises ApiError."""
+    if isinstance(tokens, list):
+        parameters.check_room(len(tokens), service.max_len)
+    if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:
+        raise invalid("prompt must be a text, a list of texts, of token ids, or of lists of token ids", "prompt")
+    parameters.check_tokens(tokens, service.vocab_size, "prompt")
+    await asyncio.sleep(0)  # with 256 of them, streams get their turns
+    return Prompt(tokens, await service.decode(tokens, body.skip_special_tokens is not False) if body.echo else "")
 
 
 def _params(service: Service, body: CompletionBody, lengths: Sequence[int]) -> list[SamplingParams]:

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
-from starlette.responses import Response
-
 from engine.core.types import Request
 from engine.server.http.generation import Delta, EventStream, Generation, Template, Usage
 from engine.server.http.request_bodies import Body
-from engine.server.http.responses import answer, sse_event, stream
+from engine.server.http.responses import SendResponse, answer, sse_event, stream
 from engine.server.http.service import Service
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -40,8 +38,8 @@ class Job(ABC, Generic[BodyT]):
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
 
-    def response(self) -> Response:
-        """The HTTP response; generation begins when the response is sent."""
+    def response(self) -> SendResponse:
+        """Sends the HTTP response; generation begins when the response is sent."""
         headers = {"x-request-id": self._name}
         if self.body.stream:
             events = EventStream(self._generation(), self._templates(), self._delta_events, self._usage_event)

@@ -45,8 +45,18 @@ class CancellableResponse(Response):
             work.result()
 
 
-def answer(body: Callable[[], Awaitable[Any]], headers: Mapping[str, str]) -> CancellableResponse:
-    """A JSON response with the result of `body`, or with the ApiError that `body` raises."""
+def prepared(prepare: Callable[[], Awaitable[SendResponse]]) -> CancellableResponse:
+    """A response that is made by `prepare`, which is cancelled as well when the client disconnects."""
+
+    async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
+        respond = await prepare()
+        await respond(scope, receive, send)
+
+    return CancellableResponse(send_response)
+
+
+def answer(body: Callable[[], Awaitable[Any]], headers: Mapping[str, str]) -> SendResponse:
+    """Sends a JSON response with the result of `body`, or with the ApiError that `body` raises."""
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -55,11 +65,11 @@ def answer(body: Callable[[], Awaitable[Any]], headers: Mapping[str, str]) -> Ca
             response = error_response(error)
         await response(scope, receive, send)
 
-    return CancellableResponse(send_response)
+    return send_response
 
 
-def stream(events: EventStream, headers: Mapping[str, str]) -> CancellableResponse:
-    """Server-sent events, with `data: [DONE]` at the end.
+def stream(events: EventStream, headers: Mapping[str, str]) -> SendResponse:
+    """Sends server-sent events, with `data: [DONE]` at the end.
 
     An ApiError before the first event becomes a plain error response; a later one becomes the last event.
     """
@@ -87,7 +97,7 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> CancellableRespon
             last = sse_event(ApiError(500, "internal server error; see the server's log").body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    return CancellableResponse(send_response)
+    return send_response
 
 
 class _EventWriter:

@@ -226,6 +226,9 @@ def test_chat_template_variables(http: httpx.Client) -> None:
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": False}, "add_special_tokens"),
         ("/detokenize", {"tokens": [999]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 257}, "tokens"),
+        ("/v1/completions", COMPLETION | {"prompt": [1, "a"]}, "prompt"),
+        ("/v1/chat/completions", CHAT | {"messages": CHAT["messages"] * 257}, "messages"),
     ],
 )
 def test_refusals_name_the_parameter(http: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.server.front_end.errors import ApiError
-from engine.server.http.responses import stream
+from engine.server.http.responses import CancellableResponse, prepared, stream
 
 
 class FakeConnection:
@@ -70,7 +70,8 @@ class Client:
         self.sent: list[Any] = []
         self.disconnected = asyncio.Event()
         scope = {"type": "http", "state": {"connection": self.connection}}
-        answer = stream(self.events, {"x-request-id": "r"})  # type: ignore[arg-type]
+        send_events = stream(self.events, {"x-request-id": "r"})  # type: ignore[arg-type]
+        answer = CancellableResponse(send_events)
         self.task = asyncio.ensure_future(answer(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, str]:
@@ -187,5 +188,33 @@ def test_a_disconnect_ends_the_generation() -> None:
             await client.task
             assert not client.events.open
             assert len(client.sent) == started
+
+    asyncio.run(main())
+
+
+def test_a_disconnect_cancels_the_preparation_of_a_response() -> None:
+    async def main() -> None:
+        disconnected, ended = asyncio.Event(), list[str]()
+
+        async def prepare() -> Any:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
+
+        async def receive() -> dict[str, str]:
+            await disconnected.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            ended.append(message["type"])
+
+        task = asyncio.ensure_future(prepared(prepare)({"type": "http"}, receive, send))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        disconnected.set()
+        await task
+        assert ended == ["cancelled"]
 
     asyncio.run(main())
