@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import zmq
 
 from engine.core.config import EngineConfig
-from engine.core.errors import ConfigError, EngineError, InvalidRequestError, PluginError, PluginFaultError
+from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError
 from engine.core.executors import MessageDecoder, encode
-from engine.core.types import FINISH_ERROR, EngineStats, Output
+from engine.core.types import EngineStats, Output
 from engine.server.engine_process.output_routes import OutputRoutes
+from engine.server.engine_process.pending_requests import PendingRequests
 from engine.server.engine_process.prober import Prober
 from engine.server.shared.heartbeat import Heartbeat
 from engine.server.shared.messages import (
@@ -177,11 +178,12 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
     """Step the engine until Shutdown; probe_interval: server.health_interval. Raises what `Engine.step` raises."""
     routes = OutputRoutes()
     prober = Prober(engine, heartbeat, probe_interval)
+    pending = PendingRequests(engine, routes)
     sent_stats = EngineStats()
     next_stats = 0.0
     while True:
         idle: Health | None = None
-        if not engine.has_work:
+        if not engine.has_work and not pending:
             channel.wait(IDLE_CHECK_MS)
             idle = engine.check()
             if not idle.ok:
@@ -194,7 +196,7 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
                     routes.add_front_end(peer)
                     sent_stats = EngineStats()  # so that the new front end soon receives statistics
                 case Add():
-                    outputs += _add(engine, routes, peer, message)
+                    pending.put(peer, message)
                 case Abort(numbers):
                     for request in routes.remove(peer, numbers):
                         engine.abort(request)
@@ -205,6 +207,7 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
                         engine.abort(request)
                 case Shutdown():
                     return
+        outputs += pending.add_some()
         prober.before_step()
         if engine.has_work:
             outputs += engine.step()
@@ -219,16 +222,6 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
             sent_stats = stats
         for peer, grouped in routes.group(outputs, stats):
             channel.send(peer, grouped)
-
-
-def _add(engine: Engine, routes: OutputRoutes, peer: bytes, message: Add) -> Iterator[Output]:
-    """Add the requests to the engine; yields an output for each request that the engine refuses."""
-    for number, request in enumerate(message.requests, message.first):
-        if routes.add(peer, number, request.id):
-            try:
-                engine.add(request)
-            except InvalidRequestError as error:
-                yield Output(request=request.id, finish_reason=FINISH_ERROR, error=str(error))
 
 
 def _make_engine(config: EngineConfig) -> Engine:

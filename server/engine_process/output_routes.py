@@ -61,14 +61,19 @@ class OutputRoutes:
             del self._routes[request]
         return requests
 
-    def add(self, peer: bytes, number: int, request: str) -> bool:
-        """Add a request ID under the front end's number for the request; False if the front end has exited."""
+    def add(self, peer: bytes, first: int, requests: Iterable[str]) -> bool:
+        """Add request IDs, which the front end numbers from `first` on; False if the front end has exited."""
         front_end = self._front_ends.get(peer)
         if front_end is None:
             return False
-        front_end.requests[number] = request
-        self._routes[request] = _Route(front_end, number)
+        for number, request in enumerate(requests, first):
+            front_end.requests[number] = request
+            self._routes[request] = _Route(front_end, number)
         return True
+
+    def is_open(self, request: str) -> bool:
+        """Whether the request has neither finished nor been aborted."""
+        return request in self._routes
 
     def remove(self, peer: bytes, numbers: Iterable[int]) -> Iterator[str]:
         """Remove requests that a front end aborts; yields the IDs of those that were open."""

@@ -41,11 +41,8 @@ async def _respond(service: Service, body: ChatBody) -> SendResponse:
     params = _params(service, body)
     prompt = await service.encode_chat(body.messages, body.chat_template_kwargs)
     params = _max_tokens(service, body, params, len(prompt))
-    choices = [
-        parameters.with_choice_seed(params, index) for index in range(parameters.num_choices(body, service.limits))
-    ]
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    requests = service.requests(name, [prompt], choices, body.priority, body.cache_salt)
+    requests = service.requests(name, [prompt], [params], body)
     return _ChatJob(service, body, name, requests).response()
 
 
@@ -82,10 +79,10 @@ class _ChatJob(Job[ChatBody]):
     chunk_object_name = "chat.completion.chunk"
 
     def __init__(self, service: Service, body: ChatBody, name: str, requests: Sequence[EngineRequest]) -> None:
-        super().__init__(service, body, name, requests, num_prompts=1)
-        self._texts: list[list[str]] = [[] for _ in requests]
-        self._token_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
-        self._finish_reasons: list[str | None] = [None] * len(requests)
+        super().__init__(service, body, name, requests)
+        self._texts: list[list[str]] = [[] for _ in range(self.num_choices)]
+        self._token_logprobs: list[list[TokenLogprobs]] = [[] for _ in range(self.num_choices)]
+        self._finish_reasons: list[str | None] = [None] * self.num_choices
 
     def _add(self, delta: Delta) -> None:
         self._texts[delta.choice].append(delta.text)
@@ -100,7 +97,7 @@ class _ChatJob(Job[ChatBody]):
                 "logprobs": self._logprobs(self._token_logprobs[index]),
                 "finish_reason": self._finish_reasons[index],
             }
-            for index in range(len(self.requests))
+            for index in range(self.num_choices)
         ]
 
     def _text_event(self, choice: int, text: str) -> bytes:

@@ -47,7 +47,7 @@ async def _respond(service: Service, body: CompletionBody) -> SendResponse:
     params = _params(service, body, [len(prompt.tokens) for prompt in prompts])
     name = f"cmpl-{uuid.uuid4().hex}"
     tokens = [prompt.tokens for prompt in prompts]
-    requests = service.requests(name, tokens, params, body.priority, body.cache_salt)
+    requests = service.requests(name, tokens, params, body)
     return _CompletionJob(service, body, name, requests, prompts).response()
 
 
@@ -89,7 +89,7 @@ async def _given_tokens(service: Service, body: CompletionBody, tokens: Any) -> 
 
 
 def _params(service: Service, body: CompletionBody, lengths: Sequence[int]) -> list[SamplingParams]:
-    """The parameters of each choice: the n choices of the first prompt, then of the second. Raises ApiError."""
+    """The parameters of each prompt's choices, from the prompts' lengths. Raises ApiError."""
     limits = service.limits
     parameters.check_stream_options(body)
     n = parameters.num_choices(body, limits)
@@ -101,12 +101,8 @@ def _params(service: Service, body: CompletionBody, lengths: Sequence[int]) -> l
         params = attrs.evolve(params, logprobs=body.logprobs, prompt_logprobs=body.logprobs if body.echo else None)
     default = service.default_params.max_tokens or DEFAULT_MAX_TOKENS
     return [
-        parameters.with_choice_seed(choice, index)
+        parameters.with_max_tokens(body.max_tokens, "max_tokens", default, params, length, service.max_len)
         for length in lengths
-        for choice in [
-            parameters.with_max_tokens(body.max_tokens, "max_tokens", default, params, length, service.max_len)
-        ]
-        for index in range(n)
     ]
 
 
@@ -124,9 +120,9 @@ class _CompletionJob(Job[CompletionBody]):
         requests: Sequence[EngineRequest],
         prompts: Sequence[Prompt],
     ) -> None:
-        super().__init__(service, body, name, requests, len(prompts))
+        super().__init__(service, body, name, requests)
         self._prompts = prompts
-        self._whole_choices = [_text_choice(choice, "") for choice in range(len(requests))]
+        self._whole_choices = [_text_choice(choice, "") for choice in range(self.num_choices)]
 
     def _add(self, delta: Delta) -> None:
         _extend(self._whole_choices[delta.choice], self._choice(delta))

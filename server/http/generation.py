@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -63,6 +64,18 @@ class Template:
         return cls(before, after)
 
 
+class Templates(dict[int, Template]):
+    """The template of each choice, made when the choice has its first event."""
+
+    def __init__(self, text_event: Callable[[int, str], bytes]) -> None:
+        """text_event: builds the event of a choice for a text."""
+        self._text_event = text_event
+
+    def __missing__(self, choice: int) -> Template:
+        template = self[choice] = Template.of(partial(self._text_event, choice))
+        return template
+
+
 class Generation:
     """Runs requests and detokenizes their outputs. Leaving the `with` block aborts the choices still running.
 
@@ -71,22 +84,23 @@ class Generation:
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, requests: Sequence[Request], num_prompts: int
+        self, client: EngineClient, tokenizer: Tokenizer, requests: Sequence[Request], choices_per_prompt: int
     ) -> None:
-        """requests: the choices in order, equally many for each of `num_prompts` prompts."""
+        """requests: one per prompt, in order."""
         self._client = client
         self._requests = requests
-        self._detokenizers = [Detokenizer(tokenizer, request.prompt, request.params) for request in requests]
-        self._choices_per_prompt = len(requests) // num_prompts
-        self._has_outputs: set[int] = set()
-        self.running = set(range(len(requests)))
+        self._tokenizer = tokenizer
+        self._detokenizers: dict[int, Detokenizer] = {}
+        """The detokenizers of the choices that have outputs."""
+        self._choices_per_prompt = choices_per_prompt
+        self.running = set(range(len(requests) * choices_per_prompt))
         """Choices that have not finished."""
         self._group: RequestGroup | None = None
-        self._prompt_tokens = sum(len(request.prompt) for request in requests[:: self._choices_per_prompt])
+        self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._cached_tokens = 0
 
     def __enter__(self) -> Generation:
-        self._group = self._client.submit(self._requests)
+        self._group = self._client.submit(self._requests, self._choices_per_prompt)
         return self
 
     def __exit__(
@@ -98,7 +112,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        completion_tokens = sum(detokenizer.num_tokens for detokenizer in self._detokenizers)
+        completion_tokens = sum(detokenizer.num_tokens for detokenizer in self._detokenizers.values())
         return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens)
 
     async def next(self) -> list[Delta]:
@@ -120,7 +134,7 @@ class Generation:
         """Call `write(data)` after all listeners have been called; see EngineClient.write_later."""
         self._client.write_later(write, data)
 
-    def events(self, templates: Sequence[Template], build_events: Callable[[Delta], bytes]) -> bytes:
+    def events(self, templates: Mapping[int, Template], build_events: Callable[[Delta], bytes]) -> bytes:
         """The new outputs as server-sent events, without waiting.
 
         templates: the event of each choice for plain text. build_events: builds the events of any other delta, such as
@@ -158,15 +172,18 @@ class Generation:
             self._feed_full(choice, output, delta)
 
     def _feed_full(self, choice: int, output: Output, delta: Delta) -> None:
+        detokenizer = self._detokenizers.get(choice)
         if output.finish_reason == FINISH_ERROR:
             # A request that the engine refuses is the client's error; one that fails later is the server's.
-            status = 500 if choice in self._has_outputs else 400
+            status = 400 if detokenizer is None else 500
             raise ApiError(status, output.error or "the engine failed this request")
-        if choice not in self._has_outputs:
-            self._has_outputs.add(choice)
+        if detokenizer is None:
+            request = self._requests[choice // self._choices_per_prompt]
+            detokenizer = Detokenizer(self._tokenizer, request.prompt, request.params)
+            self._detokenizers[choice] = detokenizer
             if choice % self._choices_per_prompt == 0:
                 self._cached_tokens += output.cached_tokens
-        piece = self._detokenizers[choice].feed(output)
+        piece = detokenizer.feed(output)
         delta.text += piece.text
         delta.offsets += piece.offsets
         delta.logprobs += piece.logprobs
@@ -190,7 +207,7 @@ class EventStream:
     """A generation as server-sent events."""
 
     generation: Generation
-    templates: Sequence[Template]
+    templates: Mapping[int, Template]
     """The event of each choice for plain text."""
     build_events: Callable[[Delta], bytes]
     """Builds the events of any other delta."""

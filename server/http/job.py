@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from engine.core.types import Request
-from engine.server.http.generation import Delta, EventStream, Generation, Template, Usage
+from engine.server.http.generation import Delta, EventStream, Generation, Templates, Usage
+from engine.server.http.params import num_choices
 from engine.server.http.request_bodies import Body
 from engine.server.http.responses import SendResponse, answer, sse_event, stream
 from engine.server.http.service import Service
@@ -25,13 +25,13 @@ class Job(ABC, Generic[BodyT]):
     chunk_object_name: ClassVar[str]
     """`object` of each streamed chunk."""
 
-    def __init__(self, service: Service, body: BodyT, name: str, requests: Sequence[Request], num_prompts: int) -> None:
-        """name: id of the response. requests: the choices in order, equally many for each of `num_prompts` prompts."""
+    def __init__(self, service: Service, body: BodyT, name: str, requests: Sequence[Request]) -> None:
+        """name: id of the response. requests: one per prompt, in order."""
         self.service = service
         self.body = body
         self.requests = requests
-        self.choices_per_prompt = len(requests) // num_prompts
-        self._num_prompts = num_prompts
+        self.choices_per_prompt = num_choices(body, service.limits)
+        self.num_choices = len(requests) * self.choices_per_prompt
         self._created = int(time.time())
         self._name = name
         self._begun: set[int] = set()
@@ -42,7 +42,7 @@ class Job(ABC, Generic[BodyT]):
         """Sends the HTTP response; generation begins when the response is sent."""
         headers = {"x-request-id": self._name}
         if self.body.stream:
-            events = EventStream(self._generation(), self._templates(), self._delta_events, self._usage_event)
+            events = EventStream(self._generation(), Templates(self._text_event), self._delta_events, self._usage_event)
             return stream(events, headers)
         return answer(self._whole, headers)
 
@@ -91,8 +91,5 @@ class Job(ABC, Generic[BodyT]):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._name, "object": kind, "created": self._created, "model": self.service.name}
 
-    def _templates(self) -> list[Template]:
-        return [Template.of(partial(self._text_event, choice)) for choice in range(len(self.requests))]
-
     def _generation(self) -> Generation:
-        return Generation(self.service.client, self.service.tokenizer, self.requests, self._num_prompts)
+        return Generation(self.service.client, self.service.tokenizer, self.requests, self.choices_per_prompt)

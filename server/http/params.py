@@ -8,7 +8,7 @@ import attrs
 
 from engine.core.config import ServerConfig
 from engine.core.errors import InvalidRequestError
-from engine.core.types import MAX_SEED, SamplingParams
+from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import invalid
 from engine.server.http.request_bodies import Body
@@ -34,6 +34,7 @@ MAX_LOGIT_BIAS = 100.0
 def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, vocab_size: int) -> SamplingParams:
     """All sampling parameters except max_tokens and logprobs. Raises ApiError naming a parameter out of range."""
     given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
+    check_salt(body.cache_salt, limits)
     if body.stop is not None:
         given["stop"] = _stop(body.stop, limits)
     if body.stop_token_ids is not None:
@@ -57,6 +58,16 @@ def num_choices(body: Body, limits: ServerConfig) -> int:
     if not 1 <= n <= limits.max_n:
         raise invalid(f"n must be from 1 to {limits.max_n} (server.max_n), not {n}", "n")
     return n
+
+
+def check_salt(salt: str | None, limits: ServerConfig) -> None:
+    """Raise ApiError for a cache_salt that is too long."""
+    if salt is not None and len(salt) > limits.max_salt_chars:
+        raise invalid(
+            f"cache_salt has {len(salt)} characters; at most {limits.max_salt_chars} (server.max_salt_chars) are "
+            "allowed, so send a hash of a longer one",
+            "cache_salt",
+        )
 
 
 def check_stream_options(body: Body) -> None:
@@ -109,13 +120,6 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < vocab_size)
         raise invalid(f"{param} has token id {wrong}; this model's token ids are 0 to {vocab_size - 1}", param)
-
-
-def with_choice_seed(params: SamplingParams, choice: int) -> SamplingParams:
-    """The parameters of choice number `choice` of n: choices have different seeds."""
-    if params.seed is None or choice == 0:
-        return params
-    return attrs.evolve(params, seed=(params.seed + choice) % (MAX_SEED + 1))
 
 
 def _stop(stop: str | list[str], limits: ServerConfig) -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import invalid
+from engine.server.http.params import num_choices
 from engine.server.http.prometheus import EngineReport
-from engine.server.http.request_bodies import Message
+from engine.server.http.request_bodies import Body, Message
 from engine.server.http.text_threads import TextThreads
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Probe, Started
@@ -117,33 +118,30 @@ class Service:
         name: str,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        priority: int | None,
-        salt: str | None,
+        body: Body,
     ) -> list[Request]:
-        """One engine request per element of `params`: the choices of each prompt in turn.
+        """One engine request per prompt, with its `params`. name: ID of the HTTP request.
 
-        Each prompt has equally many choices. Raises ApiError for more choices than the server ever accepts.
+        Raises ApiError for more choices than the server ever accepts.
         """
         now = time.monotonic()
-        choices_per_prompt = len(params) // len(prompts)
-        if len(params) > self.limits.max_waiting:
+        choices = len(prompts) * num_choices(body, self.limits)
+        if choices > self.limits.max_waiting:
             raise invalid(
-                f"the request asks for {len(params)} choices, but the server accepts at most {self.limits.max_waiting} "
+                f"the request asks for {choices} choices, but the server accepts at most {self.limits.max_waiting} "
                 "at a time (server.max_waiting); request fewer",
-                "n" if choices_per_prompt > 1 else "prompt",
+                "n" if choices > len(prompts) else "prompt",
             )
-        # One tuple per prompt, shared by its choices: routing.py compares prompts, which is free for the same object.
-        tokens = [tuple(prompt) for prompt in prompts]
         return [
             Request(
                 id=f"{name}-{index}",
-                prompt=tokens[index // choices_per_prompt],
-                params=choice,
-                priority=priority or 0,
+                prompt=tuple(prompt),
+                params=each,
+                priority=body.priority or 0,
                 arrival=now,
-                salt=salt or "",
+                salt=body.cache_salt or "",
             )
-            for index, choice in enumerate(params)
+            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -152,10 +152,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Run these requests. Outputs and aborts refer to a request by number: `first`, `first + 1`, ..."""
+    """Run `choices` choices of each request, which differ in ID and seed (engine_process/pending_requests.py).
+
+    Outputs and aborts refer to a choice by number: `first`, `first + 1`, ...; those of the first request come first.
+    """
 
     first: int
     requests: tuple[Request, ...]
+    choices: int = 1
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -21,7 +21,7 @@ def send_first_outputs(routes: OutputRoutes, *requests: str) -> None:
 
 def test_outputs_of_a_step_are_one_message_per_front_end() -> None:
     routes = make_routes()
-    assert [routes.add(A, 7, "x"), routes.add(B, 7, "y"), routes.add(A, 8, "z")] == [True] * 3
+    assert [routes.add(A, 7, ["x"]), routes.add(B, 7, "y"), routes.add(A, 8, "z")] == [True] * 3
     send_first_outputs(routes, "x", "y", "z")
     outputs = [Output(request=name, tokens=tokens) for name, tokens in (("x", (5,)), ("y", (6,)), ("z", (7, 8)))]
     assert dict(routes.group(outputs, None)) == {
@@ -34,7 +34,7 @@ def test_outputs_of_a_step_are_one_message_per_front_end() -> None:
 def test_outputs_with_more_than_tokens_are_sent_in_full() -> None:
     routes = make_routes()
     for number, request in enumerate("abc"):
-        routes.add(A, number, request)
+        routes.add(A, number, [request])
     start = Output(request="a", tokens=(1,), cached_tokens=16)
     assert dict(routes.group([start], None)) == {A: Outputs([], [], [], [(0, start)])}
     send_first_outputs(routes, "b", "c")
@@ -54,7 +54,7 @@ def test_statistics_are_sent_to_all_front_ends() -> None:
 
 def test_aborted_requests_send_no_outputs() -> None:
     routes = make_routes()
-    routes.add(A, 1, "x")
+    routes.add(A, 1, ["x"])
     assert list(routes.remove(A, (1, 2))) == ["x"]
     assert list(routes.remove(A, (1,))) == []
     assert list(routes.group([Output(request="x", tokens=(1,))], None)) == []
@@ -62,10 +62,10 @@ def test_aborted_requests_send_no_outputs() -> None:
 
 def test_an_exited_front_end_is_not_added_again() -> None:
     routes = make_routes()
-    routes.add(A, 1, "x")
-    routes.add(A, 2, "y")
-    routes.add(B, 1, "z")
+    routes.add(A, 1, ["x"])
+    routes.add(A, 2, ["y"])
+    routes.add(B, 1, ["z"])
     assert routes.remove_front_end(A) == ["x", "y"]
     routes.add_front_end(A)
-    assert not routes.add(A, 3, "w")
+    assert not routes.add(A, 3, ["w"])
     assert [peer for peer, _ in routes.group([Output(request="x"), Output(request="z", tokens=(1,))], None)] == [B]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.core.config.tree import ServerConfig
-from engine.core.types import MAX_SEED, SamplingParams
+from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
 from engine.server.http import params
 from engine.server.http.request_bodies import CompletionBody
@@ -105,10 +105,3 @@ def test_a_refusal_of_max_tokens_uses_the_clients_name_for_it() -> None:
     with pytest.raises(ApiError, match=r"^max_completion_tokens must be in") as caught:
         params.with_max_tokens(0, "max_completion_tokens", None, DEFAULTS, 5, max_len=100)
     assert caught.value.param == "max_completion_tokens"
-
-
-def test_choices_have_different_seeds() -> None:
-    seeded = SamplingParams(seed=MAX_SEED)
-    assert params.with_choice_seed(seeded, 0).seed == MAX_SEED
-    assert params.with_choice_seed(seeded, 1).seed == 0
-    assert params.with_choice_seed(SamplingParams(), 1).seed is None
