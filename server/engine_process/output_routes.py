@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 from attrs import define, field
 
 from engine.core.types import EngineStats, Output
 from engine.server.shared.messages import Outputs
+from engine.server.shared.packed_logprobs import PackedLogprobs, pack
 
 
 @define(eq=False)
@@ -20,13 +22,14 @@ class _FrontEnd:
     counts: list[int] = field(factory=list)
     tokens: list[int] = field(factory=list)
     full: list[tuple[int, Output]] = field(factory=list)
+    prompt_logprobs: list[PackedLogprobs] = field(factory=list)
 
     def pop_message(self, stats: EngineStats | None) -> Outputs | None:
         """Build the next message and clear the columns; None if there is nothing to send."""
         if not (self.numbers or self.full or stats):
             return None
-        message = Outputs(self.numbers, self.counts, self.tokens, self.full, stats)
-        self.numbers, self.counts, self.tokens, self.full = [], [], [], []
+        message = Outputs(self.numbers, self.counts, self.tokens, self.full, stats, self.prompt_logprobs)
+        self.numbers, self.counts, self.tokens, self.full, self.prompt_logprobs = [], [], [], [], []
         return message
 
 
@@ -99,6 +102,9 @@ class OutputRoutes:
                 front_end.counts.append(len(tokens))
                 front_end.tokens += tokens
                 continue
+            if output.prompt_logprobs is not None:
+                front_end.prompt_logprobs.append(pack(route.number, output.prompt_logprobs))
+                output = msgspec.structs.replace(output, prompt_logprobs=None)  # noqa: PLW2901
             front_end.full.append((route.number, output))
             route.has_outputs = True
             if output.finish_reason is not None:

@@ -34,6 +34,8 @@ class RequestGroup:
         self._abort = abort
         self._open = dict(enumerate(numbers))
         self._events: list[OutputEvent] = []
+        self.prompt_logprobs: dict[int, tuple[bytes, ...]] = {}
+        """By index, the slices (packed_logprobs.py) that belong to a request's first event."""
         self._error: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._listener: Callable[[], None] | None = None
@@ -313,6 +315,10 @@ class EngineClient:
                     add_updated(entry.group)
             at += count
         self._observe_latency(now, *equal, num_equal)
+        for packed in message.prompt_logprobs:
+            entry = requests.get(packed.number)
+            if entry is not None:
+                entry.group.prompt_logprobs[entry.index] = packed.slices
         for number, output in message.full:
             self._deliver_full(number, output, now)
 

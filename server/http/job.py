@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+import msgspec
+
 from engine.core.types import Request
-from engine.server.http.generation import Delta, EventStream, Generation, Templates, Usage
+from engine.server.http.generation import SLICE_SECONDS, Delta, EventStream, Generation, Templates, Usage
 from engine.server.http.params import num_choices
 from engine.server.http.request_bodies import Body
 from engine.server.http.responses import SendResponse, answer, sse_event, stream
 from engine.server.http.service import Service
 
+MIN_PIECE = 2**16
+"""Smaller pieces of a body are joined, bytes."""
+
 BodyT = TypeVar("BodyT", bound=Body)
+
+
+class Turn:
+    """Lets other tasks of the event loop run after each SLICE_SECONDS of work."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + SLICE_SECONDS
+
+    async def yield_if_over(self) -> None:
+        """Let other tasks run if the time is over."""
+        if time.monotonic() > self._end:
+            await asyncio.sleep(0)
+            self._end = time.monotonic() + SLICE_SECONDS
 
 
 class Job(ABC, Generic[BodyT]):
@@ -47,20 +66,20 @@ class Job(ABC, Generic[BodyT]):
         return answer(self._whole, headers)
 
     @abstractmethod
-    def _add(self, delta: Delta) -> None:
-        """Collect a delta for `_choices`."""
+    def _add(self, delta: Delta) -> Iterator[None]:
+        """Collect a delta for `_choice_body`; yields after each few milliseconds of work."""
 
     @abstractmethod
-    def _choices(self) -> list[dict[str, Any]]:
-        """`choices` of the whole response, from all collected deltas."""
+    def _choice_body(self, choice: int) -> dict[str, Any]:
+        """An element of `choices` of the whole response, from all collected deltas."""
 
     @abstractmethod
     def _text_event(self, choice: int, text: str) -> bytes:
         """The event of a chunk with nothing but text."""
 
     @abstractmethod
-    def _delta_events(self, delta: Delta) -> bytes:
-        """The events of any other delta; empty when the delta holds nothing to send."""
+    def _delta_events(self, delta: Delta) -> Iterator[bytes]:
+        """The events of any other delta; none when the delta holds nothing to send."""
 
     def _is_first(self, choice: int) -> bool:
         """Whether this is the first call for a choice."""
@@ -74,13 +93,27 @@ class Job(ABC, Generic[BodyT]):
         usage = {"usage": None} if self._include_usage else {}
         return sse_event(self._head(self.chunk_object_name) | {"choices": [choice]} | usage)
 
-    async def _whole(self) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+    async def _whole(self) -> list[bytes]:
+        """The body of a response that is not streamed, in pieces."""
+        turn = Turn()
         with self._generation() as generation:
             while generation.running:
                 for delta in await generation.next():
-                    self._add(delta)
-        return self._head(self.object_name) | {"choices": self._choices(), "usage": generation.usage.body()}
+                    for _ in self._add(delta):
+                        await turn.yield_if_over()
+        body = self._head(self.object_name) | {"choices": [], "usage": generation.usage.body()}
+        before, name, after = msgspec.json.encode(body).rpartition(b'"choices":[')
+        pieces = [before + name]
+        for choice in range(self.num_choices):
+            data = msgspec.json.encode(self._choice_body(choice))
+            if choice:
+                data = b"," + data
+            if len(pieces[-1]) < MIN_PIECE:
+                pieces[-1] += data
+            else:
+                pieces.append(data)
+            await turn.yield_if_over()
+        return [*pieces, after]
 
     def _usage_event(self, usage: Usage) -> bytes:
         """The last event of a stream; empty unless the client asked for the usage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.server.front_end.connections import Connection
 from engine.server.front_end.errors import ApiError
-from engine.server.http.errors import error_response, json_response
+from engine.server.http.errors import error_response
 from engine.server.http.generation import EventStream
 
 log = logging.getLogger(__name__)
@@ -55,15 +55,21 @@ def prepared(prepare: Callable[[], Awaitable[SendResponse]]) -> CancellableRespo
     return CancellableResponse(send_response)
 
 
-def answer(body: Callable[[], Awaitable[Any]], headers: Mapping[str, str]) -> SendResponse:
-    """Sends a JSON response with the result of `body`, or with the ApiError that `body` raises."""
+def answer(body: Callable[[], Awaitable[Sequence[bytes]]], headers: Mapping[str, str]) -> SendResponse:
+    """Sends a JSON response of the pieces that `body` returns, or with the ApiError that `body` raises."""
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = json_response(await body(), headers=headers)
+            pieces = await body()
         except ApiError as error:
-            response = error_response(error)
-        await response(scope, receive, send)
+            await error_response(error)(scope, receive, send)
+            return
+        length = str(sum(map(len, pieces)))
+        whole = {"content-type": "application/json", "content-length": length, **headers}
+        await send({"type": "http.response.start", "status": 200, "headers": _raw(whole)})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
 
     return send_response
 
@@ -76,7 +82,7 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> SendResponse:
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         writer = _EventWriter(events, scope["state"]["connection"])
-        raw = [(name.encode(), value.encode()) for name, value in {**SSE_HEADERS, **headers}.items()]
+        raw = _raw({**SSE_HEADERS, **headers})
         last = DONE
         started = False
         try:
@@ -132,7 +138,7 @@ class _EventWriter:
         self._connection.when_writable(self._on_outputs)
         try:
             self._schedule_write(self._first.result())
-            if self._generation.running:
+            if not self._generation.finished:
                 self._on_outputs()
             await self._finished
         finally:
@@ -147,21 +153,27 @@ class _EventWriter:
         except Exception as error:
             self._finished.set_exception(error)
             return
+        if self._generation.behind:
+            asyncio.get_running_loop().call_soon(self._on_outputs)
         if not self._open:
             if data:
                 self._first.set_result(data)
             return
-        if data or not self._generation.running:
+        if data or self._generation.finished:
             self._schedule_write(data)
 
     def _schedule_write(self, data: bytes) -> None:
-        self._write_later(self._write if self._generation.running else self._write_last, data)
+        self._write_later(self._write_last if self._generation.finished else self._write, data)
 
     def _write_last(self, data: bytes) -> None:
         """Write the last events; the stream ends when they are written, not when they are built."""
         if data:
             self._write(data)
         self._finished.set_result(None)
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
 def sse_event(body: Any) -> bytes:

@@ -30,6 +30,7 @@ import msgspec
 from engine.core.config import EngineConfig
 from engine.core.plugin_host import ChosenPlugin
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
+from engine.server.shared.packed_logprobs import PackedLogprobs
 
 SOCKET = "engine-{}.{}"
 """ZeroMQ socket of an engine process in the server's directory; filled with replica and incarnation."""
@@ -192,6 +193,8 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True):
     """(request number, output)."""
     stats: EngineStats | None = None
     """Set in the last message before the engine goes idle, and a few times per second while the engine is busy."""
+    prompt_logprobs: list[PackedLogprobs] = []
+    """Those of the outputs in `full`, in which they are left out."""
 
 
 EngineEvent = Started | EngineDown

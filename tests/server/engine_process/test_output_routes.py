@@ -3,6 +3,7 @@ from __future__ import annotations
 from engine.core.types import EngineStats, Output, RequestTimes, TokenLogprobs
 from engine.server.engine_process.output_routes import OutputRoutes
 from engine.server.shared.messages import Outputs
+from engine.server.shared.packed_logprobs import unpack
 
 A, B = b"0.1", b"1.2"
 
@@ -44,6 +45,20 @@ def test_outputs_with_more_than_tokens_are_sent_in_full() -> None:
     plain = Output(request="c", tokens=(4,), cached_tokens=16)
     assert dict(routes.group([end, likely, plain], None)) == {A: Outputs([2], [1], [4], [(0, end), (1, likely)])}
     assert list(routes.group([plain, Output(request="a", tokens=(9,))], None)) == [(A, Outputs([2], [1], [4], []))]
+
+
+def test_log_probabilities_of_a_prompt_are_sent_in_slices() -> None:
+    routes = make_routes()
+    routes.add(A, 7, ["x"])
+    entries = tuple(TokenLogprobs(token=token, logprob=-1.0, rank=1, top=((token, -1.0),)) for token in range(300))
+    output = Output(request="x", tokens=(1,), prompt_logprobs=entries)
+    ((_, message),) = routes.group([output], None)
+    assert message.full == [(7, Output(request="x", tokens=(1,)))]
+    (packed,) = message.prompt_logprobs
+    assert packed.number == 7
+    assert len(packed.slices) == 3
+    assert tuple(unpack(packed.slices)) == entries
+    assert dict(routes.group([Output(request="x", tokens=(2,))], None)) == {A: Outputs([7], [1], [2], [])}
 
 
 def test_statistics_are_sent_to_all_front_ends() -> None:

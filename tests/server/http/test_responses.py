@@ -28,7 +28,7 @@ class FakeGeneration:
 
     def __init__(self) -> None:
         self.generation = self
-        self.running = {0}
+        self.finished = self.behind = False
         self.open = False
         self._pending: list[bytes | Exception] = []
         self._last = False
@@ -49,7 +49,7 @@ class FakeGeneration:
     def take(self) -> bytes:
         pending, self._pending = self._pending, []
         if self._last:
-            self.running.clear()
+            self.finished = True
         for each in pending:
             if isinstance(each, Exception):
                 raise each
@@ -132,6 +132,24 @@ def test_all_events_are_written_before_the_response_ends() -> None:
     asyncio.run(main(b"all"))
     asyncio.run(main(b"one", b"two"))
     asyncio.run(main(b"one", b"two", b"three"))
+
+
+def test_building_goes_on_in_later_iterations_while_the_generation_is_behind() -> None:
+    async def main() -> None:
+        client = Client()
+        await client.settle()
+        client.events.behind = True
+        client.events.put(b"one")
+        for data in (b"two", b"three"):
+            client.events._pending.append(data)  # no output comes that would wake the stream
+            await client.settle()
+        assert b"".join(client.connection.chunks) == b"onetwothree"
+        client.events.behind = False
+        client.events.put(b"", last=True)
+        await client.task
+        assert client.last == b"data: [DONE]\n\n"
+
+    asyncio.run(main())
 
 
 def test_no_events_are_built_while_the_client_does_not_read() -> None:
