@@ -142,9 +142,9 @@ CASES = (
     Case("4 M ids, /detokenize", "/detokenize", repeated('{"model":"bench","tokens":[', "1", "]}")),
     Case("32,000 ids, /detokenize", "/detokenize", repeated('{"model":"bench","tokens":[', "300", "]}", 128_000)),
     Case("4 M ids, echoed", COMPLETIONS, repeated('{"model":"bench","echo":true,"prompt":[', "1", "]}")),
-    Case("256 prompts of 4,000 ids", COMPLETIONS, completion(prompt=[[300 + at] * 4000 for at in range(256)])),
-    Case("256 prompts of 4,000 ids, echoed", COMPLETIONS, completion(
-        prompt=[[300 + at] * 4000 for at in range(256)], echo=True
+    Case("256 prompts of 2,000 ids", COMPLETIONS, completion(prompt=[[300 + at] * 2000 for at in range(256)])),
+    Case("256 prompts of 2,000 ids, echoed", COMPLETIONS, completion(
+        prompt=[[300 + at] * 2000 for at in range(256)], echo=True
     )),
     Case("8 MiB of empty lists as prompts", COMPLETIONS, repeated('{"model":"bench","prompt":[', "[]", "]}")),
     Case("8 MiB of empty texts as prompts", COMPLETIONS, repeated('{"model":"bench","prompt":[', '""', "]}")),

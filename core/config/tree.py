@@ -239,7 +239,7 @@ class ServerConfig:
     )
     max_body_bytes: int = setting(8 * 2**20, "Maximum request body, bytes.")
     max_body_values: int = setting(
-        65536, "Maximum strings, lists and objects in a request body; of numbers, 16 times as many are allowed."
+        65536, "Maximum strings, lists and objects in a request body; of numbers, 8 times as many are allowed."
     )
     max_n: int = setting(64, "Maximum choices per prompt.")
     max_prompts: int = setting(256, "Maximum prompts per completion request.")

@@ -52,6 +52,8 @@ IDLE_CHECK_MS = 1000
 """Interval at which an idle engine checks its executor, milliseconds."""
 MAX_MESSAGES = 32
 """Maximum number of front end messages read between two steps: a burst of requests must not delay running ones."""
+RECEIVE_SECONDS = 0.005
+"""Seconds after which no further messages are read before the next step, for the same reason."""
 
 log = logging.getLogger(__name__)
 
@@ -157,10 +159,16 @@ class Channel:
             self._wake_receiver.recv()
 
     def receive(self) -> Iterator[tuple[bytes, FrontEndToEngine | SupervisorToEngine]]:
-        """Yield (sender, message) for each waiting message; the sender is a ZeroMQ identity, b"" for the supervisor."""
+        """Yield (sender, message) for each waiting message, a few milliseconds' worth of them at a time.
+
+        The sender is a ZeroMQ identity, b"" for the supervisor.
+        """
         while self._from_supervisor:
             yield b"", self._from_supervisor.popleft()
-        for _ in range(MAX_MESSAGES):
+        deadline = time.monotonic() + RECEIVE_SECONDS
+        for number in range(MAX_MESSAGES):
+            if number and time.monotonic() > deadline:
+                return
             try:
                 peer = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from types import TracebackType
 
@@ -19,6 +19,9 @@ from engine.server.front_end.errors import ApiError
 from engine.server.front_end.routing import Router
 from engine.server.shared.messages import Abort, Add, EngineDown, Outputs, Started
 from engine.server.shared.metrics_table import MetricsTable
+
+MAX_TOKENS = 2**15
+"""Tokens of several prompts sent in one message, since the engine reads a message without a pause."""
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +184,8 @@ class EngineClient:
                 self._open[first + choice] = entry
         self.metrics.open_requests = len(self._open)
         for replica, indices in groupby(order, key=lambda index: placements[index].replica):
-            batch = list(indices)
-            self.links[replica].send(Add(firsts[batch[0]], tuple(requests[index] for index in batch), choices))
+            for batch in _batches(requests, indices):
+                self.links[replica].send(Add(firsts[batch[0]], tuple(requests[index] for index in batch), choices))
         return group
 
     def abort(self, numbers: Iterable[int], reason: str) -> None:
@@ -341,3 +344,17 @@ class EngineClient:
             self.metrics.observe_finish(output.finish_reason, output.times, now - entry.arrival)
         if entry.group.put(entry.index, output.tokens, output):
             self._updated_groups.append(entry.group)
+
+
+def _batches(requests: Sequence[Request], indices: Iterable[int]) -> Iterator[list[int]]:
+    """Group the indices of requests in order, so that the prompts of each group but the last have MAX_TOKENS tokens."""
+    batch: list[int] = []
+    tokens = 0
+    for index in indices:
+        batch.append(index)
+        tokens += len(requests[index].prompt)
+        if tokens >= MAX_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch

@@ -125,7 +125,7 @@ _MISSING = re.compile(r"missing required field `([^`]*)`")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
-NUMBERS_PER_VALUE = 16
+NUMBERS_PER_VALUE = 8
 """A number is decoded in this fraction of the time of a list."""
 _SMALL_BODY = 2**16
 """Bytes of a body that is decoded in a few milliseconds, whatever it holds."""

@@ -18,11 +18,12 @@ import pytest
 from engine.core.config.tree import EngineConfig
 from engine.core.executors import encode
 from engine.core.types import Request, SamplingParams
-from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
+from engine.server.front_end.engine_client import MAX_TOKENS, EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.routing import MAX_OUTPUT_COST
 from engine.server.shared.messages import (
     Abort,
+    Add,
     EngineDown,
     EngineLaunch,
     EngineToSupervisor,
@@ -200,6 +201,18 @@ def test_what_choices_share_is_sent_once(run: Callable[..., None]) -> None:
         assert [tokens[index] for index in (0, 1, 63, 64, 127)] == [b"bcd", b"cde", b"mno", b"abc", b"abc"]
         assert client.metrics.finished["length"] == 128
         assert client.metrics_table.loads == [0]
+
+    run(body)
+
+
+def test_long_prompts_are_sent_in_several_messages(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient) -> None:
+        sent = record_messages(client)
+        long = bytes(MAX_TOKENS // 2)
+        with client.submit([request(str(index), 2, long) for index in range(5)], choices=2) as group:
+            news = await collect(group, 10)
+        assert [kind for kind, _ in sent] == [Add] * 3
+        assert {index for index, _, _ in news} == set(range(10))
 
     run(body)
 
