@@ -181,7 +181,7 @@ class Tokenizer:
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         try:
-            text: str = self._wrapped.apply_chat_template(
+            text: Any = self._wrapped.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=schemas,
                 chat_template=template,
@@ -192,7 +192,8 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program, run on input from the client
             raise InvalidRequestError(f"the chat template rejects this conversation: {error}", "messages") from error
-        return text
+        rendered: str = text
+        return rendered
 
     def token_text(self, token: int) -> str:
         """The text that a token adds; bytes that are no complete character become U+FFFD."""

@@ -158,7 +158,7 @@ class Service:
                 tokens += map(self.tokenizer.encode, batch)
                 await asyncio.sleep(0)
             else:
-                tokens += await self._threads.run(lambda batch=batch: [self._encode_long(text) for text in batch])
+                tokens += await self._threads.run(partial(list, map(self._encode_long, batch)))
         return tokens
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
