@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import itertools
+import os
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,12 +16,15 @@ from typing import Annotated, Any
 import attrs
 import typer
 
-from engine.core.config import EngineConfig, Resolved, Setting, canonical_key, describe, load_config
+from engine.core.config import EngineConfig, Resolved, Setting, canonical_key, demo_model, describe, load_config
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import SamplingParams
 
 DEMO_MODEL = "default (demo model)"
 """Origin of model.path where no model is named."""
+
+KEY_VARIABLE = "ENGINE_API_KEY"
+"""Environment variable that gives server.api_key, so that keys need no option, which other users could see."""
 
 SECTIONS = tuple(attrs.fields_dict(EngineConfig))
 OFFLINE = ("server",)
@@ -39,7 +43,9 @@ def _default_text(setting: Setting) -> str:
     """A setting's default as typed on the command line; "" for an empty one."""
     if setting.type is bool:
         return "on" if setting.default else "off"
-    return str(setting.default) if setting.default not in ("", {}, ()) else ""
+    if isinstance(setting.default, tuple):
+        return ",".join(setting.default)
+    return str(setting.default) if setting.default not in ("", {}) else ""
 
 
 def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
@@ -85,7 +91,10 @@ def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]
                 f"--config is given twice, as {files[0]} and as {files[1]}; a command reads one file: "
                 "put the settings into one, or give those of the other by options"
             )
-        return load_config(files[0], overrides, {"model.path": (_demo_model(), DEMO_MODEL)})
+        defaults: dict[str, tuple[object, str]] = {"model.path": (demo_model(), DEMO_MODEL)}
+        if keys := os.environ.get(KEY_VARIABLE, ""):
+            defaults["server.api_key"] = ([key.strip() for key in keys.split(",")], KEY_VARIABLE)
+        return load_config(files[0], overrides, defaults)
 
     return lambda command: _with_options(command, "resolved", parameters, resolve)
 
@@ -232,12 +241,3 @@ def _attribute_docs(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             docs[field.target.id] = inspect.cleandoc(str(ast.literal_eval(below.value))).replace("\n", " ")
     return docs
-
-
-def _demo_model() -> str:
-    import engine.demo
-
-    try:
-        return str(engine.demo.path())
-    except FileNotFoundError:
-        return ""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from os import PathLike, fspath
+from reprlib import repr as shortened
 from types import TracebackType
 from typing import Any
 
 import attrs
 
+from engine.core import arguments
+from engine.core.arguments import Conversation
 from engine.core.attention.base import AttentionBackend
+from engine.core.config.default_model import demo_model
 from engine.core.config.load import flatten, load_config
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
@@ -19,6 +25,7 @@ from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.deployment import Deployment, make_executor
 from engine.core.generation import AsyncGenerator, Completion, generate, stream
+from engine.core.models.base import ModelSpec
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
 from engine.core.plugin_host.registry import Plugins, load_plugins
@@ -32,9 +39,13 @@ from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams, Step
 from engine.core.weights.checkpoint import Checkpoint
+from engine.core.weights.generation_config import not_honoured
+
+log = logging.getLogger(__name__)
 
 STEP_PHASES = ("schedule", "submit", "wait", "commit")
 """What a step is timed by in the engine; the runner adds phases of its own (StepResult.seconds)."""
+MIN_PRIORITY = -(2**31)
 
 
 class Engine:
@@ -43,7 +54,7 @@ class Engine:
         engine = Engine(model="path/to/checkpoint", scheduler="priority", cache__memory="1GiB")
         print(engine.generate("def read_lines(path):")[0].text)
 
-    model: directory of a Hugging Face checkpoint.
+    model: directory of a Hugging Face checkpoint; None, unless `config` or a setting names one: the demo model.
     config: a whole configuration, over which `settings` take precedence.
     attention, quant, scheduler, executor: a plugin's name, or an unregistered class that implements the contract of
         the extension point (for the scheduler an instance too).
@@ -57,7 +68,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         config: EngineConfig | None = None,
         attention: str | type[AttentionBackend[Any, Any]] | None = None,
@@ -72,6 +83,10 @@ class Engine:
         names = {point: choice for point, choice in chosen.items() if isinstance(choice, str)}
         objects = {point: choice for point, choice in chosen.items() if not isinstance(choice, str | None)}
         self.config = _merged_config(config, model, names, settings)
+        if not isinstance(plugins, Plugins | None):
+            raise ConfigError(f"plugins must be what load_plugins() returns, not {shortened(plugins)}")
+        if not (on_progress is None or callable(on_progress)):
+            raise ConfigError(f"on_progress must be a function, not {shortened(on_progress)}")
 
         phases = Phases(on_progress)
         with phases.phase("checkpoint"):
@@ -89,6 +104,7 @@ class Engine:
             self.parts = resolve(self.config, self.plugins, self.device, self.checkpoint.config, objects)
         model_spec = shape_of(self.parts.model, self.checkpoint.config)
         self.max_len = max_len(self.config, model_spec)
+        self._warn_unused(model_spec)
         self.vocab_size = model_spec.vocab_size
         with phases.phase("executor"):
             cache_info = self._start_executor(on_progress)
@@ -96,10 +112,22 @@ class Engine:
         try:
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
             self._start_scheduling()
-            self.plugins.call("engine_started", engine=self)
+            self.plugins.notify("engine_started", engine=self)
         except BaseException:
             self._executor.shutdown()  # the caller gets no engine to close
             raise
+
+    def _warn_unused(self, model_spec: ModelSpec) -> None:
+        """Log what the checkpoint's JSON files ask for and nothing computes."""
+        model, checkpoint = self.parts.model, self.checkpoint
+        keys = model.unknown_keys(checkpoint.config)
+        if keys:
+            log.warning(
+                "config.json has keys that %s does not know, and that are not used: %s", model.__name__, ", ".join(keys)
+            )
+        settings = not_honoured(checkpoint.generation_config, model_spec.max_len)
+        if settings:
+            log.warning("generation_config.json has settings that are not used: %s", ", ".join(settings))
 
     def _start_executor(self, on_progress: Listener | None) -> CacheInfo:
         """Build the executor and let it load the model and allocate the KV cache."""
@@ -124,6 +152,7 @@ class Engine:
         self._steps_ahead = int(self._executor.asynchronous if overlap == "auto" else overlap == "on")
         self._in_flight: deque[tuple[Step, PendingResult]] = deque()
         self._timers = defaultdict(PhaseTimer, {phase: PhaseTimer() for phase in STEP_PHASES})
+        self._kernels_compiled = self._graphs_captured = 0
         self._async: AsyncGenerator | None = None
         self._closed = False
 
@@ -147,6 +176,8 @@ class Engine:
             result = pending.result()
         for phase, seconds in result.seconds:
             self._timers[phase].seconds += seconds
+        self._kernels_compiled += result.kernels_compiled
+        self._graphs_captured += result.graphs_captured
         with self._timers["commit"]:
             return self._scheduler.commit(oldest, result, time.monotonic())
 
@@ -186,31 +217,76 @@ class Engine:
 
     def generate(
         self,
-        prompts: str | Sequence[str | Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: str | Iterable[str | Sequence[int]],
+        params: SamplingParams | Iterable[SamplingParams | None] | None = None,
         *,
+        n: int = 1,
+        priority: int = 0,
         progress: bool = False,
     ) -> list[Completion]:
-        """Generate from prompts (texts or token ids) and wait for all of them; one Completion per prompt, in order.
+        """Generate from prompts (texts or token ids) and wait for all of them; a Completion per prompt, in order.
 
-        params: one for all prompts, or one per prompt; None: `default_params`. progress: show a progress bar on stderr.
+        params: one for all prompts, or one per prompt; None: `default_params`.
+        n: completions per prompt, which follow each other in the result. With a seed, number i has the seed + i.
+        priority: lower is more urgent than other requests, for policies that have priorities.
+        progress: show a progress bar on stderr.
+        Raises InvalidRequestError, with `parameter` set, for an argument of a wrong type and for what cannot be served.
         """
-        return generate(self, [prompts] if isinstance(prompts, str) else prompts, params, progress=progress)
+        tokens = [arguments.prompt_tokens(prompt, self.tokenizer) for prompt in arguments.prompt_list(prompts)]
+        return self._generate(tokens, params, n, priority, progress=progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Iterable[SamplingParams | None] | None = None,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        progress: bool = False,
+        **template: Any,
+    ) -> list[Completion]:
+        """`generate` the next message of one conversation or of several, by the model's chat template.
+
+        messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
+        template: arguments of Tokenizer.chat (tools, continue_final_message), and any variables of the template.
+        """
+        tokens = [self.tokenizer.chat(one, **template) for one in arguments.conversations(messages)]
+        return self._generate(tokens, params, n, priority, progress=progress)
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], params: Any, n: int, priority: int, *, progress: bool
+    ) -> list[Completion]:
+        arguments.check_whole("n", n, 1)
+        arguments.check_whole("priority", priority, MIN_PRIORITY)
+        each = arguments.params_list(params, len(prompts), self.default_params)
+        return generate(
+            self,
+            [prompt for prompt in prompts for _ in range(n)],
+            [one.of_choice(choice) for one in each for choice in range(n)],
+            priority=priority,
+            progress=progress,
+        )
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Generate from one prompt and yield text as it is produced. Closing the iterator aborts the request."""
-        return stream(self, prompt, params)
+        return stream(self, arguments.prompt_tokens(prompt, self.tokenizer), arguments.checked_params(params))
 
     def astream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> AsyncIterator[TextDelta]:
         """`stream` for asyncio; any number of streams may run concurrently in one event loop, batched together."""
         if self._async is None:
             self._async = AsyncGenerator(self)
-        return self._async.stream(prompt, params)
+        tokens = arguments.prompt_tokens(prompt, self.tokenizer)
+        return self._async.stream(tokens, arguments.checked_params(params))
 
     def stats(self) -> EngineStats:
         """Current counters and gauges."""
         seconds = tuple((phase, timer.seconds) for phase, timer in self._timers.items())
-        return attrs.evolve(self._scheduler.stats(), seconds=seconds)
+        return attrs.evolve(
+            self._scheduler.stats(),
+            seconds=seconds,
+            kernels_compiled=self._kernels_compiled,
+            graphs_captured=self._graphs_captured,
+        )
 
     def check(self) -> Health:
         """Whether the engine is open and its executor can run steps."""
@@ -222,7 +298,7 @@ class Engine:
             self._closed = True
             self._in_flight.clear()
             self._executor.shutdown()
-            self.plugins.call("engine_stopped", engine=self)
+            self.plugins.notify("engine_stopped", engine=self)
 
     def __enter__(self) -> Engine:
         return self
@@ -234,18 +310,26 @@ class Engine:
 
 
 def _merged_config(
-    config: EngineConfig | None, model: str | None, names: Mapping[str, str], settings: Mapping[str, object]
+    config: EngineConfig | None,
+    model: str | PathLike[str] | None,
+    names: Mapping[str, str],
+    settings: Mapping[str, Any],
 ) -> EngineConfig:
-    """`config` (None: all defaults) with the arguments of Engine taking precedence.
+    """`config` (None: all defaults) with the arguments of Engine taking precedence, and the demo model by default.
 
     names: the plugin chosen by name for each extension point.
     """
+    if not isinstance(config, EngineConfig | None):
+        raise ConfigError(f"config must be an EngineConfig, not {shortened(config)}; give settings as arguments")
     given: dict[str, object] = {f"{point}.name": name for point, name in names.items()}
     given |= {key.replace("__", "."): value for key, value in settings.items()}
     if model is not None:
         given["model.path"] = model
+    given = {key: fspath(value) if isinstance(value, PathLike) else value for key, value in given.items()}
     base = {key: (value, "config") for key, value in flatten(config).items()} if config is not None else {}
     merged = load_config(overrides={key: (value, "argument") for key, value in given.items()}, defaults=base).config
+    if not merged.model.path:
+        merged = attrs.evolve(merged, model=attrs.evolve(merged.model, path=demo_model()))
     if not merged.model.path:
         raise ConfigError("no model is named; give the directory of a checkpoint as model.path (--model)")
     return merged

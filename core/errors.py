@@ -39,6 +39,10 @@ class ExecutorError(EngineError):
     """A step failed, or a worker has exited."""
 
 
+class StepFaultError(PluginFaultError, ExecutorError):
+    """A plugin raised an unexpected error in a step, or returned what its contract does not allow."""
+
+
 def near_misses(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: similar names, and all known ones."""
     import difflib  # takes milliseconds, for errors alone

@@ -65,12 +65,12 @@ class _Running:
         )
 
 
-def _add_request(engine: Engine, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
-    tokens = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+def _add_request(engine: Engine, prompt: Sequence[int], params: SamplingParams | None, priority: int = 0) -> _Running:
     request = Request(
         id=uuid.uuid4().hex,
-        prompt=tuple(tokens),
+        prompt=tuple(prompt),
         params=params or engine.default_params,
+        priority=priority,
         arrival=time.monotonic(),
     )
     engine.add(request)
@@ -103,25 +103,20 @@ def _advance(engine: Engine, running: dict[str, _Running]) -> Iterator[tuple[_Ru
 
 def generate(
     engine: Engine,
-    prompts: Sequence[str | Sequence[int]],
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
     *,
+    priority: int,
     progress: bool,
 ) -> list[Completion]:
-    """Implements Engine.generate. If one prompt is invalid, no prompt is run."""
+    """Implements Engine.generate, of prompts as tokens. If one prompt is invalid, no prompt is run."""
     _check_idle(engine)
-    if isinstance(params, SamplingParams) or params is None:
-        each: Sequence[SamplingParams | None] = [params] * len(prompts)
-    else:
-        each = params
-    if len(each) != len(prompts):
-        raise InvalidRequestError(f"{len(prompts)} prompts came with {len(each)} sampling parameters", "params")
     entries: list[_Running] = []
     completions: dict[str, Completion] = {}
     with _Bar(len(prompts), shown=progress) as bar:
         try:
-            for prompt, one in zip(prompts, each, strict=True):
-                entries.append(_add_request(engine, prompt, one))
+            for prompt, one in zip(prompts, params, strict=True):
+                entries.append(_add_request(engine, prompt, one, priority))
             running = {entry.request.id: entry for entry in entries}
             while running:
                 for entry, delta in _advance(engine, running):
@@ -136,7 +131,7 @@ def generate(
     return [completions[entry.request.id] for entry in entries]
 
 
-def stream(engine: Engine, prompt: str | Sequence[int], params: SamplingParams | None) -> Iterator[TextDelta]:
+def stream(engine: Engine, prompt: Sequence[int], params: SamplingParams | None) -> Iterator[TextDelta]:
     """Implements Engine.stream."""
     _check_idle(engine)
     entry = _add_request(engine, prompt, params)
@@ -167,7 +162,7 @@ class AsyncGenerator:
         self._between_steps = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
-    async def stream(self, prompt: str | Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
+    async def stream(self, prompt: Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
         """Implements Engine.astream."""
         async with self._between_steps:
             entry = _add_request(self._engine, prompt, params)

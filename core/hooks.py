@@ -115,8 +115,8 @@ def register_commands(app: typer.Typer) -> None:
 def engine_started(engine: Engine) -> None:
     """Called at the end of `Engine(...)`, before the first request: model loaded, KV cache allocated.
 
-    Called in the engine process alone, of the plugin loaded last first. An exception shuts down the executor and fails
-    the construction of the engine, as a PluginFaultError that names the plugin; an EngineError passes unchanged.
+    Called in the engine process alone, of the plugin loaded last first. The hook only observes: an exception is logged
+    with its traceback, by the plugin's name and distribution, and the engine goes on.
     """
 
 
@@ -124,6 +124,6 @@ def engine_started(engine: Engine) -> None:
 def engine_stopped(engine: Engine) -> None:
     """Called once by `Engine.close`, after the executor has shut down. The engine can run no more steps.
 
-    Called in the engine process alone, of the plugin loaded last first. An exception is raised by `Engine.close`, as
-    for `engine_started`, and keeps the hooks of the remaining plugins from being called.
+    Called in the engine process alone, of the plugin loaded last first. An exception is logged, as for
+    `engine_started`, and the hooks of the remaining plugins are called.
     """

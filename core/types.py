@@ -8,10 +8,12 @@ created, encoded and decoded in a fraction of the time.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from reprlib import repr as shortened
 from typing import Any, Final, Literal
 
 import msgspec
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
 
@@ -30,62 +32,121 @@ GREEDY_BELOW_TEMPERATURE = 1e-5
 """At lower temperatures float32 probabilities leave no token but the most likely one."""
 
 
-def _bounded(low: float, high: float, *, low_open: bool = False) -> Any:
-    """An attrs validator: a finite number in [low, high], or (low, high] with `low_open`, or None."""
+def _number(low: float, high: float, *, low_open: bool = False, whole: bool = False) -> Any:
+    """An attrs validator: a number in [low, high], or (low, high] with `low_open`, or None if that is the default."""
+    kind, kinds = ("a whole number", int) if whole else ("a number", (int, float))
 
-    def check(_: Any, attribute: Any, value: float | None) -> None:
-        if value is None:
+    def check(_: Any, attribute: Any, value: Any) -> None:
+        if value is None and attribute.default is None:
             return
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise InvalidRequestError(f"{attribute.name} must be {kind}, not {shortened(value)}", attribute.name)
         above = value > low if low_open else value >= low
-        if isinstance(value, bool) or not (above and value <= high):
+        if not (above and value <= high):
             left = "(" if low_open else "["
             raise InvalidRequestError(
-                f"{attribute.name} must be in {left}{low}, {high}], not {value!r}", attribute.name
+                f"{attribute.name} must be in {left}{low}, {high}], not {shortened(value)}", attribute.name
             )
 
     return check
+
+
+def _flag(_: Any, attribute: Any, value: Any) -> None:
+    """An attrs validator: True or False."""
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{attribute.name} must be True or False, not {shortened(value)}", attribute.name)
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    """An attrs converter: one string, or several. Raises InvalidRequestError for anything else, and for ""."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, (tuple, list)) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError(f"stop must be a string or a list of strings, not {shortened(value)}", "stop")
+    if not all(texts):
+        raise InvalidRequestError("a stop string is empty", "stop")
+    return tuple(texts)
+
+
+def _stop_token_ids(value: Any) -> tuple[int, ...]:
+    """An attrs converter: token ids. Raises InvalidRequestError for anything else."""
+    if not isinstance(value, (tuple, list)) or not all(_is_token(token) for token in value):
+        raise InvalidRequestError(
+            f"stop_token_ids must be a list of token ids from 0 on, not {shortened(value)}", "stop_token_ids"
+        )
+    return tuple(value)
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """An attrs converter: (token, bias) pairs, or a dict. Raises InvalidRequestError for anything else."""
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, (tuple, list)) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
+    ):
+        raise InvalidRequestError(
+            f"logit_bias must be a dict of token ids to numbers, or a list of such pairs, not {shortened(value)}",
+            "logit_bias",
+        )
+    for token, bias in pairs:
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool) and math.isfinite(bias)
+        if not (_is_token(token) and is_number):
+            raise InvalidRequestError(
+                f"logit_bias of token {shortened(token)} is {shortened(bias)}; give a finite number to a token id from"
+                " 0 on",
+                "logit_bias",
+            )
+    return tuple((token, bias) for token, bias in pairs)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _top_k(value: Any) -> Any:
+    """An attrs converter: -1 is the name of "all" in other engines."""
+    return 0 if isinstance(value, int) and value == -1 else value
 
 
 @frozen(kw_only=True)
 class SamplingParams:
     """How to sample one request's tokens. The defaults sample from the model's distribution, unchanged.
 
-    Raises InvalidRequestError, with `parameter` set, for a value out of range.
+    `stop` may be a single string, `stop_token_ids` a list, and `logit_bias` a dict.
+    Raises InvalidRequestError, with `parameter` set, for a value of a wrong type or out of range.
     """
 
-    max_tokens: int | None = field(default=None, validator=_bounded(1, 2**31))
+    max_tokens: int | None = field(default=None, validator=_number(1, 2**31, whole=True))
     """Maximum tokens to generate; None: until the context is full."""
-    min_tokens: int = field(default=0, validator=_bounded(0, 2**31))
+    min_tokens: int = field(default=0, validator=_number(0, 2**31, whole=True))
     """Stop tokens and stop strings do not end the request before this many tokens."""
-    temperature: float = field(default=1.0, validator=_bounded(0, 100))
+    temperature: float = field(default=1.0, validator=_number(0, 100))
     """0: always the most likely token."""
-    top_k: int = field(default=0, validator=_bounded(0, 2**31))
-    """Keep the k most likely tokens; 0: all."""
-    top_p: float = field(default=1.0, validator=_bounded(0, 1, low_open=True))
+    top_k: int = field(default=0, converter=_top_k, validator=_number(0, 2**31, whole=True))
+    """Keep the k most likely tokens; 0 or -1: all."""
+    top_p: float = field(default=1.0, validator=_number(0, 1, low_open=True))
     """Keep the smallest set of most likely tokens whose probabilities add up to at least p."""
-    min_p: float = field(default=0.0, validator=_bounded(0, 1))
+    min_p: float = field(default=0.0, validator=_number(0, 1))
     """Drop tokens whose probability is below min_p times that of the most likely token."""
-    repetition_penalty: float = field(default=1.0, validator=_bounded(0, 100, low_open=True))
+    repetition_penalty: float = field(default=1.0, validator=_number(0, 100, low_open=True))
     """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv:1909.05858)."""
-    presence_penalty: float = field(default=0.0, validator=_bounded(-2, 2))
+    presence_penalty: float = field(default=0.0, validator=_number(-2, 2))
     """Subtracted once from the logit of each token in the output."""
-    frequency_penalty: float = field(default=0.0, validator=_bounded(-2, 2))
+    frequency_penalty: float = field(default=0.0, validator=_number(-2, 2))
     """Subtracted from the logit of each token once per occurrence in the output."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = field(default=(), converter=_logit_bias)
     """(token, bias) pairs: the bias is added to the logit of the token."""
-    seed: int | None = field(default=None, validator=_bounded(0, MAX_SEED))
+    seed: int | None = field(default=None, validator=_number(0, MAX_SEED, whole=True))
     """The same seed gives the same tokens, whatever else is in the batch; None: a random seed per request."""
-    logprobs: int | None = field(default=None, validator=_bounded(0, 1000))
+    logprobs: int | None = field(default=None, validator=_number(0, 1000, whole=True))
     """Return log probabilities of each sampled token and of this many most likely tokens; None: return none."""
-    prompt_logprobs: int | None = field(default=None, validator=_bounded(0, 1000))
+    prompt_logprobs: int | None = field(default=None, validator=_number(0, 1000, whole=True))
     """As `logprobs`, for each prompt token after the first."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = field(default=(), converter=_stop_strings)
     """Strings that end the text, and are not part of the text."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = field(default=(), converter=_stop_token_ids)
     """Tokens that end the request, in addition to the model's end-of-sequence tokens."""
-    ignore_eos: bool = False
+    ignore_eos: bool = field(default=False, validator=_flag)
     """Do not stop at the model's end-of-sequence tokens."""
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = field(default=True, validator=_flag)
     """Leave special tokens out of the text."""
 
     def __attrs_post_init__(self) -> None:
@@ -93,13 +154,12 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})", "min_tokens"
             )
-        for token, bias in self.logit_bias:
-            if token < 0 or not math.isfinite(bias):
-                raise InvalidRequestError(f"logit_bias of token {token} is {bias}; give a finite number", "logit_bias")
-        if any(not text for text in self.stop):
-            raise InvalidRequestError("a stop string is empty", "stop")
-        if any(token < 0 for token in self.stop_token_ids):
-            raise InvalidRequestError("a stop token id is negative", "stop_token_ids")
+
+    def of_choice(self, choice: int) -> SamplingParams:
+        """The parameters of completion number `choice` of several for one prompt: with a seed, each has another."""
+        if self.seed is None or choice == 0:
+            return self
+        return evolve(self, seed=(self.seed + choice) % (MAX_SEED + 1))
 
     @property
     def greedy(self) -> bool:
@@ -152,6 +212,8 @@ class PrefillChunk:
 
     sequence: int
     start: int
+    """Other sequences that share the blocks before have computed what this one has not: in an earlier step, or by an
+    earlier chunk of the same step, whose keys and values each layer writes before its attention reads any."""
     count: int
     sample: bool
     """Whether to sample the next token after the chunk; False unless the chunk completes the prefill."""
@@ -196,6 +258,10 @@ class StepResult:
     position is about the prompt token after that position."""
     seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds): prepare, launch, sample."""
+    kernels_compiled: int = 0
+    """Kernels that the step compiled, or loaded from the kernel cache, since the start had not; on rank 0."""
+    graphs_captured: int = 0
+    """CUDA graphs that the step captured since the start had not; on rank 0."""
 
 
 @frozen(kw_only=True)
@@ -268,5 +334,11 @@ class EngineStats:
     """Prompt tokens computed."""
     generation_tokens: int = 0
     steps: int = 0
+    policy_faults: int = 0
+    """Decisions made first come, first served because the scheduling policy failed or gave an invalid answer."""
     seconds: tuple[tuple[str, float], ...] = ()
     """(phase, seconds spent in it): schedule, submit, wait, commit and the runner's own phases."""
+    kernels_compiled: int = 0
+    """Kernels compiled, or loaded from the kernel cache, by steps: each delays all requests of its step."""
+    graphs_captured: int = 0
+    """CUDA graphs captured by steps: each delays all requests of its step."""

@@ -121,6 +121,8 @@ class PolicyConformance:
                     finished.add(output.request)
             scheduler.check()
         assert finished == wanted, f"never finished: {sorted(wanted - finished)}"
+        faults = scheduler.stats().policy_faults
+        assert not faults, f"the policy failed in {faults} decisions, which were made without it; the log says how"
         assert scheduler.stats().blocks_used == 0, "blocks are in use but no request runs"
 
     def views(self, seed: int) -> list[View]:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("cli", "core", "demo", "ops", "plugins", "quantize", "server", "testing")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "ops": ("ops",),
-    "core": ("core", "ops"),
+    "core": ("core", "demo", "ops"),
     "demo": ("demo",),
     "plugins": ("core", "ops", "plugins"),
     "quantize": ("core", "plugins", "quantize"),
@@ -33,6 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 NO_PLUGIN_NAMES = {
     ("attention/base.py", "none"): "AttentionBackend.graphs",
+    ("engine.py", "priority"): "an argument of Engine.generate",
     ("weights/checkpoint.py", "none"): "model.generation_config",
     ("config/tree.py", "none"): "model.generation_config",
     ("config/tree.py", "fp8"): "a short name of a type in cache.dtype",

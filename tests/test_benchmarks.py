@@ -36,6 +36,18 @@ def test_a_case_of_the_table_has_every_row_of_the_references(tmp_path: Path, ref
     assert {row["metric"] for row in references["models"]["llama-3.1-8b:none"]["rows"]} <= measured
 
 
+def test_first_burst_reports_each_burst_and_what_came_late(tmp_path: Path) -> None:
+    file = tmp_path / "burst.json"
+    done = run_script("first_burst.py", "--small", "--cases", "tiny:4", "--set=cache.memory=32MiB", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    times = [row for row in rows if row["metric"] == "TTFT p99"]
+    assert [row["case"] for row in times] == [f"tiny:4, burst {number}" for number in (1, 2, 3)]
+    assert all(row["value"] > 0 for row in times)
+    late = {row["metric"]: row["value"] for row in rows if "while serving" in row["metric"]}
+    assert late == {"kernels_compiled while serving": 0, "graphs_captured while serving": 0}
+
+
 def test_an_unknown_case_is_refused() -> None:
     done = run_script("vllm_table.py", "--cases", "gpt:none")
     assert done.returncode == 2

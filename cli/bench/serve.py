@@ -21,7 +21,7 @@ from engine.cli.bench.level import Level, print_levels, within
 from engine.cli.bench.load import TOKENS, parse_counts, say
 from engine.cli.bench.report import Json, Plot, report, write
 from engine.cli.bench.roofline import Roofline, configured_roofline
-from engine.cli.bench.server_process import Server, cpu_seconds, running
+from engine.cli.bench.server_process import Server, cpu_seconds, first_api_key, running
 from engine.cli.options import DEMO_MODEL, configured
 from engine.core.config import DEFAULT, Resolved
 from engine.core.errors import ConfigError, ExecutorError
@@ -218,10 +218,10 @@ def serve(
     ]
     with ExitStack() as stack:
         if url:
-            server = Server.at(url, config.server.api_key, server_pid or None)
+            server = Server.at(url, first_api_key(config), server_pid or None)
         else:
             server = stack.enter_context(running(served_config(resolved)))
-        levels = run_loads(server, loads, config.server.api_key, (slo_ttft, slo_tpot))
+        levels = run_loads(server, loads, first_api_key(config), (slo_ttft, slo_tpot))
 
     roofline = None if url else configured_roofline(config, bandwidth, matmul)
     if roofline is not None:

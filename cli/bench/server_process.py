@@ -22,6 +22,7 @@ from attrs import frozen
 from engine.cli.config import to_toml
 from engine.core.config import EngineConfig
 from engine.core.errors import ConfigError, ExecutorError
+from engine.server.shared.api_keys import read_api_keys
 
 COMMAND = (sys.executable, "-P", "-c", "from engine.cli.main import main; main()")
 STOP_TIMEOUT = 60.0
@@ -67,9 +68,14 @@ def running(config: EngineConfig) -> Iterator[Server]:
         process = subprocess.Popen([*COMMAND, "serve", "--config", str(file)], stdout=subprocess.PIPE, text=True)
         try:
             url = _announced(process)
-            yield Server.at(url, config.server.api_key, process.pid)
+            yield Server.at(url, first_api_key(config), process.pid)
         finally:
             _stop(process)
+
+
+def first_api_key(config: EngineConfig) -> str:
+    """An API key that the server accepts; empty if clients need none."""
+    return next(iter(read_api_keys(config.server)), "")
 
 
 def _announced(process: subprocess.Popen[str]) -> str:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from engine.core.lazy import exports
 
 if TYPE_CHECKING:
+    from engine.core.config.default_model import demo_model as demo_model
     from engine.core.config.load import (
         DEFAULT as DEFAULT,
         PATHS as PATHS,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
+    default_model=("demo_model",),
     load=(
         "DEFAULT",
         "PATHS",

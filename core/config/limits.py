@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from engine.core.config.tree import AUTO, EngineConfig
+from engine.core.config.tree import AUTO, EngineConfig, ServerConfig
 from engine.core.errors import ConfigError
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -26,6 +26,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.shutdown_timeout": (0, 86400),
     "server.health_timeout": (2, 86400),
     "server.health_interval": (0, 86400),
+    "server.rate_limit": (0, 2**31),
+    "server.concurrency_limit": (0, 2**31),
     "server.max_body_bytes": (1, 2**40),
     "server.max_n": (1, 2**20),
     "server.max_prompts": (1, 2**20),
@@ -81,8 +83,19 @@ def check_together(config: EngineConfig, complain: Callable[[str, str], None]) -
         complain("executor.device", f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
     if not config.server.host:
         complain("server.host", "the address is empty; use 127.0.0.1, or 0.0.0.0 for all interfaces")
-    key = config.server.api_key
-    if key != key.strip() or not key.isascii() or not key.isprintable():
-        complain("server.api_key", "it has spaces around it or characters that an HTTP header cannot carry")
+    if config.server.uds and (config.server.host, config.server.port) != (ServerConfig().host, ServerConfig().port):
+        complain("server.uds", "the server listens on either a path or host and port; leave out one of them")
+    if (config.server.ssl_keyfile or config.server.ssl_keyfile_password) and not config.server.ssl_certfile:
+        complain("server.ssl_certfile", "a private key without its certificate; give ssl_certfile too")
+    if any(not key or " " in key or not key.isprintable() for key in config.server.api_key):
+        complain("server.api_key", "a key is empty or has spaces or characters that a bearer token cannot have")
+    for origin in config.server.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#]+", origin):
+            complain("server.allowed_origins", f"{origin!r} is no origin; write it as https://example.com or *")
+    for host in config.server.allowed_hosts:
+        if not re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+", host):
+            complain(
+                "server.allowed_hosts", f"{host!r} is no name; write a.example.com, *.example.com or *, without a port"
+            )
     for name in sorted(set(config.plugins.allow) & set(config.plugins.deny)):
         complain("plugins.deny", f"{name!r} is in allow and in deny; leave it in one")

@@ -31,7 +31,16 @@ __all__ = [
 ]
 
 DEFAULT = "default"
-PATHS = ("model.path", "model.tokenizer", "model.chat_template", "executor.kernel_cache")
+PATHS = (
+    "model.path",
+    "model.tokenizer",
+    "model.chat_template",
+    "executor.kernel_cache",
+    "server.api_key_file",
+    "server.ssl_certfile",
+    "server.ssl_keyfile",
+    "server.uds",
+)
 """Settings that name a file or directory; in a file of settings, a relative path starts from that file's directory."""
 
 _TYPES: Mapping[type, str] = {
@@ -217,7 +226,9 @@ def load_config(
             problems.append(f"{where}: {_unknown(path, settings)}")
             return
         if setting.type is not dict:
-            value, wrong = _check(setting, value, where)
+            value, wrong = _check(
+                setting, [value] if setting.type is tuple and isinstance(value, str) else value, where
+            )
             problems.extend(wrong)
         elif path == setting.path and not isinstance(value, Mapping):
             problems.append(f"{where}: expected a table of options, found {show(value)[0]}")
@@ -357,6 +368,8 @@ def _check(setting: Setting, value: Any, where: str) -> tuple[Any, list[str]]:
     value, wrong = structure(value, setting.annotation, where)
     if wrong:
         name = setting.path[1]
+        if setting.secret:
+            return value, [f"{where}: expected a {setting.type_name}; put quotes around each string"]
         return value, [f"{one}; write it as {name} = {show(setting.default)[0]}, its default" for one in wrong]
     if setting.choices and value not in setting.choices:
         wrong.append(f"{where}: {value!r} is no choice; {near_misses(value, setting.choices)}")

@@ -205,6 +205,16 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.", flag="--host")
     port: int = setting(8000, "Port to listen on; 0: any free one.", flag="--port")
+    uds: str = setting("", "Path of a Unix domain socket to listen on instead of host and port.", flag="--uds")
+    ssl_certfile: str = setting(
+        "", "PEM file of the TLS certificate and its chain; empty: plain HTTP.", flag="--ssl-certfile"
+    )
+    ssl_keyfile: str = setting(
+        "", "PEM file of the certificate's private key; empty: it is in ssl_certfile.", flag="--ssl-keyfile"
+    )
+    ssl_keyfile_password: str = setting(
+        "", "Password of the private key; better in a file of settings.", flag="--ssl-keyfile-password", secret=True
+    )
     api_workers: int = setting(
         0,
         "Front-end processes, which serve HTTP and tokenize; 0: one per 4 cores, from 1 to 4.",
@@ -225,8 +235,45 @@ class ServerConfig:
     replica_restart_pause: float = setting(
         1.0, "Seconds before a dead replica is restarted; doubled each time, up to a minute."
     )
-    api_key: str = setting(
-        "", "Key that clients must send as a bearer token; empty: none.", flag="--api-key", secret=True
+    api_key: tuple[str, ...] = setting(
+        (),
+        "Keys of which clients must send one as a bearer token; empty: none. Options show in lists of processes:"
+        " better give keys in the environment variable ENGINE_API_KEY or in api_key_file.",
+        flag="--api-key",
+        secret=True,
+    )
+    api_key_file: str = setting(
+        "", "File with further API keys, one per line; # begins a comment line.", flag="--api-key-file"
+    )
+    rate_limit: int = setting(
+        0,
+        "Maximum POST requests per minute and API key (without keys: in all); a further one gets 429. 0: no limit.",
+        flag="--rate-limit",
+    )
+    concurrency_limit: int = setting(
+        0,
+        "Maximum POST requests in progress per API key (without keys: in all); a further one gets 429. 0: no limit.",
+        flag="--concurrency-limit",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Names under which clients may address the server, as api.example.com, *.example.com or * (any); empty: any,"
+        " but without an API key and on a loopback address only localhost and addresses in numbers.",
+        flag="--allowed-hosts",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins of web pages that may use the server (CORS), as https://example.com or * (any).",
+        flag="--allowed-origins",
+    )
+    allowed_methods: tuple[str, ...] = setting(
+        ("*",), "Methods that pages of allowed_origins may use; *: all.", flag="--allowed-methods"
+    )
+    allowed_headers: tuple[str, ...] = setting(
+        ("*",), "Headers that pages of allowed_origins may send; *: all.", flag="--allowed-headers"
+    )
+    allow_credentials: bool = setting(
+        False, "Let pages of allowed_origins send cookies and other credentials.", flag="--allow-credentials"
     )
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", flag="--shutdown-timeout"
@@ -236,6 +283,15 @@ class ServerConfig:
     )
     health_interval: float = setting(
         60.0, "Idle seconds after which the engine computes one token as a self-check; 0: only on demand."
+    )
+    access_log: str = setting(
+        "off",
+        "One entry per request on standard error, for people or as JSON.",
+        flag="--access-log",
+        choices=("off", "line", "json"),
+    )
+    log_level: str = setting(
+        "warning", "Least severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
     )
     max_body_bytes: int = setting(8 * 2**20, "Maximum request body, bytes.")
     max_body_values: int = setting(

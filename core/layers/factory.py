@@ -53,6 +53,8 @@ class LayerFactory:
         self.ranks = self._group.ranks
         self.layers: list[Layer] = []
         self.ignored: list[str] = []
+        self.tied: dict[str, str] = {}
+        """Tensors that are not read -> tensors that are used instead, and that they must equal."""
         if quant is not None:
             with blame(self._quant_owner, "ignored()"):
                 self.ignored += quant.ignored()
@@ -204,9 +206,10 @@ class LayerFactory:
         )
 
     def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> OutputLayer:
-        """The output layer. With `tied` it multiplies by that embedding, and a copy in the checkpoint is not read."""
+        """The output layer. With `tied` it multiplies by that embedding, and a copy in the checkpoint must equal it."""
         if tied is not None:
             self.ignore(f"{name}.weight")
+            self.tied[f"{name}.weight"] = next(iter(tied.tensors()))
         table = tied or self.embedding(name, vocab_size, hidden_size)
         head = self._record(self._classes.lm_head(table))
         return self._classes.vocab_parallel_head(head, table) if isinstance(table, VocabParallelEmbedding) else head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
@@ -55,6 +55,15 @@ class Model(ABC):
 
         config: of config.json, here and below.
         """
+
+    @classmethod
+    def unknown_keys(cls, config: Mapping[str, Any]) -> Sequence[str]:
+        """Keys of config.json that this class knows nothing of, for a warning; in a table, as TABLE.KEY.
+
+        A key belongs here unless the class computes with the key, refuses some of its values, or knows that the key
+        changes no logits.
+        """
+        return ()
 
     @classmethod
     @abstractmethod

@@ -1,12 +1,21 @@
-"""Turns an unintended error of a plugin, raised while an engine starts, into one that names the plugin."""
+"""Turns an unintended error of a plugin into one that names the plugin, the call and the line of code."""
 
 from __future__ import annotations
 
+import dis
+import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import PurePath
+from types import CodeType, FrameType, TracebackType
+from typing import Any
 
-from engine.core.errors import EngineError, ExecutorError, PluginFaultError
+from attrs import define, evolve, frozen
+
+from engine.core.errors import EngineError, ExecutorError, PluginFaultError, StepFaultError
+from engine.core.extras import DISTRIBUTION
 
 CONSTRUCTOR = "its constructor"
 MEMORY = ("MemoryError", "OutOfMemoryError")
@@ -16,6 +25,34 @@ DEVICE = "AcceleratorError"
 MEND = "mend it or choose another"
 TRACEBACK = "the traceback says where (engine --debug)"
 INSTALL = "install what it needs in the Python environment that the engine runs in"
+MAX_TEXT = 200
+"""Characters of an exception's text in the sentence about a fault in a step; the traceback has all of them."""
+CORE = "engine.core."
+
+
+@frozen
+class PluginCall:
+    """A call of a plugin's method, as errors name it. Found in the frames of a traceback by `name_fault`."""
+
+    owner: str
+    """The plugin: attention 'mine' of mine 1.0."""
+    call: str
+    """The method, and the layer if there is one: forward() of layer 3."""
+
+
+@define
+class _Culprit:
+    """The plugin's method that a traceback leads through, and the last line of the plugin's own code in it."""
+
+    made: PluginCall
+    of: object = None
+    """The object whose method it is; None: not entered, because the arguments do not match."""
+    package: str = ""
+    """The package or module of the plugin's code."""
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.made.owner} in {self.made.call}" + (f" ({self.place})" if self.place else "")
 
 
 @contextmanager
@@ -23,16 +60,136 @@ def blame(owner: str, call: str, hint: str = MEND) -> Iterator[None]:
     """Report an unintended error in the `with` block as the fault of the plugin `owner` in `call`.
 
     Raises PluginFaultError from the original, or ExecutorError if the device failed. EngineErrors are raised on purpose
-    and pass unchanged; so does lack of memory.
+    and pass unchanged; so do lack of memory and what a signal raises.
     """
     try:
         yield
-    except (Exception, SystemExit) as error:
-        kinds = [cls.__name__ for cls in type(error).__mro__]
-        if isinstance(error, EngineError) or any(name in kinds for name in MEMORY):
+    except BaseException as error:
+        if is_no_fault(error):
             raise
+        kinds = _kinds(error)
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{owner} failed in {call}: {kinds[0]}: {error} ({place.filename}, line {place.lineno})"
         if DEVICE in kinds:
             raise ExecutorError(message) from error
         raise PluginFaultError(f"{message}; {INSTALL if isinstance(error, ImportError) else hint}") from error
+
+
+def is_no_fault(error: BaseException) -> bool:
+    """Whether an error is deliberate (an EngineError), a lack of memory, or raised by a signal, as by Ctrl-C."""
+    if isinstance(error, EngineError) or any(name in _kinds(error) for name in MEMORY):
+        return True
+    return not isinstance(error, Exception) and _from_signal(error)
+
+
+def name_fault(error: BaseException, runs: PluginCall | None = None) -> None:
+    """Raise StepFaultError from `error`, naming the plugin whose method was running; return if there was none.
+
+    The traceback says which method: it costs a step nothing until something is raised. runs: the call in progress, for
+    an error that no frame of the traceback can be told by. Returns for what is no fault, too.
+    """
+    if is_no_fault(error):
+        return
+    culprits = _culprits(error.__traceback__)
+    if not culprits and runs is not None:
+        culprits = [_Culprit(runs, place=_place(*_frames(error.__traceback__)[-1]))]
+    if not culprits:
+        return
+    *callers, last = culprits
+    text = str(error).strip().partition("\n")[0]
+    text = f": {text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + '...'}" if text else ""
+    place = f" ({last.place})" if last.place else ""
+    # What a built-in plugin is called with by a third party's may be the mistake.
+    called = "".join(f", called by {one}" for one in reversed(callers) if f" of {DISTRIBUTION} " not in one.made.owner)
+    raise StepFaultError(
+        f"{last.made.owner} failed in {last.made.call}: {type(error).__name__}{text}{place}{called}"
+    ) from error
+
+
+def _culprits(trace: TracebackType | None) -> list[_Culprit]:
+    """The plugins' methods that a traceback leads through, outermost first."""
+    found: list[_Culprit] = []
+    layer: PluginCall | None = None
+    for frame, line in _frames(trace):
+        module = frame.f_globals.get("__name__", "")
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        arguments = [frame.f_locals.get(name) for name in names]
+        if module.startswith(CORE):
+            made = frame.f_locals.get("plugin_call")
+            if isinstance(made, PluginCall):
+                found.append(_Culprit(made))
+            layer = next((one.plugin_call for one in arguments if hasattr(one, "plugin_call")), layer)
+            continue
+        this = arguments[0] if arguments else None
+        call = _call_of(this, frame.f_code.co_name, arguments, layer)
+        if call is not None and not (found and found[-1].of is this):
+            if found and found[-1].of is None and found[-1].made.owner == call.owner:
+                call = found.pop().made  # noted by the engine's own frame before the call
+            found.append(_Culprit(call, this, _package(getattr(_class(this), "__module__", module))))
+        if found and _package(module) == found[-1].package:
+            found[-1].place = _place(frame, line)
+    return found
+
+
+def _call_of(this: object, method: str, arguments: list[Any], layer: PluginCall | None) -> PluginCall | None:
+    """The call of a plugin's method that a frame is; None if the frame's first argument is no plugin's object."""
+    from engine.core.quant.base import FusedInputQuantization, LinearKernel
+
+    if isinstance(this, LinearKernel | FusedInputQuantization):
+        return None if layer is None else evolve(layer, call=f"{method}() of {layer.call}")
+    owner = getattr(_class(this), "plugin_owner", None)
+    if not isinstance(owner, str):
+        return None
+    numbered = method in ("forward", "forward_into") and len(arguments) > 1 and isinstance(arguments[1], int)
+    return PluginCall(owner, f"{method}() of layer {arguments[1]}" if numbered else f"{method}()")
+
+
+def _class(this: object) -> type:
+    return this if isinstance(this, type) else type(this)
+
+
+def _package(module: str) -> str:
+    """What a plugin's own code is: its top-level package; of a built-in plugin the engine's plugins."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "engine" else parts[0]
+
+
+def _place(frame: FrameType, line: int) -> str:
+    """File and line; the file from the top-level package on."""
+    path = PurePath(frame.f_code.co_filename)
+    depth = len(frame.f_globals.get("__name__", "").split(".")) + (path.name == "__init__.py")
+    return f"{PurePath(*path.parts[-depth:])}, line {line}"
+
+
+def _frames(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """(frame, line) of each entry of a traceback, outermost first."""
+    found = []
+    while trace is not None:
+        found.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return found
+
+
+def _kinds(error: BaseException) -> list[str]:
+    return [cls.__name__ for cls in type(error).__mro__]
+
+
+def _from_signal(error: BaseException) -> bool:
+    """Whether a signal raised an error: through a handler in Python, or as Ctrl-C does, between two instructions."""
+    trace, last = error.__traceback__, None
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace, last = trace.tb_next, trace
+    if last is None or not isinstance(error, KeyboardInterrupt):
+        return False
+    instruction = last.tb_frame.f_code.co_code[last.tb_lasti]
+    return dis.opname[instruction] not in ("RAISE_VARARGS", "RERAISE")
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """The code of a signal handler; None for one that is not written in Python."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    return getattr(getattr(handler, "__func__", handler), "__code__", None)

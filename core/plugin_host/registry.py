@@ -17,7 +17,7 @@ from engine.core.config.tree import AUTO, PluginsConfig
 from engine.core.errors import ConfigError, PluginError, near_misses
 from engine.core.extras import DISTRIBUTION
 from engine.core.plugin_host.extension_points import EXTENSION_POINTS, ExtensionPoint
-from engine.core.plugin_host.faults import blame
+from engine.core.plugin_host.faults import is_no_fault
 
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
@@ -172,11 +172,15 @@ class Plugins:
     managers: tuple[pluggy.PluginManager, ...] = field(repr=False)
     """One for each plugin in `loaded`, in the same order."""
 
-    def call(self, hook: str, **arguments: object) -> None:
-        """Call a hook of all plugins, the last loaded first. Raises PluginFaultError, naming the plugin that fails."""
+    def notify(self, hook: str, **arguments: object) -> None:
+        """Call a hook that only observes, of all plugins, the last loaded first. What a plugin raises is logged."""
         for plugin, manager in reversed(list(zip(self.loaded, self.managers, strict=True))):
-            with blame(str(plugin), f"{hook}()"):
+            try:
                 getattr(manager.hook, hook)(**arguments)
+            except BaseException as error:
+                if not isinstance(error, Exception) and is_no_fault(error):
+                    raise  # Ctrl-C, or a signal's handler that ends the process
+                _log.exception("%s failed in %s(), which only observes; the engine goes on", plugin, hook)
 
     @property
     def hook(self) -> pluggy.HookRelay:

@@ -49,19 +49,25 @@ class GraphCapturer:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
 
-    def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Run `work` once, so that all kernels are compiled and all memory is allocated, then capture it.
+    def capture(
+        self, work: Callable[[], T], warm_up: Callable[[], object] | None = None
+    ) -> tuple[Callable[[], None], T]:
+        """Run `warm_up`, so that all kernels are compiled and all memory is allocated, then capture `work`.
 
+        warm_up: the part of `work` whose kernels have not run yet; None: all of it.
         Returns the function that replays the graph, and what `work` returned during the capture: tensors that each
         replay fills again, and that a replay of another graph may overwrite.
         """
-        (replay,), made = self.capture_segments(lambda break_graph: work())
+        (replay,), made = self.capture_segments(lambda break_graph: work(), warm_up)
         return replay, made
 
-    def capture_segments(self, work: Callable[[Callable[[], None]], T]) -> tuple[list[Callable[[], None]], T]:
+    def capture_segments(
+        self, work: Callable[[Callable[[], None]], T], warm_up: Callable[[], object] | None = None
+    ) -> tuple[list[Callable[[], None]], T]:
         """Capture work in segments, each a graph, to be replayed one after the other.
 
-        work: receives a function that breaks the graph: each call ends a segment and begins the next.
+        work: receives a function that breaks the graph: each call ends a segment and begins the next. warm_up: as for
+        `capture`.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -77,7 +83,10 @@ class GraphCapturer:
             begin()
 
         with torch.cuda.stream(self._stream):
-            work(lambda: None)
+            if warm_up is None:
+                work(lambda: None)
+            else:
+                warm_up()
             begin()
             try:
                 made = work(break_graph)
@@ -116,14 +125,25 @@ class DecodeGraphs:
     """Captures and replays decode steps. All tensors that a graph uses keep their addresses."""
 
     def __init__(
-        self, state: DeviceState, capturer: GraphCapturer, *, max_running: int, max_len: int, fused: bool
+        self,
+        state: DeviceState,
+        capturer: GraphCapturer,
+        *,
+        max_running: int,
+        max_len: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        fused: bool,
     ) -> None:
+        """hidden_size, dtype: of the hidden states that the model returns."""
         self._model = state.model
         self._attention = state.attention
         self._pool = state.pool
         self._persistent_batch = persistent_batch = state.persistent_batch
         self._sampler = state.sampler
         self._max_len = max_len
+        self._hidden_size = hidden_size
+        self._dtype = dtype
         self._fused = fused
         self._sizes = batch_sizes(max_running)
         self._size_of = np.searchsorted(self._sizes, np.arange(max_running + 1))
@@ -154,14 +174,19 @@ class DecodeGraphs:
         self._host_rows = np.zeros(0, np.int64)
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
-        """Capture the greedy path for every batch size, the largest first, whose memory serves the others.
+        """Capture each sampling path for every batch size, the largest first, whose memory serves the others.
 
-        on_progress: called with the number of sizes done and the number of all. The other paths are captured when first
-        needed.
+        on_progress: called with the number of captures done and the number of all.
         """
-        for done, size in enumerate(reversed(self._sizes)):
-            on_progress(done, len(self._sizes))
-            self._capture(size, self._sampler.greedy_path)
+        wanted = [(size, path) for path in self._sampler.graph_paths for size in reversed(self._sizes)]
+        for done, (size, path) in enumerate(wanted):
+            on_progress(done, len(wanted))
+            self._capture(size, path)
+
+    @property
+    def num_captured(self) -> int:
+        """Number of graphs captured so far."""
+        return len(self._graphs)
 
     def invalidate(self) -> None:
         """Note that sequences advanced outside the graphs: the next replay needs all rows and positions again."""
@@ -234,12 +259,19 @@ class DecodeGraphs:
         batch = self._batch(size)
         plan = self._attention.plan(batch, GraphSlot(num_sequences=size))
         run = ForwardPass(batch=batch, attention=self._attention, plan=plan, pool=self._pool)
-        replay, logits = self._capturer.capture(lambda: self._step(run, size, path))
+        replay, logits = self._capturer.capture(lambda: self._step(run, size, path), self._warm_up(size, path))
         if logits is not None:
             logits = weak_ref_tensor(logits)
         self._num_replays.fill_(self._num_replays_launched)
         self._graphs[size, path.name] = made = _Graph(replay, logits, run)
         return made
+
+    def _warm_up(self, size: int, path: SamplingPath) -> Callable[[], object] | None:
+        """Sampling alone, if the capture of another path has run the forward pass of this batch size."""
+        if not any(other == size for other, _ in self._graphs):
+            return None
+        hidden = torch.zeros(size, self._hidden_size, dtype=self._dtype, device=self._device)
+        return lambda: path.capture(self._model, hidden, self._rows[:size])
 
     def _batch(self, size: int) -> ForwardBatch:
         return ForwardBatch(

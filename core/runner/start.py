@@ -12,6 +12,7 @@ from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import CapacityError, ConfigError
 from engine.core.layers import LayerFactory
+from engine.core.layers.base import torch_dtype
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.models.base import Model
 from engine.core.plugin_host.derived import (
@@ -29,6 +30,7 @@ from engine.core.plugin_host.selection import Parts
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
 from engine.core.runner.device_state import DeviceState, StepGraphs
+from engine.core.runner.first_uses import FirstUses
 from engine.core.runner.memory import (
     MEMORY_SHARE,
     MemoryPlan,
@@ -41,6 +43,7 @@ from engine.core.runner.memory import (
 from engine.core.runner.persistent_batch import PersistentBatch
 from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.runner.step import StepLauncher, enter_device
+from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling
 from engine.core.sampling.sampler import Sampler
 from engine.core.startup import Phases
 from engine.core.types import CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
@@ -107,12 +110,16 @@ class RunnerStart:
                 state = self._make_state(model, num_blocks, kv_scales)
             with phases.phase("graphs"), self._blame_all("the capture of CUDA graphs"):
                 graphs = self._capture_graphs(state, phases)
+            if self._device.type == "cuda":
+                with phases.phase("warm_up"), self._blame_all("the warm-up"):
+                    self._warm_up(state)
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"the KV cache of {format_bytes(plan.kv)} and the CUDA graphs do not fit on {self._name} together;"
                 " use a lower --memory-fraction, --kv-memory or --max-running"
             ) from error
-        return StepLauncher(self._device, state, graphs), self._cache_info(plan, num_blocks, phases)
+        first_uses = FirstUses(counts_kernels=self._fused and self._device.type == "cuda", decode_graphs=graphs.decode)
+        return StepLauncher(self._device, state, graphs, first_uses), self._cache_info(plan, num_blocks, phases)
 
     def _build_model(self) -> tuple[Model, LayerFactory]:
         """The model, its layers still empty, and the factory that made them."""
@@ -208,9 +215,15 @@ class RunnerStart:
         scheduler = self._config.scheduler
         capturer = GraphCapturer(torch.device(self._name))
         decode = DecodeGraphs(
-            state, capturer, max_running=scheduler.max_running, max_len=self._spec.max_len, fused=self._fused
+            state,
+            capturer,
+            max_running=scheduler.max_running,
+            max_len=self._spec.max_len,
+            hidden_size=self._model_spec.hidden_size,
+            dtype=torch_dtype(self._dtype),
+            fused=self._fused,
         )
-        decode.capture_all(lambda done, total: phases.progress(done, total, "batch sizes"))
+        decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))
         if self._config.executor.graphs == "decode":
             return StepGraphs(decode=decode)
         piecewise = PiecewiseGraphs(
@@ -218,6 +231,12 @@ class RunnerStart:
         )
         piecewise.capture_all(lambda done, total: phases.progress(done, total, "token counts"))
         return StepGraphs(decode=decode, piecewise=piecewise)
+
+    def _warm_up(self, state: DeviceState) -> None:
+        """Run what no CUDA graph holds and the trial step did not need."""
+        rows = min(MAX_KERNEL_ROWS + 1, self._config.scheduler.max_running)
+        hidden = torch.zeros(rows, self._model_spec.hidden_size, dtype=torch_dtype(self._dtype), device=self._name)
+        warm_up_sampling(state.model, state.sampler, hidden)
 
     def _cache_info(self, plan: MemoryPlan, num_blocks: int, phases: Phases) -> CacheInfo:
         return CacheInfo(

@@ -12,6 +12,7 @@ from engine.core.errors import ExecutorError
 from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.build_batch import build_batch
 from engine.core.runner.device_state import DeviceState, StepGraphs
+from engine.core.runner.first_uses import NOTHING, FirstUse, FirstUses
 from engine.core.runner.lap_timer import LapTimer, StepPhase
 from engine.core.sampling.prompt_logprobs import StepPromptLogprobs
 from engine.core.sampling.sampled_tokens import SampledTokens
@@ -27,6 +28,7 @@ class PendingStep:
     """One entry per iteration; None where no sequence samples."""
     prompt_logprobs: StepPromptLogprobs
     seconds: dict[StepPhase, float]
+    first_use: FirstUse = NOTHING
 
     def done(self) -> bool:
         """Whether `result` returns immediately."""
@@ -45,14 +47,20 @@ class PendingStep:
             logprobs=logprobs if any(entry is not None for entries in logprobs for entry in entries) else (),
             prompt_logprobs=self.prompt_logprobs,
             seconds=tuple(self.seconds.items()),
+            kernels_compiled=self.first_use.kernels,
+            graphs_captured=self.first_use.graphs,
         )
 
 
 class StepLauncher:
     """Launches steps on one DeviceState."""
 
-    def __init__(self, device: DeviceInfo, state: DeviceState, graphs: StepGraphs) -> None:
+    def __init__(
+        self, device: DeviceInfo, state: DeviceState, graphs: StepGraphs, first_uses: FirstUses | None = None
+    ) -> None:
+        """first_uses: counts what the launched steps compile and capture; None: nothing does."""
         self.state = state
+        self._first_uses = first_uses
         self._device = device
         self._decode_graphs = graphs.decode
         self._piecewise_graphs = graphs.piecewise
@@ -60,8 +68,14 @@ class StepLauncher:
     @torch.inference_mode()
     def launch(self, step: Step) -> PendingStep:
         """Run the step. On a GPU the call returns once the kernels are launched."""
-        timer = LapTimer()
         enter_device(self._device)
+        pending = self._launch(step)
+        if self._first_uses is not None:
+            pending.first_use = self._first_uses.take()
+        return pending
+
+    def _launch(self, step: Step) -> PendingStep:
+        timer = LapTimer()
         self.state.persistent_batch.update(step)
         self.state.sampler.update(step, self.state.persistent_batch.row)
         if self._decode_graphs is not None and not step.chunks:

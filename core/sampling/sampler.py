@@ -151,6 +151,11 @@ class Sampler:
         self.flush()
         return path if path.capturable else self.full_path
 
+    @property
+    def graph_paths(self) -> list[SamplingPath]:
+        """The paths that `graph_path` can return."""
+        return [path for path in (self.greedy_path, self.draw_path, self.full_path) if path.capturable]
+
     def flush(self) -> None:
         """Write the sequences added since the last call to the SamplingTable, in one copy."""
         if self._unwritten:

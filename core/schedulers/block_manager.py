@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from struct import Struct
 
@@ -36,13 +37,13 @@ class HashChain:
 
 
 class _Table:
-    """The blocks of one sequence; the first `registered` of them are registered or were found in the prefix cache."""
+    """The blocks of one sequence. The first `indexed` of them are indexed, or equal others that are."""
 
-    __slots__ = ("blocks", "registered")
+    __slots__ = ("blocks", "indexed")
 
-    def __init__(self, blocks: list[int], registered: int) -> None:
+    def __init__(self, blocks: list[int], indexed: int) -> None:
         self.blocks = blocks
-        self.registered = registered
+        self.indexed = indexed
 
 
 class BlockManager:
@@ -50,6 +51,10 @@ class BlockManager:
 
     A block is free, used (by one sequence, or by several with a common prefix) or cached: full, indexed by its digest
     and used by no sequence. When no block is free, the least recently used cached block is evicted and reused.
+
+    A used block may be indexed before it is computed (`index_pending`). Sequences that share such a block compute it
+    once: whichever is planned first claims its tokens (`claim`), and the others continue behind them. A claimed token
+    counts as computed, since steps run in the order planned.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
@@ -60,6 +65,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # in order of eviction
         self._references = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
+        self._claimed = [0] * num_blocks  # tokens that prefill chunks compute; all tokens of a block that is registered
         self._by_digest: dict[bytes, int] = {}
         self._tables: dict[int, _Table] = {}
 
@@ -92,7 +98,7 @@ class BlockManager:
         return tuple(self._tables[sequence].blocks)
 
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
-        """Blocks that hold the longest cached prefix of `tokens`; changes nothing.
+        """Blocks that hold, or will hold, the longest indexed prefix of `tokens`; changes nothing.
 
         The prefix never includes the last token, which must be computed for its logits.
         """
@@ -121,12 +127,19 @@ class BlockManager:
         if not self.can_allocate(num_tokens, cached):
             return None
         for block in cached:
-            if self._references[block] == 0:
-                del self._cached[block]
-            self._references[block] += 1
-        self._tables[sequence] = _Table(list(cached), len(cached))
+            self._reference(block)
+        self._tables[sequence] = _Table(list(cached), indexed=len(cached))
         self.extend(sequence, num_tokens)
         return list(self._tables[sequence].blocks)
+
+    @contextmanager
+    def held(self, blocks: Sequence[int]) -> Iterator[None]:
+        """Keep these blocks (from `lookup`), computed or not, while the sequences that use them are freed."""
+        for block in blocks:
+            self._reference(block)
+        yield
+        for block in blocks:
+            self._dereference(block)
 
     def extend(self, sequence: int, num_tokens: int) -> list[int] | None:
         """Add blocks to a sequence until they hold `num_tokens`.
@@ -141,32 +154,60 @@ class BlockManager:
         blocks += added
         return added
 
-    def register(self, sequence: int, tokens: Sequence[int], chain: HashChain, num_computed: int) -> None:
-        """Add the full blocks of the sequence's first `num_computed` tokens to the prefix cache.
+    def index_pending(self, sequence: int, tokens: Sequence[int], chain: HashChain) -> None:
+        """Index the sequence's full blocks of `tokens` before they are computed, so that `lookup` finds them.
 
-        A block stays private if another with the same digest is registered: one block per digest.
+        The block of the last token stays private: the sequence itself must compute that token, for its logits.
         """
-        if not self.prefix_caching:
-            return
-        table = self._tables[sequence]
-        for index in range(table.registered, num_computed // self.block_size):
-            digest = chain.digest(tokens, index)
-            if digest not in self._by_digest:
-                block = table.blocks[index]
-                self._by_digest[digest] = block
-                self._digests[block] = digest
-            table.registered = index + 1
+        if self.prefix_caching:
+            self._index(self._tables[sequence], tokens, chain, (len(tokens) - 1) // self.block_size)
+
+    def register(self, sequence: int, tokens: Sequence[int], chain: HashChain, num_computed: int) -> None:
+        """Index the full blocks of the sequence's first `num_computed` tokens.
+
+        A block stays private if another with the same digest is indexed: one block per digest.
+        """
+        if self.prefix_caching:
+            table, end = self._tables[sequence], num_computed // self.block_size
+            for block in table.blocks[table.indexed : end]:
+                self._claimed[block] = self.block_size
+            self._index(table, tokens, chain, end)
+
+    def claim(self, sequence: int, position: int, end: int, max_tokens: int) -> tuple[int, int]:
+        """Claim the next tokens between `position` and `end` for a chunk of the sequence. Returns the chunk's start and
+        its number of tokens, at most `max_tokens`.
+
+        The chunk starts behind the tokens that are claimed already, and ends before the next block of which some are.
+        """
+        blocks, claimed, size = self._tables[sequence].blocks, self._claimed, self.block_size
+        index = position // size
+        while claimed[blocks[index]] == size:
+            index += 1
+        start = index * size + claimed[blocks[index]]
+        end = min(end, start + max_tokens)
+        for index in range(index, -(-end // size)):
+            block = blocks[index]
+            if claimed[block] and index * size > start:
+                return start, index * size - start
+            claimed[block] = min(end - index * size, size)
+        return start, end - start
+
+    def return_claim(self, sequence: int, start: int, count: int) -> None:
+        """Undo the latest `claim` of these tokens, which no step will compute."""
+        size = self.block_size
+        for index in range(start // size, -(-(start + count) // size)):
+            self._claimed[self._tables[sequence].blocks[index]] = max(0, start - index * size)
+
+    def shares(self, sequence: int, start: int, count: int) -> bool:
+        """Whether other sequences use blocks of these tokens of the sequence."""
+        blocks = self._tables[sequence].blocks[start // self.block_size : -(-(start + count) // self.block_size)]
+        return any(self._references[block] > 1 for block in blocks)
 
     def free(self, sequence: int) -> None:
-        """Free a sequence's blocks; registered ones that no other sequence uses stay cached."""
+        """Free a sequence's blocks; those indexed and computed that no other sequence uses stay cached."""
         # Last block first, so that a prefix is evicted from its end: `lookup` finds no block without its predecessor.
         for block in reversed(self._tables.pop(sequence).blocks):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._digests[block] is None:
-                    self._free.append(block)
-                else:
-                    self._cached[block] = None
+            self._dereference(block)
 
     def check(self) -> None:
         """Raise AssertionError unless each block is in exactly one state."""
@@ -182,6 +223,40 @@ class BlockManager:
         assert {digest: block for block, digest in known.items()} == self._by_digest, "the digest index is wrong"
         assert cached <= known.keys(), "a cached block has no digest"
         assert not free & known.keys(), "a free block has a digest"
+        assert all(self._claimed[block] == self.block_size for block in cached), "a cached block is not computed"
+
+    def _index(self, table: _Table, tokens: Sequence[int], chain: HashChain, end: int) -> None:
+        """Index the first `end` blocks of a table."""
+        for index in range(table.indexed, end):
+            digest = chain.digest(tokens, index)
+            if digest not in self._by_digest:
+                block = table.blocks[index]
+                self._by_digest[digest] = block
+                self._digests[block] = digest
+            table.indexed = index + 1
+
+    def _reference(self, block: int) -> None:
+        """Count another user of an indexed block."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def _dereference(self, block: int) -> None:
+        """Count one user less; without any, an indexed block becomes cached if it is computed, any other free."""
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            if self._digests[block] is not None and self._claimed[block] < self.block_size:
+                self._unindex(block)
+            if self._digests[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def _unindex(self, block: int) -> None:
+        digest = self._digests[block]
+        assert digest is not None
+        del self._by_digest[digest]
+        self._digests[block] = None
 
     def _take(self) -> int:
         """Take a free block, or evict the least recently used cached one."""
@@ -189,9 +264,7 @@ class BlockManager:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            digest = self._digests[block]
-            assert digest is not None
-            del self._by_digest[digest]
-            self._digests[block] = None
+            self._unindex(block)
         self._references[block] = 1
+        self._claimed[block] = 0
         return block

@@ -1,21 +1,27 @@
-"""Calls a scheduling policy and validates its answers, so that the scheduler can rely on them."""
+"""Calls a scheduling policy and validates its answers; where it fails, first come, first served decides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from engine.core.errors import PluginError
-from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
+from engine.core.plugin_host.faults import is_no_fault
+from engine.core.plugin_host.registry import OBJECT, describe_plugin
+from engine.core.schedulers.policy import SchedulingPolicy, Split
 from engine.core.schedulers.request_state import RequestState, StateView, state_of
 
-T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class CheckedPolicy:
-    """A policy whose answers name only requests that it was shown.
+    """A policy whose answers are valid: they name only requests that it was shown.
 
-    Every method raises PluginError, naming the policy's class, when the policy raises or gives an invalid answer.
+    A policy that raises, or gives an invalid answer, cannot stop the engine: the decision is made first come, first
+    served, the fault is counted in `faults`, and the first fault of each method is logged. The policy is asked again
+    for the next decision.
+
     `requests`: all requests of the scheduler, by id.
 
     overrides_preempts, overrides_split, overrides_decode_steps: whether the policy has a method of its own; otherwise
@@ -23,68 +29,121 @@ class CheckedPolicy:
     """
 
     def __init__(self, policy: SchedulingPolicy[Any], requests: Mapping[str, RequestState]) -> None:
+        self.faults = 0
+        """Decisions that the policy failed to make."""
         self._policy = policy
         self._requests = requests
+        self._logged: set[str] = set()
         cls = type(policy)
+        named = describe_plugin("scheduler", cls.__qualname__, OBJECT)
+        self._owner: str = getattr(cls, "plugin_owner", named)  # an instance passed in from Python has a plain class
         self.overrides_preempts = cls.preempts is not SchedulingPolicy.preempts
         self.overrides_split = cls.split is not SchedulingPolicy.split
         self.overrides_decode_steps = cls.decode_steps is not SchedulingPolicy.decode_steps
 
     def order(self, waiting: Sequence[StateView], now: float) -> Iterator[RequestState]:
-        """The waiting requests to admit, next first, each once. An answer is validated when the iterator reaches it."""
+        """The waiting requests to admit, next first, each once.
+
+        An answer is validated when the iterator reaches it; after an invalid one the others follow as they arrived.
+        """
+        answers: Sequence[object] = waiting
+        try:
+            answers = tuple(self._policy.order(waiting, now))
+        except BaseException as error:
+            self._fault("order", error)
         seen: set[RequestState] = set()
-        for answer in self._call(lambda: tuple(self._policy.order(waiting, now)), "order"):
-            state = state_of(answer)
-            if state in seen:
-                continue
-            if state is None or state.sequence or self._requests.get(state.id) is not state:
-                self._reject("order", answer, "one of the waiting requests it was given")
-            seen.add(state)
-            yield state
+        for answer in answers:
+            state = self._waiting_state(answer)
+            if state is None:
+                self._fault("order", _invalid(answer, "one of the waiting requests that it was given"))
+                yield from (one for one in map(self._waiting_state, waiting) if one is not None and one not in seen)
+                return
+            if state not in seen:
+                seen.add(state)
+                yield state
 
     def victim(self, running: Sequence[StateView]) -> RequestState:
         """The running request to preempt when blocks run out."""
-        answer = self._call(lambda: self._policy.victim(running), "victim")
-        state = state_of(answer)
-        if state is None or state.view not in running:
-            self._reject("victim", answer, "one of the running requests it was given")
-        return state
+        try:
+            return _running_state(self._policy.victim(running), running, "one of the running requests it was given")
+        except BaseException as error:
+            self._fault("victim", error)
+        return running[-1]._state
 
     def preempts(self, candidate: StateView, running: Sequence[StateView]) -> RequestState | None:
         """The running request to preempt for a waiting one, or None."""
-        answer: RequestView | None = self._call(lambda: self._policy.preempts(candidate, running), "preempts")
-        if answer is None:
-            return None
-        state = state_of(answer)
-        if state is None or state.view not in running:
-            self._reject("preempts", answer, "one of the running requests it was given, or None")
-        return state
+        try:
+            answer = self._policy.preempts(candidate, running)
+            if answer is not None:
+                return _running_state(answer, running, "one of the running requests it was given, or None")
+        except BaseException as error:
+            self._fault("preempts", error)
+        return None
 
     def split(self, budget: int, waiting: Sequence[StateView], running: Sequence[StateView]) -> Split:
         """The shares of a step's token budget."""
-        answer = self._call(lambda: self._policy.split(budget, waiting, running), "split")
-        if not (isinstance(answer, Split) and isinstance(answer.decode, int) and isinstance(answer.prefill, int)):
-            self._reject("split", answer, "a Split of two whole numbers")
-        return answer
+        try:
+            answer = self._policy.split(budget, waiting, running)
+            if isinstance(answer, Split) and isinstance(answer.decode, int) and isinstance(answer.prefill, int):
+                return answer
+            raise _invalid(answer, "a Split of two whole numbers")
+        except BaseException as error:
+            self._fault("split", error)
+        return Split(decode=budget, prefill=budget)
 
     def decode_steps(self, running: Sequence[StateView], waiting: Sequence[StateView]) -> int:
         """The number of iterations of the next step."""
-        answer = self._call(lambda: self._policy.decode_steps(running, waiting), "decode_steps")
-        if not isinstance(answer, int):
-            self._reject("decode_steps", answer, "a whole number")
-        return answer
-
-    def _call(self, method: Callable[[], T], name: str) -> T:
         try:
-            return method()
-        except Exception as error:
-            raise PluginError(
-                f"scheduling policy {type(self._policy).__qualname__} failed in {name}(): "
-                f"{type(error).__name__}: {error}; fix it or choose another policy"
-            ) from error
+            answer = self._policy.decode_steps(running, waiting)
+            if isinstance(answer, int):
+                return answer
+            raise _invalid(answer, "a whole number")
+        except BaseException as error:
+            self._fault("decode_steps", error)
+        return 1
 
-    def _reject(self, name: str, answer: object, wanted: str) -> NoReturn:
-        raise PluginError(
-            f"scheduling policy {type(self._policy).__qualname__} returned {answer!r} from {name}(), "
-            f"which is not {wanted}; fix it or choose another policy"
+    def _fault(self, method: str, error: BaseException) -> None:
+        """Count a fault, and log the first of each method. Raises `error` if a signal raised it, as Ctrl-C does."""
+        if not isinstance(error, Exception) and is_no_fault(error):
+            raise error
+        self.faults += 1
+        if method in self._logged:
+            return
+        self._logged.add(method)
+        invalid = isinstance(error, _InvalidAnswerError)
+        _log.error(
+            "%s %s %s(): %s; first come, first served decides until it answers well (logged once per method, counted "
+            "in engine_policy_faults_total)",
+            self._owner,
+            "gave an invalid answer in" if invalid else "failed in",
+            method,
+            error if invalid else f"{type(error).__name__}: {error}",
+            exc_info=None if invalid else error,
         )
+
+    def _waiting_state(self, answer: object) -> RequestState | None:
+        """The waiting request of a view; None for anything else."""
+        state = state_of(answer)
+        if not isinstance(state, RequestState) or state.sequence or self._requests.get(state.id) is not state:
+            return None
+        return state
+
+
+class _InvalidAnswerError(PluginError):
+    """A policy's answer is not what its contract allows."""
+
+
+def _running_state(answer: object, running: Sequence[StateView], wanted: str) -> RequestState:
+    """The request of a view in `running`. Raises _InvalidAnswerError for anything else."""
+    state = state_of(answer)
+    if not isinstance(state, RequestState) or state.view not in running:
+        raise _invalid(answer, wanted)
+    return state
+
+
+def _invalid(answer: object, wanted: str) -> _InvalidAnswerError:
+    try:
+        shown = repr(answer)
+    except Exception as error:  # of the plugin's own class
+        shown = f"a {type(answer).__qualname__} whose repr() raises {type(error).__name__}"
+    return _InvalidAnswerError(f"{shown} is not {wanted}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 
 from engine.core.schedulers.block_manager import BlockManager
@@ -68,11 +68,12 @@ class Queues:
         number = self._last_sequence
         blocks = self.blocks.allocate(number, len(state.tokens), cached)
         assert blocks is not None, "admitted without enough blocks"
-        block_size = self.blocks.block_size
-        state.admit(number, len(cached) * block_size, len(blocks) * block_size)
-        self.waiting.remove(state)
+        if not state.wants_prompt_logprobs:  # else it computes all its tokens, so that no other may compute them for it
+            self.blocks.index_pending(number, state.tokens, state.chain)
+        state.admit(number, len(blocks) * self.blocks.block_size)
+        self._dequeue(state)
         self.running[number] = self.prefilling[number] = state
-        self._waiting_views = self._running_views = None
+        self._running_views = None
         self._new[number] = NewSequence(
             sequence=number, tokens=tuple(state.tokens), prompt_len=state.prompt_len, params=state.params
         )
@@ -110,8 +111,7 @@ class Queues:
         if state.sequence:
             self._release(state)
         else:
-            self.waiting.remove(state)
-            self._waiting_views = None
+            self._dequeue(state)
         state.finish()
 
     def take_runner_updates(
@@ -149,6 +149,10 @@ class Queues:
 
     def _enqueue(self, state: RequestState) -> None:
         insort(self.waiting, state, key=_by_arrival)
+        self._waiting_views = None
+
+    def _dequeue(self, state: RequestState) -> None:
+        del self.waiting[bisect_left(self.waiting, state.arrival_order, key=_by_arrival)]
         self._waiting_views = None
 
     def _release(self, state: RequestState) -> None:

@@ -81,7 +81,7 @@ class RequestState:
         self.tokens = list(request.prompt)  # the prompt and all committed output
         self.chain = HashChain(block_size, request.salt)
         self.view = StateView(request.id, request.priority, request.arrival, self.prompt_len, self)
-        self.cached_tokens = 0  # at the first admission
+        self.cached_tokens = 0  # in the first admission
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -143,20 +143,22 @@ class RequestState:
         """Whether prompt logprobs were requested and have not been returned yet."""
         return self.params.prompt_logprobs is not None and not self.output_len
 
-    def admit(self, sequence: int, cached: int, capacity: int) -> None:
-        """Start running under a new sequence number.
-
-        cached: tokens found in the prefix cache. capacity: tokens that the sequence's blocks hold.
-        """
+    def admit(self, sequence: int, capacity: int) -> None:
+        """Start running under a new sequence number. capacity: tokens that the sequence's blocks hold."""
         self.sequence = sequence
         self.prefill_len = len(self.tokens)
         self.capacity = capacity
-        self._computed = cached
+        self._computed = 0
         self.prompt_logprobs.clear()
 
-    def plan_chunk(self, count: int) -> bool:
-        """Count a prefill chunk of the step just planned; returns whether the chunk samples the next token."""
-        self._computed += count
+    def plan_chunk(self, start: int, count: int) -> bool:
+        """Count a prefill chunk of the step just planned; returns whether the chunk samples the next token.
+
+        The tokens that the chunk skips are in blocks shared with sequences that have computed them.
+        """
+        if not self.preemptions:
+            self.cached_tokens += start - self._computed
+        self._computed = start + count
         self._last_step = self._counter.steps_planned
         last = self._computed == self.prefill_len
         self._sampled += last

@@ -79,9 +79,10 @@ class Scheduler:
     ) -> None:
         self._counter = StepCounter()
         self._queues = Queues(blocks, self._counter)
+        self._policy = CheckedPolicy(policy, self._queues.requests)
         self._planner = StepPlanner(
             self._queues,
-            CheckedPolicy(policy, self._queues.requests),
+            self._policy,
             self._counter,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
@@ -92,6 +93,7 @@ class Scheduler:
         self._eos_tokens = eos_tokens
         self._in_flight: deque[_InFlight] = deque()
         self._requests_added = 0
+        self._prefix_hits = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
 
@@ -113,11 +115,12 @@ class Scheduler:
             blocks_cached=self._blocks.num_cached,
             blocks_total=self._blocks.num_blocks,
             prefix_queries=self._planner.prefix_queries,
-            prefix_hits=self._planner.prefix_hits,
+            prefix_hits=self._prefix_hits,
             preemptions=self._planner.preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             steps=self._counter.steps_committed,
+            policy_faults=self._policy.faults,
         )
 
     def add(self, request: Request) -> None:
@@ -154,10 +157,7 @@ class Scheduler:
         return Output(request=request_id, finish_reason=FINISH_ABORT, cached_tokens=state.cached_tokens)
 
     def schedule(self, now: float) -> Step | None:
-        """Plan the next step; None if there is no work, or none before the result of a step in flight is committed.
-
-        Raises PluginError when the policy fails or gives an invalid answer; no request is lost then.
-        """
+        """Plan the next step; None if there is no work, or none before the result of a step in flight is committed."""
         if not self._queues.requests:
             return None
         plan = self._planner.plan(now, idle=not self._in_flight)
@@ -204,10 +204,12 @@ class Scheduler:
         counter.steps_planned += 1
         queues.decoding.advance(iterations)
         chunks = []
-        for state, count in plan.chunks.items():
-            start = state.computed
-            sample = state.plan_chunk(count)
-            chunks.append(PrefillChunk(state.sequence, start, count, sample))
+        for state, chunk in plan.chunks.items():
+            known = state.cached_tokens
+            sample = state.plan_chunk(*chunk)
+            self._prefix_hits += state.cached_tokens - known
+            self._blocks.register(state.sequence, state.tokens, state.chain, chunk.start + chunk.count)
+            chunks.append(PrefillChunk(state.sequence, *chunk, sample))
             if sample:
                 queues.start_decoding(state)
         new, blocks, finished = queues.take_runner_updates()
@@ -260,8 +262,6 @@ class Scheduler:
                 state.prompt_logprobs += prompt_logprobs.get(chunk.sequence, ())
             if tokens:
                 outputs.append(self._append(state, tokens, logprobs, now))
-            elif state.sequence:
-                self._blocks.register(state.sequence, state.tokens, state.chain, chunk.start + chunk.count)
 
     def _append(
         self, state: RequestState, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now: float

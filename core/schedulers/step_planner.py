@@ -34,7 +34,6 @@ class StepPlanner:
         self._max_running = max_running
         self._unrestricted = Split(decode=max_batch_tokens, prefill=max_batch_tokens)
         self.prefix_queries = 0
-        self.prefix_hits = 0
         self.preemptions = 0
 
     def plan(self, now: float, *, idle: bool) -> StepPlan:
@@ -43,11 +42,15 @@ class StepPlanner:
         split = self._unrestricted
         if self._policy.overrides_split:
             split = self._policy.split(self._max_batch_tokens, queues.waiting_views, queues.running_views)
-        plan = StepPlan(self._max_batch_tokens, split, queues.decoding)
-        self._plan_decodes(plan)
-        self._plan_prefills(plan, now)
+        plan = StepPlan(self._max_batch_tokens, split, queues.decoding, self._blocks)
+        try:
+            self._plan_decodes(plan)
+            self._plan_prefills(plan, now)
+        except BaseException:
+            plan.discard()
+            raise
         if plan.empty and idle:  # whatever the policy says, there must be progress
-            plan = StepPlan(self._max_batch_tokens, self._unrestricted, queues.decoding)
+            plan = StepPlan(self._max_batch_tokens, self._unrestricted, queues.decoding, self._blocks)
             self._plan_decodes(plan)
             for state in queues.prefilling.values():
                 plan.add_chunk(state)
@@ -141,16 +144,19 @@ class StepPlanner:
             # Prompt logprobs need the logits of every prompt position, which the prefix cache does not have.
             use_cache = self._blocks.prefix_caching and not state.wants_prompt_logprobs
             cached = self._blocks.lookup(state.tokens, state.chain) if use_cache else []
-            if not self._fits(state, cached) and not self._preempt_for(state, cached, plan):
+            victims = [] if self._fits(state, cached) else self._victims_for(state, cached, plan)
+            if victims is None:
                 return
-            self._queues.admit(state, cached)
+            with self._blocks.held(cached if victims else ()):
+                for victim in victims:
+                    victim.preemptions_for_waiting += 1
+                    self._preempt(victim, plan)
+                self._queues.admit(state, cached)
             self._queues.move_to_prefill_end(plan.deferred)
             plan.add_chunk(state)
             if state.scheduled_at is None:
                 state.scheduled_at = now
-                state.cached_tokens = state.computed
                 self.prefix_queries += state.prompt_len if use_cache else 0
-                self.prefix_hits += state.computed
 
     def _fits(self, state: RequestState, cached: Sequence[int], without: Sequence[RequestState] = ()) -> bool:
         """Whether a request could be admitted once the requests `without` are preempted.
@@ -163,25 +169,22 @@ class StepPlanner:
             len(state.tokens), cached, spare=others, without=[other.sequence for other in without]
         )
 
-    def _preempt_for(self, state: RequestState, cached: Sequence[int], plan: StepPlan) -> bool:
-        """Preempt running requests of the policy's choice for a waiting one; none if it would still not fit."""
+    def _victims_for(self, state: RequestState, cached: Sequence[int], plan: StepPlan) -> list[RequestState] | None:
+        """The running requests of the policy's choice to preempt for a waiting one; None if it would still not fit."""
         if not self._policy.overrides_preempts:
-            return False
+            return None
         running = [
             other
             for other in self._queues.admitted_earlier()
-            if other.preemptions_for_waiting < MAX_PREEMPTIONS_FOR_WAITING
+            if other.preemptions_for_waiting < MAX_PREEMPTIONS_FOR_WAITING and not plan.feeds_another(other)
         ]
         victims: list[RequestState] = []
         while not self._fits(state, cached, victims):
             if not running:
-                return False
+                return None
             victim = self._policy.preempts(state.view, tuple(other.view for other in running))
             if victim is None:
-                return False
+                return None
             running.remove(victim)
             victims.append(victim)
-        for victim in victims:
-            victim.preemptions_for_waiting += 1
-            self._preempt(victim, plan)
-        return True
+        return victims

@@ -11,18 +11,9 @@ from attrs import frozen
 
 from engine.core.errors import CheckpointError, InvalidRequestError
 from engine.core.types import SamplingParams
+from engine.core.weights.generation_config import default_params
 
 T = TypeVar("T", int, float, bool)
-
-SAMPLING_KEYS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Keys of generation_config.json -> fields of SamplingParams."""
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -64,13 +55,9 @@ class Checkpoint:
 
     def default_params(self) -> SamplingParams:
         """Defaults of requests, from generation_config.json. Raises CheckpointError if a value is out of range."""
-        stored = self.generation_config
-        values = {ours: stored[theirs] for theirs, ours in SAMPLING_KEYS.items() if stored.get(theirs) is not None}
-        if stored.get("do_sample") is False:
-            values["temperature"] = 0.0
         try:
-            return SamplingParams(**values)
-        except (InvalidRequestError, TypeError) as error:
+            return default_params(self.generation_config)
+        except InvalidRequestError as error:
             raise CheckpointError(f"{self.path}/generation_config.json: {error}") from error
 
     def eos_tokens(self) -> frozenset[int]:

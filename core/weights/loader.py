@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
@@ -41,6 +42,12 @@ class WeightSource(ABC):
         Returns the bytes of each tensor, without absent optional ones. Raises CheckpointError if the check fails.
         """
 
+    def check_tied(self, tied: Mapping[str, str]) -> None:  # noqa: B027  (a default)
+        """Check that tensors which are not read equal those used instead (`tied`), where the source has both.
+
+        Raises CheckpointError if the check fails. This default is for sources that have no tensor twice.
+        """
+
     @abstractmethod
     def allocate(
         self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
@@ -63,7 +70,11 @@ def load_weights(
         for name, size in source.check(wanted, layers.ignored).items()
     }
     done, total = 0, sum(sizes.values())
-    with ReaderPool(layers.device, threads or max(1, auto_threads() // layers.ranks)) as readers:
+    with (
+        ThreadPoolExecutor(1, "tied weights") as meanwhile,
+        ReaderPool(layers.device, threads or max(1, auto_threads() // layers.ranks)) as readers,
+    ):
+        checked = meanwhile.submit(source.check_tied, layers.tied if layers.rank == 0 else {})
         read_ahead = _ReadAhead(layers, source, sizes, readers)
         for layer in layers.layers:
             tensors = read_ahead.next_layer()
@@ -73,6 +84,7 @@ def load_weights(
             done += sum(sizes.get(name, 0) for name in layer.tensors())
             if on_progress is not None:
                 on_progress(done, total)
+        checked.result()
 
 
 class _ReadAhead:
@@ -146,6 +158,18 @@ class SafetensorsSource(WeightSource):
             )
         return {name: self._check(name, spec) for name, spec in specs.items() if name in self._file_of}
 
+    def check_tied(self, tied: Mapping[str, str]) -> None:
+        """Compares the stored bytes."""
+        for name, used in tied.items():
+            if name not in self._file_of or used not in self._file_of:
+                continue
+            file, other = self._files[self._file_of[name]], self._files[self._file_of[used]]
+            if not file.holds_equal(name, other, used):
+                raise CheckpointError(
+                    f"config.json has tie_word_embeddings: true, but {name} and {used} in {self._directory} differ; set"
+                    f" tie_word_embeddings to false to compute with both, or remove {name} from the checkpoint"
+                )
+
     def allocate(
         self, name: str, spec: TensorSpec, *, rank: int, ranks: int, device: str
     ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
@@ -164,9 +188,16 @@ class SafetensorsSource(WeightSource):
         return tensor, file.read_tasks(name, dim, index, tensor)
 
     def _locate(self) -> dict[str, str]:
-        """Tensor -> file."""
+        """Tensor -> file. Raises CheckpointError where one file and an index of others are two sets of weights."""
         if (self._directory / INDEX).is_file():
-            return self._read_index()
+            file_of = self._read_index()
+            others = sorted(set(file_of.values()) - {SINGLE})
+            if others and (self._directory / SINGLE).is_file():
+                raise CheckpointError(
+                    f"{self._directory} has {SINGLE}, and {INDEX} of other files ({_listed(others)}), which may be"
+                    " different weights; remove the one or the others"
+                )
+            return file_of
         if (self._directory / SINGLE).is_file():
             return dict.fromkeys(TensorFile(self._directory / SINGLE).tensors, SINGLE)
         names = sorted(entry.name for entry in self._directory.iterdir())

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     """Offset of the tensor's first byte in the file."""
+    nbytes: int
 
 
 class TensorFile:
@@ -75,7 +77,10 @@ class TensorFile:
         header.pop("__metadata__", None)
         self.tensors: Mapping[str, StoredTensor] = {
             name: StoredTensor(
-                STORED_DTYPES.get(one["dtype"], one["dtype"]), tuple(one["shape"]), 8 + size + one["data_offsets"][0]
+                STORED_DTYPES.get(one["dtype"], one["dtype"]),
+                tuple(one["shape"]),
+                8 + size + one["data_offsets"][0],
+                one["data_offsets"][1] - one["data_offsets"][0],
             )
             for name, one in header.items()
         }
@@ -130,6 +135,21 @@ class TensorFile:
         """Fill `memory` with runs of `length` bytes that start `stride` bytes apart. Releases the GIL, as `_read`."""
         target = np.frombuffer(memory, np.uint8).reshape(-1, length)
         np.copyto(target, np.ndarray(target.shape, np.uint8, self._mapped, offset, (stride, 1)))
+
+    def bytes_of(self, name: str) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+        """The bytes of a tensor, in parts of MAX_TASK_BYTES, from the mapped file."""
+        stored = self.tensors[name]
+        for begin in range(0, stored.nbytes, MAX_TASK_BYTES):
+            count = min(MAX_TASK_BYTES, stored.nbytes - begin)
+            yield np.frombuffer(self._mapped, np.uint8, count, stored.offset + begin)
+
+    def holds_equal(self, name: str, other: TensorFile, other_name: str) -> bool:
+        """Whether a tensor equals that of another file, or of the same: in dtype, shape and every bit."""
+        mine, theirs = self.tensors[name], other.tensors[other_name]
+        if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+            return False
+        parts = zip(self.bytes_of(name), other.bytes_of(other_name), strict=True)
+        return all(np.array_equal(first, second) for first, second in parts)
 
     @cached_property
     def _mapped(self) -> mmap.mmap:

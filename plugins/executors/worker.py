@@ -43,6 +43,7 @@ def run(make: Callable[[Launch, Phases], StepRunner]) -> int:
         return 1
     rank = launch.rendezvous.rank
     logging.basicConfig(format=f"%(asctime)s %(levelname)s worker {rank}: %(message)s")
+    logging.getLogger().setLevel(launch.config.server.log_level.upper())
     faulthandler.register(signal.SIGUSR1, file=launch.stack, all_threads=True)
     heartbeat = HeartbeatTable(launch.heartbeats, launch.rendezvous.ranks).row(rank)
     WorkerLoop(launch, heartbeat, _RingLink(control, launch)).run(lambda phases: make(launch, phases))

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from attrs import frozen
 
 from engine.core.errors import CheckpointError
-from engine.core.layers import Angles, LayerFactory, RotarySpec, refuses_rope
+from engine.core.layers import Angles, LayerFactory, RotarySpec
 from engine.core.models import Model, ModelSpec
 from engine.core.weights import read_key
+from engine.plugins.models.config_keys import ConfigKeys
 
 if TYPE_CHECKING:
     from engine.core.distributed import PartialSum
     from engine.core.models import ForwardPass
 
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+FORMER_LAYER_TYPES = {"attention": "full_attention"}
+"""Names in older files -> the names now."""
 
 
 @frozen(kw_only=True)
@@ -52,6 +56,8 @@ class Decoder(Model):
     architecture: ClassVar[str]
     """Name in config.json's `architectures`."""
     model_type: ClassVar[str]
+    keys: ClassVar[ConfigKeys] = ConfigKeys()
+    """What the architecture does with each key of config.json."""
 
     @classmethod
     @abstractmethod
@@ -60,19 +66,27 @@ class Decoder(Model):
 
     @classmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:
-        """Refuses other architectures, activations other than silu, experts, and unknown rotary embeddings."""
-        named = config.get("architectures")
-        is_mine = cls.architecture in named if named else config.get("model_type") == cls.model_type
+        """Refuses other architectures, activations other than silu, and values of keys that are not computed."""
+        named, model_type = config.get("architectures"), config.get("model_type")
+        if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+            return f"config.json has architectures: {json.dumps(named)}; it must be a list of names"
+        is_mine = cls.architecture in named if named else model_type == cls.model_type
         if not is_mine:
-            what = ", ".join(map(str, named)) if named else f"of model_type {config.get('model_type')!r}"
+            what = ", ".join(named) if named else f"of model_type {model_type!r}"
             return f"it builds {cls.architecture}, and this checkpoint is {what}"
+        if model_type not in (None, cls.model_type):
+            return (
+                f"config.json has the architecture {cls.architecture} and model_type {model_type!r}, which are two"
+                f" different networks; correct the one that is wrong ({cls.architecture} is {cls.model_type!r})"
+            )
         activation = config.get("hidden_act", "silu")
-        if activation not in {"silu", "swish"}:
+        if activation not in ("silu", "swish"):
             return f"it computes the activation silu, and this checkpoint wants {activation!r}"
-        experts = [key for key in EXPERT_KEYS if config.get(key)]
-        if experts:
-            return f"it has no mixture of experts, and this checkpoint has one ({experts[0]} in config.json)"
-        return refuses_rope(config)
+        return cls.keys.refuses(config)
+
+    @classmethod
+    def unknown_keys(cls, config: Mapping[str, Any]) -> Sequence[str]:
+        return cls.keys.unknown(config)
 
     @classmethod
     def spec(cls, config: Mapping[str, Any]) -> ModelSpec:
@@ -174,3 +188,24 @@ def parse_decoder(config: Mapping[str, Any]) -> DecoderConfig:
         rope=rope,
         sliding_windows=(None,) * num_layers,
     )
+
+
+def windows_by_type(
+    config: Mapping[str, Any], num_layers: int, window: int | None, settings: str
+) -> tuple[int | None, ...] | None:
+    """Sliding window of each layer by layer_types: `window`, or None with full attention. None: without layer_types.
+
+    settings: the keys that set `window`, for errors. Raises CheckpointError for layer_types that cannot be computed.
+    """
+    stored = config.get("layer_types")
+    if stored is None:
+        return None
+    kinds = [FORMER_LAYER_TYPES.get(str(kind), kind) for kind in stored] if isinstance(stored, list) else []
+    if len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
+        raise CheckpointError(
+            f"config.json: layer_types must name {' or '.join(LAYER_TYPES)} for each of {num_layers} layers,"
+            f" not {stored!r}"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise CheckpointError(f"config.json: layer_types has sliding_attention, but {settings}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -6,24 +6,17 @@ from typing import Any, ClassVar
 from attrs import evolve
 
 from engine.core.weights import read_key
-from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
+from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder, windows_by_type
 
 DEFAULT_WINDOW = 4096
 """Sliding window if config.json has no key for it, as in the first release. null: no window."""
 
 
 class Mistral(Decoder):
-    """The decoder with the same sliding window in all layers."""
+    """The decoder with a sliding window in all layers, or in those that layer_types names."""
 
     architecture: ClassVar[str] = "MistralForCausalLM"
     model_type: ClassVar[str] = "mistral"
-
-    @classmethod
-    def refuses(cls, config: Mapping[str, Any]) -> str | None:
-        """Also refuses layers with different windows, which are another architecture."""
-        if len(set(config.get("layer_types") or ())) > 1:
-            return "it has one sliding window for all layers, and this checkpoint's layer_types differ"
-        return super().refuses(config)
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -32,4 +25,5 @@ class Mistral(Decoder):
         window = None
         if config.get("sliding_window", DEFAULT_WINDOW) is not None:
             window = read_key(config, "sliding_window", int, DEFAULT_WINDOW, least=1)
-        return evolve(shape, sliding_windows=(window,) * shape.num_layers)
+        by_type = windows_by_type(config, shape.num_layers, window, "sliding_window is null")
+        return evolve(shape, sliding_windows=by_type or (window,) * shape.num_layers)

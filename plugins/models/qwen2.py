@@ -5,11 +5,13 @@ from typing import Any, ClassVar
 
 from attrs import evolve
 
-from engine.core.errors import CheckpointError
 from engine.core.weights import read_key
-from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
+from engine.plugins.models.config_keys import ConfigKeys
+from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder, windows_by_type
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+DEFAULT_WINDOW = 4096
+"""Sliding window if use_sliding_window is set and config.json lacks sliding_window."""
+WINDOW_KEYS = ("max_window_layers", "use_sliding_window")
 
 
 class Qwen2(Decoder):
@@ -17,6 +19,7 @@ class Qwen2(Decoder):
 
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
     model_type: ClassVar[str] = "qwen2"
+    keys: ClassVar[ConfigKeys] = ConfigKeys().reading(*WINDOW_KEYS)
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
@@ -30,20 +33,13 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
 
     Raises CheckpointError if a layer has a window without a size.
     """
-    if not read_key(config, "use_sliding_window", bool, False) or config.get("sliding_window") is None:
-        if "sliding_attention" in (config.get("layer_types") or ()):
-            raise CheckpointError(
-                "config.json: layer_types has sliding_attention, but use_sliding_window or sliding_window is not set"
-            )
+    window = None
+    if read_key(config, "use_sliding_window", bool, False) and config.get("sliding_window", 0) is not None:
+        window = read_key(config, "sliding_window", int, DEFAULT_WINDOW, least=1)
+    by_type = windows_by_type(config, num_layers, window, "use_sliding_window or sliding_window is not set")
+    if by_type is not None:
+        return by_type
+    if window is None:
         return (None,) * num_layers
-    window = read_key(config, "sliding_window", int, least=1)
-    layer_types = config.get("layer_types")
-    if layer_types is None:
-        first = read_key(config, "max_window_layers", int)
-        return tuple(None if layer < first else window for layer in range(num_layers))
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(LAYER_TYPES):
-        raise CheckpointError(
-            f"config.json: layer_types must name {' or '.join(LAYER_TYPES)} for each of {num_layers} layers,"
-            f" not {layer_types!r}"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    first = read_key(config, "max_window_layers", int)
+    return tuple(None if layer < first else window for layer in range(num_layers))

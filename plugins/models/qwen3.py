@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 from attrs import evolve
 
 from engine.core.weights import read_key
+from engine.plugins.models.config_keys import ConfigKeys
 from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
-from engine.plugins.models.qwen2 import layer_windows
+from engine.plugins.models.qwen2 import WINDOW_KEYS, layer_windows
 
 
 class Qwen3(Decoder):
@@ -15,6 +16,7 @@ class Qwen3(Decoder):
 
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     model_type: ClassVar[str] = "qwen3"
+    keys: ClassVar[ConfigKeys] = ConfigKeys().reading("attention_bias", *WINDOW_KEYS)
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:

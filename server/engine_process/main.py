@@ -72,6 +72,7 @@ def run(make_engine: Callable[[EngineConfig], Engine]) -> int:
     launch: EngineLaunch = supervisor.launch(EngineLaunch)
     name = "engine" if launch.config.server.replicas == 1 else f"engine {launch.replica}"
     logging.basicConfig(format=f"%(asctime)s %(levelname)s {name}: %(message)s")
+    logging.getLogger().setLevel(launch.config.server.log_level.upper())
     context = zmq.Context()
     channel = Channel(context, Path(launch.directory) / SOCKET.format(launch.replica, launch.incarnation))
     supervisor.listen(channel.put, launch.directory)

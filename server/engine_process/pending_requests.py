@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import FINISH_ERROR, MAX_SEED, Output, Request
+from engine.core.types import FINISH_ERROR, Output, Request
 from engine.server.engine_process.output_routes import OutputRoutes
 from engine.server.shared.messages import Add
 
@@ -70,7 +70,4 @@ def choice_id(request: Request, choice: int) -> str:
 
 def make_choice(request: Request, choice: int) -> Request:
     """The choice as a request of its own. Choices have different seeds; they share the prompt, and all else."""
-    params = request.params
-    if params.seed is not None and choice:
-        params = attrs.evolve(params, seed=(params.seed + choice) % (MAX_SEED + 1))
-    return attrs.evolve(request, id=choice_id(request, choice), params=params)
+    return attrs.evolve(request, id=choice_id(request, choice), params=request.params.of_choice(choice))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from engine.server.front_end.http_protocol import HttpProtocol
 
 MAX_CONNECTIONS = 64
 """Maximum number of connections received per call."""
@@ -20,8 +22,15 @@ log = logging.getLogger(__name__)
 class ConnectionReceiver:
     """Receives accepted connections from the supervisor and serves them with uvicorn."""
 
-    def __init__(self, server: uvicorn.Server, on_closed: Callable[[], None], channel: socket.socket) -> None:
+    def __init__(
+        self,
+        server: uvicorn.Server,
+        on_closed: Callable[[], None],
+        channel: socket.socket,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """on_closed: called for each connection that has ended. channel: receives the file descriptors."""
+        self._tls = tls
         self._server = server
         self._on_closed = on_closed
         self._channel = channel
@@ -45,24 +54,24 @@ class ConnectionReceiver:
         loop = asyncio.get_running_loop()
         try:
             connection.setblocking(False)
-            await loop.connect_accepted_socket(self._protocol, connection)
+            await loop.connect_accepted_socket(self._protocol, connection, ssl=self._tls)
         except OSError as error:  # the client has disconnected already
             log.debug("a connection was lost: %s", error)
             connection.close()
             self._on_closed()
 
-    def _protocol(self) -> HttpToolsProtocol:
+    def _protocol(self) -> HttpProtocol:
         return Connection(self._server, self._on_closed)
 
 
-class Connection(HttpToolsProtocol):
-    """A client's connection: uvicorn's protocol, and a faster path for the chunks of a streamed body.
+class Connection(HttpProtocol):
+    """A client's connection, with a faster path for the chunks of a streamed body.
 
     Routes find the connection in the scope's state, as "connection".
     """
 
     def __init__(self, server: uvicorn.Server, on_closed: Callable[[], None]) -> None:
-        super().__init__(server.config, server.server_state, {"connection": self})
+        super().__init__(server, {"connection": self})
         self._on_closed = on_closed
         self._on_writable: Callable[[], None] | None = None
         self.full = False
@@ -71,10 +80,10 @@ class Connection(HttpToolsProtocol):
     def write_chunk(self, data: bytes) -> None:
         """Write a part of the body as ASGI's `send` would; only between the start and the end of a response.
 
-        uvicorn sends a body without Content-Length in chunks (RFC 9112, section 7.1).
+        A body without Content-Length is sent in chunks (RFC 9112, section 7.1).
         """
         if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     def when_writable(self, listener: Callable[[], None] | None) -> None:
         """Call `listener` whenever the client has caught up; None: call nothing."""

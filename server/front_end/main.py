@@ -20,12 +20,15 @@ import uvicorn
 from engine.core.config import ModelConfig
 from engine.core.errors import EngineError
 from engine.core.text import Tokenizer
+from engine.server.front_end import access_log
 from engine.server.front_end.connections import ConnectionReceiver
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
 from engine.server.http.app import make_app
 from engine.server.http.service import Service
+from engine.server.shared.limits_table import LimitsTable, has_limits
 from engine.server.shared.messages import (
+    LIMITS_FILE,
     METRICS_FILE,
     Drain,
     Drained,
@@ -40,6 +43,7 @@ from engine.server.shared.messages import (
 )
 from engine.server.shared.metrics_table import MetricsTable
 from engine.server.shared.supervisor_link import SupervisorLink
+from engine.server.shared.tls import tls_context
 
 ERROR_EVENT_TIMEOUT = 2.0
 """Seconds in which streams that ran out of time must send their error events."""
@@ -61,6 +65,8 @@ def run(open_tokenizer: OpenTokenizer) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
     supervisor: SupervisorLink[SupervisorToFrontEnd] = SupervisorLink(SupervisorToFrontEnd)
     launch: FrontEndLaunch = supervisor.launch(FrontEndLaunch)
+    logging.getLogger().setLevel(launch.config.server.log_level.upper())
+    access_log.configure(launch.config.server.access_log)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_FrontEnd(supervisor, launch).run(open_tokenizer))
 
@@ -121,10 +127,10 @@ class _FrontEnd:
         """Answer HTTP until Shutdown."""
         server = _Uvicorn(
             uvicorn.Config(
-                make_app(service),
+                make_app(service, self._launch.api_keys, self._limits_table()),
                 lifespan="off",
                 ws="none",
-                log_level="warning",
+                log_level=self._config.server.log_level,
                 access_log=False,
                 timeout_keep_alive=60,
                 timeout_graceful_shutdown=1,
@@ -133,7 +139,8 @@ class _FrontEnd:
         http = asyncio.ensure_future(server.serve(sockets=[]))
         while not server.started:
             await asyncio.sleep(0)
-        receiver = ConnectionReceiver(server, self._client.metrics.count_closed_connection, self._channel)
+        tls = tls_context(self._config.server)
+        receiver = ConnectionReceiver(server, self._client.metrics.count_closed_connection, self._channel, tls)
         self._channel.setblocking(False)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel, receiver.receive)
@@ -154,6 +161,13 @@ class _FrontEnd:
             draining.cancel()
         server.should_exit = True
         await http
+
+    def _limits_table(self) -> LimitsTable | None:
+        """This front end's view of the counts of each API key, if there are limits."""
+        if not has_limits(self._config.server):
+            return None
+        launch = self._launch
+        return LimitsTable.map(Path(launch.directory) / LIMITS_FILE, launch.rows, len(launch.api_keys), launch.row)
 
     async def _drain(self, service: Service) -> None:
         """Refuse new requests, wait for running ones at most server.shutdown_timeout, then end them with an error."""

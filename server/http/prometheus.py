@@ -63,6 +63,21 @@ class PrometheusExporter(Collector):
         yield engines.counter("prompt_tokens", "Prompt tokens computed.", lambda report: report.stats.prompt_tokens)
         yield engines.counter("generation_tokens", "Tokens generated.", lambda report: report.stats.generation_tokens)
         yield engines.counter("steps", "Steps run.", lambda report: report.stats.steps)
+        yield engines.counter(
+            "kernels_compiled",
+            "Kernels compiled or loaded while serving, which delays requests.",
+            lambda report: report.stats.kernels_compiled,
+        )
+        yield engines.counter(
+            "graphs_captured",
+            "CUDA graphs captured while serving, which delays requests.",
+            lambda report: report.stats.graphs_captured,
+        )
+        yield engines.counter(
+            "policy_faults",
+            "Decisions made first come, first served because the scheduling policy failed.",
+            lambda report: report.stats.policy_faults,
+        )
         yield from engines.by_phase()
         metrics = self._metrics.total()
         finished = CounterMetricFamily(

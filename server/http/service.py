@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine.core.text import Tokenizer
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
-from engine.server.front_end.errors import ApiError
+from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.errors import invalid
 from engine.server.http.params import num_choices
 from engine.server.http.prometheus import EngineReport
@@ -68,6 +69,15 @@ class Service:
         """Number of POST requests being answered."""
         self._threads = TextThreads()
 
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a POST request while it is answered."""
+        self.active += 1
+        try:
+            yield
+        finally:
+            self.active -= 1
+
     def engine_reports(self) -> list[EngineReport]:
         """State and statistics of each replica, for /metrics."""
         return [
@@ -108,7 +118,7 @@ class Service:
         if model is not None and model != self.name:
             raise ApiError(
                 404,
-                f"this server has no model {model!r}; it serves {self.name!r}",
+                f"this server has no model {excerpt(model)!r}; it serves {self.name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -222,7 +232,9 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 def _template_message(message: Message, where: str) -> dict[str, Any]:
     """A message as chat templates expect it: role and text. where: the message's position, for errors."""
     if message.role not in ROLES:
-        raise invalid(f"{where}.role is {message.role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
+        raise invalid(
+            f"{where}.role is {excerpt(message.role)!r}; it must be one of {', '.join(ROLES)}", f"{where}.role"
+        )
     if isinstance(message.content, str):
         return {"role": ROLES[message.role], "content": message.content}
     texts = []

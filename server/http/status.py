@@ -9,10 +9,14 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from engine.server.front_end.errors import excerpt
 from engine.server.http.errors import invalid, json_response
 from engine.server.http.health_report import State, report
 from engine.server.http.prometheus import PrometheusExporter
 from engine.server.http.service import Service
+
+READ = ["GET", "HEAD"]
+"""Methods of routes that only report."""
 
 
 def routes(service: Service) -> APIRouter:
@@ -20,19 +24,19 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter()
     exporter = PrometheusExporter(service.client.metrics_table, service.engine_reports)
 
-    @router.get("/v1/models", response_model=None)
+    @router.api_route("/v1/models", methods=READ, response_model=None)
     async def models() -> Response:
         return json_response({"object": "list", "data": [_model(service)]})
 
-    @router.get("/v1/models/{model:path}", response_model=None)
+    @router.api_route("/v1/models/{model:path}", methods=READ, response_model=None)
     async def model(model: str) -> Response:
         service.check_model(model)
         return json_response(_model(service))
 
-    @router.get("/health", response_model=None)
+    @router.api_route("/health", methods=READ, response_model=None)
     async def health(deep: str = "0") -> Response:
         if deep not in ("0", "1"):
-            raise invalid(f"deep is {deep!r}; it must be 0 or 1", "deep")
+            raise invalid(f"deep is {excerpt(deep)!r}; it must be 0 or 1", "deep")
         states: Sequence[State] = service.faults()
         if not all(states):
             if service.draining:
@@ -42,7 +46,7 @@ def routes(service: Service) -> APIRouter:
         status, body = report(states)
         return json_response(body, status=status)
 
-    @router.get("/metrics", response_model=None)
+    @router.api_route("/metrics", methods=READ, response_model=None)
     async def metrics() -> Response:
         return Response(exporter.text(), media_type=CONTENT_TYPE_LATEST)
 

@@ -37,6 +37,9 @@ SOCKET = "engine-{}.{}"
 METRICS_FILE = "metrics"
 """File of the metrics table (metrics_table.py) in the server's directory."""
 
+LIMITS_FILE = "limits"
+"""File of the limits table (limits_table.py) in the server's directory, if there are limits."""
+
 
 # --- supervisor to engine process ---
 
@@ -111,6 +114,8 @@ class FrontEndLaunch(Launch, frozen=True, kw_only=True):
     """File descriptor of the socket over which accepted connections arrive."""
     created: int
     """Start of the server, time.time()."""
+    api_keys: tuple[str, ...] = ()
+    """All API keys, those of server.api_key_file included."""
 
 
 class EngineDown(msgspec.Struct, frozen=True, tag="engine down"):

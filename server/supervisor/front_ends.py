@@ -8,12 +8,16 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 
 from attrs import define, field
 
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineError
+from engine.server.shared.api_keys import read_api_keys
+from engine.server.shared.limits_table import LimitsTable, has_limits
 from engine.server.shared.messages import (
+    LIMITS_FILE,
     Drain,
     Drained,
     EngineEvent,
@@ -70,13 +74,19 @@ class FrontEnds:
         command: Sequence[str],
         notify_engines: Callable[[FrontEndExited], None],
     ) -> None:
-        """metrics: one row per front end. command: starts one. notify_engines: called when a front end has exited."""
+        """metrics: one row per front end. command: starts one. notify_engines: called when a front end has exited.
+
+        Raises ConfigError when the API keys cannot be read.
+        """
         self._config = config
         self._directory = directory
         self._command = command
         self._notify_engines = notify_engines
         self._slots = [_Slot(index, row) for index, row in enumerate(metrics.rows)]
         self._created = int(time.time())
+        self._api_keys = read_api_keys(config.server)
+        if has_limits(config.server):
+            LimitsTable.create(Path(directory) / LIMITS_FILE, len(self._slots), len(self._api_keys))
         self._num_started = 0
         self._replica_events: dict[int, list[EngineEvent]] = {}
         """For each replica, the events that a front end started later must receive too."""
@@ -205,6 +215,7 @@ class FrontEnds:
                     rows=len(self._slots),
                     connections=theirs.fileno(),
                     created=self._created,
+                    api_keys=self._api_keys,
                 )
                 child = await Child[FrontEndToSupervisor].start(
                     self._command, FrontEndToSupervisor, launch, [theirs.fileno()]

@@ -20,9 +20,10 @@ from typing import Any
 from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig
-from engine.core.errors import ConfigError
 from engine.server.shared.messages import METRICS_FILE
 from engine.server.shared.metrics_table import MetricsTable
+from engine.server.shared.tls import tls_context
+from engine.server.supervisor import listener
 from engine.server.supervisor.child import become_subreaper
 from engine.server.supervisor.engines import Engines
 from engine.server.supervisor.front_ends import FrontEnds
@@ -53,6 +54,7 @@ def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Co
     Raises EngineError with the failing process's error when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
+    logging.getLogger().setLevel(config.server.log_level.upper())
     replicas = replica_configs(config, count_gpus, finds_devices)
     become_subreaper()
     return asyncio.run(_Server(config, replicas, announce, commands).run())
@@ -84,12 +86,13 @@ class _Server:
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)
-            with _bind(self._config.server) as listener:
-                return await self._run(listener)
+            tls_context(self._config.server)  # so that a faulty certificate is reported before anything is loaded
+            with listener.bound(self._config.server) as bound:
+                return await self._run(bound)
         finally:
             self._kill()
 
-    async def _run(self, listener: socket.socket) -> int:
+    async def _run(self, bound: socket.socket) -> int:
         num_rows = num_front_ends(self._config.server)
         metrics = MetricsTable.map(Path(self._directory) / METRICS_FILE, num_rows, len(self._replicas), create=True)
         engines = self._engines = Engines(self._replicas, self._directory, self._commands.engine)
@@ -104,17 +107,17 @@ class _Server:
             if not start.done():
                 return 128 + self._signal
             started, _ = start.result()
-            listener.listen(2048)
-            listener.setblocking(False)
-            accept = asyncio.ensure_future(front_ends.accept(listener))
+            bound.listen(2048)
+            bound.setblocking(False)
+            accept = asyncio.ensure_future(front_ends.accept(bound))
             slowest = max(started, key=lambda each: each.seconds)
-            self._announce(summary(slowest, self._config, _url(listener)))
+            self._announce(summary(slowest, self._config, listener.url(bound, self._config.server)))
             await asyncio.wait((stop, accept), return_when=asyncio.FIRST_COMPLETED)
             engines.drain()
             await front_ends.drain()
             code = 1 if engines.any_down else 0
             accept.cancel()
-            listener.close()
+            bound.close()
             await front_ends.shutdown(SHUTDOWN_SECONDS)
             await engines.shutdown(SHUTDOWN_SECONDS)
             return code
@@ -143,26 +146,3 @@ class _Server:
 def num_front_ends(config: ServerConfig) -> int:
     """Number of front ends: as configured, or one per 4 cores, from 1 to 4."""
     return config.api_workers or max(1, min(4, cores() // 4))
-
-
-def _bind(config: ServerConfig) -> socket.socket:
-    """Bind the listening socket; before anything is loaded, so that a port in use is reported immediately."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections inherit it
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}, port {config.port} ({error.strerror}); "
-            "choose another address with --host or --port (0: any free port)"
-        ) from None
-    return listener
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

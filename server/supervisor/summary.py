@@ -66,8 +66,11 @@ def phase_times(phases: Sequence[tuple[str, float]]) -> str:
 def curl(config: EngineConfig, url: str) -> str:
     """A curl command that requests a completion."""
     body = {"model": served_name(config), "prompt": "def read_lines(path):\n", "max_tokens": 48, "temperature": 0}
-    key = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key else ""
+    key = ' -H "Authorization: Bearer $API_KEY"' if config.server.api_key or config.server.api_key_file else ""
     data = shlex.quote(msgspec.json.encode(body).decode())
+    path = url.removeprefix("unix:")
+    if path != url:
+        url = f"--unix-socket {shlex.quote(path)} http://localhost"
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {data}"
 
 

@@ -85,7 +85,7 @@ def test_a_key_is_not_shown(run: Any, form: Any) -> None:
 def test_toml_with_a_key_left_out_is_a_file_that_can_be_read(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "resolved.toml"
     file.write_text(run("config", "show", "--toml", "--api-key", "hush-hush").stdout)
-    assert load_config(file).config.server.api_key == ""
+    assert load_config(file).config.server.api_key == ()
 
 
 def test_json_and_toml_exclude_each_other(run: Any) -> None:
@@ -112,3 +112,20 @@ def test_errors_in_a_file_name_file_key_and_fix(run: Any, tmp_path: Path, text: 
     assert "Traceback" not in result.stderr
     for word in words:
         assert word in result.stderr
+
+
+def test_keys_come_from_the_environment_unless_an_option_gives_them(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_API_KEY", "hush-hush, hush")
+    shown = json.loads(run("config", "show", "--json").stdout)["server.api_key"]
+    assert shown == {"value": "(set, not shown)", "origin": "ENGINE_API_KEY"}
+    shown = json.loads(run("config", "show", "--json", "--api-key", "a").stdout)["server.api_key"]
+    assert shown == {"value": "(set, not shown)", "origin": "--api-key"}
+
+
+def test_a_key_of_the_wrong_type_is_not_shown(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text("[server]\napi_key = 123454321\n")
+    result = run("config", "show", "--config", str(file))
+    assert result.exit_code != 0
+    assert "api_key" in result.output
+    assert "123454321" not in result.output

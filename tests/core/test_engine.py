@@ -104,6 +104,22 @@ def test_output_does_not_depend_on_prefix_hits(checkpoint: Path, expected: list[
         assert engine.stats().prefix_hits == sum(completion.cached_tokens for completion in (*first, *again))
 
 
+@pytest.mark.parametrize("chunk", [16, 50, 1024])
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_output_does_not_depend_on_equal_prompts_that_run_together(
+    checkpoint: Path, expected: list[tuple[int, ...]], chunk: int, overlap: str
+) -> None:
+    longer = [*PROMPTS[5][:64], *PROMPTS[3]]
+    prompts = [prompt for prompt in [*PROMPTS, longer] for _ in range(3)]
+    with build(checkpoint, cache__prefix_caching=False) as engine:
+        alone = [*expected, *tokens_of(engine, [longer])]
+    with build(checkpoint, scheduler__max_batch_tokens=chunk, scheduler__overlap=overlap) as engine:
+        assert tokens_of(engine, prompts) == [tokens for tokens in alone for _ in range(3)]
+        rest = sum((len(prompt) - 1) % 16 + 1 for prompt in prompts)  # tokens after the full blocks
+        shared = sum((len(prompt) - 1) // 16 * 16 for prompt in [*PROMPTS, longer[64:]])
+        assert engine.stats().prompt_tokens == rest + shared, "each full block is computed once"
+
+
 @pytest.mark.parametrize("scheduler", ["fcfs", "priority"])
 def test_output_does_not_depend_on_preemption(
     checkpoint: Path, expected: list[tuple[int, ...]], scheduler: str
@@ -329,8 +345,6 @@ def test_prompt_logprobs_do_not_depend_on_rows_at_once(
 
 
 def test_constructor_raises_for_what_cannot_be_built(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--model"):
-        Engine()
     with pytest.raises(CheckpointError, match="config"):
         Engine(model=str(tmp_path))
     with pytest.raises(PluginError, match="fcfs"):

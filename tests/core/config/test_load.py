@@ -58,6 +58,10 @@ def test_toml_and_yaml_say_the_same(write: WriteFile) -> None:
     assert load_config(toml).config.attention.options == {"splits": 4, "nested": {"a": [1, 2]}}
 
 
+def test_a_single_string_is_a_list_of_one(write: WriteFile) -> None:
+    assert load_config(write('[server]\napi_key = "a,b"\n')).config.server.api_key == ("a,b",)
+
+
 @pytest.mark.parametrize(
     ("key", "typed", "value"),
     [
@@ -69,6 +73,7 @@ def test_toml_and_yaml_say_the_same(write: WriteFile) -> None:
         ("plugins.deny", "a, b", ("a", "b")),
         ("plugins.deny", ["a", "b"], ("a", "b")),
         ("plugins.deny", "[a, b]", ("a", "b")),
+        ("server.api_key", "a", ("a",)),
         ("plugins.deny", '["a", "b"]', ("a", "b")),
         ("attention.options.n", "[a, 2]", ["a", 2]),
         ("model.served_name", "12", "12"),
@@ -143,7 +148,7 @@ def test_relative_paths_in_a_file_start_from_the_file(write: WriteFile, tmp_path
         ("[cache]\nprefix_caching = 1", "expected true or false, found 1"),
         ("[cache]\nmemory_fraction = '0.5'", 'expected a number, found "0.5"'),
         ("[cache]\nmemory_fraction = nan", "expected a number, found nan"),
-        ("[plugins]\nallow = 'abc'", r'expected a list, written \[a, b\], found "abc"'),
+        ("[plugins]\nallow = 1", r"expected a list, written \[a, b\], found 1"),
         ("[plugins]\nallow = ['a', 3]", r"allow\[1\]: expected a string, found 3"),
         ("[attention]\noptions = 3", "expected a table of options, found 3"),
         ("[scheduler]\noverlap = 'onn'", "'onn' is no choice; did you mean on"),
@@ -214,8 +219,12 @@ def test_all_that_is_wrong_is_said_at_once_even_if_overridden(write: WriteFile) 
     [
         ({"cache.memory": "3GiX"}, "--kv-memory: '3GiX' is not a size"),
         ({"cache.memory": "1GiB", "cache.memory_fraction": "0.5"}, "--memory-fraction: cache.memory .* leave out one"),
-        ({"server.api_key": "k "}, "--api-key: "),
+        ({"server.api_key": "k l"}, "--api-key: a key is empty or has spaces"),
+        ({"server.allowed_origins": "example.com"}, "--allowed-origins: 'example.com' is no origin"),
+        ({"server.allowed_hosts": "http://a"}, "--allowed-hosts: 'http://a' is no name"),
         ({"server.host": ""}, "--host: the address is empty"),
+        ({"server.uds": "a", "server.port": "1"}, "--uds: the server listens on either a path or host and port"),
+        ({"server.ssl_keyfile": "a"}, "server.ssl_certfile: a private key without its certificate"),
         ({"scheduler.name": ""}, "--scheduler: the name is empty"),
         ({"plugins.allow": "a", "plugins.deny": "a"}, "'a' is in allow and in deny"),
         ({"cache.prefix_caching": "maybe"}, '--prefix-caching: expected true or false, found "maybe"'),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +59,6 @@ def test_a_mistake_names_plugin_call_error_and_place_and_keeps_the_cause() -> No
         ExecutorError("gone"),
         MemoryError("no room"),
         torch.OutOfMemoryError("CUDA out of memory"),
-        KeyboardInterrupt(),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -67,9 +68,28 @@ def test_what_is_meant_and_lack_of_memory_pass_as_they_are(error: BaseException)
     assert caught.value is error
 
 
-def test_an_exit_is_a_mistake_and_not_obeyed() -> None:
-    with pytest.raises(PluginFaultError, match="SystemExit: 3"):
-        blamed(SystemExit(3))
+class Odd(BaseException):
+    """Outside Exception."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(3), Odd(3)], ids=lambda error: type(error).__name__)
+def test_what_a_plugin_raises_outside_exception_is_a_mistake_and_not_obeyed(error: BaseException) -> None:
+    with pytest.raises(PluginFaultError, match=f"{type(error).__name__}: 3"):
+        blamed(error)
+
+
+def test_ctrl_c_in_a_plugin_is_obeyed() -> None:
+    with pytest.raises(KeyboardInterrupt), blame("attention 'mine' of mine 1.0", "plan()"):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_exit_by_a_signal_handler_is_obeyed() -> None:
+    before = signal.signal(signal.SIGUSR2, lambda *_: sys.exit(4))
+    try:
+        with pytest.raises(SystemExit), blame("attention 'mine' of mine 1.0", "plan()"):
+            signal.raise_signal(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_module_that_is_missing_is_to_be_installed() -> None:
@@ -244,16 +264,31 @@ def test_what_an_executor_runs_is_not_its_own_mistake(make_engine: Any, monkeypa
 
 
 @pytest.mark.parametrize("name", ["engine_started", "engine_stopped"])
-def test_a_hook_that_fails(make_engine: Any, name: str) -> None:
-    class Listener:
-        """Named in the error."""
+@pytest.mark.parametrize(
+    "error", [KeyError("tide"), SystemExit(3), ConfigError("tide"), Odd()], ids=lambda error: type(error).__name__
+)
+def test_an_observing_hook_that_fails_is_logged_and_the_engine_goes_on(
+    make_engine: Any, name: str, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = []
+
+    def plugin(title: str, hook: Callable[..., None]) -> Any:
+        return type(title, (), {name: staticmethod(hookimpl(hook))})()
 
     def fail(engine: Any) -> None:
-        raise KeyError("tide")
+        raise error
 
-    setattr(Listener, name, staticmethod(hookimpl(fail)))
-    with pytest.raises(PluginFaultError, match=rf"^plugin 'Listener' of object failed in {name}\(\): KeyError: 'tide'"):
-        make_engine(Listener()).close()
+    def note(engine: Any) -> None:
+        called.append(engine)
+
+    engine = make_engine(plugin("Other", note), plugin("Listener", fail))
+    assert engine.generate([[1, 2, 3]])[0].token_ids
+    engine.close()
+    assert called == [engine]
+    [record] = [one for one in caplog.records if "only observes" in one.getMessage()]
+    assert record.getMessage().startswith(f"plugin 'Listener' of object failed in {name}()")
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error
 
 
 @pytest.mark.usefixtures("tidal")

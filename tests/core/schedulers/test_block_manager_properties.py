@@ -11,13 +11,18 @@ BLOCK_SIZE = 2
 
 
 class Sequence:
-    """A test's own record of one sequence: its tokens, of which the first `computed` are in the KV cache."""
+    """A test's own record of one sequence: its tokens, of which it has passed the first `computed`."""
 
-    def __init__(self, tokens: list[int], salt: str, cached: int) -> None:
+    def __init__(self, tokens: list[int], salt: str) -> None:
         self.tokens = tokens
         self.salt = salt
-        self.computed = cached
+        self.prefill_len = len(tokens)
+        self.computed = 0
         self.chain = HashChain(BLOCK_SIZE, salt)
+
+    def context(self, position: int) -> tuple[str, tuple[int, ...]]:
+        """What must be written at a position: salt and all tokens up to it."""
+        return self.salt, tuple(self.tokens[: position + 1])
 
     def content(self, block: int) -> tuple[str, tuple[int, ...]]:
         """The content that a block of the sequence must have: salt and all tokens up to the end of the block."""
@@ -29,25 +34,42 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def begin(self, num_blocks: int, prefix_caching: bool) -> None:
         self.manager = BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
         self.sequences: dict[int, Sequence] = {}
-        self.content: dict[int, tuple[str, tuple[int, ...]]] = {}  # of fully written blocks
+        self.written: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}  # by block and offset: salt and context
         self.next = 0
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from(["", "a"]))
-    def allocate(self, tokens: list[int], salt: str) -> None:
-        sequence = Sequence(tokens, salt, 0)
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        salt=st.sampled_from(["", "a"]),
+        pending=st.booleans(),
+        data=st.data(),
+    )
+    def allocate(self, tokens: list[int], salt: str, pending: bool, data: st.DataObject) -> None:
+        """Add a sequence with the blocks of its prefix, which may be computed or not; others may leave meanwhile."""
+        sequence = Sequence(tokens, salt)
         cached = self.manager.lookup(tokens, sequence.chain)
         assert len(cached) * BLOCK_SIZE < len(tokens)
-        for index, block in enumerate(cached):
-            assert self.content[block] == sequence.content(index)
+        leaving = data.draw(st.lists(st.sampled_from(sorted(self.sequences)), unique=True)) if self.sequences else []
+        with self.manager.held(cached):
+            for number in leaving:
+                self.free_one(number)
+            possible = self.add(sequence, cached)
+        if possible and pending:
+            self.manager.index_pending(self.next - 1, tokens, sequence.chain)
+
+    def add(self, sequence: Sequence, cached: list[int]) -> bool:
+        tokens = sequence.tokens
         possible = self.manager.can_allocate(len(tokens), cached)
         blocks = self.manager.allocate(self.next, len(tokens), cached)
         assert (blocks is not None) == possible
         if blocks is not None:
             assert blocks[: len(cached)] == cached
             assert len(blocks) == self.manager.blocks_for(len(tokens))
-            sequence.computed = len(cached) * BLOCK_SIZE
+            for block in blocks[len(cached) :]:
+                for offset in range(BLOCK_SIZE):
+                    self.written.pop((block, offset), None)
             self.sequences[self.next] = sequence
             self.next += 1
+        return possible
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
@@ -64,28 +86,47 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert len(added) == wanted
             assert self.manager.table(number) == (*before, *added)
             sequence.tokens += tokens
+            for block in added:
+                for offset in range(BLOCK_SIZE):
+                    self.written.pop((block, offset), None)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), count=st.integers(1, 6), register=st.booleans())
-    def compute(self, data: st.DataObject, count: int, register: bool) -> None:
+    @rule(data=st.data(), count=st.integers(1, 6), undo=st.booleans())
+    def compute(self, data: st.DataObject, count: int, undo: bool) -> None:
+        """Compute a chunk of what a sequence began with, or one more of its tokens."""
         number = data.draw(st.sampled_from(sorted(self.sequences)))
-        sequence = self.sequences[number]
-        table = self.manager.table(number)
-        for position in range(sequence.computed, min(sequence.computed + count, len(sequence.tokens))):
-            block = table[position // BLOCK_SIZE]
-            others = [other for other in self.sequences if other != number and block in self.manager.table(other)]
-            assert not others, "a block of another sequence is written"
-            self.content.pop(block, None)
-            if position % BLOCK_SIZE == BLOCK_SIZE - 1:
-                self.content[block] = sequence.content(position // BLOCK_SIZE)
-            sequence.computed = position + 1
-        if register:
-            self.manager.register(number, sequence.tokens, sequence.chain, sequence.computed)
+        sequence, manager = self.sequences[number], self.manager
+        table = manager.table(number)
+        if sequence.computed >= sequence.prefill_len:  # decode
+            start, count = sequence.computed, int(sequence.computed < len(sequence.tokens))
+        else:
+            wanted, end = count, sequence.prefill_len
+            start, count = manager.claim(number, sequence.computed, end, wanted)
+            assert 0 < count <= wanted
+            assert sequence.computed <= start
+            assert start + count <= end
+            shared = any(table[at // BLOCK_SIZE] in manager.table(other) for at in range(start, start + count)
+                         for other in self.sequences if other != number)  # fmt: skip
+            assert manager.shares(number, start, count) == shared
+            if undo:
+                manager.return_claim(number, start, count)
+                assert manager.claim(number, sequence.computed, end, wanted) == (start, count)
+        for position in range(start):
+            assert self.written[table[position // BLOCK_SIZE], position % BLOCK_SIZE] == sequence.context(position)
+        for position in range(start, start + count):
+            cell = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            assert cell not in self.written, "a position is computed twice"
+            self.written[cell] = sequence.context(position)
+        sequence.computed = start + count
+        manager.register(number, sequence.tokens, sequence.chain, sequence.computed)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.sequences)))
+        self.free_one(number)
+
+    def free_one(self, number: int) -> None:
         del self.sequences[number]
         self.manager.free(number)
 
@@ -98,10 +139,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         cached = self.manager.lookup(prompt.tokens, prompt.chain)
         num_tokens += len(cached) * BLOCK_SIZE
         predicted = self.manager.can_allocate(num_tokens, cached, spare=spare, without=leaving)
-        for number in leaving:
-            del self.sequences[number]
-            self.manager.free(number)
-        assert self.manager.can_allocate(num_tokens, cached, spare=spare) == predicted
+        with self.manager.held(cached):
+            for number in leaving:
+                self.free_one(number)
+            assert self.manager.can_allocate(num_tokens, cached, spare=spare) == predicted
 
     @invariant()
     def whole(self) -> None:
@@ -118,8 +159,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for index, block in enumerate(self.manager.table(number)):
                 content = sequence.content(index)
                 assert owner.setdefault(block, content) == content
-                if (index + 1) * BLOCK_SIZE <= sequence.computed:
-                    assert self.content[block] == content, "a block was overwritten while in use"
+            for position in range(sequence.computed):
+                cell = self.manager.table(number)[position // BLOCK_SIZE], position % BLOCK_SIZE
+                assert self.written[cell] == sequence.context(position), "a block was overwritten while in use"
 
 
 TestBlockManager = BlockManagerMachine.TestCase

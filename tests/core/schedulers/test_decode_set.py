@@ -33,8 +33,8 @@ def sequence(
         number=number,
         counter=counter,
     )
-    state.admit(number, 0, capacity)
-    assert state.plan_chunk(prompt)
+    state.admit(number, capacity)
+    assert state.plan_chunk(0, prompt)
     return state
 
 

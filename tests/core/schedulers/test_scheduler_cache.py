@@ -49,15 +49,15 @@ def test_output_is_cached() -> None:
     assert turn(scheduler)[0].cached_tokens == 8
 
 
-def test_blocks_are_shared_only_after_their_step_is_committed() -> None:
+def test_blocks_are_shared_once_their_step_is_planned() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 8, max_tokens=9))
     first = plan(scheduler)
     scheduler.add(request("b", hash_tokens("a", 9), max_tokens=1))
     second = plan(scheduler)
-    assert work(second) == [1, (2, 0, 9, True)]
+    assert work(second) == [1, (2, 8, 1, True)], "steps run in the order planned"
     commit(scheduler, first)
-    commit(scheduler, second)
+    assert commit(scheduler, second)[1].cached_tokens == 8
 
 
 def test_block_is_shared_only_when_its_last_token_is_computed() -> None:

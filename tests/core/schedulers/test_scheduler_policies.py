@@ -1,25 +1,26 @@
-"""Which methods of a policy are called, and what happens on invalid answers."""
+"""Which methods of a policy are called, and who decides where a policy fails."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from engine.core.errors import PluginError
+from engine.core.plugin_host.guard import guarded
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
 
 from .scheduling import (
     Policy,
-    crowded,
     finish,
     make_scheduler,
     plan,
     policy,
     request,
     turn,
-    work,
+    views,
 )
 
 # Calls
@@ -37,7 +38,7 @@ def test_policy_methods_are_called_only_when_overridden(monkeypatch: pytest.Monk
     assert len(finish(scheduler)) == 6
 
 
-# Invalid answers
+# Faults
 
 
 class Failing(Policy):
@@ -45,14 +46,30 @@ class Failing(Policy):
         raise LookupError("lost my list")
 
 
-def test_schedule_names_a_failing_policy_with_its_cause_and_stays_consistent() -> None:
+def faults(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The messages logged about policies."""
+    return [record.getMessage() for record in caplog.records if record.name.endswith("checked_policy")]
+
+
+def test_a_policy_that_raises_is_logged_once_with_its_traceback_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = make_scheduler(Failing())
-    scheduler.add(request("a"))
-    with pytest.raises(PluginError, match=r"Failing failed in order\(\): LookupError: lost my list") as error:
-        scheduler.schedule(0.0)
-    assert isinstance(error.value.__cause__, LookupError)
-    scheduler.check()
-    assert scheduler.abort("a") is not None
+    for name in "ab":
+        scheduler.add(request(name, max_tokens=2))
+    scheduler.add(request("c", max_tokens=2))
+    assert [output.request for output in finish(scheduler) if output.finish_reason] == ["a", "b", "c"]
+    scheduler.add(request("d", max_tokens=2))
+    finish(scheduler)
+    assert scheduler.stats().policy_faults == 2
+    [message] = faults(caplog)
+    assert message.startswith("scheduler 'Failing' passed in from Python failed in order(): LookupError: lost my list;")
+    assert "lost my list" in str(caplog.records[0].exc_info)
+
+
+def test_a_policy_is_named_by_its_registered_name_and_distribution(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(guarded(Failing, "scheduler 'lost' of engine-lost 0.4", ())())
+    scheduler.add(request("a", max_tokens=1))
+    finish(scheduler)
+    assert faults(caplog)[0].startswith("scheduler 'lost' of engine-lost 0.4 failed in order()")
 
 
 def foreign_views() -> list[RequestView]:
@@ -62,65 +79,97 @@ def foreign_views() -> list[RequestView]:
     return list(other._queues.waiting_views)
 
 
-@pytest.mark.parametrize(
-    ("method", "answer"),
-    [
-        ("order", lambda waiting, now: ["a"]),
-        ("order", lambda waiting, now: foreign_views()),
-        ("order", lambda waiting, now: None),
-        ("split", lambda budget, waiting, running: None),
-        ("split", lambda budget, waiting, running: Split(decode=1.5, prefill=2)),  # type: ignore[arg-type]
-    ],
-)
-def test_schedule_names_policy_and_method_on_an_invalid_answer(method: str, answer: Callable[..., Any]) -> None:
-    scheduler = make_scheduler(policy(**{method: answer}))
-    scheduler.add(request("a"))
-    with pytest.raises(PluginError, match=rf"Changed .*{method}\(\)"):
-        scheduler.schedule(0.0)
-    scheduler.check()
+class Hostile:
+    """An answer that raises when it is shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("do not look")
 
 
-def test_step_finished_leaves_out_sequences_the_runner_never_saw() -> None:
-    answers = [lambda waiting: [waiting[0], None], lambda waiting: waiting]
-    scheduler = make_scheduler(policy(order=lambda waiting, now: answers.pop(0)(waiting)))
-    for name in "ab":
-        scheduler.add(request(name))
-    with pytest.raises(PluginError):
-        scheduler.schedule(0.0)
-    scheduler.abort("a")
-    step = plan(scheduler)
-    assert step.finished == ()
-    assert [new.sequence for new in step.new] == [2]
+class Odd(BaseException):
+    """Outside Exception."""
 
 
-@pytest.mark.parametrize("answer", [None, "b"])
-def test_victim_raises_on_an_invalid_answer(answer: object) -> None:
-    scheduler = crowded(policy(victim=lambda running: answer))
-    with pytest.raises(PluginError, match=r"Changed returned .* from victim\(\)"):
-        scheduler.schedule(0.0)
-    scheduler.check()
+def raising(error: BaseException) -> Callable[..., Any]:
+    def answer(*arguments: Any) -> Any:
+        raise error
+
+    return answer
 
 
-def test_decode_steps_raises_on_an_invalid_answer_and_loses_nothing() -> None:
-    answers = iter([None, 1])
-    scheduler = make_scheduler(policy(decode_steps=lambda running, waiting: next(answers)))
-    scheduler.add(request("a", 4))
+WRONG: list[tuple[str, Callable[..., Any]]] = [
+    ("order", lambda waiting, now: ["a"]),
+    ("order", lambda waiting, now: foreign_views()),
+    ("order", lambda waiting, now: None),
+    ("order", lambda waiting, now: 7),
+    ("order", lambda waiting, now: [Hostile()]),
+    ("split", lambda budget, waiting, running: None),
+    ("split", lambda budget, waiting, running: Split(decode=1.5, prefill=2)),  # type: ignore[arg-type]
+    ("victim", lambda running: None),
+    ("victim", lambda running: "b"),
+    ("victim", lambda running: foreign_views()[0]),
+    ("preempts", lambda candidate, running: candidate),
+    ("preempts", lambda candidate, running: True),
+    ("decode_steps", lambda running, waiting: None),
+    ("decode_steps", lambda running, waiting: 2.0),
+    *(
+        (method, raising(error))
+        for method in ("order", "split", "victim", "preempts", "decode_steps")
+        for error in (KeyError("tide"), SystemExit(3), Odd("tide"), PluginError("on purpose"), MemoryError("no room"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "answer"), WRONG)
+def test_every_request_finishes_first_come_first_served_when_a_policy_fails(
+    method: str, answer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(chosen: Policy | None) -> list[tuple[str, tuple[int, ...]]]:
+        scheduler = make_scheduler(chosen, num_blocks=5, max_len=20, max_running=2)
+        for name in "abc":
+            scheduler.add(request(name, 7, max_tokens=10))
+        done = [(output.request, output.tokens) for output in finish(scheduler)]
+        assert bool(scheduler.stats().policy_faults) == (chosen is not None)
+        assert scheduler.stats().blocks_used == 0
+        return done
+
+    assert run(policy(**{method: answer})) == run(None)
+    [message] = faults(caplog)
+    assert message.startswith("scheduler 'Changed' passed in from Python ")
+    assert f" {method}(): " in message
+
+
+def test_a_policy_decides_again_as_soon_as_it_answers_well(caplog: pytest.LogCaptureFixture) -> None:
+    answers = [lambda waiting: None, lambda waiting: waiting[::-1]]
+    scheduler = make_scheduler(policy(order=lambda waiting, now: answers.pop(0)(waiting)), max_running=1)
+    scheduler.add(request("a", max_tokens=1))
     turn(scheduler)
-    with pytest.raises(PluginError, match=r"decode_steps\(\)"):
-        scheduler.schedule(0.0)
-    step = plan(scheduler)
-    assert work(step) == [1]
-    assert [sequence for sequence, _ in step.blocks] == [1]
+    for name in "bc":
+        scheduler.add(request(name, max_tokens=1))
+    assert [output.request for output in turn(scheduler)] == ["c"]
+    assert scheduler.stats().policy_faults == 1
+    assert len(faults(caplog)) == 1
 
 
-def test_preempts_raises_on_an_invalid_answer() -> None:
-    scheduler = make_scheduler(policy(preempts=lambda candidate, running: candidate), max_running=1)
+def test_valid_answers_before_an_invalid_one_are_followed(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(policy(order=lambda waiting, now: [waiting[2], None, waiting[1]]))
+    for name in "abc":
+        scheduler.add(request(name, max_tokens=1))
+    plan(scheduler)
+    assert [view.id for view in views(scheduler)] == ["c", "a", "b"]
+    assert "None is not one of the waiting requests" in faults(caplog)[0]
+
+
+def test_ctrl_c_while_a_policy_runs_is_not_its_fault() -> None:
+    def interrupted(waiting: Any, now: float) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return waiting
+
+    scheduler = make_scheduler(policy(order=interrupted))
     scheduler.add(request("a"))
-    turn(scheduler)
-    scheduler.add(request("b"))
-    with pytest.raises(PluginError, match=r"preempts\(\)"):
+    with pytest.raises(KeyboardInterrupt):
         scheduler.schedule(0.0)
-    scheduler.check()
+    assert scheduler.stats().policy_faults == 0
 
 
 def test_order_may_leave_a_request_waiting_unless_nothing_else_runs() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 from engine.core.schedulers.policy import RequestView, Split
+from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.step_planner import MAX_PREEMPTIONS_FOR_WAITING
 from engine.core.types import Output
 
@@ -262,6 +265,17 @@ def test_abort_finishes_waiting_and_running_requests_and_ignores_unknown_ids() -
     assert not scheduler.has_work
     assert scheduler.stats().blocks_used == 0
     scheduler.check()
+
+
+def test_abort_compares_no_waiting_request_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborting all of many waiting requests, newest first, would otherwise take time quadratic in their number."""
+    scheduler = make_scheduler()
+    for number in range(50):
+        scheduler.add(request(f"r{number}", arrival=float(number % 7)))
+    monkeypatch.setattr(RequestState, "__eq__", lambda state, other: pytest.fail("two requests were compared"))
+    for number in (*range(49, 20, -1), *range(21)):
+        assert scheduler.abort(f"r{number}") is not None
+    assert not scheduler.has_work
 
 
 def test_abort_discards_results_in_flight() -> None:

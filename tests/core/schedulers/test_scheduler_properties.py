@@ -15,6 +15,7 @@ from zlib import crc32
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.core.errors import PluginError
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
 from engine.core.schedulers.scheduler import Scheduler
@@ -65,7 +66,8 @@ class FakeRunner:
         self.tables: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.numbers: set[int] = set()
-        self.cached = 0
+        self.cached = 0  # tokens of prefills that other sequences have computed
+        self.chunk_tokens = 0  # tokens computed by prefill chunks
         self.decodes: tuple[int, ...] = ()  # of the last step
 
     def run(self, step: Step) -> StepResult:
@@ -125,30 +127,39 @@ class FakeRunner:
         return token
 
     def compute(self, sequence: int, start: int, end: int) -> None:
-        """Write positions to the pool: each once, in order, into blocks that no other sequence has."""
-        if sequence not in self.computed:
-            assert start % self.block_size == 0
-            self.cached += start
-        else:
-            assert start == self.computed[sequence], "a position is skipped or computed twice"
+        """Write positions to the pool, in order. Other sequences must have computed those skipped, and none of these.
+
+        The chunks of a step are computed one after the other, so that one may read what those before it have written.
+        """
+        done = self.computed.get(sequence, 0)
+        assert start >= done, "a position is computed twice"
+        self.cached += start - done
+        self.read(sequence, start)
         for position in range(start, end):
             block = self.tables[sequence][position // self.block_size]
-            holders = [other for other, table in self.tables.items() if block in table]
-            assert holders == [sequence], "a block of another sequence is written"
+            for other, table in self.tables.items():
+                assert other == sequence or block not in table or self.computed.get(other, 0) <= position, (
+                    "a position that another sequence has read is written again"
+                )
             seed = self.params[sequence].seed
             assert seed is not None
             self.pool[block, position % self.block_size] = (seed, position, self.known[sequence][position])
         self.computed[sequence] = end
+        if sequence not in self.decodes:
+            self.chunk_tokens += end - start
+
+    def clear(self, block: int) -> None:
+        """Forget the contents of a block."""
+        for offset in range(self.block_size):
+            self.pool.pop((block, offset), None)
 
     def read(self, sequence: int, end: int) -> list[int]:
         """The context in the pool. Seeds stand for salts: the context may hold no block of another seed."""
-        cells = [
-            self.pool[self.tables[sequence][position // self.block_size], position % self.block_size]
-            for position in range(end)
-        ]
-        assert all(seed == self.params[sequence].seed for seed, _, _ in cells), "a prefix of another salt is shared"
-        assert [position for _, position, _ in cells] == list(range(end))
-        return [token for _, _, token in cells]
+        table, seed = self.tables[sequence], self.params[sequence].seed
+        cells = [self.pool.get((table[at // self.block_size], at % self.block_size)) for at in range(end)]
+        wanted = [(seed, at, token) for at, token in enumerate(self.known[sequence][:end])]
+        assert cells == wanted, "a block is read that holds another context, or that no step has computed yet"
+        return [token for _, _, token in wanted]
 
 
 class Hostile(SchedulingPolicy):
@@ -175,6 +186,15 @@ class Hostile(SchedulingPolicy):
 
     def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
         return self.random.choice([-1, 0, 1, 2, 3, 10**9])
+
+
+class Faulty(Hostile):
+    """Fails in every method now and then."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("order", "victim", "preempts", "split", "decode_steps") and self.random.random() < 0.1:
+            raise LookupError(name)
+        return super().__getattribute__(name)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -216,6 +236,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.longest = min(max_len, num_blocks * BLOCK_SIZE + 1)
         self.steps_ahead = steps_ahead
         self.runner = FakeRunner(BLOCK_SIZE)
+        take = self.blocks._take
+
+        def take_and_clear() -> int:  # so that nothing that a block held before can pass for its new content
+            block = take()
+            self.runner.clear(block)
+            return block
+
+        self.blocks._take = take_and_clear  # type: ignore[method-assign]
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
         self.live: dict[str, Request] = {}
         self.outputs: dict[str, list[Output]] = {}
@@ -223,9 +251,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.count = 0
 
-    @rule(data=st.data(), same=st.integers(1, 3))
+    @rule(data=st.data(), same=st.integers(1, 5))
     def add(self, data: st.DataObject, same: int) -> None:
-        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=min(8, self.longest - 1)))
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=min(14, self.longest - 1)))
         room = self.longest - len(prompt)
         max_tokens = data.draw(st.none() | st.integers(1, room))
         salt = data.draw(st.integers(0, 1))
@@ -313,7 +341,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def schedule(self) -> bool:
         self.now += 1
-        step = self.scheduler.schedule(self.now)
+        while True:
+            try:
+                step = self.scheduler.schedule(self.now)
+                break
+            except PluginError:
+                self.scheduler.check()
         if step is None:
             assert self.in_flight or not self.live, "no step was planned though no result is awaited"
             return False
@@ -386,6 +419,10 @@ class HostileMachine(SchedulerMachine):
     policy = Hostile
 
 
+class FaultyMachine(SchedulerMachine):
+    policy = Faulty
+
+
 TestFcfs = FcfsMachine.TestCase
 TestFcfs.settings = LIMITS
 TestPriority = PriorityMachine.TestCase
@@ -394,3 +431,5 @@ TestMultiStep = MultiStepMachine.TestCase
 TestMultiStep.settings = LIMITS
 TestHostile = HostileMachine.TestCase
 TestHostile.settings = LIMITS
+TestFaulty = FaultyMachine.TestCase
+TestFaulty.settings = LIMITS

@@ -460,3 +460,49 @@ def test_scalar_is_read_as_one_element(tmp_path: Path) -> None:
         source.check({"many": spec}, ["scale"])
     with pytest.raises(CheckpointError, match=r"scale .* has shape \[\]; the model expects \[2\]"):
         source.check({"scale": TensorSpec(shape=(2,), dtypes=("float32",))}, ["many"])
+
+
+def tied_layers(rank: int = 0, ranks: int = 1) -> LayerFactory:
+    layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(rank, ranks))
+    layers.lm_head("head", 8, HIDDEN, tied=layers.embedding("embed", 8, HIDDEN))
+    return layers
+
+
+def embedding_and_head(change: float, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    embedding = random_tensors()["embed.weight"]
+    head = embedding.clone()
+    head[-1, -1] += change
+    return {"embed.weight": embedding, "head.weight": head.to(dtype)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tied_head_may_be_stored_twice(tmp_path: Path, ranks: int) -> None:
+    source = SafetensorsSource(Checkpoint.open(write(tmp_path, embedding_and_head(0.0))))
+    for rank in range(ranks):
+        load_weights(tied_layers(rank, ranks), source)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(("change", "dtype"), [(0.5, torch.float32), (0.0, torch.bfloat16)])
+def test_tied_head_that_differs_is_refused(tmp_path: Path, several: bool, change: float, dtype: torch.dtype) -> None:
+    tensors = embedding_and_head(change, dtype)
+    if several:
+        write_sharded(tmp_path, tensors, {"embed.weight": "a.safetensors", "head.weight": "b.safetensors"})
+    else:
+        write(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"head\.weight and embed\.weight .* differ; set tie_word_embeddings"):
+        load_weights(tied_layers(), SafetensorsSource(Checkpoint.open(tmp_path)))
+
+
+def test_one_file_next_to_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    write_sharded(tmp_path, tensors, dict.fromkeys(tensors, "part.safetensors"))
+    write(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors, and .* of other files \(part\.safetensors\)"):
+        Network().load(tmp_path)
+
+
+def test_index_of_the_one_file_is_read(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    write_sharded(tmp_path, tensors, dict.fromkeys(tensors, "model.safetensors"))
+    assert torch.equal(Network().load(tmp_path).embedding.weight, tensors["embed.weight"])

@@ -206,7 +206,6 @@ def test_each_model_accepts_only_its_own_architecture(architecture: str) -> None
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ("llama", {"rope_parameters": "yarn"}, "'yarn'"),
         ("qwen3", {"num_experts": 8}, "num_experts"),
-        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ],
 )
 def test_refusals_name_the_reason(architecture: str, changes: Any, said: str) -> None:

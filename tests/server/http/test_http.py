@@ -310,7 +310,7 @@ def test_a_disconnect_aborts_all_choices(server: Any, stream: bool) -> None:
 
 
 def test_api_key_is_required_except_for_health(serve_fake: Serve) -> None:
-    with serve_fake(api_key="sécret") as server, server.client() as http:
+    with serve_fake(api_key=("sécret",)) as server, server.client() as http:
         assert http.get("/health").status_code == 200
         for path in ("/v1/models", "/metrics", "/nothing"):
             assert refusal(http.get(path), 401)["code"] == "invalid_api_key"

@@ -53,7 +53,7 @@ def test_every_parameter_reaches_sampling_params() -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"min_p": 2.0}, "min_p"),
         ({"presence_penalty": 3.0}, "presence_penalty"),
         ({"frequency_penalty": -3.0}, "frequency_penalty"),

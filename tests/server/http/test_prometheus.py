@@ -51,6 +51,8 @@ def test_engine_statistics_are_exported() -> None:
         generation_tokens=60,
         steps=7,
         seconds=(("wait", 1.5),),
+        kernels_compiled=8,
+        graphs_captured=9,
     )
     found = samples(board(), stats)
     expected = {
@@ -68,6 +70,8 @@ def test_engine_statistics_are_exported() -> None:
         ("engine_generation_tokens_total", ""): 60,
         ("engine_steps_total", ""): 7,
         ("engine_phase_seconds_total", "wait"): 1.5,
+        ("engine_kernels_compiled_total", ""): 8,
+        ("engine_graphs_captured_total", ""): 9,
     }
     assert {key: found[key] for key in expected} == expected
 

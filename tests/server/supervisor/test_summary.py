@@ -60,5 +60,9 @@ def test_curl_command_is_valid_shell_without_secrets(fake_config: Callable[..., 
     words = shlex.split(curl(fake_config(), "http://h:1"))
     assert words[:2] == ["curl", "http://h:1/v1/completions"]
     assert json.loads(words[-1])["model"] == "tiny"
-    assert "secret" not in curl(fake_config(api_key="secret"), "http://h:1")
-    assert "Authorization: Bearer $API_KEY" in curl(fake_config(api_key="secret"), "http://h:1")
+    assert "secret" not in curl(fake_config(api_key=("secret",)), "http://h:1")
+    assert "Authorization: Bearer $API_KEY" in curl(fake_config(api_key=("secret",)), "http://h:1")
+
+
+def test_curl_reaches_a_unix_domain_socket(fake_config: Callable[..., EngineConfig]) -> None:
+    assert curl(fake_config(), "unix:/tmp/a b").startswith("curl --unix-socket '/tmp/a b' http://localhost/v1/")

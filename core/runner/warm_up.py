@@ -1,0 +1,27 @@
+"""Warm-up: runs once, before the server listens, what a step with prompts launches outside of CUDA graphs."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.core.models.base import Model
+from engine.core.sampling.sampler import Sampler
+
+MAX_KERNEL_ROWS = 16
+"""Up to this number of rows the LM head has kernels of its own, chosen by number of rows."""
+
+
+@torch.inference_mode()
+def warm_up_sampling(model: Model, sampler: Sampler, hidden: torch.Tensor) -> None:
+    """Compute logits and sample from them, for every number of rows that may have kernels of its own.
+
+    A step with prompts samples for as many sequences as complete their prompts in it, so any of these numbers can be
+    the first that a server sees. hidden: [at least 1 row, hidden_size], zeros.
+    """
+    for rows in range(1, min(MAX_KERNEL_ROWS + 1, len(hidden)) + 1):
+        logits = model.logits(hidden[:rows])
+        padding = torch.full((rows,), sampler.table.padding_row, device=logits.device)
+        for values in (logits, logits.float()):  # logits processors return float32
+            sampler.greedy_path.choose(values, None)
+            if sampler.draw_path.capturable:
+                sampler.draw_path.draw_unprocessed(values, padding)

@@ -1,0 +1,194 @@
+"""What an architecture does with each key of a config.json: compute with the key, accept few values, or ignore the key.
+
+transformers defines the keys. tests/plugins/models/test_config_keys.py compares these tables with all the keys that
+transformers' classes have and read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from engine.core.layers import refuses_rope
+
+CORE = frozenset({"architectures", "dtype", "eos_token_id", "model_type", "quantization_config", "torch_dtype"})
+"""Read by core, for any architecture."""
+
+DECODER = frozenset(
+    {
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "layer_types",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "original_max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window",
+        "tie_word_embeddings",
+        "vocab_size",
+    }
+)
+"""Read for every decoder."""
+
+NULLABLE = frozenset(
+    {
+        "architectures",
+        "dtype",
+        "eos_token_id",
+        "head_dim",
+        "layer_types",
+        "num_key_value_heads",
+        "original_max_position_embeddings",
+        "quantization_config",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "sliding_window",
+        "torch_dtype",
+    }
+)
+"""Keys for which null has a meaning; `rope_theta` only next to a table that has one."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention_chunk_size": (None,),
+    "is_causal": (True,),
+    "kv_sharing_modes": (None,),
+    "n_routed_experts": (None, 0),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "partial_rotary_factor": (None, 1.0),
+    "per_layer_config": (None, {}),
+}
+"""Keys that change what transformers computes -> the values that do not."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # training, and the initial values of weights
+        "attention_dropout",
+        "initializer_range",
+        "pretraining_tp",
+        # how transformers runs and returns results
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "tie_last_hidden_states",
+        "use_cache",
+        # tokens that the tokenizer has, too; the row of a padding token is as stored
+        "bos_token_id",
+        "pad_token_id",
+        # other heads than the language model's, and other networks than decoders
+        "add_cross_attention",
+        "id2label",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "problem_type",
+        # where the file comes from
+        "auto_map",
+        "name_or_path",
+        "tokenizer_class",
+        "transformers.js_config",
+        "transformers_version",
+    }
+)
+"""Keys that do not change logits."""
+
+ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "factor",
+            "mscale",
+            "mscale_all_dim",
+            "original_max_position_embeddings",
+            "truncate",
+        }
+    ),
+}
+"""Rope type -> keys of the table of rope parameters that are read, next to those of every type."""
+EVERY_ROPE_TYPE = frozenset({"partial_rotary_factor", "rope_theta", "rope_type", "type"})
+
+MAX_SHOWN = 60
+"""Characters of a value in a refusal."""
+
+
+@frozen(kw_only=True)
+class ConfigKeys:
+    """The keys of config.json that one architecture knows."""
+
+    read: frozenset[str] = DECODER | CORE
+    """Keys that the architecture computes with."""
+    nullable: frozenset[str] = NULLABLE
+    """Those of `read` that may be null."""
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+    """Keys that the architecture accepts with these values only."""
+    without_effect: frozenset[str] = WITHOUT_EFFECT
+
+    def reading(self, *keys: str) -> ConfigKeys:
+        """This table, and more keys that are read."""
+        return evolve(self, read=self.read.union(keys))
+
+    @property
+    def known(self) -> frozenset[str]:
+        """All keys."""
+        return self.read | self.neutral.keys() | self.without_effect
+
+    def refuses(self, config: Mapping[str, Any]) -> str | None:
+        """Return a refusal, naming a key, its value and what would work. None: all values can be computed."""
+        for key, accepted in self.neutral.items():
+            if key in config and config[key] not in accepted:
+                return _not_computed(key, config[key], accepted)
+        for key in sorted(self.read - self.nullable):
+            if key in config and config[key] is None:
+                return f"config.json has {key}: null, which says nothing; give a value, or leave the key out"
+        return refuses_rope(config) or _refuses_rope_table(config)
+
+    def unknown(self, config: Mapping[str, Any]) -> Sequence[str]:
+        """Keys of a config.json that nothing is computed with, sorted; those of its rope parameters too."""
+        found = {key for key in config if key not in self.known and not key.startswith("_")}
+        for name in ("rope_scaling", "rope_parameters"):
+            table = config.get(name)
+            if table:
+                known = EVERY_ROPE_TYPE | ROPE_KEYS[str(table.get("rope_type") or table.get("type") or "default")]
+                found |= {f"{name}.{key}" for key in table if key not in known and table[key] is not None}
+                break  # the other table is not read
+        return sorted(found)
+
+
+def _not_computed(key: str, value: Any, accepted: tuple[Any, ...]) -> str:
+    choices = " or ".join(json.dumps(one) for one in accepted)
+    text = json.dumps(value)
+    return (
+        f"config.json has {key}: {text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...'}, which this"
+        f" architecture does not compute; use a checkpoint that has {choices} there, or lacks the key"
+    )
+
+
+def _refuses_rope_table(config: Mapping[str, Any]) -> str | None:
+    """Refuses what is null or partial in the rope parameters."""
+    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if table.get("partial_rotary_factor") not in NEUTRAL["partial_rotary_factor"]:
+        return _not_computed("partial_rotary_factor", table["partial_rotary_factor"], NEUTRAL["partial_rotary_factor"])
+    if "rope_type" in table and table["rope_type"] is None:
+        return "config.json has rope_type: null; give default, or the type that the model was trained with"
+    theta = table["rope_theta"] if "rope_theta" in table else config.get("rope_theta", ...)
+    if theta is None:
+        return "config.json has rope_theta: null; give the number that the model was trained with"
+    return None

@@ -1,0 +1,195 @@
+"""Loads a server for a long time with random lengths while a third of the clients hang up, and fits what grows.
+
+    python scripts/stress/soak.py [--seconds 3600] [--clients 32] [--seed 0] [--json FILE] [--plot FILE.png]
+        [-- FLAGS OF engine serve]
+
+Starts `engine serve` with these flags (none: the demo model). Every --every seconds, the resident memory, descriptors
+and threads of each process and the KV blocks by state are written down. At the end the clients leave, and no block may
+stay used. A line is fitted to the memory of each process after --warm-up of the time. Exit status 1 when a slope is
+above --slope, descriptors or threads of the last tenth exceed those of the tenth after the warm-up, a stream hung, or
+the server stopped answering. The picture needs matplotlib (extra `plot`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from processes import usage
+from serving import Load, Server
+from wire import UsageError, metrics, until, used_blocks
+
+MIB = 2**20
+SPARE = 2
+"""Descriptors or threads that a process may have more of at the end: those of a client that is just connecting."""
+
+Sample = dict[str, Any]
+"""time: seconds since the start; processes: role -> Usage as a dict; blocks: state -> number; running, waiting."""
+
+
+def sample(server: Server, begin: float) -> Sample:
+    """What the server uses now. Raises UsageError when /metrics does not come."""
+    values = metrics(server.target)
+    states = {"used": 0.0, "cached": 0.0, "free": 0.0}
+    for name, value in values.items():
+        for state in states:
+            if name.startswith("engine_kv_blocks{") and f'state="{state}"' in name:
+                states[state] += value
+    found = ((one.role, usage(one.pid)) for one in server.processes())
+    return {
+        "time": time.monotonic() - begin,
+        "processes": {role: used.row() for role, used in found if used is not None},
+        "blocks": states,
+        "running": _sum(values, "engine_num_requests_running"),
+        "waiting": _sum(values, "engine_num_requests_waiting"),
+    }
+
+
+def _sum(values: dict[str, float], name: str) -> float:
+    return sum(value for key, value in values.items() if key.partition("{")[0] == name)
+
+
+def slopes(samples: Sequence[Sample], warm_up: float) -> dict[str, float]:
+    """Role -> growth of its resident memory after the warm-up, bytes per hour; of roles present all the time."""
+    late = [one for one in samples if one["time"] >= warm_up * samples[-1]["time"]]
+    if len(late) < 3:
+        raise UsageError("there are too few samples for a slope; give more --seconds or fewer seconds to --every")
+    roles = set.intersection(*(set(one["processes"]) for one in late))
+    times = [one["time"] / 3600 for one in late]
+    fitted = {}
+    for role in sorted(roles):
+        sizes = [one["processes"][role]["rss"] for one in late]
+        fitted[role] = statistics.linear_regression(times, sizes).slope
+    return fitted
+
+
+def faults(samples: Sequence[Sample], warm_up: float, most: float) -> list[str]:
+    """What grew. most: MiB per hour that a process's memory may grow by."""
+    found = []
+    for role, slope in slopes(samples, warm_up).items():
+        if slope / MIB > most:
+            found.append(f"the memory of the {role} grows by {slope / MIB:.1f} MiB per hour (--slope {most:g})")
+    late = [one for one in samples if one["time"] >= warm_up * samples[-1]["time"]]
+    tenth = max(1, len(late) // 10)
+    for what in ("descriptors", "threads"):
+        for role in late[-1]["processes"]:
+            first, last = (
+                [one["processes"][role][what] for one in part if role in one["processes"]]
+                for part in (late[:tenth], late[-tenth:])
+            )
+            if not first:
+                found.append(f"the {role} was not there at first: a process was replaced")
+            elif max(last) > max(first) + SPARE:
+                found.append(f"the {what} of the {role} rose from {max(first)} to {max(last)}")
+    return found
+
+
+def draw(path: Path, samples: Sequence[Sample], title: str) -> None:
+    """Draw memory, descriptors, threads and blocks over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 10.0), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    minutes = [one["time"] / 60 for one in samples]
+    roles = sorted({role for one in samples for role in one["processes"]})
+    panels = figure.subplots(4, 1, sharex=True)
+    for axes, what, unit in zip(panels, ("rss", "descriptors", "threads"), (MIB, 1, 1), strict=False):
+        for role in roles:
+            values = [one["processes"].get(role, {}).get(what, float("nan")) / unit for one in samples]
+            axes.plot(minutes, values, label=role)
+        axes.set_ylabel("resident memory, MiB" if what == "rss" else what)
+    for state in ("used", "cached", "free"):
+        panels[3].plot(minutes, [one["blocks"][state] for one in samples], label=state)
+    panels[3].set_ylabel("KV blocks")
+    panels[3].set_xlabel("minutes")
+    for axes in panels:
+        axes.set_ylim(bottom=0)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, format="png", dpi=110)
+
+
+def soak(server: Server, options: argparse.Namespace) -> tuple[list[Sample], dict[str, Any], list[str]]:
+    """Load the server; the samples, what became of the streams, and what went wrong."""
+    longest = min(options.longest, server.target.max_len - 1)
+    lengths = (max(1, longest * 3 // 4), max(1, longest // 4))
+    load = Load(
+        server.target, options.clients, seed=options.seed, hang_up=1 / 3, lengths=lengths, patience=options.patience
+    )
+    begin, samples, failures = time.monotonic(), [], []
+    try:
+        while (now := time.monotonic()) < begin + options.seconds:
+            samples.append(sample(server, begin))
+            time.sleep(max(0.0, options.every - (time.monotonic() - now)))
+    except UsageError as error:
+        failures.append(f"the server stopped answering after {time.monotonic() - begin:.0f} s: {error}")
+    if not load.stop():
+        failures.append("clients did not end")
+    counts = load.count()
+    for kind in ("hung", "ended", "refused"):
+        if counts[kind]:
+            failures.append(f"{counts[kind]} streams {kind}")
+    if not failures and not until(lambda: used_blocks(server.target) == 0, 20):
+        failures.append(f"{used_blocks(server.target):g} KV blocks stay used after all clients have left")
+    return samples, dict(counts), failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two samples")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--longest", type=int, default=2000, help="most tokens of a request, within the context")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm-up", type=float, default=0.3, help="share of the time that the slope leaves out")
+    parser.add_argument("--slope", type=float, default=8.0, help="most growth of a process's memory, MiB per hour")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds after which a stream counts as hung")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("flags", nargs="*", help="after --: flags of engine serve")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as directory:
+        try:
+            server = Server(options.flags, Path(directory))
+            try:
+                samples, counts, failures = soak(server, options)
+            finally:
+                server.stop()
+            failures += [f"left behind: {left}" for left in server.remains()]
+            fitted = slopes(samples, options.warm_up)
+            failures += faults(samples, options.warm_up, options.slope)
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    first, last = samples[0]["processes"], samples[-1]["processes"]
+    for role, used in last.items():
+        before = first.get(role, used)
+        sizes = f"{before['rss'] / MIB:.0f} to {used['rss'] / MIB:.0f} MiB, {fitted.get(role, 0) / MIB:+.1f} MiB/h"
+        print(f"{role:12} {sizes}; {used['descriptors']} descriptors, {used['threads']} threads")
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    written = {
+        "settings": {key: value for key, value in vars(options).items() if key not in ("json", "plot")},
+        "streams": counts,
+        "slopes_mib_per_hour": {role: slope / MIB for role, slope in fitted.items()},
+        "failures": failures,
+        "samples": samples,
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(written) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        title = f"{options.clients} clients for {options.seconds / 60:.0f} minutes, a third of them hanging up"
+        draw(options.plot, samples, title)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Gives each response a request ID and writes each request to the access log."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.server.front_end import access_log
+
+REQUEST_ID = b"x-request-id"
+_USABLE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+"""A client's own request ID; another is replaced, since it ends up in headers and logs."""
+
+
+class RequestLog:
+    """Middleware around the whole application; it sees every response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._log = access_log.is_on()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; the ID is the client's, else that of the completion, else a new one."""
+        start = time.monotonic()
+        given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+        request_id = given if _USABLE_ID.fullmatch(given) else b""
+        status = access_log.CLIENT_LEFT
+
+        async def send_message(message: Message) -> None:
+            nonlocal request_id, status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = message["headers"]
+                if not request_id:
+                    own = (value for name, value in headers if name == REQUEST_ID)
+                    request_id = next(own, b"") or access_log.new_request_id()
+                others = [header for header in headers if header[0] != REQUEST_ID]
+                message = {**message, "headers": [*others, (REQUEST_ID, request_id)]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_message)
+        finally:
+            if self._log:
+                client = scope.get("client")
+                access_log.write(
+                    access_log.Access(
+                        client=f"{client[0]}:{client[1]}" if client else "",
+                        method=scope["method"],
+                        target=access_log.target(scope["raw_path"], scope["query_string"]),
+                        status=status,
+                        seconds=time.monotonic() - start,
+                        request_id=(request_id or access_log.new_request_id()).decode(),
+                        key=scope["state"].get("key"),
+                    )
+                )

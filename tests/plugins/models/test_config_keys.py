@@ -1,0 +1,270 @@
+"""Every key of config.json that transformers has: the same logits, or a refusal; an unknown key is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.core.errors import CheckpointError
+from engine.core.weights.checkpoint import Checkpoint
+from engine.plugins.models.config_keys import EVERY_ROPE_TYPE, ROPE_KEYS
+from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.llama import Llama
+from engine.plugins.models.mistral import Mistral
+from engine.plugins.models.qwen2 import Qwen2
+from engine.plugins.models.qwen3 import Qwen3
+from engine.testing.checkpoints import TINY, make_checkpoint
+from engine.testing.model_bench import ModelBench
+
+MODELS: dict[str, type[Decoder]] = {"llama": Llama, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3}
+ALL = tuple(MODELS)
+WITH_TYPES = ("mistral", "qwen2", "qwen3")
+QWEN = ("qwen2", "qwen3")
+PROMPT = torch.randint(0, TINY["vocab_size"], (64,), generator=torch.Generator().manual_seed(7)).tolist()
+CHUNKS = (40, 1, 1, 22)
+WINDOW = 12
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+ABSENT = ...
+WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **parameters}}
+
+
+EQUAL: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (ALL, {"is_causal": True}),
+    (ALL, {"model_type": ABSENT}),
+    (ALL, {"architectures": None}),
+    (ALL, {"hidden_act": "swish"}),
+    (ALL, {"hidden_act": ABSENT}),
+    (ALL, {"tie_word_embeddings": ABSENT}),
+    (ALL, {"attention_dropout": 0.5, "initializer_range": 0.5, "pretraining_tp": 2, "use_cache": False}),
+    (ALL, {"pad_token_id": 3, "chunk_size_feed_forward": 8, "output_hidden_states": True}),
+    (ALL, {"is_encoder_decoder": True, "is_decoder": True, "add_cross_attention": True}),
+    (ALL, {"per_layer_config": {}, "attention_chunk_size": None, "num_experts": 0}),
+    (ALL, {"partial_rotary_factor": 1.0}),
+    (ALL, {"rope_theta": 5000.0}),
+    (ALL, {"rope_parameters": ABSENT, "rope_theta": 5000.0}),
+    (ALL, {"rope_parameters": None, "rope_scaling": None}),
+    (ALL, rope(factor=8.0)),
+    (ALL, rope(rope_type="linear", factor=4.0)),
+    (ALL, rope(rope_type="yarn", factor=None, original_max_position_embeddings=64)),
+    (ALL, rope(rope_type="yarn", factor=4.0, mscale=1.0, original_max_position_embeddings=64)),
+    (ALL, rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    (ALL, {"attn_logit_softcapping": 30.0, "logit_scale": 0.5}),
+    (ALL, {"layer_types": [FULL, FULL]}),
+    (ALL, {"layer_types": ["attention", "attention"]}),
+    (("llama",), {"sliding_window": 512}),
+    (("llama",), {"sliding_window": None}),
+    (("mistral",), {"sliding_window": ABSENT}),
+    (("mistral",), {"sliding_window": None}),
+    (("mistral",), {"layer_types": None}),
+    (("mistral",), {"layer_types": [SLIDING, SLIDING]}),
+    (("mistral",), {"layer_types": [FULL, SLIDING]}),
+    (QWEN, WINDOWS),
+    (QWEN, {**WINDOWS, "layer_types": ABSENT}),
+    (QWEN, {**WINDOWS, "layer_types": [SLIDING, FULL]}),
+    (QWEN, {**WINDOWS, "layer_types": ABSENT, "use_sliding_window": False}),
+    (QWEN, {**WINDOWS, "layer_types": ABSENT, "sliding_window": None}),
+    (QWEN, {**WINDOWS, "layer_types": ABSENT, "sliding_window": ABSENT}),
+]
+"""Architectures, and changes of config.json that both read the same way. Mistral starts from a window, as released."""
+
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (ALL, {"is_causal": False}, "is_causal: false"),
+    (ALL, {"architectures": "Llama"}, 'architectures: "Llama"'),
+    (ALL, {"model_type": "gemma"}, "model_type 'gemma'"),
+    (ALL, {"hidden_act": "gelu"}, "'gelu'"),
+    (ALL, {"hidden_act": None}, "None"),
+    (ALL, {"tie_word_embeddings": None}, "tie_word_embeddings: null"),
+    (ALL, {"attention_chunk_size": 16}, "attention_chunk_size: 16"),
+    (ALL, {"per_layer_config": {"0": {"sliding_window": 8}}}, "per_layer_config"),
+    (ALL, {"kv_sharing_modes": ["reuse", "own"]}, "kv_sharing_modes"),
+    (ALL, {"num_local_experts": 4}, "num_local_experts: 4"),
+    (ALL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+    (ALL, rope(partial_rotary_factor=0.5), "partial_rotary_factor: 0.5"),
+    (ALL, rope(rope_theta=None), "rope_theta: null"),
+    (ALL, {"rope_parameters": ABSENT, "rope_theta": None}, "rope_theta: null"),
+    (ALL, rope(rope_type=None), "rope_type: null"),
+    (ALL, rope(rope_type="linear"), "'factor'"),
+    (ALL, rope(rope_type="dynamic", factor=2.0), "'dynamic'"),
+    (ALL, {"layer_types": [CHUNKED, CHUNKED]}, "chunked_attention"),
+    (ALL, {"layer_types": [FULL, CHUNKED]}, "chunked_attention"),
+    (ALL, {"layer_types": [FULL]}, "each of 2 layers"),
+    (ALL, {"layer_types": FULL}, "each of 2 layers"),
+    (("llama",), {"layer_types": [FULL, SLIDING]}, "full attention in all layers"),
+    (("llama",), {"sliding_window": WINDOW}, "sliding_window: 12"),
+    (("llama",), {"mlp_bias": None}, "mlp_bias: null"),
+    (("llama", "qwen3"), {"attention_bias": None}, "attention_bias: null"),
+    (("mistral",), {"layer_types": [FULL, SLIDING], "sliding_window": None}, "sliding_window is null"),
+    (QWEN, {"layer_types": [FULL, SLIDING]}, "use_sliding_window or sliding_window is not set"),
+    (QWEN, {**WINDOWS, "layer_types": [CHUNKED, FULL]}, "chunked_attention"),
+    (QWEN, {"use_sliding_window": None}, "use_sliding_window: null"),
+    (QWEN, {"max_window_layers": None}, "max_window_layers: null"),
+]
+
+
+def cases(table: list[Any]) -> list[Any]:
+    found = []
+    for architectures, changes, *rest in table:
+        for architecture in architectures:
+            name = " ".join(f"{key}={value}" for key, value in changes.items()).replace("Ellipsis", "absent")
+            found.append(pytest.param(architecture, changes, *rest, id=f"{architecture} {name}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One tiny checkpoint per architecture."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    extra = {"mistral": {"sliding_window": WINDOW}}
+    return {name: make_checkpoint(root / name, name, **extra.get(name, {})) for name in ALL}
+
+
+def changed(directory: Path, target: Path, changes: dict[str, Any]) -> Path:
+    """A checkpoint of the same weights, and a config.json with changes."""
+    target.mkdir()
+    for file in directory.glob("*.safetensors"):
+        (target / file.name).symlink_to(file)
+    config = {**json.loads((directory / "config.json").read_text()), **changes}
+    config = {key: value for key, value in config.items() if value is not ABSENT}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@torch.inference_mode()
+def reference(directory: Path, model_type: str) -> torch.Tensor:
+    """Logits of transformers' model, through its cache, in the chunks that the engine computes."""
+    if "model_type" not in json.loads((directory / "config.json").read_text()):
+        directory = changed(directory, directory / "named", {"model_type": model_type})
+    library: Any = transformers  # without types
+    model = library.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    cache = library.DynamicCache(config=model.config)
+    parts, start = [], 0
+    for count in CHUNKS:
+        tokens = torch.tensor([PROMPT[start : start + count]])
+        parts.append(model(tokens, past_key_values=cache, use_cache=True).logits[0])
+        start += count
+    return torch.cat(parts)
+
+
+def chosen(directory: Path) -> type[Decoder]:
+    """The one architecture that accepts a config.json. Raises CheckpointError, with all refusals, if none does."""
+    config = Checkpoint.open(directory).config
+    refusals = {name: model.refuses(config) for name, model in MODELS.items()}
+    accepting = [name for name, refusal in refusals.items() if refusal is None]
+    if not accepting:
+        raise CheckpointError("; ".join(str(refusal) for refusal in refusals.values()))
+    assert len(accepting) == 1
+    return MODELS[accepting[0]]
+
+
+@pytest.mark.parametrize(("architecture", "changes"), cases(EQUAL))
+def test_logits_equal_transformers_with_a_key_changed(
+    checkpoints: dict[str, Path], tmp_path: Path, architecture: str, changes: dict[str, Any]
+) -> None:
+    directory = changed(checkpoints[architecture], tmp_path / "model", changes)
+    found = ModelBench(chosen(directory), directory, [PROMPT]).prompt_logits(0, CHUNKS)
+    expected = reference(directory, architecture)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize(("architecture", "changes", "said"), cases(REFUSED))
+def test_value_that_is_not_computed_is_refused_by_name(
+    checkpoints: dict[str, Path], tmp_path: Path, architecture: str, changes: dict[str, Any], said: str
+) -> None:
+    directory = changed(checkpoints[architecture], tmp_path / "model", changes)
+    with pytest.raises(CheckpointError) as caught:
+        chosen(directory).spec(Checkpoint.open(directory).config)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_tied_embeddings_next_to_another_head_are_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, architecture: str
+) -> None:
+    directory = changed(checkpoints[architecture], tmp_path / "model", {"tie_word_embeddings": True})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight .* differ"):
+        ModelBench(chosen(directory), directory, [PROMPT])
+
+
+def keys_of(config: Any, *sources: Any) -> set[str]:
+    """Keys that a config class of transformers has, and those that these modules read from it."""
+    names = {one.name for one in dataclasses.fields(config)} | {name for name in vars(config()) if name[0] != "_"}
+    read: set[str] = set()
+    for source in sources:
+        text = inspect.getsource(source)
+        read |= set(re.findall(r"\bconfig\.(\w+)\b(?!\()", text))
+        read |= set(re.findall(r"getattr\(\s*(?:self\.)?\w*config,\s*[\"'](\w+)", text))
+    return names | {name for name in read if name[0] != "_"}
+
+
+NOT_KEYS = {"default_theta", "json", "number_of_conv_states"}
+"""A class attribute, the name of the file in a comment, and a size of layers that are no attention."""
+
+
+def walked(architecture: str, config: Any = None) -> set[str]:
+    """Keys that transformers' implementation of an architecture has and reads, masks and cache included."""
+    from transformers import cache_utils, masking_utils, modeling_rope_utils
+
+    model = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    config = config or type(transformers.AutoConfig.for_model(architecture))
+    shared = (
+        masking_utils.create_causal_mask,
+        masking_utils.create_sliding_window_causal_mask,
+        cache_utils.get_layer_types_and_kwargs,
+        cache_utils.DynamicCache,
+        modeling_rope_utils,
+    )
+    return keys_of(config, inspect.getmodule(config), model, *shared) - NOT_KEYS
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_every_key_of_transformers_is_known(architecture: str) -> None:
+    unknown = walked(architecture) - MODELS[architecture].keys.known
+    assert not unknown, f"say in plugins/models/config_keys.py what {architecture} does with {sorted(unknown)}"
+
+
+def test_walk_notices_a_new_key() -> None:
+    class Next(transformers.LlamaConfig):
+        attention_sinks: int = 4
+
+    assert walked("llama", Next) - Llama.keys.known == {"attention_sinks"}
+
+
+def test_every_key_of_the_rope_table_is_known() -> None:
+    from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
+
+    for kind, keys in ROPE_KEYS.items():
+        source = inspect.getsource(getattr(RotaryEmbeddingConfigMixin, f"_validate_{kind}_rope_parameters"))
+        tables = re.findall(r"_keys = (\{.*?\})", source, re.DOTALL)
+        stored = {key for table in tables for key in re.findall(r"\"(\w+)\"", table)}
+        assert {"rope_type", "rope_theta"} <= stored
+        assert stored <= keys | EVERY_ROPE_TYPE, kind
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_unknown_keys_are_named(architecture: str) -> None:
+    config = {
+        "model_type": architecture,
+        "hidden_size": 64,
+        "logit_scale": 0.5,
+        "_attn_implementation": "sdpa",
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "mrope_section": [2, 2], "beta_fast": None},
+    }
+    assert MODELS[architecture].unknown_keys(config) == ["logit_scale", "rope_parameters.mrope_section"]
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_no_key_is_unknown_in_what_transformers_writes(checkpoints: dict[str, Path], architecture: str) -> None:
+    assert MODELS[architecture].unknown_keys(Checkpoint.open(checkpoints[architecture]).config) == []

@@ -1,0 +1,99 @@
+"""Request IDs of all responses, and the access log of a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import httpx
+import pytest
+
+Serve = Callable[..., AbstractContextManager[Any]]
+
+COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+
+
+def malformed(server: Any) -> bytes:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"garbage\r\n\r\n")
+        return connection.recv(65536)
+
+
+def test_each_response_has_a_request_id(serve_fake: Serve) -> None:
+    with serve_fake() as server, server.client() as http:
+        answered = http.post("/v1/completions", json=COMPLETION)
+        assert answered.headers["x-request-id"] == answered.json()["id"]
+        stream = http.post("/v1/completions", json=COMPLETION | {"stream": True})
+        assert stream.headers["x-request-id"] in stream.text
+        for response in (http.get("/nowhere"), http.post("/v1/completions", json={}), http.get("/health")):
+            assert re.fullmatch("req-[0-9a-f]{32}", response.headers["x-request-id"])
+        assert re.search(rb"\r\nx-request-id: req-[0-9a-f]{32}\r\n", malformed(server))
+
+
+@pytest.mark.parametrize("body", [COMPLETION, COMPLETION | {"stream": True}, {}])
+def test_a_clients_own_request_id_is_taken_over(serve_fake: Serve, body: dict[str, Any]) -> None:
+    with serve_fake() as server, server.client() as http:
+        for given in ("a", "trace:01-0af7651916cd43dd/b7ad+x=", "x" * 128):
+            response = http.post("/v1/completions", json=body, headers={"x-request-id": given})
+            assert response.headers.get_list("x-request-id") == [given]
+        for unusable in ("", "x" * 129, "a b", 'a"', "é".encode()):
+            response = http.post("/v1/completions", json=body, headers={"x-request-id": unusable})
+            (replaced,) = response.headers.get_list("x-request-id")
+            assert re.fullmatch("(req|cmpl)-[0-9a-f]{32}", replaced)
+
+
+def test_the_access_log_is_off_unless_it_is_asked_for(serve_fake: Serve) -> None:
+    with serve_fake() as server, server.client() as http:
+        http.get("/health")
+        malformed(server)
+        assert server.stop() == 0
+        assert server.errors == ""
+
+
+def test_the_access_log_has_one_line_per_request(serve_fake: Serve) -> None:
+    with serve_fake(access_log="line") as server, server.client() as http:
+        http.post("/v1/completions?q=1", json=COMPLETION | {"stream": True}, headers={"x-request-id": "mine"})
+        http.get('/no"where')
+        http.get("/" + "x" * 10_000)
+        malformed(server)
+        server.until(lambda: len(server.errors.splitlines()) == 4)
+        entries = server.errors.splitlines()
+        (answered,) = (entry for entry in entries if entry.endswith(" mine"))
+        (missing,) = (entry for entry in entries if "where" in entry)
+        (long,) = (entry for entry in entries if "xxx" in entry)
+        (garbage,) = (entry for entry in entries if '" " 400' in entry)
+        time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} access: "
+        assert re.fullmatch(time + r'127\.0\.0\.1:\d+ "POST /v1/completions\?q=1" 200 \d+\.\d{3} s mine', answered)
+        assert '"GET /no%22where" 404' in missing
+        assert len(long) < 400
+        assert re.search(r" 400 0\.000 s req-[0-9a-f]{32}$", garbage)
+
+
+def test_the_access_log_as_json_counts_clients_that_left(serve_fake: Serve) -> None:
+    with serve_fake(access_log="json", options={"delay": 0.01}) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=COMPLETION | {"max_tokens": 250}, timeout=0.3)
+        server.until(lambda: bool(server.errors))
+        entry = json.loads(server.errors)
+        assert set(entry) == {"time", "client", "method", "target", "status", "seconds", "request_id", "key"}
+        assert (entry["method"], entry["target"], entry["status"]) == ("POST", "/v1/completions", 499)
+        assert 0.2 < entry["seconds"] < 10
+
+
+def test_the_log_level_decides_what_is_logged(serve_fake: Serve) -> None:
+    shutdown = {"options": {"delay": 0.01}, "shutdown_timeout": 10}
+    for level, logged in (("warning", True), ("error", False)):
+        with serve_fake(log_level=level, **shutdown) as server, server.client() as http:
+            body = COMPLETION | {"max_tokens": 100, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                server.process.terminate()
+                list(lines)
+            assert server.process.wait(10) == 0
+            assert ("shutting down: waiting" in server.errors) is logged
