@@ -180,7 +180,7 @@ def connect(url: str) -> socket.socket:
 
 
 def head(method: str, path: str, length: int) -> bytes:
-    return f"{method} {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {length}\r\n\r\n".encode()
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
 @define

@@ -192,7 +192,7 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
     next_stats = 0.0
     while True:
         idle: Health | None = None
-        if not engine.has_work and not pending:
+        if not (engine.has_work or pending or routes.behind):
             channel.wait(IDLE_CHECK_MS)
             idle = engine.check()
             if not idle.ok:
@@ -226,7 +226,7 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
         if now >= next_stats or not engine.has_work:
             next_stats = now + STATS_INTERVAL
             stats = engine.stats()
-            if stats == sent_stats and not outputs:
+            if stats == sent_stats and not outputs and not routes.behind:
                 continue
             sent_stats = stats
         for peer, grouped in routes.group(outputs, stats):

@@ -23,10 +23,9 @@ class PackedLogprobs(msgspec.Struct, frozen=True, array_like=True):
     slices: tuple[bytes, ...]
 
 
-def pack(number: int, entries: Sequence[TokenLogprobs]) -> PackedLogprobs:
-    """Encode the entries of a request's prompt."""
-    slices = (encode(entries[start : start + SLICE]) for start in range(0, len(entries), SLICE))
-    return PackedLogprobs(number, tuple(slices))
+def pack(entries: Sequence[TokenLogprobs]) -> Iterator[bytes]:
+    """Encode the entries, a slice at a time."""
+    return (encode(entries[start : start + SLICE]) for start in range(0, len(entries), SLICE))
 
 
 def unpack(slices: Iterable[bytes]) -> Iterator[TokenLogprobs]:

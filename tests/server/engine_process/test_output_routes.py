@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import pytest
+
 from engine.core.types import EngineStats, Output, RequestTimes, TokenLogprobs
+from engine.server.engine_process import output_routes
 from engine.server.engine_process.output_routes import OutputRoutes
 from engine.server.shared.messages import Outputs
-from engine.server.shared.packed_logprobs import unpack
+from engine.server.shared.packed_logprobs import SLICE, unpack
 
 A, B = b"0.1", b"1.2"
 
@@ -59,6 +62,28 @@ def test_log_probabilities_of_a_prompt_are_sent_in_slices() -> None:
     assert len(packed.slices) == 3
     assert tuple(unpack(packed.slices)) == entries
     assert dict(routes.group([Output(request="x", tokens=(2,))], None)) == {A: Outputs([7], [1], [2], [])}
+
+
+def test_outputs_wait_for_the_log_probabilities_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_routes, "PACK_SECONDS", -1.0)  # one slice per call
+    routes = make_routes()
+    for number, name in enumerate(("x", "y", "z", "gone")):
+        routes.add(A, number, [name])
+    send_first_outputs(routes, "z")
+    entries = tuple(TokenLogprobs(token=token, logprob=-1.0, rank=1) for token in range(2 * SLICE))
+    first = [Output(request=name, tokens=(1,), prompt_logprobs=entries) for name in ("gone", "x")]
+    messages = list(routes.group([*first, Output(request="z", tokens=(7,))], None))
+    assert messages == [(A, Outputs([2], [1], [7], []))]  # the others go on
+    assert list(routes.remove(A, [3])) == ["gone"]
+    last = Output(request="x", tokens=(2,), finish_reason="length")
+    assert list(routes.group([last], None)) == []
+    assert routes.behind
+    while routes.behind:
+        messages = list(routes.group([], None))
+    ((_, message),) = messages
+    assert message.full == [(0, Output(request="x", tokens=(1,))), (0, last)]
+    assert [packed.number for packed in message.prompt_logprobs] == [0]
+    assert list(routes.remove(A, [0, 1])) == ["y"]
 
 
 def test_statistics_are_sent_to_all_front_ends() -> None:
