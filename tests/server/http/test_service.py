@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from engine.core.config import EngineConfig
-from engine.core.types import CacheInfo, SamplingParams
+from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import Message
 from engine.server.http.service import LONG_TOKEN_CHARS, THREAD_CHARS, Service
@@ -23,7 +23,6 @@ class CountingTokenizer:
 
     def __init__(self) -> None:
         self.chars = 0
-        self.threads = 0
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.chars += len(text)
@@ -43,18 +42,8 @@ def tokenizer() -> CountingTokenizer:
 
 @pytest.fixture
 def service(tokenizer: CountingTokenizer, fake_config: Callable[..., EngineConfig]) -> Service:
-    cache = CacheInfo(
-        num_blocks=1,
-        block_size=16,
-        weights_bytes=0,
-        activation_bytes=0,
-        kv_bytes=0,
-        budget_bytes=0,
-        device="no device",
-        dtype="float32",
-    )
     started = Started(
-        cache=cache, choices=(), max_len=MAX_LEN, vocab_size=1, default_params=SamplingParams(), seconds=0.0
+        cache=cast("Any", None), choices=(), max_len=MAX_LEN, vocab_size=1, default_params=SamplingParams(), seconds=0.0
     )
     return Service(fake_config(), cast("Any", None), cast("Any", tokenizer), started, 0)
 
