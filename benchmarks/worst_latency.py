@@ -260,7 +260,7 @@ def request(url: str, case: Case, body: bytes) -> str:
 
 
 def peak_memory(pid: int) -> float:
-    """The highest resident memory of the front ends and the engine processes so far, MB."""
+    """The highest resident memory of the server's processes so far, MB."""
     peaks = [
         int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text())[0])
         for _, process in processes(pid)

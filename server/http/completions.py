@@ -50,6 +50,8 @@ async def _respond(service: Service, body: CompletionBody) -> SendResponse:
     name = f"cmpl-{uuid.uuid4().hex}"
     tokens = [prompt.tokens for prompt in prompts]
     requests = service.requests(name, tokens, params, body)
+    if len(requests) > 1:
+        await asyncio.sleep(0)  # streams get their turn before many prompts are sent
     return _CompletionJob(service, body, name, requests, prompts).response()
 
 
