@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,8 @@ WEIGHTS = "4- or 8-bit weights: rtn, gptq, awq"
 EIGHT = "8-bit weights and activations: fp8, int8"
 TEXT = "text"
 FILES = "files"
+REPORT_SECONDS = 10.0
+"""Longest time without a line, as long as windows are shorter."""
 
 
 def quantize(
@@ -190,7 +193,10 @@ def quantize(
 
 
 class Lines(Progress):
-    """Prints a line on standard error for each step."""
+    """Prints a line on standard error for each step, and every REPORT_SECONDS within a long one."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
 
     def resumed(self, done: int, total: int) -> None:
         self.phase(f"continuing after layer {done} of {total}")
@@ -204,6 +210,11 @@ class Lines(Progress):
 
     def phase(self, text: str) -> None:
         typer.echo(text, err=True)
+        self._last = time.monotonic()
+
+    def within(self, text: str, done: int, total: int) -> None:
+        if done < total and time.monotonic() - self._last >= REPORT_SECONDS:
+            self.phase(f"{text}: {done} of {total} windows ({done / total:.0%})")
 
 
 def print_report(report: Report, output: Path) -> None:

@@ -23,7 +23,7 @@ def exports(
     def getattribute(name: str) -> Any:
         if name in homes:
             return getattr(import_module(f"{package}.{homes[name]}"), name)
-        if name in _modules(package):
+        if not name.startswith("_") and name in _modules(package):
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 

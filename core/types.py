@@ -101,6 +101,21 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _of_type(kind: type, what: str) -> Any:
+    """An attrs validator: an instance of `kind`, called `what` in the refusal."""
+
+    def check(_: Any, attribute: Any, value: Any) -> None:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise InvalidRequestError(f"{attribute.name} must be {what}, not {shortened(value)}", attribute.name)
+
+    return check
+
+
+def _prompt(value: Any) -> Any:
+    """An attrs converter: a list becomes a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _top_k(value: Any) -> Any:
     """An attrs converter: -1 is the name of "all" in other engines."""
     return 0 if isinstance(value, int) and value == -1 else value
@@ -169,16 +184,19 @@ class SamplingParams:
 
 @frozen(kw_only=True)
 class Request:
-    """One prompt to generate from."""
+    """One prompt to generate from.
 
-    id: str
-    prompt: tuple[int, ...]
-    params: SamplingParams = SamplingParams()
-    priority: int = 0
+    Raises InvalidRequestError, with `parameter` set, for a value of a wrong type.
+    """
+
+    id: str = field(validator=_of_type(str, "a string"))
+    prompt: tuple[int, ...] = field(converter=_prompt, validator=_of_type(tuple, "a tuple of token ids"))
+    params: SamplingParams = field(default=SamplingParams(), validator=_of_type(SamplingParams, "SamplingParams(...)"))
+    priority: int = field(default=0, validator=_of_type(int, "a whole number"))
     """Lower is more urgent, for policies that have priorities."""
     arrival: float = 0.0
     """time.monotonic() at arrival, seconds."""
-    salt: str = ""
+    salt: str = field(default="", validator=_of_type(str, "a string"))
     """Requests share prefix cache entries only if their salts are equal."""
 
 

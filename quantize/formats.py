@@ -113,7 +113,6 @@ class Packed(Format):
 
     method: type[QuantMethod[Any]]
     """The quantization method that reads the format."""
-    least_zero = 0
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -128,7 +127,6 @@ class Packed(Format):
             bits=settings.bits,
             symmetric=settings.symmetric,
             scale_dtype=self.scale_dtype,
-            least_zero=self.least_zero,
         )
 
     @abstractmethod
@@ -147,18 +145,22 @@ class Packed(Format):
 
 
 class GptqFormat(Packed):
-    """GPTQ's format, version 1."""
+    """GPTQ's format: version 1, which all programs read, and version 2 for zero points that differ.
+
+    Version 1 stores zero points less one. Programs differ in what a stored -1 is, so GPTQModel refuses asymmetric
+    checkpoints of version 1, unless GPTQModel itself wrote them (`is_quantized_by_v2` of its QuantizeConfig).
+    """
 
     method = Gptq
-    least_zero = 1
 
     def encode(self, weight: QuantizedWeight) -> Tensors:
         bits, zeros = self.settings.bits, _zeros(weight)
+        stored = zeros - 1 if self.settings.symmetric else zeros
         inputs = weight.values.shape[1]
         side_by_side = torch.arange(inputs) // (inputs if self.settings.group_size == -1 else self.settings.group_size)
         return {
             "qweight": pack(weight.values.T, bits, 0),
-            "qzeros": pack(zeros - 1, bits, 1),
+            "qzeros": pack(stored, bits, 1),
             "scales": weight.scales,
             "g_idx": side_by_side.to(torch.int32) if weight.group_of is None else weight.group_of,
         }
@@ -174,7 +176,7 @@ class GptqFormat(Packed):
             "desc_act": settings.act_order == "group" and settings.group_size > 0,
             "sym": settings.symmetric,
             "lm_head": False,
-            "checkpoint_format": "gptq",
+            "checkpoint_format": "gptq" if settings.symmetric else "gptq_v2",
             "pack_dtype": "int32",
             **({"damp_percent": settings.damp} if settings.method == "gptq" else {}),
             **({"dynamic": left} if left else {}),

@@ -24,8 +24,6 @@ class Grid:
     symmetric: bool
     scale_dtype: torch.dtype
     """Scales are rounded to this dtype before values are quantized, so that storing them loses nothing."""
-    least_zero: int = 0
-    """Smallest zero point. 1 for formats that store the zero point minus one, since some readers do not wrap around."""
 
     @property
     def top(self) -> int:
@@ -42,7 +40,7 @@ class Grid:
             return scale, torch.full_like(scale, 2 ** (self.bits - 1))
         low, high = low.clamp_max(0), high.clamp_min(0)
         scale = self._stored((high - low) / self.top)
-        return scale, (-low / scale).round_().clamp_(self.least_zero, self.top)
+        return scale, (-low / scale).round_().clamp_(0, self.top)
 
     def encode(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         """The nearest quantized values, in float32."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.core.errors import ConfigError
-from engine.core.weights import INDEX, PICKLES, SINGLE, StoredTensor, TensorFile
+from engine.core.weights import INDEX, PICKLES, SINGLE, TensorFile
 from engine.quantize.report import REPORT, LayerReport
 
 WORK = ".engine-quantize"
@@ -147,13 +146,7 @@ class Output:
         for number in range(layers):
             with safe_open(self._layer(number), framework="pt", device="cpu") as file:
                 for name, stored in TensorFile(self._layer(number)).tensors.items():
-                    yield name, nbytes(stored), partial(file.get_tensor, name)
-
-
-def nbytes(stored: StoredTensor) -> int:
-    """Read one tensor of a file."""
-    itemsize: int = getattr(torch, stored.dtype).itemsize
-    return math.prod(stored.shape) * itemsize
+                    yield name, stored.nbytes, partial(file.get_tensor, name)
 
 
 def _plan(tensors: Iterator[tuple[str, int, Read]], most: int) -> list[tuple[list[str], int]]:
@@ -168,9 +161,13 @@ def _plan(tensors: Iterator[tuple[str, int, Read]], most: int) -> list[tuple[lis
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file atomically."""
+    """Write a safetensors file atomically, with the permissions of any new file."""
     new = path.with_name(path.name + ".part")
+    new.unlink(missing_ok=True)
+    new.touch()
+    mode = new.stat().st_mode
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new, metadata)
+    new.chmod(mode)  # the library makes files that only their owner can read
     _keep(new, path)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -13,7 +14,9 @@ from engine.core.errors import ConfigError
 from engine.core.types import SamplingParams
 
 AT_ONCE = 8
-"""Windows per call of the engine."""
+"""Maximum windows per call of the engine."""
+QUICK = 2.0
+"""Seconds of a call after which the next one has more windows. Longer calls would hold up reports of progress."""
 
 
 @frozen(kw_only=True)
@@ -62,8 +65,15 @@ def check_windows(context: int, stride: int, max_len: int) -> None:
         raise ConfigError(f"--context {context} does not fit the model's {max_len}; use {max_len - 1}")
 
 
-def measure(engine: Engine, tokens: Sequence[int], *, context: int = 1024, stride: int = 512) -> Perplexity:
-    """Perplexity of `tokens` under the engine's model.
+def measure(
+    engine: Engine,
+    tokens: Sequence[int],
+    *,
+    context: int = 1024,
+    stride: int = 512,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """Perplexity of `tokens` under the engine's model. on_progress: called with scored windows, and all of them.
 
     Raises ConfigError for fewer than two tokens, or windows that do not fit into the engine's context.
     """
@@ -73,23 +83,37 @@ def measure(engine: Engine, tokens: Sequence[int], *, context: int = 1024, strid
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     every = list(windows(len(tokens), context, stride))
     total = 0.0
-    for first in range(0, len(every), AT_ONCE):
-        some = every[first : first + AT_ONCE]
+    finished, at_once = 0, 1
+    while finished < len(every):
+        began = time.perf_counter()
+        some = every[finished : finished + at_once]
         done = engine.generate([list(tokens[begin:end]) for begin, end, _ in some], params)
         for (begin, _, scored), completion in zip(some, done, strict=True):
             assert completion.prompt_logprobs is not None
             # The first entry belongs to the window's second token.
             total -= sum(one.logprob for one in completion.prompt_logprobs[scored - begin - 1 :])
+        finished += len(some)
+        if on_progress is not None:
+            on_progress(finished, len(every))
+        if time.perf_counter() - began < QUICK:
+            at_once = min(2 * at_once, AT_ONCE)
     return Perplexity(loss=total / (len(tokens) - 1), tokens=len(tokens) - 1, context=context, stride=stride)
 
 
 def perplexity(
-    model: str | Path, text: str, *, context: int = 1024, stride: int = 512, **settings: object
+    model: str | Path,
+    text: str,
+    *,
+    context: int = 1024,
+    stride: int = 512,
+    on_progress: Callable[[int, int], None] | None = None,
+    **settings: object,
 ) -> Perplexity:
-    """Perplexity of a checkpoint, in a new engine. settings: keyword arguments of Engine (executor__device="cpu").
+    """Perplexity of a checkpoint, in a new engine. on_progress: as in `measure`.
 
-    Raises what Engine and `measure` raise.
+    settings: keyword arguments of Engine (executor__device="cpu"). Raises what Engine and `measure` raise.
     """
     chosen = {"scheduler__max_running": AT_ONCE, "executor__graphs": "off", **settings}
     with Engine(str(model), **chosen) as engine:  # type: ignore[arg-type]
-        return measure(engine, engine.tokenizer.encode(text, add_special_tokens=False), context=context, stride=stride)
+        tokens = engine.tokenizer.encode(text, add_special_tokens=False)
+        return measure(engine, tokens, context=context, stride=stride, on_progress=on_progress)

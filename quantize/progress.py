@@ -19,3 +19,6 @@ class Progress:
 
     def phase(self, text: str) -> None:
         """Another phase starts."""
+
+    def within(self, text: str, done: int, total: int) -> None:
+        """The phase that `text` names has finished `done` of `total` parts. Called after each part."""

@@ -19,7 +19,7 @@ from engine.quantize.calibration import Calibration, no_calibration
 from engine.quantize.calibration_model import CalibrationModel
 from engine.quantize.formats import make_format
 from engine.quantize.layer import LayerQuantizer
-from engine.quantize.output import Output, nbytes
+from engine.quantize.output import Output
 from engine.quantize.perplexity import Perplexity, check_windows, perplexity
 from engine.quantize.progress import Progress
 from engine.quantize.report import LayerReport, Report
@@ -107,7 +107,7 @@ def quantize(
             **source.checkpoint.config,
             "quantization_config": make_format(settings, source.dtype).config(blueprint.unquantized),
         }
-        others = {name: (nbytes(source.stored(name)), partial(source.read, name)) for name in blueprint.others}
+        others = {name: (source.stored(name).nbytes, partial(source.read, name)) for name in blueprint.others}
         size = target.finish(others, total, config, source.checkpoint.path, shard_bytes)
         before = after = None
         if held_out is not None:
@@ -145,8 +145,16 @@ def _one(
 
 
 def _perplexity(path: Path, held_out: HeldOut, device: str, progress: Progress) -> Perplexity:
-    progress.phase(f"perplexity of {path}")
-    return perplexity(path, held_out.text, context=held_out.context, stride=held_out.stride, executor__device=device)
+    phase = f"perplexity of {path}"
+    progress.phase(phase)
+    return perplexity(
+        path,
+        held_out.text,
+        context=held_out.context,
+        stride=held_out.stride,
+        on_progress=partial(progress.within, phase),
+        executor__device=device,
+    )
 
 
 def _identity(source: Source, settings: Settings, calibration: Calibration | None) -> dict[str, Any]:

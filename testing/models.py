@@ -181,6 +181,8 @@ class ModelConformance:
         config = Checkpoint.open(self.checkpoint(tmp_path)).config
         refusal = self.model.refuses(config)
         assert refusal is None, f"{self.model.__name__} refuses its own config.json: {refusal}"
+        unknown = self.model.unknown_keys({**config, "a key of nobody's": 1})
+        assert all(isinstance(key, str) for key in unknown), f"unknown_keys() answers {unknown!r}, not names of keys"
         refusal = self.model.refuses({**config, "architectures": ["NobodysForCausalLM"], "model_type": "nobody-s"})
         assert isinstance(refusal, str), f"refuses() answers {refusal!r} to an architecture that it cannot know"
         assert refusal, "refuses() answers with an empty string"

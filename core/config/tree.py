@@ -284,6 +284,39 @@ class ServerConfig:
     health_interval: float = setting(
         60.0, "Idle seconds after which the engine computes one token as a self-check; 0: only on demand."
     )
+    front_end_timeout: float = setting(
+        30.0, "Seconds without an iteration of a front end's event loop before the supervisor replaces the front end."
+    )
+    max_connections: int = setting(
+        8192,
+        "Maximum client connections per front end, fewer if the limit of open files (ulimit -n) is too low. A further"
+        " one closes the connection that has been idle longest, or gets 503.",
+        flag="--max-connections",
+    )
+    keep_alive_timeout: float = setting(
+        60.0,
+        "Seconds until a connection without a request is closed.",
+        flag="--keep-alive-timeout",
+        aliases=("timeout_keep_alive",),
+    )
+    header_timeout: float = setting(
+        30.0, "Seconds from the first byte of a request to the end of its headers; then 408."
+    )
+    body_timeout: float = setting(120.0, "Seconds from the end of the headers to the end of the body; then 408.")
+    write_timeout: float = setting(
+        60.0, "Seconds in which a client reads nothing of what waits for it before its request is aborted."
+    )
+    request_timeout: float = setting(
+        0.0,
+        "Seconds from the end of the headers to the end of the response; then 504. 0: no limit.",
+        flag="--request-timeout",
+    )
+    max_header_bytes: int = setting(
+        64 * 2**10,
+        "Maximum size of a request's URL and headers, and of a chunked body's trailers and extensions, bytes.",
+        aliases=("h11_max_incomplete_event_size",),
+    )
+    max_headers: int = setting(100, "Maximum headers of a request.", aliases=("h11_max_header_count",))
     access_log: str = setting(
         "off",
         "One entry per request on standard error, for people or as JSON.",

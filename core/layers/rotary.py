@@ -124,7 +124,7 @@ def _yarn(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> 
     """YaRN (arXiv:2309.00071): the same interpolation with its bounds in dimensions, and sharper attention."""
     original = _read(parameters, "original_max_position_embeddings", int, least=1)
     longest = _read(parameters, "max_position_embeddings", int, original)
-    factor = _read(parameters, "factor", float, longest / original, least=1)
+    factor = _read(parameters, "factor", float, longest / original if "factor" in parameters else None, least=1)
     size = 2 * len(powers)
 
     def dimension(turns: float) -> float:

@@ -68,8 +68,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0),
     "partial_rotary_factor": (None, 1.0),
     "per_layer_config": (None, {}),
+    "rope_interleaved": (None, False),
+    "use_mrope": (None, False),
 }
-"""Keys that change what transformers computes -> the values that do not."""
+"""Keys that change what transformers, or the program that a checkpoint was made for, computes -> values that do not."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -97,10 +99,13 @@ WITHOUT_EFFECT = frozenset(
         "problem_type",
         # where the file comes from
         "auto_map",
+        "is_llama_config",
         "name_or_path",
         "tokenizer_class",
         "transformers.js_config",
         "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
     }
 )
 """Keys that do not change logits."""
@@ -186,7 +191,7 @@ def _refuses_rope_table(config: Mapping[str, Any]) -> str | None:
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if table.get("partial_rotary_factor") not in NEUTRAL["partial_rotary_factor"]:
         return _not_computed("partial_rotary_factor", table["partial_rotary_factor"], NEUTRAL["partial_rotary_factor"])
-    if "rope_type" in table and table["rope_type"] is None:
+    if table.get("rope_type", table.get("type", "default")) is None:
         return "config.json has rope_type: null; give default, or the type that the model was trained with"
     theta = table["rope_theta"] if "rope_theta" in table else config.get("rope_theta", ...)
     if theta is None:

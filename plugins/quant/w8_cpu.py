@@ -48,4 +48,4 @@ class IntegerKernel(W8Kernel):
         return y.to(x.dtype).view(*x.shape[:-1], weights["weight"].shape[0])
 
     def describe(self) -> str:
-        return "int8 products with a scale per token" if self.form.activations == "token" else "int8 products"
+        return f"int8 products, activations quantized {self.activation_scales}"

@@ -128,8 +128,7 @@ class W8GpuKernel(W8Kernel):
     def describe(self) -> str:
         if not self._quantizes:
             return f"W8A16 by Triton kernels, above {WEIGHT_ONLY_MAX_ROWS} rows by dequantized weights and cuBLAS"
-        scales = "per token" if self.form.activations == "token" else "by a stored scale"
-        return f"W8A16 up to {W8A16_MAX_ROWS} rows, above W8A8 with activations quantized {scales}"
+        return f"W8A16 up to {W8A16_MAX_ROWS} rows, above W8A8 with activations quantized {self.activation_scales}"
 
     def slow(self) -> str | None:
         return "activations are float32; use --dtype bfloat16" if self.spec.dtype == "float32" else None

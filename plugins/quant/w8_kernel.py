@@ -188,6 +188,17 @@ class W8Kernel(LinearKernel):
         """The dtype of activations."""
         return torch_dtype(self.spec.dtype)
 
+    @property
+    def activation_scales(self) -> str:
+        """What shares a scale of activations, for the log.
+
+        A rank computes the scales from the inputs that it has. The scale of a whole row would take an all-reduce of
+        maxima before each row-parallel GEMM, and is coarser.
+        """
+        if self.form.activations != TOKEN:
+            return "by a stored scale"
+        return "per token and rank" if self.spec.parallel == "row" and self.spec.ranks > 1 else "per token"
+
     @abstractmethod
     def describe(self) -> str:
         """How the layer computes, for the log."""

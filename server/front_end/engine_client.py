@@ -206,9 +206,9 @@ class EngineClient:
                     asyncio.get_running_loop().call_soon(self._send_aborts)
                 self._aborted.setdefault(entry.replica, []).append(number)
 
-    def fail(self, error: ApiError) -> None:
-        """End all open requests with this error and abort them in the engine."""
-        self._fail({entry.group for entry in self._open.values()}, error)
+    def fail(self, error: ApiError, group: RequestGroup | None = None) -> None:
+        """End all open requests, or those of `group`, with this error and abort them in the engine."""
+        self._fail({entry.group for entry in self._open.values()} if group is None else {group}, error)
 
     def mark_down(self, down: EngineDown) -> None:
         """Fail every group with a request on a replica whose engine process has exited."""

@@ -18,14 +18,15 @@ from pathlib import Path
 import uvicorn
 
 from engine.core.config import ModelConfig
-from engine.core.errors import EngineError
+from engine.core.errors import ConfigError, EngineError
 from engine.core.text import Tokenizer
 from engine.server.front_end import access_log
-from engine.server.front_end.connections import ConnectionReceiver
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.errors import ApiError
+from engine.server.front_end.receiver import ConnectionReceiver, connection_capacity
 from engine.server.http.app import make_app
 from engine.server.http.service import Service
+from engine.server.shared.descriptors import descriptor_limit
 from engine.server.shared.limits_table import LimitsTable, has_limits
 from engine.server.shared.messages import (
     LIMITS_FILE,
@@ -41,7 +42,7 @@ from engine.server.shared.messages import (
     Started,
     SupervisorToFrontEnd,
 )
-from engine.server.shared.metrics_table import MetricsTable
+from engine.server.shared.metrics_table import HEARTBEAT_INTERVAL, MetricsTable
 from engine.server.shared.supervisor_link import SupervisorLink
 from engine.server.shared.tls import tls_context
 
@@ -92,6 +93,7 @@ class _FrontEnd:
             loop.call_soon_threadsafe(self._messages.put_nowait, message)
 
         self._supervisor.listen(receive, self._launch.directory)
+        self._beat()
         try:
             tokenizer = await asyncio.to_thread(open_tokenizer, self._config.model)
         except EngineError as error:
@@ -101,9 +103,17 @@ class _FrontEnd:
             started = await self._wait_for_engines()
             if started is not None:
                 await self._serve(Service(self._config, self._client, tokenizer, started, self._launch.created))
+        except ConfigError as error:
+            self._supervisor.send(Failed(str(error)))
+            return 1
         finally:
             self._client.close()
         return 0
+
+    def _beat(self) -> None:
+        """Record that the event loop runs, for the supervisor; schedules its next call."""
+        self._client.metrics.beat()
+        asyncio.get_running_loop().call_later(HEARTBEAT_INTERVAL, self._beat)
 
     async def _wait_for_engines(self) -> Started | None:
         """Wait until each replica has started once; one replica's message, or None if Shutdown comes first."""
@@ -124,7 +134,16 @@ class _FrontEnd:
                 self._client.mark_down(event)
 
     async def _serve(self, service: Service) -> None:
-        """Answer HTTP until Shutdown."""
+        """Answer HTTP until Shutdown. Raises ConfigError when there are too few file descriptors."""
+        capacity = connection_capacity(self._config.server)
+        if self._launch.row == 0 and capacity < self._config.server.max_connections:
+            log.warning(
+                "each front end accepts at most %d connections rather than %d (server.max_connections), because the "
+                "limit of open files (ulimit -n) is %d; raise that limit, or lower the setting",
+                capacity,
+                self._config.server.max_connections,
+                descriptor_limit(),
+            )
         server = _Uvicorn(
             uvicorn.Config(
                 make_app(service, self._launch.api_keys, self._limits_table()),
@@ -132,18 +151,21 @@ class _FrontEnd:
                 ws="none",
                 log_level=self._config.server.log_level,
                 access_log=False,
-                timeout_keep_alive=60,
                 timeout_graceful_shutdown=1,
             )
         )
         http = asyncio.ensure_future(server.serve(sockets=[]))
         while not server.started:
             await asyncio.sleep(0)
-        tls = tls_context(self._config.server)
-        receiver = ConnectionReceiver(server, self._client.metrics.count_closed_connection, self._channel, tls)
-        self._channel.setblocking(False)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._channel, receiver.receive)
+        receiver = ConnectionReceiver(
+            server,
+            self._config.server,
+            self._client.metrics,
+            self._channel,
+            capacity,
+            tls_context(self._config.server),
+        )
+        receiver.start()
         gc.collect()
         gc.freeze()  # objects made at start-up live on; later collections need not scan them
         self._supervisor.send(Ready())
@@ -156,7 +178,7 @@ class _FrontEnd:
                     draining = asyncio.create_task(self._drain(service))
                 case Shutdown():
                     break
-        loop.remove_reader(self._channel)
+        receiver.stop()
         if draining is not None:
             draining.cancel()
         server.should_exit = True

@@ -18,6 +18,7 @@ from engine.server.http.access import AccessControl
 from engine.server.http.errors import error_response
 from engine.server.http.limits import RequestLimits
 from engine.server.http.request_log import RequestLog
+from engine.server.http.request_timeout import RequestTimeout
 from engine.server.http.service import Service
 from engine.server.shared.api_keys import ApiKeys
 from engine.server.shared.limits_table import LimitsTable
@@ -32,6 +33,8 @@ def make_app(service: Service, api_keys: Sequence[str], table: LimitsTable | Non
     for module in (completions, chat, tokenize, status):
         app.include_router(module.routes(service))
     limits = RequestLimits(service.limits, table)
+    if service.limits.request_timeout:
+        app.add_middleware(RequestTimeout, seconds=service.limits.request_timeout)
     app.add_middleware(AccessControl, service=service, keys=ApiKeys(api_keys), limits=limits)
 
     @app.exception_handler(ApiError)

@@ -148,6 +148,11 @@ class Generation:
                 self._feed(event, deltas.setdefault(choice, Delta(choice)))
         return list(deltas.values())
 
+    def fail(self, error: ApiError) -> None:
+        """End the choices still running with `error`."""
+        if self._group is not None:
+            self._client.fail(error, self._group)
+
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener`, which must not raise, whenever there are outputs for `events`."""
         assert self._group is not None

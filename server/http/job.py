@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
+from starlette.types import Scope
 
 from engine.core.types import Request
 from engine.server.http.generation import SLICE_SECONDS, Delta, EventStream, Generation, Templates, Usage
 from engine.server.http.params import num_choices
 from engine.server.http.request_bodies import Body
+from engine.server.http.request_timeout import enforce_deadline
 from engine.server.http.responses import SendResponse, answer, sse_event, stream
 from engine.server.http.service import Service
 
@@ -93,10 +95,10 @@ class Job(ABC, Generic[BodyT]):
         usage = {"usage": None} if self._include_usage else {}
         return sse_event(self._head(self.chunk_object_name) | {"choices": [choice]} | usage)
 
-    async def _whole(self) -> list[bytes]:
+    async def _whole(self, scope: Scope) -> list[bytes]:
         """The body of a response that is not streamed, in pieces."""
         turn = Turn()
-        with self._generation() as generation:
+        with self._generation() as generation, enforce_deadline(scope, generation):
             while generation.running:
                 for delta in await generation.next():
                     for _ in self._add(delta):

@@ -80,6 +80,13 @@ class PrometheusExporter(Collector):
         )
         yield from engines.by_phase()
         metrics = self._metrics.total()
+        yield GaugeMetricFamily("engine_connections", "Open client connections.", value=metrics.connections)
+        dropped = CounterMetricFamily(
+            "engine_connections_dropped", "Connections that the server closed early, by reason.", labels=["reason"]
+        )
+        for drop_reason, count in sorted(metrics.dropped.items()):
+            dropped.add_metric([drop_reason], count)
+        yield dropped
         finished = CounterMetricFamily(
             "engine_requests_finished", "Finished requests by finish reason.", labels=["finish_reason"]
         )

@@ -15,6 +15,7 @@ from engine.server.front_end.connections import Connection
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import error_response
 from engine.server.http.generation import EventStream
+from engine.server.http.request_timeout import enforce_deadline
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +56,12 @@ def prepared(prepare: Callable[[], Awaitable[SendResponse]]) -> CancellableRespo
     return CancellableResponse(send_response)
 
 
-def answer(body: Callable[[], Awaitable[Sequence[bytes]]], headers: Mapping[str, str]) -> SendResponse:
+def answer(body: Callable[[Scope], Awaitable[Sequence[bytes]]], headers: Mapping[str, str]) -> SendResponse:
     """Sends a JSON response of the pieces that `body` returns, or with the ApiError that `body` raises."""
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            pieces = await body()
+            pieces = await body(scope)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
@@ -86,7 +87,7 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> SendResponse:
         last = DONE
         started = False
         try:
-            with events.generation:
+            with events.generation, enforce_deadline(scope, events.generation):
                 await writer.first()
                 await send({"type": "http.response.start", "status": 200, "headers": raw})
                 started = True

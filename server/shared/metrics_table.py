@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 from engine.core.types import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, RequestTimes
 
@@ -19,6 +20,20 @@ LONG_BOUNDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 1
 """Upper bounds of histogram buckets, seconds."""
 
 FINISH_REASONS = (FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_ERROR)
+
+DropReason = Literal["lost", "refused", "evicted", "invalid", "header_timeout", "body_timeout", "write_timeout"]
+"""Why a front end drops a connection.
+
+lost: no file descriptor was left to receive it; refused: server.max_connections were open; evicted: it was idle, and
+another needed its place; invalid: the request is not HTTP or exceeds a limit of its head; the others: server's settings
+of these names.
+"""
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+
+HEARTBEAT_INTERVAL = 0.5
+"""Seconds between two heartbeats of a front end."""
+OPEN_REQUESTS, CLOSED_CONNECTIONS, CONNECTIONS, HEARTBEATS, NUM_SINGLE = range(5)
+"""Cells of a row that hold one number, and their number."""
 
 
 class Histogram:
@@ -55,7 +70,7 @@ class FrontEndMetrics:
     The engine's own numbers come as EngineStats from the engine processes.
     """
 
-    SIZE = 2 + len(FINISH_REASONS) + 3 * (len(LONG_BOUNDS) + 2) + len(SHORT_BOUNDS) + 2
+    SIZE = NUM_SINGLE + len(FINISH_REASONS) + len(DROP_REASONS) + 3 * (len(LONG_BOUNDS) + 2) + len(SHORT_BOUNDS) + 2
     """Numbers in a row, without `loads`, which adds one per replica."""
 
     def __init__(self, cells: memoryview[float]) -> None:
@@ -63,7 +78,11 @@ class FrontEndMetrics:
         self._cells = cells
         self.loads = cells[self.SIZE :]
         """This front end's load on each replica, tokens (server/front_end/routing.py)."""
-        at = 2 + len(FINISH_REASONS)
+        at = NUM_SINGLE
+        self._finished = cells[at : at + len(FINISH_REASONS)]
+        at += len(FINISH_REASONS)
+        self._dropped = cells[at : at + len(DROP_REASONS)]
+        at += len(DROP_REASONS)
         histograms = []
         for bounds in (LONG_BOUNDS, LONG_BOUNDS, LONG_BOUNDS, SHORT_BOUNDS):
             histograms.append(Histogram(bounds, cells[at : at + len(bounds) + 2]))
@@ -73,29 +92,56 @@ class FrontEndMetrics:
     @property
     def open_requests(self) -> int:
         """Number of requests sent to the engine that have not ended."""
-        return int(self._cells[0])
+        return int(self._cells[OPEN_REQUESTS])
 
     @open_requests.setter
     def open_requests(self, count: int) -> None:
-        self._cells[0] = count
+        self._cells[OPEN_REQUESTS] = count
+
+    @property
+    def connections(self) -> int:
+        """Number of open client connections."""
+        return int(self._cells[CONNECTIONS])
+
+    @connections.setter
+    def connections(self, count: int) -> None:
+        self._cells[CONNECTIONS] = count
 
     @property
     def closed_connections(self) -> int:
         """Number of client connections that have ended."""
-        return int(self._cells[1])
+        return int(self._cells[CLOSED_CONNECTIONS])
 
-    def count_closed_connection(self) -> None:
-        """Count a client connection that has ended."""
-        self._cells[1] += 1
+    def count_closed_connections(self, count: int = 1) -> None:
+        """Count client connections that have ended."""
+        self._cells[CLOSED_CONNECTIONS] += count
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Number of dropped connections by reason."""
+        return {reason: int(count) for reason, count in zip(DROP_REASONS, self._dropped, strict=True)}
+
+    def count_dropped(self, reason: DropReason, count: int = 1) -> None:
+        """Count dropped connections."""
+        self._dropped[DROP_REASONS.index(reason)] += count
+
+    @property
+    def heartbeats(self) -> float:
+        """Number of heartbeats: changes every `HEARTBEAT_INTERVAL` while the front end's event loop runs."""
+        return self._cells[HEARTBEATS]
+
+    def beat(self) -> None:
+        """Record that the event loop runs."""
+        self._cells[HEARTBEATS] += 1
 
     @property
     def finished(self) -> dict[str, int]:
         """Number of ended requests by finish reason."""
-        return {reason: int(self._cells[2 + index]) for index, reason in enumerate(FINISH_REASONS)}
+        return {reason: int(count) for reason, count in zip(FINISH_REASONS, self._finished, strict=True)}
 
     def count_finished(self, reason: str, count: int = 1) -> None:
         """Count ended requests; reason: one of FINISH_REASONS."""
-        self._cells[2 + FINISH_REASONS.index(reason)] += count
+        self._finished[FINISH_REASONS.index(reason)] += count
 
     def observe_tokens(self, seconds: float, count: int, first: bool) -> None:
         """Observe `count` tokens of a request that came `seconds` after its previous ones; first: after its arrival."""
@@ -112,7 +158,8 @@ class FrontEndMetrics:
             self.queue_time.observe(max(0.0, times.scheduled - times.arrival))
 
     def abort_open_requests(self) -> None:
-        """Count the open requests as aborted and clear the loads; for the row of a front end that has exited."""
+        """Count the open requests as aborted, and clear the gauges; for the row of a front end that has exited."""
+        self.connections = 0
         self.count_finished(FINISH_ABORT, self.open_requests)
         self.open_requests = 0
         for replica in range(len(self.loads)):

@@ -30,7 +30,8 @@ from engine.server.shared.messages import (
     Started,
     SupervisorToFrontEnd,
 )
-from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
+from engine.server.shared.metrics_table import HEARTBEAT_INTERVAL, FrontEndMetrics, MetricsTable
+from engine.server.shared.throttled_log import ThrottledWarning
 from engine.server.supervisor.child import Child
 
 RESTART_INTERVAL = 1.0
@@ -39,6 +40,12 @@ DRAIN_GRACE = 5.0
 """Seconds beyond server.shutdown_timeout in which a front end must report that it is drained."""
 RETRY = 0.005
 """Seconds until a connection is offered again when no front end could take it."""
+ACCEPT_RETRY = 0.1
+"""Seconds until the next attempt to accept when the supervisor or the system has no file descriptor left."""
+LATE = 2.0
+"""Seconds without a heartbeat after which a front end gets no connection while another one has a heartbeat."""
+START_TIMEOUT = 300.0
+"""Minimum seconds in which a starting front end must show its first heartbeat."""
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +61,8 @@ class _Slot:
     """Socket over which connections are passed; None while the front end cannot take any."""
     passed_connections: int = 0
     """Connections passed to the front ends of this slot so far."""
+    silent: float = 0.0
+    """Seconds without a heartbeat."""
     ready: asyncio.Event = field(factory=asyncio.Event)
     drained: asyncio.Event = field(factory=asyncio.Event)
 
@@ -125,12 +134,15 @@ class FrontEnds:
         the first process to wake takes as many as it can.
         """
         loop = asyncio.get_running_loop()
+        failed = ThrottledWarning(log, "failed attempts to accept a connection: %d (%s)")
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # no more file descriptors, or the client has disconnected already
-                log.warning("a connection could not be accepted: %s", error)
-                await asyncio.sleep(RETRY)
+            except ConnectionError:  # the client has disconnected already
+                continue
+            except OSError as error:  # no file descriptor or memory is left; the connection waits in the backlog
+                failed.count(1, error)
+                await asyncio.sleep(ACCEPT_RETRY)
                 continue
             with connection:
                 while not self._pass_on(connection):
@@ -176,7 +188,7 @@ class FrontEnds:
 
     def _pass_on(self, connection: socket.socket) -> bool:
         """Pass a connection to a front end; False: none could take it."""
-        for slot in sorted(self._slots, key=lambda slot: slot.open_connections):
+        for slot in sorted(self._slots, key=lambda slot: (slot.silent >= LATE, slot.open_connections)):
             if slot.channel is not None:
                 try:
                     socket.send_fds(slot.channel, [b"c"], [connection.fileno()])
@@ -191,13 +203,35 @@ class FrontEnds:
         """Run the front ends of a slot, one after another. Raises EngineError when the first cannot start."""
         while True:
             started = time.monotonic()
-            reason = await self._run_process(slot)
+            try:
+                reason = await self._run_process(slot)
+            except OSError as error:  # no resources for a process, perhaps for a moment
+                reason = f"a front end could not be started: {error}"
             if self.stopped:
                 return
             if not slot.ready.is_set():
                 raise EngineError(reason)
             log.error("%s; its requests are lost, and a new front end replaces it", reason)
             await asyncio.sleep(started + RESTART_INTERVAL - time.monotonic())
+
+    async def _watch(self, slot: _Slot, child: Child[FrontEndToSupervisor]) -> str:
+        """Kill a front end whose event loop has not run for server.front_end_timeout; why, as a sentence.
+
+        Counts intervals in which this process ran, rather than the time: a machine or a terminal that stops the whole
+        server must not look like a front end that hangs.
+        """
+        last = slot.metrics.heartbeats
+        slot.silent = 0.0
+        timeout = max(START_TIMEOUT, self._config.server.front_end_timeout)
+        while slot.silent < timeout:
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+            slot.silent += HEARTBEAT_INTERVAL
+            if slot.metrics.heartbeats != last:
+                last = slot.metrics.heartbeats
+                slot.silent = 0.0
+                timeout = self._config.server.front_end_timeout
+        child.kill()
+        return f"a front end answered nothing for {timeout:g} s (server.front_end_timeout) and was killed"
 
     async def _run_process(self, slot: _Slot) -> str:
         """Start one front end and wait until it has exited; why it exited, as a sentence."""
@@ -226,6 +260,7 @@ class FrontEnds:
             if self._draining:
                 child.send(Drain())
             failure = ""
+            watch = asyncio.create_task(self._watch(slot, child))
             try:
                 async for message in child.messages():
                     match message:
@@ -238,10 +273,14 @@ class FrontEnds:
                             failure = error
             finally:
                 slot.channel = None
+                watch.cancel()
         if self._draining:
             slot.drained.set()
         slot.child = None
+        slot.silent = 0.0
         slot.passed_connections = slot.metrics.closed_connections
         slot.metrics.abort_open_requests()
         self._notify_engines(FrontEndExited(name))
+        if watch.done() and not watch.cancelled():
+            failure = watch.result()
         return failure or f"a front end {child.exit_status}"

@@ -20,6 +20,7 @@ from typing import Any
 from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig
+from engine.server.shared.descriptors import raise_descriptor_limit
 from engine.server.shared.messages import METRICS_FILE
 from engine.server.shared.metrics_table import MetricsTable
 from engine.server.shared.tls import tls_context
@@ -54,6 +55,7 @@ def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Co
     Raises EngineError with the failing process's error when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
+    raise_descriptor_limit()
     logging.getLogger().setLevel(config.server.log_level.upper())
     replicas = replica_configs(config, count_gpus, finds_devices)
     become_subreaper()

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.cli import quantize
 from engine.testing.checkpoints import make_checkpoint
 
 
@@ -89,3 +91,34 @@ def test_refusals_are_sentences(run: Any, model: Any, tmp_path: Path, options: A
     assert result.stderr.startswith("error: ")
     assert sentence in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_long_phases_print_a_line_every_few_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(quantize.time, "monotonic", lambda: now)
+    lines = quantize.Lines()
+    lines.phase("perplexity of MODEL")
+    for done in range(1, 61):
+        now += 1.0
+        lines.within("perplexity of MODEL", done, 60)
+    assert capsys.readouterr().err.splitlines() == [
+        "perplexity of MODEL",
+        *(f"perplexity of MODEL: {done} of 60 windows ({done / 60:.0%})" for done in (10, 20, 30, 40, 50)),
+    ]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_have_the_permissions_of_any_new_file(
+    run: Any, model: Any, tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        result = run("quantize", str(model), str(tmp_path / "out"), "--method", "int8", "--device", "cpu")
+    finally:
+        os.umask(before)
+    assert result.exit_code == 0, result.stderr
+    files = [file for file in (tmp_path / "out").iterdir() if file.is_file()]
+    assert {"config.json", "model.safetensors", "quantize_report.json"} <= {file.name for file in files}
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in files} == {file.name: oct(mode) for file in files}

@@ -50,7 +50,6 @@ def test_tensors_equal_a_reference_packer(kind: Any, ordered: Any) -> None:
     if ordered and kind is not GptqFormat:
         pytest.skip("has no groups in an order of their own")
     made = Weight(16, 64, group_size=32, symmetric=False, ordered=ordered)
-    made.zeros = made.zeros.clip(1)
     settings = Settings.choose(
         "rtn", format={GptqFormat: "gptq", AwqFormat: "awq"}.get(kind), group_size=32, symmetric=False
     )
@@ -62,7 +61,7 @@ def test_tensors_equal_a_reference_packer(kind: Any, ordered: Any) -> None:
         group_of=torch.from_numpy(made.group_of.astype(np.int32)) if ordered else None,
     )
     expected = {
-        GptqFormat: made.gptq,
+        GptqFormat: lambda: made.gptq(version=2),
         AwqFormat: made.awq,
         PackedTensors: lambda: made.compressed(symmetric=False, ordered=False),
     }[kind]()
@@ -73,6 +72,24 @@ def test_tensors_equal_a_reference_packer(kind: Any, ordered: Any) -> None:
         assert tensor.dtype == expected[name].dtype
     if not ordered:  # a config says whether groups have an order of their own, and this one says no
         torch.testing.assert_close(form.decode(tensors, 16, 64), made.plain, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+@pytest.mark.parametrize("act_order", ["none", "weight", "group"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gptqmodel_accepts_the_format(method: str, act_order: str, symmetric: bool) -> None:
+    """The rule of GPTQModel 1.0 and later: version 1 with sym false only if `meta.quantizer` is gptqmodel."""
+    order = {"act_order": act_order} if method == "gptq" else {}
+    settings = Settings.choose(method, format="gptq", group_size=32, symmetric=symmetric, **order)
+    config = GptqFormat(settings, torch.float16).config(())
+    assert config["checkpoint_format"] in ("gptq", "gptq_v2")
+    assert config["sym"] or config["checkpoint_format"] != "gptq"
+    zeros = torch.full((2, 8), 8 if symmetric else 0, dtype=torch.uint8)  # 0 less one is what programs differ in
+    weight = QuantizedWeight(
+        values=torch.zeros(8, 64, dtype=torch.uint8), scales=torch.ones(2, 8), zeros=zeros, group_of=None
+    )
+    stored = GptqFormat(settings, torch.float16).encode(weight)["qzeros"]
+    assert stored.unique().tolist() == [0x77777777 if symmetric else 0]
 
 
 CASES = {
@@ -88,6 +105,7 @@ CASES = {
     "gptq": ("gptq", {}, "gptq"),
     "gptq asymmetric": ("gptq", {"symmetric": False, "act_order": "none"}, "gptq"),
     "gptq desc_act": ("gptq", {"act_order": "group"}, "gptq"),
+    "gptq desc_act asymmetric": ("gptq", {"act_order": "group", "symmetric": False}, "gptq"),
     "gptq compressed": ("gptq", {"format": "compressed-tensors"}, "compressed-tensors"),
     "awq": ("awq", {}, "awq"),
     "awq compressed": ("awq", {"format": "compressed-tensors"}, "compressed-tensors"),

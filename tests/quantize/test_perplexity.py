@@ -35,7 +35,10 @@ def test_perplexity_equals_transformers(model: Path) -> None:
             logits = reference(torch.tensor([tokens[begin:token]])).logits[0, -1].double()
             total -= float(logits.log_softmax(-1)[tokens[token]])
     with Engine(str(model), executor__device="cpu", cache__memory="8MiB") as engine:
-        found = measure(engine, tokens, context=64, stride=32)
+        seen: list[tuple[int, int]] = []
+        found = measure(engine, tokens, context=64, stride=32, on_progress=lambda *now: seen.append(now))
+    assert seen[0] == (1, 4)
+    assert seen[-1] == (4, 4)
     assert found.tokens == 149
     assert found.loss == pytest.approx(total / 149, rel=1e-4)
 

@@ -167,14 +167,19 @@ def fake_command() -> list[str]:
 def serve_fake(
     fake_config: Callable[..., EngineConfig], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., contextlib.AbstractContextManager[RunningServer]]:
-    """A context manager that runs a real server with the fake engine; arguments as for `fake_config`."""
+    """A context manager that runs a real server with the fake engine; arguments as for `fake_config`.
+
+    descriptors: the limit of open files of its processes.
+    """
 
     @contextlib.contextmanager
-    def start(**kwargs: Any) -> Iterator[RunningServer]:
+    def start(*, descriptors: int | None = None, **kwargs: Any) -> Iterator[RunningServer]:
         directory = tmp_path_factory.mktemp("serve")
         file = directory / "config"
         file.write_bytes(encode(fake_config(**kwargs)))
         command = [sys.executable, "-P", *map(str, (FAKE_SERVER, file, FAKE_ENGINE, FAKE_FRONT_END))]
+        if descriptors is not None:
+            command = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *command]
         server = RunningServer(command, directory)
         try:
             yield server

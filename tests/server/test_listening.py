@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -67,6 +69,23 @@ def test_a_client_that_leaves_a_tls_server_frees_its_requests(
                 http.post("/v1/completions", json=COMPLETION | {"max_tokens": 250}, timeout=0.3)
             aborted = 'engine_requests_finished_total{finish_reason="abort"} 1.0'
             server.until(lambda: aborted in http.get("/metrics").text)
+
+
+@needs_openssl
+def test_connections_that_never_begin_tls_make_room(serve_fake: Serve, certificate: tuple[Path, Path, Path]) -> None:
+    public, key, _ = certificate
+    with serve_fake(ssl_certfile=str(public), ssl_keyfile=str(key), max_connections=3) as server:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        with contextlib.ExitStack() as silent:
+            for _ in range(3):
+                silent.enter_context(socket.create_connection(address))
+            time.sleep(1.2)
+            with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(public))) as http:
+                metrics = http.get("/metrics").text
+        assert 'engine_connections_dropped_total{reason="evicted"} 1.0' in metrics
+        assert "engine_connections 3.0" in metrics
+        assert server.stop() == 0
+        assert server.errors == ""
 
 
 @needs_openssl

@@ -91,12 +91,15 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ALL, {"per_layer_config": {"0": {"sliding_window": 8}}}, "per_layer_config"),
     (ALL, {"kv_sharing_modes": ["reuse", "own"]}, "kv_sharing_modes"),
     (ALL, {"num_local_experts": 4}, "num_local_experts: 4"),
+    (ALL, {"use_mrope": True}, "use_mrope: true"),
     (ALL, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
     (ALL, rope(partial_rotary_factor=0.5), "partial_rotary_factor: 0.5"),
     (ALL, rope(rope_theta=None), "rope_theta: null"),
     (ALL, {"rope_parameters": ABSENT, "rope_theta": None}, "rope_theta: null"),
     (ALL, rope(rope_type=None), "rope_type: null"),
+    (ALL, {"rope_parameters": {"type": None}}, "rope_type: null"),
     (ALL, rope(rope_type="linear"), "'factor'"),
+    (ALL, rope(rope_type="yarn", original_max_position_embeddings=64), "'factor'"),
     (ALL, rope(rope_type="dynamic", factor=2.0), "'dynamic'"),
     (ALL, {"layer_types": [CHUNKED, CHUNKED]}, "chunked_attention"),
     (ALL, {"layer_types": [FULL, CHUNKED]}, "chunked_attention"),
@@ -263,6 +266,84 @@ def test_unknown_keys_are_named(architecture: str) -> None:
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "mrope_section": [2, 2], "beta_fast": None},
     }
     assert MODELS[architecture].unknown_keys(config) == ["logit_scale", "rope_parameters.mrope_section"]
+
+
+RELEASED: dict[str, dict[str, Any]] = {
+    "Llama 3.1": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "pretraining_tp": 1,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.3",
+        "use_cache": True,
+    },
+    "SmolLM2": {
+        "_name_or_path": "/fsx/checkpoints",
+        "architectures": ["LlamaForCausalLM"],
+        "is_llama_config": True,
+        "model_type": "llama",
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 130000,
+        "tie_word_embeddings": True,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    },
+    "Mistral 7B": {
+        "architectures": ["MistralForCausalLM"],
+        "hidden_act": "silu",
+        "model_type": "mistral",
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "Qwen2.5": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "max_window_layers": 21,
+        "model_type": "qwen2",
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+    },
+    "Qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+}
+"""config.json of released models, sizes left out."""
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_are_accepted_without_unknown_keys(name: str) -> None:
+    config = RELEASED[name]
+    model = MODELS[config["model_type"]]
+    assert model.refuses(config) is None
+    assert model.unknown_keys(config) == []
 
 
 @pytest.mark.parametrize("architecture", ALL)

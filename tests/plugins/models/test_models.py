@@ -263,7 +263,7 @@ def test_spec_of_a_config() -> None:
         ({"type": "yarn", "factor": 4.0}, 2048),
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
         ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 512),
-        ({"type": "yarn", "original_max_position_embeddings": 128}, 512),
+        ({"type": "yarn", "factor": None, "original_max_position_embeddings": 128}, 512),
     ],
 )
 def test_yarn_extends_the_longest_context(scaling: Any, longest: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .w8_packers import (
     int8_per_channel,
     number,
     quantized,
+    with_tensors,
 )
 
 PROMPT = [(37 * place) % 500 for place in range(30)]
@@ -67,6 +69,9 @@ def assert_same(path: Any, ranks: Any, **settings: Any) -> None:
     assert tokens == expected_tokens
 
 
+INT8_STATIC = compressed("int-quantized", number("int", "channel"), number("int", "tensor"))
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "llama", tokenizer=True, **SIZES, **HEADS)
@@ -88,6 +93,36 @@ def test_scales_computed_at_load_are_per_rank(method: str, plain: Any) -> None:
     prompt = len(PROMPT) - 1
     error, shared_error = (float((found - whole)[:prompt].norm() / whole[:prompt].norm()) for found in (one, two))
     assert 1e-5 < shared_error < max(1.5 * error, 0.01)
+
+
+def test_int8_with_static_scales_is_the_same_on_two_ranks(plain: Any, tmp_path: Path) -> None:
+    packer = with_tensors(int8_per_channel, lambda module: {"input_scale": torch.tensor([0.05])})
+    stored, _ = quantized(plain, tmp_path, packer, INT8_STATIC)
+    assert_same(stored, 2)
+
+
+def test_int8_with_scales_per_rank_is_no_further_from_unquantized(plain: Any, tmp_path: Path) -> None:
+    """Ranks compute scales of their own inputs, so results differ; docs/quantization.md gives the size."""
+    stored, exact = quantized(plain, tmp_path, int8_per_channel, INT8)
+    _, expected = scores(exact)
+    errors = {}
+    for ranks in (1, 2, 4):
+        _, found = scores(stored, ranks)
+        errors[ranks] = float((found - expected).norm() / expected.norm())
+    assert 0 < errors[1] < 0.05
+    assert errors[4] < errors[2] < errors[1]
+
+
+def test_log_names_scales_per_rank(plain: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        scores(plain, quant="int8")
+    one = {record.getMessage() for record in caplog.records if "int8 products" in record.getMessage()}
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        scores(plain, 2, quant="int8")
+    two = {record.getMessage() for record in caplog.records if "int8 products" in record.getMessage()}
+    assert [line for line in one if "per rank" in line or "and rank" in line] == []
+    assert len([line for line in two if "per token and rank (first: model.layers.0.self_attn.o_proj)" in line]) == 1
 
 
 @pytest.mark.parametrize("case", FEW_BITS)

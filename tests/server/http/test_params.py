@@ -45,6 +45,7 @@ def test_every_parameter_reaches_sampling_params() -> None:
     assert converted.stop_token_ids == (5,)
     assert converted.logit_bias == ((6, 1.5),)
     assert sampling_params(stop="a").stop == ("a",)
+    assert sampling_params(top_k=-1).top_k == 0
 
 
 @pytest.mark.parametrize(

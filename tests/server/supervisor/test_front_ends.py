@@ -76,6 +76,8 @@ def test_connections_spread_evenly_and_metrics_add_up(serve_fake: Serve) -> None
         assert all(text.endswith("data: [DONE]") for text in texts)
         server.until(lambda: server.metrics()["engine_num_requests_running"] == 0)
         with httpx.Client() as one, httpx.Client() as other:  # one connection per front end
+            for client in (one, other):
+                client.get(f"{server.url}/health")
             seen = [client.get(f"{server.url}/metrics").text for client in (one, other)]
             assert sum(connections(server).values()) == 2
             assert set(connections(server).values()) == {1}
