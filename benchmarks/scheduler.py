@@ -5,6 +5,10 @@
 One step is in flight while the next is planned, as in the engine. Steady: all sequences decode, and their block
 boundaries are spread over the steps. Churn: 1000 requests that arrive together, 512 tokens in and 256 out, of which 256
 run. The same steps are timed many times, and the minimum of each step counts, since other load only adds time.
+
+Waiting: an urgent request under `priority` that does not fit, half of the running ones being less urgent; a long prompt
+under `fcfs` that is cached but does not fit; and aborts of waiting requests, newest first. Here the processor time of
+this thread counts, and each step runs once. Equal prompts: tokens computed and blocks held.
 """
 
 from __future__ import annotations
@@ -45,10 +49,19 @@ class Times:
 class Loop:
     """Runs a scheduler as Engine.step does."""
 
-    def __init__(self, policy: SchedulingPolicy[Any], *, max_running: int, max_len: int, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        policy: SchedulingPolicy[Any],
+        *,
+        max_running: int,
+        max_len: int,
+        prefix_caching: bool,
+        blocks: int | None = None,
+    ) -> None:
+        blocks = blocks or 2 * max_running * max_len // BLOCK_SIZE
         self.scheduler = Scheduler(
             policy,
-            BlockManager(2 * max_running * max_len // BLOCK_SIZE, BLOCK_SIZE, prefix_caching=prefix_caching),
+            BlockManager(blocks, BLOCK_SIZE, prefix_caching=prefix_caching),
             max_batch_tokens=8192,
             max_running=max_running,
             max_len=max_len,
@@ -56,10 +69,11 @@ class Loop:
         )
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
 
-    def add(self, name: str, prompt_len: int, max_tokens: int) -> None:
-        prompt = tuple(random.Random(name).choices(range(1, 1000), k=prompt_len))
+    def add(self, name: str, prompt_len: int, max_tokens: int, *, priority: int = 0, seed: str | None = None) -> None:
+        """Add a request of a random prompt. seed: of the prompt; None: its own."""
+        prompt = tuple(random.Random(seed or name).choices(range(1, 1000), k=prompt_len))
         params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
-        self.scheduler.add(Request(id=name, prompt=prompt, params=params))
+        self.scheduler.add(Request(id=name, prompt=prompt, params=params, priority=priority))
 
     def step(self, times: Times) -> None:
         """Plan a step, and commit the previous one."""
@@ -108,6 +122,86 @@ def churn(policy: SchedulingPolicy[Any], repeat: int, *, prefix_caching: bool) -
     return rounds
 
 
+def run_all(loop: Loop) -> None:
+    """Run steps until no request waits and no step is in flight."""
+    while loop.scheduler.stats().waiting:
+        loop.step(Times())
+    while loop.in_flight:
+        loop.scheduler.commit(*loop.in_flight.popleft(), 0.0)
+
+
+def waiting_steps(loop: Loop, count: int) -> tuple[float, float]:
+    """Microseconds of planning, median and maximum of `count` steps in which a request waits."""
+    seconds = []
+    for _ in range(count):
+        begin = time.thread_time()
+        step = loop.scheduler.schedule(begin)
+        seconds.append(time.thread_time() - begin)
+        assert step is not None
+        loop.scheduler.commit(step, answer(step), begin)
+    assert loop.scheduler.stats().waiting, "the request fits, so that nothing is measured"
+    return 1e6 * sorted(seconds)[count // 2], 1e6 * max(seconds)
+
+
+def urgent(running: int) -> tuple[float, float]:
+    """Planning with an urgent request that would fit only if requests as urgent were preempted."""
+    loop = Loop(
+        policy_of("priority"), max_running=running + 1, max_len=640 * running, prefix_caching=True, blocks=40 * running
+    )
+    for number in range(running):
+        loop.add(str(number), 512, 400, priority=number % 2)
+    run_all(loop)
+    loop.add("urgent", 32 * BLOCK_SIZE * running - 1, 8, priority=0)
+    return waiting_steps(loop, 100)
+
+
+def blocked(prompt_len: int) -> tuple[float, float]:
+    """Planning with a cached prompt at the head of the queue that does not fit."""
+    blocks = prompt_len // BLOCK_SIZE + 300
+    loop = Loop(policy_of("fcfs"), max_running=256, max_len=prompt_len + 1024, prefix_caching=True, blocks=blocks)
+    loop.add("long", prompt_len, 1)
+    while loop.scheduler.has_work:
+        loop.step(Times())
+    for number in range(16):
+        loop.add(str(number), 500, 400)
+    run_all(loop)
+    loop.add("long", prompt_len, 1)
+    return waiting_steps(loop, 100)
+
+
+def aborts(count: int) -> float:
+    """Microseconds per abort of a waiting request, newest first."""
+    loop = Loop(policy_of("fcfs"), max_running=1, max_len=64, prefix_caching=True)
+    for number in range(count):
+        loop.add(str(number), 8, 8)
+    begin = time.thread_time()
+    for number in reversed(range(count)):
+        loop.scheduler.abort(str(number))
+    return 1e6 * (time.thread_time() - begin) / count
+
+
+def equal_prompts(count: int, prompt_len: int) -> tuple[int, int]:
+    """Tokens computed in prefills, and blocks held at most, for equal prompts that arrive together."""
+    loop = Loop(policy_of("fcfs"), max_running=256, max_len=prompt_len + 16, prefix_caching=True)
+    for number in range(count):
+        loop.add(str(number), prompt_len, 4, seed="equal")
+    computed = held = 0
+    while loop.scheduler.has_work:
+        step = loop.scheduler.schedule(0.0)
+        assert step is not None
+        computed += sum(chunk.count for chunk in step.chunks)
+        held = max(held, loop.scheduler.stats().blocks_used)
+        loop.scheduler.commit(step, answer(step), 0.0)
+    return computed, held
+
+
+def policy_of(name: str) -> SchedulingPolicy[Any]:
+    """A registered policy with its default options."""
+    policy_class = load_plugins().schedulers.get(name).load()
+    made: SchedulingPolicy[Any] = policy_class(policy_class.options_class() if policy_class.options_class else None)
+    return made
+
+
 def total_of_minima(repeats: Sequence[Sequence[float]]) -> float:
     """Microseconds of all steps, each at its minimum over the repeats."""
     return 1e6 * sum(min(same) for same in zip(*repeats, strict=True))
@@ -123,6 +217,34 @@ def rows_of(name: str, repeats: Sequence[Times]) -> list[Row]:
     return rows
 
 
+def throughput_rows(policy: SchedulingPolicy[Any], repeat: int, *, prefix_caching: bool) -> list[Row]:
+    """Rows of steady decode and of churn."""
+    rows = []
+    for running in (1, 64, 256):
+        rows += rows_of(f"decode, {running} running", steady(policy, running, repeat, prefix_caching=prefix_caching))
+    rounds = churn(policy, max(1, repeat // 3), prefix_caching=prefix_caching)
+    return rows + rows_of("1000 requests, 512 in / 256 out", rounds)
+
+
+def waiting_rows() -> list[Row]:
+    """Rows of requests that wait, and of equal prompts."""
+    cases: list[tuple[str, tuple[float, float]]] = [
+        (f"urgent request that does not fit, {running} running", urgent(running)) for running in (256, 1024)
+    ]
+    cases.append(("blocked prompt of 1M tokens, cached", blocked(1_000_000)))
+    rows = []
+    for name, (median, most) in cases:
+        rows.append(Row(metric=f"{name}: schedule, median", value=median, unit="us/step"))
+        rows.append(Row(metric=f"{name}: schedule, maximum", value=most, unit="us/step"))
+    rows.append(Row(metric="abort of 10,000 waiting, newest first", value=aborts(10_000), unit="us/abort"))
+    for count, prompt_len in ((8, 509), (64, 509), (64, 20_000)):
+        computed, held = equal_prompts(count, prompt_len)
+        name = f"{count} equal prompts of {prompt_len:,} tokens"
+        rows.append(Row(metric=f"{name}: computed", value=computed, unit="tokens"))
+        rows.append(Row(metric=f"{name}: held", value=held, unit="blocks"))
+    return rows
+
+
 def main() -> None:
     """Measure, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,23 +253,23 @@ def main() -> None:
         "--repeat", type=int, default=30, help="windows of steady decode; churn repeats a third as often"
     )
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--waiting-only", action="store_true", help="only requests that wait, and equal prompts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
-    policy_class = load_plugins().schedulers.get(arguments.policy).load()
-    policy = policy_class(policy_class.options_class() if policy_class.options_class else None)
+    policy = policy_of(arguments.policy)
     caching = arguments.prefix_caching
-    rows = []
-    for running in (1, 64, 256):
-        windows = steady(policy, running, arguments.repeat, prefix_caching=caching)
-        rows += rows_of(f"decode, {running} running", windows)
-    rounds = churn(policy, max(1, arguments.repeat // 3), prefix_caching=caching)
-    rows += rows_of("1000 requests, 512 in / 256 out", rounds)
-
-    print(f"{'':<45}{'us/step':>10}{'us/request/step':>18}")
+    rows = [] if arguments.waiting_only else throughput_rows(policy, arguments.repeat, prefix_caching=caching)
+    if rows:
+        print(f"{'':<45}{'us/step':>10}{'us/request/step':>18}")
     for step, request in zip(rows[::2], rows[1::2], strict=True):
         print(f"{step.metric:<45}{step.value:>10.1f}{request.value:>18.3f}")
+    extra = waiting_rows()
+    print()
+    for row in extra:
+        print(f"{row.metric:<65}{row.value:>12,.1f} {row.unit}")
     if arguments.json is not None:
+        rows += extra
         settings = {
             "policy": arguments.policy,
             "prefix_caching": caching,

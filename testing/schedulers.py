@@ -83,6 +83,16 @@ class PolicyConformance:
         steps = self.make().decode_steps(running, waiting)
         assert isinstance(steps, int) and steps >= 1, f"decode_steps() returned {steps!r}"  # noqa: PT018
 
+    @pytest.mark.parametrize("seed", range(5))
+    def test_prefill_limit(self, seed: int) -> None:
+        """prefill_limit() returns a whole number, the same on each call."""
+        request, *others = self.views(seed)
+        limit = self.make().prefill_limit(request, 64, tuple(others))
+        assert isinstance(limit, int), f"prefill_limit() returned {limit!r}"
+        assert self.make().prefill_limit(request, 64, tuple(others)) == limit, (
+            "prefill_limit() differs from call to call"
+        )
+
     @pytest.mark.parametrize("num_blocks", [4, 12, 64])
     @pytest.mark.parametrize("seed", range(4))
     def test_every_request_finishes(self, seed: int, num_blocks: int) -> None:

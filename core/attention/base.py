@@ -76,8 +76,9 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     OptionsT: the backend's own settings; PlanT: the result of `plan`, opaque to core.
 
     A KVPool holds keys and values per layer in the layout `kv_layout`; NHD is [blocks, block_size, kv_heads, head_dim].
-    Before `forward`, core has rotated q and k and has written k and v into the pool. A backend must not write to the
-    pool, and must not read a slot beyond a sequence's context length: such a slot may hold NaN.
+    Before `forward`, core has rotated q and k and has written k and v of the whole batch into the pool; the context of
+    a sequence may include what another sequence of the batch has just written. A backend must not write to the pool,
+    and must not read a slot beyond a sequence's context length: such a slot may hold NaN.
 
     A float8 pool holds quantized values. A key is its quantized value times pool.scales[layer].key; a value is its
     quantized value times pool.scales[layer].value. Both scales are 1 in other pools. The key scale may be multiplied

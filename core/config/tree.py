@@ -284,6 +284,7 @@ class ServerConfig:
     health_interval: float = setting(
         60.0, "Idle seconds after which the engine computes one token as a self-check; 0: only on demand."
     )
+    openapi: bool = setting(True, "Describe the API at /openapi.json.", flag="--openapi")
     front_end_timeout: float = setting(
         30.0, "Seconds without an iteration of a front end's event loop before the supervisor replaces the front end."
     )

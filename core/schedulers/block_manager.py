@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from struct import Struct
@@ -26,6 +26,10 @@ class HashChain:
         self._hash = blake2b(blake2b(salt.encode()).digest(), digest_size=DIGEST_BYTES)
         self._digests: list[bytes] = []
 
+    def __len__(self) -> int:
+        """Number of digests computed so far."""
+        return len(self._digests)
+
     def digest(self, tokens: Sequence[int], block: int) -> bytes:
         """Digest of the full block at index `block` of `tokens`."""
         digests = self._digests
@@ -44,6 +48,37 @@ class _Table:
     def __init__(self, blocks: list[int], indexed: int) -> None:
         self.blocks = blocks
         self.indexed = indexed
+
+
+class Shortage:
+    """How many blocks are missing for one new sequence if some others were freed first; nothing is freed.
+
+    blocks: the number; negative if some are left over. Valid until a block is allocated or freed.
+    """
+
+    __slots__ = ("_cached", "_references", "_released", "_tables", "blocks")
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        wanted: int,
+        cached: Sequence[int],
+        references: Sequence[int],
+        tables: Mapping[int, _Table],
+    ) -> None:
+        """wanted: the sequence's blocks, of which `cached` are there already."""
+        self._cached = frozenset(cached)
+        self._references = references
+        self._tables = tables
+        self._released: dict[int, int] = {}  # references of the sequences freed, by block
+        revived = sum(references[block] == 0 for block in cached)  # available, but not for other content
+        self.blocks = wanted - len(cached) - (manager.num_available - revived)
+
+    def release(self, sequence: int) -> None:
+        """Count as if the sequence were freed, too."""
+        for block in self._tables[sequence].blocks:
+            count = self._released[block] = self._released.get(block, 0) + 1
+            self.blocks -= count == self._references[block] and block not in self._cached
 
 
 class BlockManager:
@@ -68,6 +103,8 @@ class BlockManager:
         self._claimed = [0] * num_blocks  # tokens that prefill chunks compute; all tokens of a block that is registered
         self._by_digest: dict[bytes, int] = {}
         self._tables: dict[int, _Table] = {}
+        self.releases = 0
+        """How often a sequence has given up a block: if not since a shortage was counted, it is no smaller now."""
 
     @property
     def num_available(self) -> int:
@@ -114,10 +151,18 @@ class BlockManager:
         self, num_tokens: int, cached: Sequence[int] = (), *, spare: int = 0, without: Iterable[int] = ()
     ) -> bool:
         """Whether `allocate` would succeed and leave `spare` blocks if the sequences `without` were freed first."""
-        released = Counter(block for sequence in without for block in self._tables[sequence].blocks)
-        available = self.num_available + sum(self._references[block] == count for block, count in released.items())
-        revived = sum(self._references[block] == released[block] for block in cached)
-        return self.blocks_for(num_tokens) - len(cached) + spare <= available - revived
+        shortage = self.shortage(num_tokens, cached)
+        for sequence in without:
+            shortage.release(sequence)
+        return shortage.blocks + spare <= 0
+
+    def shortage(self, num_tokens: int, cached: Sequence[int]) -> Shortage:
+        """Count the blocks missing for a new sequence of `num_tokens` that begins with the blocks `cached`."""
+        return Shortage(self, self.blocks_for(num_tokens), cached, self._references, self._tables)
+
+    def indexes(self, tokens: Sequence[int], chain: HashChain, block: int) -> bool:
+        """Whether the full block at index `block` of `tokens` is indexed, and so may extend what `lookup` finds."""
+        return chain.digest(tokens, block) in self._by_digest
 
     def allocate(self, sequence: int, num_tokens: int, cached: Sequence[int] = ()) -> list[int] | None:
         """Allocate blocks for the first `num_tokens` of a new sequence; `cached` (from `lookup`) come first.
@@ -180,16 +225,16 @@ class BlockManager:
         The chunk starts behind the tokens that are claimed already, and ends before the next block of which some are.
         """
         blocks, claimed, size = self._tables[sequence].blocks, self._claimed, self.block_size
-        index = position // size
-        while claimed[blocks[index]] == size:
-            index += 1
-        start = index * size + claimed[blocks[index]]
+        first = position // size
+        while claimed[blocks[first]] == size:
+            first += 1
+        start = first * size + claimed[blocks[first]]
         end = min(end, start + max_tokens)
-        for index in range(index, -(-end // size)):
-            block = blocks[index]
-            if claimed[block] and index * size > start:
-                return start, index * size - start
-            claimed[block] = min(end - index * size, size)
+        for index in range(first, -(-end // size)):
+            if claimed[blocks[index]] and index > first:
+                end = index * size
+                break
+            claimed[blocks[index]] = min(end - index * size, size)
         return start, end - start
 
     def return_claim(self, sequence: int, start: int, count: int) -> None:
@@ -243,6 +288,7 @@ class BlockManager:
 
     def _dereference(self, block: int) -> None:
         """Count one user less; without any, an indexed block becomes cached if it is computed, any other free."""
+        self.releases += 1
         self._references[block] -= 1
         if self._references[block] == 0:
             if self._digests[block] is not None and self._claimed[block] < self.block_size:

@@ -24,8 +24,8 @@ class CheckedPolicy:
 
     `requests`: all requests of the scheduler, by id.
 
-    overrides_preempts, overrides_split, overrides_decode_steps: whether the policy has a method of its own; otherwise
-    the scheduler need not call it, nor build the views it would be shown.
+    overrides_preempts, overrides_split, overrides_prefill_limit, overrides_decode_steps: whether the policy has a
+    method of its own; otherwise the scheduler need not call it, nor build the views it would be shown.
     """
 
     def __init__(self, policy: SchedulingPolicy[Any], requests: Mapping[str, RequestState]) -> None:
@@ -39,6 +39,7 @@ class CheckedPolicy:
         self._owner: str = getattr(cls, "plugin_owner", named)  # an instance passed in from Python has a plain class
         self.overrides_preempts = cls.preempts is not SchedulingPolicy.preempts
         self.overrides_split = cls.split is not SchedulingPolicy.split
+        self.overrides_prefill_limit = cls.prefill_limit is not SchedulingPolicy.prefill_limit
         self.overrides_decode_steps = cls.decode_steps is not SchedulingPolicy.decode_steps
 
     def order(self, waiting: Sequence[StateView], now: float) -> Iterator[RequestState]:
@@ -53,14 +54,16 @@ class CheckedPolicy:
             self._fault("order", error)
         seen: set[RequestState] = set()
         for answer in answers:
+            named = state_of(answer)
+            if isinstance(named, RequestState) and named in seen:  # it may have been admitted meanwhile
+                continue
             state = self._waiting_state(answer)
             if state is None:
                 self._fault("order", _invalid(answer, "one of the waiting requests that it was given"))
                 yield from (one for one in map(self._waiting_state, waiting) if one is not None and one not in seen)
                 return
-            if state not in seen:
-                seen.add(state)
-                yield state
+            seen.add(state)
+            yield state
 
     def victim(self, running: Sequence[StateView]) -> RequestState:
         """The running request to preempt when blocks run out."""
@@ -90,6 +93,17 @@ class CheckedPolicy:
         except BaseException as error:
             self._fault("split", error)
         return Split(decode=budget, prefill=budget)
+
+    def prefill_limit(self, request: StateView, room: int, others: Sequence[StateView]) -> int:
+        """The maximum tokens of a step for the prompt of a request: at least 1, at most `room`."""
+        try:
+            answer = self._policy.prefill_limit(request, room, others)
+            if isinstance(answer, int):
+                return max(1, min(answer, room))
+            raise _invalid(answer, "a whole number")
+        except BaseException as error:
+            self._fault("prefill_limit", error)
+        return room
 
     def decode_steps(self, running: Sequence[StateView], waiting: Sequence[StateView]) -> int:
         """The number of iterations of the next step."""

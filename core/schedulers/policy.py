@@ -103,6 +103,14 @@ class SchedulingPolicy(ABC, Generic[OptionsT]):
         """How to share a step's token budget; by default decodes take what they need and prefill the rest."""
         return Split(decode=budget, prefill=budget)
 
+    def prefill_limit(self, request: RequestView, room: int, others: Sequence[RequestView]) -> int:
+        """Maximum tokens of the next step for the prompt of `request`, so that `others` need not wait for all of it.
+
+        Asked while more of the prompt is left than a step computes, and `others` prefill or wait. room: tokens that the
+        step has left for prompts. What the others leave is added. By default the request takes all.
+        """
+        return room
+
     def decode_steps(self, running: Sequence[RequestView], waiting: Sequence[RequestView]) -> int:
         """Number of iterations of the next step, when every running sequence decodes.
 

@@ -50,6 +50,11 @@ class Queues:
             self._running_views = tuple(state.view for state in self.running.values())
         return self._running_views
 
+    @property
+    def num_new(self) -> int:
+        """Running requests that are admitted in the step being planned."""
+        return len(self._new)
+
     def admitted_earlier(self) -> Iterator[RequestState]:
         """Running requests that were admitted before the step being planned."""
         return (state for number, state in self.running.items() if number not in self._new)

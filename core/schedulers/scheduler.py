@@ -208,7 +208,7 @@ class Scheduler:
             known = state.cached_tokens
             sample = state.plan_chunk(*chunk)
             self._prefix_hits += state.cached_tokens - known
-            self._blocks.register(state.sequence, state.tokens, state.chain, chunk.start + chunk.count)
+            self._blocks.register(state.sequence, state.tokens, state.chain, chunk.start + chunk.num_tokens)
             chunks.append(PrefillChunk(state.sequence, *chunk, sample))
             if sample:
                 queues.start_decoding(state)

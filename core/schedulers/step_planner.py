@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from engine.core.schedulers.admission import MAX_PREEMPTIONS_FOR_WAITING, Admission
 from engine.core.schedulers.checked_policy import CheckedPolicy
 from engine.core.schedulers.policy import MAX_DECODE_STEPS, Split
 from engine.core.schedulers.queues import Queues
 from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.step_counter import StepCounter
 from engine.core.schedulers.step_plan import StepPlan
-
-MAX_PREEMPTIONS_FOR_WAITING = 3
-"""Times in a row that a request may be preempted for waiting ones before it has got a token; it is then exempt until it
-has got one, so that there is progress under any policy."""
 
 
 class StepPlanner:
@@ -32,6 +29,7 @@ class StepPlanner:
         self._counter = counter
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
+        self._admission = Admission(queues, policy, max_running=max_running)
         self._unrestricted = Split(decode=max_batch_tokens, prefill=max_batch_tokens)
         self.prefix_queries = 0
         self.preemptions = 0
@@ -46,16 +44,16 @@ class StepPlanner:
         try:
             self._plan_decodes(plan)
             self._plan_prefills(plan, now)
-        except BaseException:
+            if plan.empty and idle:  # whatever the policy says, there must be progress
+                plan = StepPlan(self._max_batch_tokens, self._unrestricted, queues.decoding, self._blocks)
+                self._plan_decodes(plan)
+                for state in queues.prefilling.values():
+                    plan.add_chunk(state)
+                if not queues.running:
+                    self._admit(queues.waiting[:1], plan, now)
+        except BaseException:  # of Ctrl-C while the policy runs
             plan.discard()
             raise
-        if plan.empty and idle:  # whatever the policy says, there must be progress
-            plan = StepPlan(self._max_batch_tokens, self._unrestricted, queues.decoding, self._blocks)
-            self._plan_decodes(plan)
-            for state in queues.prefilling.values():
-                plan.add_chunk(state)
-            if not queues.running:
-                self._admit(queues.waiting[:1], plan, now)
         return plan
 
     def iterations(self) -> int:
@@ -110,6 +108,7 @@ class StepPlanner:
         if admitting and plan.prefill_tokens_left > 0:
             self._admit(policy.order(queues.waiting_views, now), plan, now)
         self._add_chunks(plan)
+        plan.extend_limited()
 
     def _add_chunks(self, plan: StepPlan, candidate: RequestState | None = None) -> None:
         """Add prefill chunks for running requests, deferring those the policy would preempt in favour of `candidate`.
@@ -125,8 +124,22 @@ class StepPlanner:
             ):
                 deferred.append(state)
             else:
-                plan.add_chunk(state)
+                self._add_chunk(state, plan)
         plan.deferred = deferred
+
+    def _add_chunk(self, state: RequestState, plan: StepPlan) -> None:
+        """Add a prefill chunk, which the policy may limit if the prompt is longer than a step and others wait."""
+        queues, limit = self._queues, None
+        if (
+            self._policy.overrides_prefill_limit
+            and state.prefill_len - state.computed > self._max_batch_tokens
+            and plan.prefill_tokens_left > 0
+            and (queues.waiting or len(queues.prefilling) > 1)
+        ):
+            prefilling = (other.view for other in queues.prefilling.values() if other is not state)
+            others = (*prefilling, *queues.waiting_views)
+            limit = self._policy.prefill_limit(state.view, plan.prefill_tokens_left, others)
+        plan.add_chunk(state, limit)
 
     def _preempt(self, state: RequestState, plan: StepPlan) -> None:
         plan.remove(state)
@@ -141,50 +154,16 @@ class StepPlanner:
             self._add_chunks(plan, state)
             if plan.prefill_tokens_left <= 0 or state.in_flight:
                 return
-            # Prompt logprobs need the logits of every prompt position, which the prefix cache does not have.
-            use_cache = self._blocks.prefix_caching and not state.wants_prompt_logprobs
-            cached = self._blocks.lookup(state.tokens, state.chain) if use_cache else []
-            victims = [] if self._fits(state, cached) else self._victims_for(state, cached, plan)
-            if victims is None:
+            place = self._admission.find(state, plan)
+            if place is None:
                 return
-            with self._blocks.held(cached if victims else ()):
-                for victim in victims:
+            with self._blocks.held(place.cached if place.victims else ()):
+                for victim in place.victims:
                     victim.preemptions_for_waiting += 1
                     self._preempt(victim, plan)
-                self._queues.admit(state, cached)
-            self._queues.move_to_prefill_end(plan.deferred)
-            plan.add_chunk(state)
+                self._queues.admit(state, place.cached)
             if state.scheduled_at is None:
                 state.scheduled_at = now
-                self.prefix_queries += state.prompt_len if use_cache else 0
-
-    def _fits(self, state: RequestState, cached: Sequence[int], without: Sequence[RequestState] = ()) -> bool:
-        """Whether a request could be admitted once the requests `without` are preempted.
-
-        It needs a place among max_running, and blocks for all its known tokens plus one for each other running request:
-        a request that took the last blocks would be preempted a few steps later, its prefill wasted.
-        """
-        others = len(self._queues.running) - len(without)
-        return others < self._max_running and self._blocks.can_allocate(
-            len(state.tokens), cached, spare=others, without=[other.sequence for other in without]
-        )
-
-    def _victims_for(self, state: RequestState, cached: Sequence[int], plan: StepPlan) -> list[RequestState] | None:
-        """The running requests of the policy's choice to preempt for a waiting one; None if it would still not fit."""
-        if not self._policy.overrides_preempts:
-            return None
-        running = [
-            other
-            for other in self._queues.admitted_earlier()
-            if other.preemptions_for_waiting < MAX_PREEMPTIONS_FOR_WAITING and not plan.feeds_another(other)
-        ]
-        victims: list[RequestState] = []
-        while not self._fits(state, cached, victims):
-            if not running:
-                return None
-            victim = self._policy.preempts(state.view, tuple(other.view for other in running))
-            if victim is None:
-                return None
-            running.remove(victim)
-            victims.append(victim)
-        return victims
+                self.prefix_queries += state.prompt_len if self._admission.uses_cache(state) else 0
+            self._queues.move_to_prefill_end(plan.deferred)
+            self._add_chunk(state, plan)

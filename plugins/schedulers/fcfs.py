@@ -11,7 +11,10 @@ OptionsT = TypeVar("OptionsT")
 
 
 class FirstComeFirstServed(SchedulingPolicy[OptionsT]):
-    """Admits requests in order of arrival, and preempts the one admitted last. Has no options of its own."""
+    """Admits requests in order of arrival, and preempts the one admitted last. Has no options of its own.
+
+    A prompt longer than a step leaves half of the step to the others, as far as they need it.
+    """
 
     api = "1"
 
@@ -20,3 +23,6 @@ class FirstComeFirstServed(SchedulingPolicy[OptionsT]):
 
     def victim(self, running: Sequence[RequestView]) -> RequestView:
         return running[-1]  # the one admitted last has the least to recompute
+
+    def prefill_limit(self, request: RequestView, room: int, others: Sequence[RequestView]) -> int:
+        return room // 2

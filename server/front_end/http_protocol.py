@@ -8,6 +8,7 @@ is refused sees a reset connection instead of the refusal (RFC 9112, section 9.6
 from __future__ import annotations
 
 import asyncio
+import logging
 import select
 from collections import deque
 from http import HTTPStatus
@@ -30,6 +31,9 @@ MIN_CHECK, MAX_CHECK = 0.01, 5.0
 """Seconds between two checks for a half-closed client that has left; doubled each time."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 TLS_HANDSHAKE = b"\x16\x03"
+INVALID_TARGET = "the target of the request is not a valid path; percent-encode special characters"
+
+log = logging.getLogger(__name__)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -83,7 +87,7 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self.refuse(_framing_error(error, data))
 
-    def eof_received(self) -> bool | None:
+    def eof_received(self) -> bool | None:  # type: ignore[override]
         """Answer what a half-closed client has sent; None closes the connection.
 
         Nothing distinguishes a client that only shuts down its side from one that closes the connection, except how
@@ -93,9 +97,10 @@ class HttpProtocol(HttpToolsProtocol):
             return None
         if self._in_message:
             self.refuse(ApiError(400, "the connection was closed in the middle of the request; send the whole request"))
-        if not self._is_answering() or self.scheme == "https":  # TLS has no half-closed connections
+        answered = self._answered()
+        if answered is None or self.scheme == "https":  # TLS has no half-closed connections
             return None
-        (self._queued[-1] if self._queued else self.cycle).keep_alive = False
+        (self._queued[-1] if self._queued else answered).keep_alive = False
         self._check_client(MIN_CHECK)
         return True
 
@@ -113,6 +118,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             raise ApiError(400, "the server speaks HTTP/1.1 and HTTP/1.0; send the request in one of them")
+        if httptools.parse_url(self.url).path is None:
+            raise ApiError(400, INVALID_TARGET)
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
@@ -126,8 +133,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        for cycle in self._queued:
+        super().connection_lost(exc)  # notifies only the request that came last
+        for cycle in self._queued if self._current is None else (*self._queued, self._current):
             cycle.disconnected = True
             cycle.message_event.set()
         if self._timer is not None:
@@ -166,7 +173,7 @@ class HttpProtocol(HttpToolsProtocol):
             nonlocal plain
             if message["type"] == "http.response.start":
                 headers = dict(message.get("headers", ()))
-                if cycle.more_body and b"connection" not in headers and _unread_bytes(scope) > UNREAD_BODY:
+                if cycle.more_body and b"connection" not in headers and _unread_bytes(cycle) > UNREAD_BODY:
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
                 plain = scope["http_version"] == "1.0" and b"content-length" not in headers
                 if plain:
@@ -199,18 +206,24 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _is_answering(self) -> bool:
         """Whether a response is still to be sent."""
+        return self._answered() is not None
+
+    def _answered(self) -> RequestResponseCycle | None:
+        """The request being answered, else the next one; None if no response is still to be sent."""
         current = self._current
-        return bool(self._queued) or not (current is None or current.response_complete or current.disconnected)
+        if current is None or current.response_complete or current.disconnected:
+            return self._queued[0] if self._queued else None
+        return current
 
     def _check_client(self, seconds: float) -> None:
         """Close the connection once a half-closed client has left; checks again after `seconds`."""
-        if self.transport.is_closing() or not self._is_answering():
+        answered = self._answered()
+        if self.transport.is_closing() or answered is None:
             return
         if _hung_up(self.transport):
             self.transport.abort()
             return
-        current = self._queued[0] if self._queued else self.cycle
-        if not current.response_started and current.scope["http_version"] == "1.1":
+        if not answered.response_started and answered.scope["http_version"] == "1.1":
             self.transport.write(CONTINUE)
         self._timer = self.loop.call_later(seconds, self._check_client, min(2 * seconds, MAX_CHECK))
 
@@ -245,13 +258,16 @@ def _framing_error(error: httptools.HttpParserError, data: bytes) -> ApiError:
         return ApiError(400, "the client speaks TLS, but this port speaks plain HTTP; use http://, or serve with TLS")
     invalid_url = httptools.HttpParserInvalidURLError
     if isinstance(error, invalid_url) or isinstance(error.__context__, invalid_url):
-        return ApiError(400, "the target of the request is not a valid path; percent-encode special characters")
+        return ApiError(400, INVALID_TARGET)
+    if isinstance(error, httptools.HttpParserCallbackError):
+        log.error("a request could not be taken in", exc_info=error.__context__)
+        return ApiError(500, "internal server error; see the server's log")
     return ApiError(400, f"the request is not valid HTTP/1.1: {error}")
 
 
-def _unread_bytes(scope: Scope) -> float:
+def _unread_bytes(cycle: RequestResponseCycle) -> float:
     """Upper bound of the bytes that the client has yet to send."""
-    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+    lengths = [value for name, value in cycle.scope["headers"] if name == b"content-length"]
     return int(lengths[0]) if lengths else float("inf")
 
 

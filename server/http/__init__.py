@@ -1,10 +1,13 @@
 """The HTTP API, in OpenAI's shapes: what a front end answers.
 
-app.py                                           the application: all routes, the API key, error responses
+app.py                                           the application: all routes, middleware, error responses
+access.py, hosts.py, limits.py                   who may use the server: host, origin, API key, limits of a key
+request_log.py                                   request IDs and the access log
 completions.py, chat.py, tokenize.py, status.py  one family of routes each
 request_bodies.py, params.py                     decode and check a request
 service.py                                       what the routes need of the process; makes engine requests
 job.py, generation.py                            run a request's choices and turn outputs into text and events
 responses.py, errors.py                          send JSON or server-sent events, until the client disconnects
+openapi.py, openapi_schemas.py                   GET /openapi.json
 logprobs.py, health_report.py, prometheus.py     the JSON of log probabilities, the text of /health and /metrics
 """

@@ -38,7 +38,8 @@ class AccessControl:
             try:
                 key = self._check(scope)
                 if scope["method"] == "POST":
-                    stack.enter_context(self._limits.admit(max(0, key - 1)))
+                    if scope["path"] not in PUBLIC:
+                        stack.enter_context(self._limits.admit(max(0, key - 1)))
                     stack.enter_context(self._service.answering())
             except ApiError as refusal:
                 await error_response(refusal)(scope, receive, send)

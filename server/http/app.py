@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from engine.core.errors import InvalidRequestError
 from engine.server.front_end.errors import ApiError, excerpt
-from engine.server.http import chat, completions, status, tokenize
+from engine.server.http import chat, completions, openapi, status, tokenize
 from engine.server.http.access import AccessControl
 from engine.server.http.errors import error_response
 from engine.server.http.limits import RequestLimits
@@ -32,6 +32,8 @@ def make_app(service: Service, api_keys: Sequence[str], table: LimitsTable | Non
     app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for module in (completions, chat, tokenize, status):
         app.include_router(module.routes(service))
+    if service.limits.openapi:
+        app.include_router(openapi.routes(service, has_keys=len(api_keys) > 0))
     limits = RequestLimits(service.limits, table)
     if service.limits.request_timeout:
         app.add_middleware(RequestTimeout, seconds=service.limits.request_timeout)

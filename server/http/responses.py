@@ -170,7 +170,8 @@ class _EventWriter:
         """Write the last events; the stream ends when they are written, not when they are built."""
         if data:
             self._write(data)
-        self._finished.set_result(None)
+        if not self._finished.done():  # else the client has left since the events were built
+            self._finished.set_result(None)
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

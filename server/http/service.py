@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -249,7 +249,8 @@ def _template_message(message: Message, where: str) -> dict[str, Any]:
     return {"role": ROLES[message.role], "content": "\n".join(texts)}
 
 
-class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a message's content."""
 
+    type: Literal["text"]
     text: str

@@ -217,6 +217,87 @@ def test_hash_chain_follows_a_growing_sequence() -> None:
     assert chain.digest(tokens, 1) != HashChain(BLOCK_SIZE).digest([1, *tokens[1:]], 1)
 
 
+def add_pending(manager: BlockManager, sequence: int, tokens: list[int]) -> list[int]:
+    """Allocate a sequence, and index its blocks before they are computed; returns those it shares."""
+    chain = HashChain(BLOCK_SIZE)
+    shared = manager.lookup(tokens, chain)
+    assert manager.allocate(sequence, len(tokens), shared) is not None
+    manager.index_pending(sequence, tokens, chain)
+    manager.check()
+    return shared
+
+
+def test_index_pending_shares_all_blocks_but_the_last_before_they_are_computed() -> None:
+    manager = make_manager(16)
+    tokens = list(range(12))
+    assert add_pending(manager, 1, tokens) == []
+    assert add_pending(manager, 2, tokens) == list(manager.table(1)[:2])
+    assert add_pending(manager, 3, [*tokens, 12]) == list(manager.table(1)[:2]), "the last block is private"
+
+
+def test_claim_goes_on_behind_the_tokens_that_are_claimed() -> None:
+    manager = make_manager()
+    for sequence in (1, 2):
+        add_pending(manager, sequence, list(range(14)))
+    assert manager.claim(1, 0, 14, 6) == (0, 6)
+    assert manager.claim(2, 0, 14, 3) == (6, 3), "in the middle of a block"
+    assert manager.claim(1, 6, 14, 100) == (9, 5)
+    assert manager.claim(2, 9, 14, 100) == (12, 2)
+
+
+def test_claim_ends_before_a_block_that_is_claimed() -> None:
+    manager = make_manager(16)
+    tokens = list(range(14))
+    add_pending(manager, 1, tokens[:9])
+    assert manager.allocate(2, 14) is not None  # computes its own copies of the first two blocks, and the third
+    assert manager.claim(2, 0, 14, 12) == (0, 12)
+    manager.register(2, tokens, HashChain(BLOCK_SIZE), 12)
+    assert add_pending(manager, 3, tokens) == [*manager.table(1)[:2], manager.table(2)[2]]
+    assert manager.claim(3, 0, 14, 100) == (0, 8)
+    assert manager.claim(3, 8, 14, 100) == (12, 2)
+
+
+def test_returned_claim_is_claimed_again() -> None:
+    manager = make_manager()
+    for sequence in (1, 2):
+        add_pending(manager, sequence, list(range(14)))
+    manager.claim(1, 0, 14, 3)
+    assert manager.claim(2, 0, 14, 8) == (3, 8)
+    manager.return_claim(2, 3, 8)
+    assert manager.claim(1, 3, 14, 100) == (3, 11)
+
+
+def test_free_keeps_pending_blocks_only_while_others_use_them() -> None:
+    manager = make_manager()
+    for sequence in (1, 2):
+        add_pending(manager, sequence, list(range(14)))
+    manager.claim(1, 0, 14, 6)
+    manager.free(1)
+    assert (manager.num_used, manager.num_cached) == (4, 0)
+    manager.check()
+    assert manager.claim(2, 0, 14, 100) == (6, 8)
+    add_pending(manager, 3, list(range(20, 30)))
+    manager.free(3)
+    assert manager.num_cached == 0, "nothing was computed"
+    assert manager.lookup(list(range(20, 30)), HashChain(BLOCK_SIZE)) == []
+    manager.free(2)
+    assert manager.num_cached == 3
+    manager.check()
+
+
+def test_held_blocks_survive_their_sequence() -> None:
+    manager = make_manager()
+    tokens = list(range(14))
+    add_pending(manager, 1, tokens)
+    manager.claim(1, 0, 14, 6)
+    found = manager.lookup(tokens, HashChain(BLOCK_SIZE))
+    with manager.held(found):
+        manager.free(1)
+        assert manager.allocate(2, 14, found) is not None
+    manager.check()
+    assert manager.claim(2, 0, 14, 100) == (6, 8)
+
+
 def test_check_raises_on_a_leak() -> None:
     manager = make_manager()
     manager.allocate(1, 8)

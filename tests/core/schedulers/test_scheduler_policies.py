@@ -30,7 +30,7 @@ def test_policy_methods_are_called_only_when_overridden(monkeypatch: pytest.Monk
     def unexpected(*_: object) -> None:
         raise AssertionError("the default method was called")
 
-    for method in ("preempts", "split", "decode_steps"):
+    for method in ("preempts", "split", "prefill_limit", "decode_steps"):
         monkeypatch.setattr(SchedulingPolicy, method, unexpected)
     scheduler = make_scheduler(max_running=1)
     for name in "ab":
@@ -184,6 +184,7 @@ def test_order_admits_a_request_named_twice_only_once() -> None:
     scheduler.add(request("a"))
     scheduler.add(request("b"))
     assert [chunk.sequence for chunk in plan(scheduler).chunks] == [1, 2]
+    assert scheduler.stats().policy_faults == 0, "the answer is valid"
 
 
 def test_split_of_nothing_still_makes_progress() -> None:

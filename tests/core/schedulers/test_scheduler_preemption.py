@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from engine.core.schedulers.admission import MAX_PREEMPTIONS_FOR_WAITING
 from engine.core.schedulers.policy import RequestView, Split
 from engine.core.schedulers.request_state import RequestState
-from engine.core.schedulers.step_planner import MAX_PREEMPTIONS_FOR_WAITING
 from engine.core.types import Output
 
 from .scheduling import (

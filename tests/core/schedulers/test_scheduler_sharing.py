@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from engine.core.errors import PluginError
 from engine.core.schedulers.policy import RequestView
 from engine.core.schedulers.scheduler import Scheduler
 
@@ -155,14 +155,22 @@ def test_request_is_not_preempted_in_a_step_in_which_another_relies_on_its_chunk
     assert work(plan(scheduler)) == [2, (3, 0, 3, True)]
 
 
-def test_chunks_of_a_step_whose_planning_failed_are_planned_again() -> None:
-    answers: list[Callable[..., Any]] = [lambda waiting: [*waiting, None], lambda waiting: waiting]
-    scheduler = make_scheduler(policy(order=lambda waiting, now: answers.pop(0)(waiting)))
-    add_equal(scheduler, "ab", 10)
-    with pytest.raises(PluginError):
+def test_chunks_of_a_step_whose_planning_was_interrupted_are_planned_again() -> None:
+    interrupts = [signal.SIGINT]
+
+    def preempts(candidate: RequestView, running: Sequence[RequestView]) -> RequestView | None:
+        if interrupts and candidate.id == "c":
+            signal.raise_signal(interrupts.pop())
+        return None
+
+    scheduler = make_scheduler(policy(preempts=preempts), max_running=3)
+    scheduler.add(request("x", max_tokens=9))
+    turn(scheduler)
+    add_equal(scheduler, "abc", 10)
+    with pytest.raises(KeyboardInterrupt):
         scheduler.schedule(0.0)
     scheduler.check()
-    assert work(plan(scheduler)) == [(1, 0, 10, True), (2, 8, 2, True)]
+    assert work(plan(scheduler)) == [1, (2, 0, 10, True), (3, 8, 2, True)]
 
 
 def test_equal_prompts_are_held_once_when_there_is_no_room_for_two() -> None:

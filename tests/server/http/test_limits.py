@@ -43,6 +43,14 @@ def test_each_key_has_its_own_rate_across_front_ends(serve_fake: Serve) -> None:
         assert httpx.get(f"{server.url}/v1/models", headers={"authorization": "Bearer a"}).status_code == 200
 
 
+def test_requests_without_a_key_do_not_use_up_the_rate_of_one(serve_fake: Serve) -> None:
+    with serve_fake(rate_limit=1, api_key=("a",)) as server:
+        for _ in range(3):
+            assert post(server, "wrong").status_code == 401
+            assert httpx.post(f"{server.url}/health").status_code == 405
+        assert post(server, "a").status_code == 200
+
+
 def test_without_keys_all_clients_count_as_one(serve_fake: Serve) -> None:
     with serve_fake(rate_limit=2) as server:
         assert [post(server, key).status_code for key in "xyz"] == [200, 200, 429]

@@ -236,3 +236,19 @@ def test_a_disconnect_cancels_the_preparation_of_a_response() -> None:
         assert ended == ["cancelled"]
 
     asyncio.run(main())
+
+
+def test_the_last_events_of_a_client_that_has_left_are_dropped() -> None:
+    async def main() -> None:
+        client = Client()
+        delayed: list[Callable[[], None]] = []
+        client.events.write_later = lambda write, data: delayed.append(lambda: write(data))  # type: ignore[method-assign]
+        await client.settle()
+        client.events.put(b"all", last=True)
+        await client.settle()
+        client.disconnected.set()
+        await client.task
+        assert len(delayed) == 1
+        delayed[0]()
+
+    asyncio.run(main())

@@ -1,0 +1,192 @@
+"""JSON schemas of the bodies and responses: what msgspec's types do not say, and the shape of each response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from engine.core.types import MAX_SEED
+from engine.server.http.params import MAX_LOGIT_BIAS
+from engine.server.http.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from engine.server.http.service import ROLES, Service, TextPart
+
+Schema = Mapping[str, Any]
+
+STRING: Schema = {"type": "string"}
+NUMBER: Schema = {"type": "number"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NULL: Schema = {"type": "null"}
+STREAM: Schema = {"description": "Events `data: {...}`, the last one `data: [DONE]`."}
+FINISH_REASON: Schema = {"enum": ["stop", "length"]}
+
+
+def ref(name: str) -> Schema:
+    """A reference to a schema of the document."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def components(service: Service) -> dict[str, Any]:
+    """All schemas by name."""
+    bodies = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TextPart)
+    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    for body in ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody", "Message"):
+        _narrow(schemas[body], constraints(service))
+    schemas["ChatBody"]["properties"]["logprobs"] = {"anyOf": [{"type": "boolean"}, NULL], "default": None}
+    return schemas | _responses(service)
+
+
+def constraints(service: Service) -> dict[str, Schema]:
+    """The schema of each parameter whose values are limited further than by its type; none accepts null."""
+    limits = service.limits
+    room = service.max_len - 1
+    token: Schema = {"type": "integer", "minimum": 0, "maximum": service.vocab_size - 1}
+    stop: Schema = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_chars}
+    tokens = {"type": "array", "items": token, "minItems": 1, "maxItems": room}
+    text = {"type": "string", "minLength": 1}
+    logprobs = _integer(0, limits.max_logprobs)
+    return {
+        "model": {"const": service.name},
+        "n": _integer(1, limits.max_n),
+        "best_of": _integer(1, limits.max_n) | {"description": "Equal to n."},
+        "max_tokens": _integer(1, room),
+        "max_completion_tokens": _integer(1, room),
+        "min_tokens": _integer(0, room) | {"description": "At most max_tokens."},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 100},
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "top_k": _integer(-1, 2**31),
+        "min_p": {"type": "number", "minimum": 0, "maximum": 1},
+        "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+        "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+        "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+        "seed": _integer(0, MAX_SEED),
+        "stop": {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": limits.max_stop}]},
+        "stop_token_ids": {"type": "array", "items": token, "maxItems": limits.max_stop},
+        "logit_bias": {
+            "type": "object",
+            "description": f"Token id, at most {service.vocab_size - 1}, to bias.",
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
+            "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+            "maxProperties": limits.max_logit_bias,
+        },
+        "logprobs": logprobs,
+        "top_logprobs": logprobs | {"description": "Only with logprobs: true."},
+        "stream_options": {**ref("StreamOptions"), "description": "Only with stream: true."},
+        "response_format": {
+            "type": "object",
+            "properties": {"type": {"const": "text"}},
+            "required": ["type"],
+            "additionalProperties": False,
+        },
+        "prompt": {
+            "anyOf": [
+                text,
+                {"type": "array", "items": text, "minItems": 1, "maxItems": limits.max_prompts},
+                tokens,
+                {"type": "array", "items": tokens, "minItems": 1, "maxItems": limits.max_prompts},
+            ]
+        },
+        "tokens": {"type": "array", "items": token},
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [STRING, {"type": "array", "items": ref("TextPart")}]},
+    }
+
+
+def _narrow(schema: dict[str, Any], narrower: Mapping[str, Schema]) -> None:
+    """Replace the schemas of limited properties; those that accept null still do."""
+    properties = schema["properties"]
+    for name in properties.keys() & narrower.keys():
+        given = properties[name]
+        if name == "prompt" and "default" in given:  # of /tokenize: a text, which may be empty
+            continue
+        properties[name] = {"anyOf": [narrower[name], NULL], "default": None} if "default" in given else narrower[name]
+
+
+def _integer(low: int, high: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def _object(**properties: Schema) -> Schema:
+    """An object with exactly these properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, NULL]}
+
+
+def _responses(service: Service) -> dict[str, Schema]:
+    """The schema of each response."""
+    name: Schema = {"const": service.name}
+    entry = {"token": STRING, "logprob": NUMBER, "bytes": _array(_integer(0, 255))}
+    chat_logprobs = _object(
+        content=_array(_object(**entry, top_logprobs=_array(_object(**entry)))),
+        refusal=NULL,
+    )
+    logprobs = _object(
+        tokens=_array(STRING),
+        token_logprobs=_array(_nullable(NUMBER)),
+        top_logprobs=_array(_nullable({"type": "object", "additionalProperties": NUMBER})),
+        text_offset=_array(COUNT),
+    )
+    head = {"id": STRING, "created": COUNT, "model": name}
+    choice = {"index": COUNT, "finish_reason": FINISH_REASON}
+    return {
+        "Error": _object(
+            error=_object(message=STRING, type=STRING, param=_nullable(STRING), code=_nullable(STRING)),
+        ),
+        "Usage": _object(
+            prompt_tokens=COUNT,
+            completion_tokens=COUNT,
+            total_tokens=COUNT,
+            prompt_tokens_details=_object(cached_tokens=COUNT),
+        ),
+        "Completion": _object(
+            **head,
+            object={"const": "text_completion"},
+            choices=_array(_object(**choice, text=STRING, logprobs=_nullable(logprobs))),
+            usage=ref("Usage"),
+        ),
+        "ChatCompletion": _object(
+            **head,
+            object={"const": "chat.completion"},
+            choices=_array(
+                _object(
+                    **choice,
+                    message=_object(role={"const": "assistant"}, content=STRING, refusal=NULL),
+                    logprobs=_nullable(chat_logprobs),
+                )
+            ),
+            usage=ref("Usage"),
+        ),
+        "Tokens": _object(tokens=_array(COUNT), count=COUNT, max_model_len=COUNT),
+        "Text": _object(prompt=STRING),
+        "Model": _object(
+            id=name, object={"const": "model"}, created=COUNT, owned_by={"const": "engine"}, max_model_len=COUNT
+        ),
+        "Models": _object(object={"const": "list"}, data=_array(ref("Model"))),
+        "Health": {
+            "type": "object",
+            "properties": {
+                "status": {"enum": ["ok", "degraded", "failed", "starting", "draining"]},
+                "level": STRING,
+                "reason": STRING,
+                "since": STRING,
+                "restart": STRING,
+                "step_seconds": NUMBER,
+                "replicas": _array({"type": "object"}),
+            },
+            "required": ["status"],
+            "additionalProperties": False,
+        },
+    }
