@@ -125,6 +125,8 @@ class _EventWriter:
         self._first: asyncio.Future[bytes] = loop.create_future()
         self._finished: asyncio.Future[None] = loop.create_future()
         self._open = False
+        self._ended = False
+        """Whether the last events are built."""
 
     async def first(self) -> None:
         """Wait for the first event; raises the error of building it."""
@@ -147,7 +149,7 @@ class _EventWriter:
 
     def _on_outputs(self) -> None:
         """Build and write the events of new outputs."""
-        if (self._connection.full if self._open else self._first.done()) or self._finished.done():
+        if (self._connection.full if self._open else self._first.done()) or self._finished.done() or self._ended:
             return
         try:
             data = self._take()
@@ -164,6 +166,7 @@ class _EventWriter:
             self._schedule_write(data)
 
     def _schedule_write(self, data: bytes) -> None:
+        self._ended = self._generation.finished
         self._write_later(self._write_last if self._generation.finished else self._write, data)
 
     def _write_last(self, data: bytes) -> None:

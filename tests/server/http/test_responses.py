@@ -252,3 +252,20 @@ def test_the_last_events_of_a_client_that_has_left_are_dropped() -> None:
         delayed[0]()
 
     asyncio.run(main())
+
+
+def test_a_stream_ends_once_when_it_is_woken_again_before_the_last_write() -> None:
+    async def main() -> None:
+        client = Client()
+        written: list[bytes] = []
+        client.events.write_later = lambda write, data: written.append(data)  # type: ignore[method-assign]
+        await client.settle()
+        client.events.put(b"one")
+        await client.settle()
+        client.events.put(b"two", last=True)
+        client.events.put(b"usage again", last=True)
+        assert written == [b"one", b"two"]
+        client.disconnected.set()
+        await client.task
+
+    asyncio.run(main())
