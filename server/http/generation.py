@@ -175,7 +175,7 @@ class Generation:
             deadline = time.monotonic() + SLICE_SECONDS
             if not self._build(data, deadline):
                 return b"".join(data)
-        events = iter(self._backlog or self._group.take())
+        events = iter([*self._backlog, *self._group.take()])  # all: the group reports only the first event after a take
         self._backlog = []
         for event in events:
             choice, tokens, output = event

@@ -92,6 +92,23 @@ def test_events_are_the_same_when_each_call_leaves_off_at_once(
     assert generation.finished
 
 
+def test_outputs_that_come_while_it_is_behind_wait_for_no_further_notice(
+    client: GroupOnly, generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group reports only the first output after a `take`, so a call that ends the backlog must take the others."""
+    for choice in range(3):
+        put(client, choice, b"a", first=True)
+    templates = Templates(text_event)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "SLICE_SECONDS", -1.0)
+        before = generation.events(templates, build_events)
+    assert generation.behind
+    for choice in range(3):
+        put(client, choice, b"b", last=True)
+    assert before + generation.events(templates, build_events) == b"<0a> <1a> <2a> <0b> <1b> <2b> "
+    assert generation.finished
+
+
 def test_a_generation_that_is_behind_has_not_finished(
     client: GroupOnly, generation: Generation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
