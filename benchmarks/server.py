@@ -134,7 +134,7 @@ def load(options: argparse.Namespace, url: str) -> None:
     else:
         body |= {"prompt": [65] * PROMPT_TOKENS}
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     selector = selectors.DefaultSelector()
     for _ in range(options.streams):
         connection = socket.create_connection((address[0], int(address[2])))

@@ -344,12 +344,16 @@ class ServerConfig:
         "warning", "Least severity that is logged.", flag="--log-level", choices=("debug", "info", "warning", "error")
     )
     max_body_bytes: int = setting(8 * 2**20, "Maximum request body, bytes.")
+    max_body_values: int = setting(
+        65536, "Maximum strings, lists and objects in a request body; of numbers, 8 times as many are allowed."
+    )
     max_n: int = setting(64, "Maximum choices per prompt.")
     max_prompts: int = setting(256, "Maximum prompts per completion request.")
     max_logprobs: int = setting(20, "Maximum top logprobs per position.")
     max_stop: int = setting(16, "Maximum stop strings per request.")
     max_stop_chars: int = setting(256, "Maximum length of a stop string, characters.")
     max_logit_bias: int = setting(1024, "Maximum tokens in logit_bias.")
+    max_salt_chars: int = setting(256, "Maximum length of cache_salt, characters.")
     max_waiting: int = setting(4096, "Maximum requests in the engine; a further one gets 503.")
 
 

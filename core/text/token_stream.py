@@ -14,6 +14,8 @@ REPLACEMENT = "\ufffd"
 """Written in place of bytes that are not valid UTF-8."""
 _CONTEXT = 8
 """Previous tokens that the next one is decoded with. For spaces one suffices; a character of 4 bytes needs 4."""
+_MAX_CONTEXT_READ = 64
+"""Previous tokens that are looked at to find those, since special tokens may come between."""
 
 
 class TokenStream:
@@ -36,7 +38,8 @@ class TokenStream:
         self._table = tokenizer.byte_table(skip_special_tokens)
         self._window: list[int] = []
         """The last tokens that have text; unused with a byte table."""
-        with_text = (token for token in reversed(context) if not self._is_silent(token))
+        last = itertools.islice(reversed(context), _MAX_CONTEXT_READ)
+        with_text = (token for token in last if not self._is_silent(token))
         for token in reversed(list(itertools.islice(with_text, _CONTEXT))):
             self.push(token)
 

@@ -24,6 +24,13 @@ _RENDERING = frozenset(
 )
 """Arguments of transformers' apply_chat_template; not available as variables of the template."""
 _NO_ID = "a token id is negative or above 2**32"
+_PIECE = 2**15
+"""Characters of a long text that are tokenized at a time while only the number of tokens is in question."""
+
+_CUT = 8
+"""Tokens that cutting a text at one place may add."""
+_MANY = 1024
+"""Tokens from which on decoding them takes long enough to let other threads run."""
 
 
 class Tokenizer:
@@ -115,6 +122,19 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        """Whether a text surely has more than `max_tokens` tokens. The cost is bounded by `max_tokens`.
+
+        Pieces of the text have a few more tokens than the whole, where words are cut: so the pieces must have twice as
+        many, and some more. False says nothing.
+        """
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self.encode(text[start : start + _PIECE], add_special_tokens=False)) - _CUT
+            if count > 2 * max_tokens:
+                return True
+        return False
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens; ids outside the vocabulary have no text.
 
@@ -127,7 +147,11 @@ class Tokenizer:
             text = "".join(map(stream.push, ids)) + stream.flush()
         return text
 
-    def chat(
+    def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
+        """Tokens of a conversation; arguments and errors as those of `render_chat`."""
+        return self.encode(self.render_chat(messages, **arguments), add_special_tokens=False)
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -135,8 +159,8 @@ class Tokenizer:
         continue_final_message: bool = False,
         add_generation_prompt: bool | None = None,
         **variables: Any,
-    ) -> list[int]:
-        """Tokens of a conversation, up to where the model's answer begins, or where its last message is continued.
+    ) -> str:
+        """A conversation as text, up to where the model's answer begins, or where its last message is continued.
 
         messages: as in OpenAI's API, content as text. tools: JSON schemas. variables: additional template variables.
         Raises InvalidRequestError if there is no template, or the template rejects the conversation.
@@ -168,7 +192,8 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program, run on input from the client
             raise InvalidRequestError(f"the chat template rejects this conversation: {error}", "messages") from error
-        return self.encode(text, add_special_tokens=False)
+        rendered: str = text
+        return rendered
 
     def token_text(self, token: int) -> str:
         """The text that a token adds; bytes that are no complete character become U+FFFD."""
@@ -207,7 +232,10 @@ class Tokenizer:
     def decode_plainly(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Decode by the `tokenizers` library alone, which may replace more than the invalid bytes."""
         try:
-            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            if len(ids) < _MANY:
+                text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            else:  # a batch of one, since the library releases the GIL only for batches
+                [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         except OverflowError:
             raise InvalidRequestError(_NO_ID) from None
         return text

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import zmq
 
 from engine.core.config import EngineConfig
-from engine.core.errors import ConfigError, EngineError, InvalidRequestError, PluginError, PluginFaultError
+from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError
 from engine.core.executors import MessageDecoder, encode
-from engine.core.types import FINISH_ERROR, EngineStats, Output
+from engine.core.types import EngineStats, Output
 from engine.server.engine_process.output_routes import OutputRoutes
+from engine.server.engine_process.pending_requests import PendingRequests
 from engine.server.engine_process.prober import Prober
 from engine.server.shared.heartbeat import Heartbeat
 from engine.server.shared.messages import (
@@ -51,6 +52,8 @@ IDLE_CHECK_MS = 1000
 """Interval at which an idle engine checks its executor, milliseconds."""
 MAX_MESSAGES = 32
 """Maximum number of front end messages read between two steps: a burst of requests must not delay running ones."""
+RECEIVE_SECONDS = 0.005
+"""Seconds after which no further messages are read before the next step, for the same reason."""
 
 log = logging.getLogger(__name__)
 
@@ -157,10 +160,16 @@ class Channel:
             self._wake_receiver.recv()
 
     def receive(self) -> Iterator[tuple[bytes, FrontEndToEngine | SupervisorToEngine]]:
-        """Yield (sender, message) for each waiting message; the sender is a ZeroMQ identity, b"" for the supervisor."""
+        """Yield (sender, message) for each waiting message, a few milliseconds' worth of them at a time.
+
+        The sender is a ZeroMQ identity, b"" for the supervisor.
+        """
         while self._from_supervisor:
             yield b"", self._from_supervisor.popleft()
-        for _ in range(MAX_MESSAGES):
+        deadline = time.monotonic() + RECEIVE_SECONDS
+        for number in range(MAX_MESSAGES):
+            if number and time.monotonic() > deadline:
+                return
             try:
                 peer = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:
@@ -178,11 +187,12 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
     """Step the engine until Shutdown; probe_interval: server.health_interval. Raises what `Engine.step` raises."""
     routes = OutputRoutes()
     prober = Prober(engine, heartbeat, probe_interval)
+    pending = PendingRequests(engine, routes)
     sent_stats = EngineStats()
     next_stats = 0.0
     while True:
         idle: Health | None = None
-        if not engine.has_work:
+        if not (engine.has_work or pending or routes.behind):
             channel.wait(IDLE_CHECK_MS)
             idle = engine.check()
             if not idle.ok:
@@ -195,7 +205,7 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
                     routes.add_front_end(peer)
                     sent_stats = EngineStats()  # so that the new front end soon receives statistics
                 case Add():
-                    outputs += _add(engine, routes, peer, message)
+                    pending.put(peer, message)
                 case Abort(numbers):
                     for request in routes.remove(peer, numbers):
                         engine.abort(request)
@@ -206,6 +216,7 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
                         engine.abort(request)
                 case Shutdown():
                     return
+        outputs += pending.add_some()
         prober.before_step()
         if engine.has_work:
             outputs += engine.step()
@@ -215,21 +226,11 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
         if now >= next_stats or not engine.has_work:
             next_stats = now + STATS_INTERVAL
             stats = engine.stats()
-            if stats == sent_stats and not outputs:
+            if stats == sent_stats and not outputs and not routes.behind:
                 continue
             sent_stats = stats
         for peer, grouped in routes.group(outputs, stats):
             channel.send(peer, grouped)
-
-
-def _add(engine: Engine, routes: OutputRoutes, peer: bytes, message: Add) -> Iterator[Output]:
-    """Add the requests to the engine; yields an output for each request that the engine refuses."""
-    for number, request in enumerate(message.requests, message.first):
-        if routes.add(peer, number, request.id):
-            try:
-                engine.add(request)
-            except InvalidRequestError as error:
-                yield Output(request=request.id, finish_reason=FINISH_ERROR, error=str(error), refused=True)
 
 
 def _make_engine(config: EngineConfig) -> Engine:

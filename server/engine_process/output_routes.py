@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 from attrs import define, field
 
 from engine.core.types import EngineStats, Output
 from engine.server.shared.messages import Outputs
+from engine.server.shared.packed_logprobs import PackedLogprobs, pack
+
+PACK_SECONDS = 0.005
+"""Seconds per step in which the log probabilities of prompts are encoded: long prompts must not delay other outputs."""
 
 
 @define(eq=False)
@@ -20,14 +27,24 @@ class _FrontEnd:
     counts: list[int] = field(factory=list)
     tokens: list[int] = field(factory=list)
     full: list[tuple[int, Output]] = field(factory=list)
+    prompt_logprobs: list[PackedLogprobs] = field(factory=list)
 
     def pop_message(self, stats: EngineStats | None) -> Outputs | None:
         """Build the next message and clear the columns; None if there is nothing to send."""
         if not (self.numbers or self.full or stats):
             return None
-        message = Outputs(self.numbers, self.counts, self.tokens, self.full, stats)
-        self.numbers, self.counts, self.tokens, self.full = [], [], [], []
+        message = Outputs(self.numbers, self.counts, self.tokens, self.full, stats, self.prompt_logprobs)
+        self.numbers, self.counts, self.tokens, self.full, self.prompt_logprobs = [], [], [], [], []
         return message
+
+
+@define(eq=False)
+class _Held:
+    """The first outputs of a request, which wait until the log probabilities of the prompt are encoded."""
+
+    unpacked: Iterator[bytes]
+    packed: list[bytes] = field(factory=list)
+    outputs: list[Output] = field(factory=list)
 
 
 @define(eq=False)
@@ -37,6 +54,7 @@ class _Route:
     front_end: _FrontEnd
     number: int
     has_outputs: bool = False
+    held: _Held | None = None
 
 
 class OutputRoutes:
@@ -46,6 +64,8 @@ class OutputRoutes:
         self._front_ends: dict[bytes, _FrontEnd] = {}
         self._exited: set[bytes] = set()
         self._routes: dict[str, _Route] = {}
+        self._holding: deque[str] = deque()
+        """Requests with held outputs."""
 
     def add_front_end(self, peer: bytes) -> None:
         """Add a front end that has connected. peer: its ZeroMQ identity."""
@@ -61,14 +81,19 @@ class OutputRoutes:
             del self._routes[request]
         return requests
 
-    def add(self, peer: bytes, number: int, request: str) -> bool:
-        """Add a request ID under the front end's number for the request; False if the front end has exited."""
+    def add(self, peer: bytes, first: int, requests: Iterable[str]) -> bool:
+        """Add request IDs, which the front end numbers from `first` on; False if the front end has exited."""
         front_end = self._front_ends.get(peer)
         if front_end is None:
             return False
-        front_end.requests[number] = request
-        self._routes[request] = _Route(front_end, number)
+        for number, request in enumerate(requests, first):
+            front_end.requests[number] = request
+            self._routes[request] = _Route(front_end, number)
         return True
+
+    def is_open(self, request: str) -> bool:
+        """Whether the request has neither finished nor been aborted."""
+        return request in self._routes
 
     def remove(self, peer: bytes, numbers: Iterable[int]) -> Iterator[str]:
         """Remove requests that a front end aborts; yields the IDs of those that were open."""
@@ -80,6 +105,11 @@ class OutputRoutes:
                     del self._routes[request]
                     yield request
 
+    @property
+    def behind(self) -> bool:
+        """Whether outputs are held, so that `group` is to be called even if there are no new ones."""
+        return bool(self._holding)
+
     def group(self, outputs: Sequence[Output], stats: EngineStats | None) -> Iterator[tuple[bytes, Outputs]]:
         """Group outputs by front end; yields one message per front end with outputs, or per front end if `stats`."""
         routes = self._routes
@@ -88,17 +118,50 @@ class OutputRoutes:
             if route is None:  # aborted while its step ran
                 continue
             front_end = route.front_end
+            if route.held is not None:
+                route.held.outputs.append(output)
+                continue
             if route.has_outputs and output.finish_reason is None and not output.logprobs:
                 tokens = output.tokens
                 front_end.numbers.append(route.number)
                 front_end.counts.append(len(tokens))
                 front_end.tokens += tokens
                 continue
-            front_end.full.append((route.number, output))
-            route.has_outputs = True
-            if output.finish_reason is not None:
-                del routes[output.request], front_end.requests[route.number]
+            if output.prompt_logprobs is not None:
+                route.held = _Held(pack(output.prompt_logprobs))
+                route.held.outputs.append(msgspec.structs.replace(output, prompt_logprobs=None))
+                self._holding.append(output.request)
+                continue
+            self._put(route, output)
+        if self._holding:
+            self._pack_some()
         for peer, front_end in self._front_ends.items():
             message = front_end.pop_message(stats)
             if message is not None:
                 yield peer, message
+
+    def _put(self, route: _Route, output: Output) -> None:
+        """Add a whole output to the front end's next message."""
+        route.front_end.full.append((route.number, output))
+        route.has_outputs = True
+        if output.finish_reason is not None:
+            del self._routes[output.request], route.front_end.requests[route.number]
+
+    def _pack_some(self) -> None:
+        """Encode held log probabilities until PACK_SECONDS have passed, and release the outputs of finished ones."""
+        deadline = time.monotonic() + PACK_SECONDS
+        while self._holding:
+            route = self._routes.get(self._holding[0])
+            if route is None or route.held is None:  # aborted meanwhile
+                self._holding.popleft()
+                continue
+            held = route.held
+            for data in held.unpacked:
+                held.packed.append(data)
+                if time.monotonic() > deadline:
+                    return
+            route.held = None
+            self._holding.popleft()
+            route.front_end.prompt_logprobs.append(PackedLogprobs(route.number, tuple(held.packed)))
+            for output in held.outputs:
+                self._put(route, output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from types import TracebackType
 
@@ -20,6 +20,9 @@ from engine.server.front_end.routing import Router
 from engine.server.shared.messages import Abort, Add, EngineDown, Outputs, Started
 from engine.server.shared.metrics_table import MetricsTable
 
+MAX_TOKENS = 2**15
+"""Tokens of several prompts sent in one message, since the engine reads a message without a pause."""
+
 log = logging.getLogger(__name__)
 
 OutputEvent = tuple[int, Sequence[int], Output | None]
@@ -29,11 +32,13 @@ OutputEvent = tuple[int, Sequence[int], Output | None]
 class RequestGroup:
     """Requests submitted together. Leaving the group's `with` block aborts the requests that have not finished."""
 
-    def __init__(self, abort: Callable[[int, str], None], numbers: Iterable[int]) -> None:
-        """numbers: of the requests, in order. abort: called with a number and the finish reason to count."""
+    def __init__(self, abort: Callable[[Iterable[int], str], None], numbers: Iterable[int]) -> None:
+        """numbers: of the requests, in order. abort: called with numbers and the finish reason to count."""
         self._abort = abort
         self._open = dict(enumerate(numbers))
         self._events: list[OutputEvent] = []
+        self.prompt_logprobs: dict[int, tuple[bytes, ...]] = {}
+        """By index, the slices (packed_logprobs.py) that belong to a request's first event."""
         self._error: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._listener: Callable[[], None] | None = None
@@ -43,8 +48,8 @@ class RequestGroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._listener = None
-        for index in list(self._open):
-            self.abort(index)
+        numbers, self._open, self._events = list(self._open.values()), {}, []
+        self._abort(numbers, FINISH_ABORT)
 
     async def next(self) -> list[OutputEvent]:
         """Wait for events and return all since the last call, oldest first. One caller at a time.
@@ -75,7 +80,7 @@ class RequestGroup:
         number = self._open.pop(index, None)
         if number is not None:
             self._events = [event for event in self._events if event[0] != index]
-            self._abort(number, reason)
+            self._abort((number,), reason)
 
     def put(self, index: int, tokens: Sequence[int], output: Output | None) -> bool:
         """Add an event; whether it is the first since the last `take`. Called by EngineClient."""
@@ -131,6 +136,8 @@ class EngineClient:
         self._updated_groups: list[RequestGroup] = []
         """Groups with new events that have not been notified."""
         self._writes: list[tuple[Callable[[bytes], None], bytes]] = []
+        self._aborted: dict[int, list[int]] = {}
+        """By replica, the numbers of requests whose abort has not been sent."""
         self._context = zmq.Context()
         self.links = [
             EngineLink(self._context, replica, self._deliver, self._notify_groups) for replica in range(limits.replicas)
@@ -145,11 +152,14 @@ class EngineClient:
         self.links[started.replica].connect(directory, name, started)
         self.router.reset(started.replica, started.cache.num_blocks if self._cache.prefix_caching else 0)
 
-    def submit(self, requests: Sequence[Request]) -> RequestGroup:
-        """Send requests to the engine. Raises ApiError if all replicas are down or server.max_waiting is reached."""
+    def submit(self, requests: Sequence[Request], choices: int = 1) -> RequestGroup:
+        """Send `choices` choices of each request to the engine; their indices in the group follow in this order.
+
+        Raises ApiError if all replicas are down or server.max_waiting is reached.
+        """
         loads = self._loads()
         max_open, num_open = self._limits.max_waiting, self.metrics_table.open_requests
-        if num_open + len(requests) > max_open:
+        if num_open + len(requests) * choices > max_open:
             raise ApiError(
                 503,
                 f"the server has {num_open} open requests and accepts at most {max_open} (server.max_waiting); "
@@ -157,37 +167,44 @@ class EngineClient:
                 code="overloaded",
                 headers={"retry-after": "1"},
             )
-        placements = self.router.place(requests, loads)
-        # The requests of one replica get consecutive numbers.
+        placements = self.router.place(requests, loads, choices)
+        # The choices of all requests of one replica get consecutive numbers.
         order = sorted(range(len(requests)), key=lambda index: placements[index].replica)
-        numbers = [0] * len(requests)
-        for number, index in enumerate(order, self._next_number):
-            numbers[index] = number
-        self._next_number += len(requests)
-        group = RequestGroup(self.abort, numbers)
-        for index, (number, request, placement) in enumerate(zip(numbers, requests, placements, strict=True)):
-            entry = _OpenRequest(group, index, placement.replica, placement.output_cost, 0, request.arrival)
-            self._set_load(entry, placement.prompt_cost + placement.output_cost)
-            self._open[number] = entry
+        firsts = [0] * len(requests)
+        for position, index in enumerate(order):
+            firsts[index] = self._next_number + position * choices
+        self._next_number += len(requests) * choices
+        group = RequestGroup(self.abort, [first + choice for first in firsts for choice in range(choices)])
+        for index, (first, request, placement) in enumerate(zip(firsts, requests, placements, strict=True)):
+            for choice in range(choices):
+                entry = _OpenRequest(
+                    group, index * choices + choice, placement.replica, placement.output_cost, 0, request.arrival
+                )
+                self._set_load(entry, placement.output_cost + (0 if choice else placement.prompt_cost))
+                self._open[first + choice] = entry
         self.metrics.open_requests = len(self._open)
         for replica, indices in groupby(order, key=lambda index: placements[index].replica):
-            batch = list(indices)
-            self.links[replica].send(Add(numbers[batch[0]], tuple(requests[index] for index in batch)))
+            for batch in _batches(requests, indices):
+                self.links[replica].send(Add(firsts[batch[0]], tuple(requests[index] for index in batch), choices))
         return group
 
-    def abort(self, number: int, reason: str) -> None:
-        """Abort a request in the engine and count `reason`; called by RequestGroup.
+    def abort(self, numbers: Iterable[int], reason: str) -> None:
+        """Abort requests in the engine and count `reason` for each; called by RequestGroup.
 
-        A request ended by a stop string has finished, so its latency counts.
+        A request ended by a stop string has finished, so its latency counts. All aborts of an iteration of the event
+        loop are one message per replica.
         """
-        entry = self._open.get(number)
-        if entry is not None:
-            self._remove(number, entry)
-            if reason == FINISH_STOP:
-                self.metrics.observe_finish(reason, None, time.monotonic() - entry.arrival)
-            else:
-                self.metrics.count_finished(reason)
-            self.links[entry.replica].send(Abort((number,)))
+        for number in numbers:
+            entry = self._open.get(number)
+            if entry is not None:
+                self._remove(number, entry)
+                if reason == FINISH_STOP:
+                    self.metrics.observe_finish(reason, None, time.monotonic() - entry.arrival)
+                else:
+                    self.metrics.count_finished(reason)
+                if not self._aborted:
+                    asyncio.get_running_loop().call_soon(self._send_aborts)
+                self._aborted.setdefault(entry.replica, []).append(number)
 
     def fail(self, error: ApiError, group: RequestGroup | None = None) -> None:
         """End all open requests, or those of `group`, with this error and abort them in the engine."""
@@ -214,6 +231,12 @@ class EngineClient:
         for link in self.links:
             link.close()
         self._context.destroy(linger=0)
+
+    def _send_aborts(self) -> None:
+        aborted, self._aborted = self._aborted, {}
+        for replica, numbers in aborted.items():
+            if self.links[replica].down is None:
+                self.links[replica].send(Abort(tuple(numbers)))
 
     def _write(self) -> None:
         writes, self._writes = self._writes, []
@@ -295,6 +318,10 @@ class EngineClient:
                     add_updated(entry.group)
             at += count
         self._observe_latency(now, *equal, num_equal)
+        for packed in message.prompt_logprobs:
+            entry = requests.get(packed.number)
+            if entry is not None:
+                entry.group.prompt_logprobs[entry.index] = packed.slices
         for number, output in message.full:
             self._deliver_full(number, output, now)
 
@@ -317,3 +344,17 @@ class EngineClient:
             self.metrics.observe_finish(output.finish_reason, output.times, now - entry.arrival)
         if entry.group.put(entry.index, output.tokens, output):
             self._updated_groups.append(entry.group)
+
+
+def _batches(requests: Sequence[Request], indices: Iterable[int]) -> Iterator[list[int]]:
+    """Group the indices of requests in order, so that the prompts of each group but the last have MAX_TOKENS tokens."""
+    batch: list[int] = []
+    tokens = 0
+    for index in indices:
+        batch.append(index)
+        tokens += len(requests[index].prompt)
+        if tokens >= MAX_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch

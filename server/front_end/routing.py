@@ -21,19 +21,21 @@ MAX_OUTPUT_COST = 256
 """An output costs its max_tokens, but at most this: the actual length is not known in advance."""
 MAX_HASHED_BLOCKS = 1024
 """Maximum number of leading blocks of a prompt that are hashed, because hashing blocks the front end."""
+MAX_HASHED_IN_ALL = 4096
+"""The same of all prompts submitted together, of which each has an equal share."""
 MAX_INDEXED_BLOCKS = 2**16
 """Maximum number of blocks remembered per replica, however large the replica's cache is."""
 
 
 @frozen
 class Placement:
-    """The replica chosen for a request, and the request's cost there, tokens."""
+    """The replica chosen for a request's choices, and their cost there, tokens."""
 
     replica: int
     prompt_cost: int
-    """Until the first token has come."""
+    """Of all choices, until the first token has come."""
     output_cost: int
-    """Until the request ends."""
+    """Of each choice, until it ends."""
 
 
 class PrefixIndex:
@@ -78,28 +80,32 @@ class Router:
         self._prefixes[replica] = PrefixIndex(min(num_blocks, MAX_INDEXED_BLOCKS))
         self._any_cache = self._any_cache or num_blocks > 0
 
-    def place(self, requests: Sequence[Request], loads: Sequence[float | None]) -> list[Placement]:
-        """Choose a replica for each request; adjacent requests with equal prompts (the choices of n) stay together.
+    def place(self, requests: Sequence[Request], loads: Sequence[float | None], choices: int = 1) -> list[Placement]:
+        """Choose a replica for each request with its `choices`; adjacent requests with equal prompts stay together.
 
         loads: load of each replica, tokens; None: the replica accepts no requests. At least one must be a number.
         """
         loads = list(loads)
+        max_blocks = min(MAX_HASHED_BLOCKS, MAX_HASHED_IN_ALL // len(requests) + 1)
         placements: list[Placement] = []
-        for _, choices in groupby(requests, key=lambda request: (request.salt, request.prompt)):
-            first, *others = choices
-            replica, prompt_cost = self._choose(first.prompt, first.salt, loads)
+        for _, equal in groupby(requests, key=lambda request: (request.salt, request.prompt)):
+            first, *others = equal
+            replica, prompt_cost = self._choose(first.prompt, first.salt, loads, max_blocks)
             placements.append(Placement(replica, prompt_cost, _output_cost(first)))
             placements += [Placement(replica, 0, _output_cost(other)) for other in others]  # they share its blocks
             load = loads[replica]
             assert load is not None
-            loads[replica] = load + prompt_cost + sum(each.output_cost for each in placements[-1 - len(others) :])
+            output_cost = sum(each.output_cost for each in placements[-1 - len(others) :])
+            loads[replica] = load + prompt_cost + choices * output_cost
         return placements
 
-    def _choose(self, prompt: Sequence[int], salt: str, loads: Sequence[float | None]) -> tuple[int, int]:
+    def _choose(
+        self, prompt: Sequence[int], salt: str, loads: Sequence[float | None], max_blocks: int
+    ) -> tuple[int, int]:
         """The replica for a prompt, and the number of prompt tokens which that replica must compute."""
         if len(loads) == 1:
             return 0, len(prompt)
-        digests = self._digests(prompt, salt)
+        digests = self._digests(prompt, salt, max_blocks)
         # Front ends do not know what the others remember: where all costs are equal, the same prompt makes the same
         # choice in each.
         preferred = int.from_bytes(digests[0][:8], "big") if digests else next(self._turn)
@@ -114,9 +120,9 @@ class Router:
         self._prefixes[best[3]].insert(digests)
         return best[3], best[1]
 
-    def _digests(self, prompt: Sequence[int], salt: str) -> list[bytes]:
+    def _digests(self, prompt: Sequence[int], salt: str, max_blocks: int) -> list[bytes]:
         """Digests of the prompt's leading blocks; as in the cache, not of the last token, which is always computed."""
-        blocks = min((len(prompt) - 1) // self._block_size, MAX_HASHED_BLOCKS) if self._any_cache else 0
+        blocks = min((len(prompt) - 1) // self._block_size, max_blocks) if self._any_cache else 0
         chain = HashChain(self._block_size, salt)
         return [chain.digest(prompt, block) for block in range(blocks)]
 

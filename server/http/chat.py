@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -16,8 +17,9 @@ from engine.server.http import params as parameters
 from engine.server.http.errors import invalid
 from engine.server.http.generation import Delta
 from engine.server.http.job import Job
-from engine.server.http.logprobs import chat_logprobs
+from engine.server.http.logprobs import JsonLists, chat_logprobs
 from engine.server.http.request_bodies import ChatBody, read
+from engine.server.http.responses import SendResponse, prepared
 from engine.server.http.service import Service
 
 
@@ -27,17 +29,21 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request) -> Response:
-        body = await read(request, ChatBody, service.limits.max_body_bytes)
-        service.check_model(body.model)
-        params = _params(service, body)
-        prompt = await service.encode_chat(body.messages, body.chat_template_kwargs)
-        params = _max_tokens(service, body, params, len(prompt))
-        choices = [params.of_choice(index) for index in range(parameters.num_choices(body, service.limits))]
-        name = f"chatcmpl-{uuid.uuid4().hex}"
-        requests = service.requests(name, [prompt], choices, body.priority, body.cache_salt)
-        return _ChatJob(service, body, name, requests).response()
+        body = await read(request, ChatBody, service.limits)
+        return prepared(partial(_respond, service, body))
 
     return router
+
+
+async def _respond(service: Service, body: ChatBody) -> SendResponse:
+    """Check and tokenize a request. Raises ApiError or InvalidRequestError."""
+    service.check_model(body.model)
+    params = _params(service, body)
+    prompt = await service.encode_chat(body.messages, body.chat_template_kwargs)
+    params = _max_tokens(service, body, params, len(prompt))
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    requests = service.requests(name, [prompt], [params], body)
+    return _ChatJob(service, body, name, requests).response()
 
 
 def _params(service: Service, body: ChatBody) -> SamplingParams:
@@ -73,40 +79,38 @@ class _ChatJob(Job[ChatBody]):
     chunk_object_name = "chat.completion.chunk"
 
     def __init__(self, service: Service, body: ChatBody, name: str, requests: Sequence[EngineRequest]) -> None:
-        super().__init__(service, body, name, requests, num_prompts=1)
-        self._texts: list[list[str]] = [[] for _ in requests]
-        self._token_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
-        self._finish_reasons: list[str | None] = [None] * len(requests)
+        super().__init__(service, body, name, requests)
+        self._texts: list[list[str]] = [[] for _ in range(self.num_choices)]
+        self._logprob_lists = [JsonLists("content") for _ in range(self.num_choices)]
+        self._finish_reasons: list[str | None] = [None] * self.num_choices
 
-    def _add(self, delta: Delta) -> None:
+    def _add(self, delta: Delta) -> Iterator[None]:
         self._texts[delta.choice].append(delta.text)
-        self._token_logprobs[delta.choice] += delta.logprobs
         self._finish_reasons[delta.choice] = delta.finish_reason
+        if logprobs := self._logprobs(delta.logprobs):
+            self._logprob_lists[delta.choice].extend(content=logprobs["content"])
+        yield
 
-    def _choices(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": "".join(self._texts[index]), "refusal": None},
-                "logprobs": self._logprobs(self._token_logprobs[index]),
-                "finish_reason": self._finish_reasons[index],
-            }
-            for index in range(len(self.requests))
-        ]
+    def _choice_body(self, choice: int) -> dict[str, Any]:
+        logprobs = self._logprob_lists[choice].body() | {"refusal": None} if self.body.logprobs else None
+        return {
+            "index": choice,
+            "message": {"role": "assistant", "content": "".join(self._texts[choice]), "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": self._finish_reasons[choice],
+        }
 
     def _text_event(self, choice: int, text: str) -> bytes:
         return self._delta_event(choice, {"content": text})
 
-    def _delta_events(self, delta: Delta) -> bytes:
+    def _delta_events(self, delta: Delta) -> Iterator[bytes]:
         """The role before a choice's first text, then the text, then the finish reason, each an event of its own."""
-        events = b""
         if self._is_first(delta.choice):
-            events += self._delta_event(delta.choice, {"role": "assistant", "content": ""})
+            yield self._delta_event(delta.choice, {"role": "assistant", "content": ""})
         if delta.text or delta.logprobs:
-            events += self._delta_event(delta.choice, {"content": delta.text}, self._logprobs(delta.logprobs))
+            yield self._delta_event(delta.choice, {"content": delta.text}, self._logprobs(delta.logprobs))
         if delta.finish_reason is not None:
-            events += self._delta_event(delta.choice, {}, None, delta.finish_reason)
-        return events
+            yield self._delta_event(delta.choice, {}, None, delta.finish_reason)
 
     def _delta_event(
         self, choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -12,6 +14,9 @@ from engine.core.text import Detokenizer, Tokenizer
 from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request, TokenLogprobs
 from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
+
+SLICE_SECONDS = 0.005
+"""Seconds of work on one request after which other streams get their turns."""
 
 _json = msgspec.json.Encoder().encode
 
@@ -26,7 +31,8 @@ class Delta:
     """Character position in the choice's text at which each new token begins."""
     logprobs: list[TokenLogprobs] = field(factory=list)
     """For each new token, if requested."""
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: Sequence[bytes] = ()
+    """With the first text, if requested, in slices (packed_logprobs.py)."""
     finish_reason: str | None = None
 
 
@@ -63,6 +69,22 @@ class Template:
         return cls(before, after)
 
 
+BuildEvents = Callable[[Delta], Iterator[bytes]]
+"""Builds the events of a delta, one at a time."""
+
+
+class Templates(dict[int, Template]):
+    """The template of each choice, made when the choice has its first event."""
+
+    def __init__(self, text_event: Callable[[int, str], bytes]) -> None:
+        """text_event: builds the event of a choice for a text."""
+        self._text_event = text_event
+
+    def __missing__(self, choice: int) -> Template:
+        template = self[choice] = Template.of(partial(self._text_event, choice))
+        return template
+
+
 class Generation:
     """Runs requests and detokenizes their outputs. Leaving the `with` block aborts the choices still running.
 
@@ -71,22 +93,27 @@ class Generation:
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, requests: Sequence[Request], num_prompts: int
+        self, client: EngineClient, tokenizer: Tokenizer, requests: Sequence[Request], choices_per_prompt: int
     ) -> None:
-        """requests: the choices in order, equally many for each of `num_prompts` prompts."""
+        """requests: one per prompt, in order."""
         self._client = client
         self._requests = requests
-        self._detokenizers = [Detokenizer(tokenizer, request.prompt, request.params) for request in requests]
-        self._choices_per_prompt = len(requests) // num_prompts
-        self._has_outputs: set[int] = set()
-        self.running = set(range(len(requests)))
+        self._tokenizer = tokenizer
+        self._detokenizers: dict[int, Detokenizer] = {}
+        """The detokenizers of the choices that have outputs."""
+        self._choices_per_prompt = choices_per_prompt
+        self.running = set(range(len(requests) * choices_per_prompt))
         """Choices that have not finished."""
         self._group: RequestGroup | None = None
-        self._prompt_tokens = sum(len(request.prompt) for request in requests[:: self._choices_per_prompt])
+        self._backlog: list[OutputEvent] = []
+        """Events taken from the group and not yet built."""
+        self._unbuilt: Iterator[bytes] | None = None
+        """The events of a delta that is being built."""
+        self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._cached_tokens = 0
 
     def __enter__(self) -> Generation:
-        self._group = self._client.submit(self._requests)
+        self._group = self._client.submit(self._requests, self._choices_per_prompt)
         return self
 
     def __exit__(
@@ -96,9 +123,19 @@ class Generation:
         self._group.__exit__(kind, error, trace)
 
     @property
+    def finished(self) -> bool:
+        """Whether all choices have finished and, of a stream, all events are built."""
+        return not self.running and not self.behind
+
+    @property
+    def behind(self) -> bool:
+        """Whether `events` has left off, to let other streams go on, and is to be called again."""
+        return self._unbuilt is not None
+
+    @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        completion_tokens = sum(detokenizer.num_tokens for detokenizer in self._detokenizers)
+        completion_tokens = sum(detokenizer.num_tokens for detokenizer in self._detokenizers.values())
         return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens)
 
     async def next(self) -> list[Delta]:
@@ -125,15 +162,22 @@ class Generation:
         """Call `write(data)` after all listeners have been called; see EngineClient.write_later."""
         self._client.write_later(write, data)
 
-    def events(self, templates: Sequence[Template], build_events: Callable[[Delta], bytes]) -> bytes:
-        """The new outputs as server-sent events, without waiting.
+    def events(self, templates: Mapping[int, Template], build_events: BuildEvents) -> bytes:
+        """The new outputs as server-sent events, without waiting; leaves off after SLICE_SECONDS, see `behind`.
 
         templates: the event of each choice for plain text. build_events: builds the events of any other delta, such as
         the first or the last. Raises ApiError when a choice failed.
         """
         assert self._group is not None
-        data = []
-        for event in self._group.take():
+        data: list[bytes] = []
+        deadline = 0.0
+        if self._unbuilt is not None:
+            deadline = time.monotonic() + SLICE_SECONDS
+            if not self._build(data, deadline):
+                return b"".join(data)
+        events = iter([*self._backlog, *self._group.take()])  # all: the group reports only the first event after a take
+        self._backlog = []
+        for event in events:
             choice, tokens, output = event
             if choice not in self.running:
                 continue
@@ -141,15 +185,28 @@ class Generation:
                 detokenizer = self._detokenizers[choice]
                 text = detokenizer.push(tokens)
                 if detokenizer.stop_string is not None:
-                    data.append(build_events(Delta(choice, text, finish_reason=self._stop(choice))))
+                    data += build_events(Delta(choice, text, finish_reason=self._stop(choice)))
                 elif text:
                     template = templates[choice]
                     data += (template.before, _json(text), template.after)
             else:
                 delta = Delta(choice)
                 self._feed(event, delta)
-                data.append(build_events(delta))
+                self._unbuilt = build_events(delta)
+                deadline = deadline or time.monotonic() + SLICE_SECONDS
+                if not self._build(data, deadline):
+                    self._backlog = list(events)
         return b"".join(data)
+
+    def _build(self, data: list[bytes], deadline: float) -> bool:
+        """Append unbuilt events to `data` until the time is over; whether all are built."""
+        assert self._unbuilt is not None
+        for event in self._unbuilt:
+            data.append(event)
+            if time.monotonic() > deadline:
+                return False
+        self._unbuilt = None
+        return True
 
     def _feed(self, event: OutputEvent, delta: Delta) -> None:
         """Detokenize an output and add the text to `delta`."""
@@ -163,17 +220,22 @@ class Generation:
             self._feed_full(choice, output, delta)
 
     def _feed_full(self, choice: int, output: Output, delta: Delta) -> None:
+        detokenizer = self._detokenizers.get(choice)
         if output.finish_reason == FINISH_ERROR:
             raise ApiError(400 if output.refused else 500, output.error or "the engine failed this request")
-        if choice not in self._has_outputs:
-            self._has_outputs.add(choice)
+        if detokenizer is None:
+            request = self._requests[choice // self._choices_per_prompt]
+            detokenizer = Detokenizer(self._tokenizer, request.prompt, request.params)
+            self._detokenizers[choice] = detokenizer
             if choice % self._choices_per_prompt == 0:
                 self._cached_tokens += output.cached_tokens
-        piece = self._detokenizers[choice].feed(output)
+        piece = detokenizer.feed(output)
         delta.text += piece.text
         delta.offsets += piece.offsets
         delta.logprobs += piece.logprobs
-        delta.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
+        assert self._group is not None
+        if choice in self._group.prompt_logprobs:
+            delta.prompt_logprobs = self._group.prompt_logprobs.pop(choice)
         delta.finish_reason = piece.finish_reason
         if output.finish_reason is not None:
             self.running.discard(choice)
@@ -193,9 +255,9 @@ class EventStream:
     """A generation as server-sent events."""
 
     generation: Generation
-    templates: Sequence[Template]
+    templates: Mapping[int, Template]
     """The event of each choice for plain text."""
-    build_events: Callable[[Delta], bytes]
+    build_events: BuildEvents
     """Builds the events of any other delta."""
     usage_event: Callable[[Usage], bytes]
     """Builds the event after all choices have finished; may be empty."""
@@ -204,4 +266,4 @@ class EventStream:
         """The events of all new outputs, without waiting. Raises ApiError when a choice failed."""
         generation = self.generation
         data = generation.events(self.templates, self.build_events)
-        return data if generation.running else data + self.usage_event(generation.usage)
+        return data + self.usage_event(generation.usage) if generation.finished else data

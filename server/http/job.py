@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from starlette.responses import Response
+import msgspec
 from starlette.types import Scope
 
 from engine.core.types import Request
-from engine.server.http.generation import Delta, EventStream, Generation, Template, Usage
+from engine.server.http.generation import SLICE_SECONDS, Delta, EventStream, Generation, Templates, Usage
+from engine.server.http.params import num_choices
 from engine.server.http.request_bodies import Body
 from engine.server.http.request_timeout import enforce_deadline
-from engine.server.http.responses import answer, sse_event, stream
+from engine.server.http.responses import SendResponse, answer, sse_event, stream
 from engine.server.http.service import Service
 
+MIN_PIECE = 2**16
+"""Smaller pieces of a body are joined, bytes."""
+
 BodyT = TypeVar("BodyT", bound=Body)
+
+
+class Turn:
+    """Lets other tasks of the event loop run after each SLICE_SECONDS of work."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + SLICE_SECONDS
+
+    async def yield_if_over(self) -> None:
+        """Let other tasks run if the time is over."""
+        if time.monotonic() > self._end:
+            await asyncio.sleep(0)
+            self._end = time.monotonic() + SLICE_SECONDS
 
 
 class Job(ABC, Generic[BodyT]):
@@ -29,42 +46,42 @@ class Job(ABC, Generic[BodyT]):
     chunk_object_name: ClassVar[str]
     """`object` of each streamed chunk."""
 
-    def __init__(self, service: Service, body: BodyT, name: str, requests: Sequence[Request], num_prompts: int) -> None:
-        """name: id of the response. requests: the choices in order, equally many for each of `num_prompts` prompts."""
+    def __init__(self, service: Service, body: BodyT, name: str, requests: Sequence[Request]) -> None:
+        """name: id of the response. requests: one per prompt, in order."""
         self.service = service
         self.body = body
         self.requests = requests
-        self.choices_per_prompt = len(requests) // num_prompts
-        self._num_prompts = num_prompts
+        self.choices_per_prompt = num_choices(body, service.limits)
+        self.num_choices = len(requests) * self.choices_per_prompt
         self._created = int(time.time())
         self._name = name
         self._begun: set[int] = set()
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
 
-    def response(self) -> Response:
-        """The HTTP response; generation begins when the response is sent."""
+    def response(self) -> SendResponse:
+        """Sends the HTTP response; generation begins when the response is sent."""
         headers = {"x-request-id": self._name}
         if self.body.stream:
-            events = EventStream(self._generation(), self._templates(), self._delta_events, self._usage_event)
+            events = EventStream(self._generation(), Templates(self._text_event), self._delta_events, self._usage_event)
             return stream(events, headers)
         return answer(self._whole, headers)
 
     @abstractmethod
-    def _add(self, delta: Delta) -> None:
-        """Collect a delta for `_choices`."""
+    def _add(self, delta: Delta) -> Iterator[None]:
+        """Collect a delta for `_choice_body`; yields after each few milliseconds of work."""
 
     @abstractmethod
-    def _choices(self) -> list[dict[str, Any]]:
-        """`choices` of the whole response, from all collected deltas."""
+    def _choice_body(self, choice: int) -> dict[str, Any]:
+        """An element of `choices` of the whole response, from all collected deltas."""
 
     @abstractmethod
     def _text_event(self, choice: int, text: str) -> bytes:
         """The event of a chunk with nothing but text."""
 
     @abstractmethod
-    def _delta_events(self, delta: Delta) -> bytes:
-        """The events of any other delta; empty when the delta holds nothing to send."""
+    def _delta_events(self, delta: Delta) -> Iterator[bytes]:
+        """The events of any other delta; none when the delta holds nothing to send."""
 
     def _is_first(self, choice: int) -> bool:
         """Whether this is the first call for a choice."""
@@ -78,13 +95,27 @@ class Job(ABC, Generic[BodyT]):
         usage = {"usage": None} if self._include_usage else {}
         return sse_event(self._head(self.chunk_object_name) | {"choices": [choice]} | usage)
 
-    async def _whole(self, scope: Scope) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+    async def _whole(self, scope: Scope) -> list[bytes]:
+        """The body of a response that is not streamed, in pieces."""
+        turn = Turn()
         with self._generation() as generation, enforce_deadline(scope, generation):
             while generation.running:
                 for delta in await generation.next():
-                    self._add(delta)
-        return self._head(self.object_name) | {"choices": self._choices(), "usage": generation.usage.body()}
+                    for _ in self._add(delta):
+                        await turn.yield_if_over()
+        body = self._head(self.object_name) | {"choices": [], "usage": generation.usage.body()}
+        before, name, after = msgspec.json.encode(body).rpartition(b'"choices":[')
+        pieces = [before + name]
+        for choice in range(self.num_choices):
+            data = msgspec.json.encode(self._choice_body(choice))
+            if choice:
+                data = b"," + data
+            if len(pieces[-1]) < MIN_PIECE:
+                pieces[-1] += data
+            else:
+                pieces.append(data)
+            await turn.yield_if_over()
+        return [*pieces, after]
 
     def _usage_event(self, usage: Usage) -> bytes:
         """The last event of a stream; empty unless the client asked for the usage."""
@@ -95,8 +126,5 @@ class Job(ABC, Generic[BodyT]):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._name, "object": kind, "created": self._created, "model": self.service.name}
 
-    def _templates(self) -> list[Template]:
-        return [Template.of(partial(self._text_event, choice)) for choice in range(len(self.requests))]
-
     def _generation(self) -> Generation:
-        return Generation(self.service.client, self.service.tokenizer, self.requests, self._num_prompts)
+        return Generation(self.service.client, self.service.tokenizer, self.requests, self.choices_per_prompt)

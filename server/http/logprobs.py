@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from engine.core.text import Tokenizer
 from engine.core.types import TokenLogprobs
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express; as at OpenAI."""
+
+
+class JsonLists:
+    """Lists by name, encoded as JSON a piece at a time, since encoding long ones takes long."""
+
+    def __init__(self, *names: str) -> None:
+        """names: of lists that are there even if nothing is appended."""
+        self._pieces: dict[str, list[bytes]] = {name: [] for name in names}
+
+    def extend(self, **lists: Sequence[Any]) -> None:
+        """Append to the list of each name."""
+        for name, values in lists.items():
+            pieces = self._pieces.setdefault(name, [])
+            if values:
+                pieces.append(msgspec.json.encode(values)[1:-1])
+
+    def body(self) -> dict[str, Any]:
+        """The lists, to be encoded as part of a JSON object."""
+        return {name: msgspec.Raw(b"[" + b",".join(pieces) + b"]") for name, pieces in self._pieces.items()}
 
 
 def token_name(data: bytes) -> str:
@@ -69,18 +90,16 @@ def completion_logprobs(
     }
 
 
-def prompt_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
-    """Character position in the prompt's text at which each of the prompt's tokens begins.
+def prompt_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> Iterator[int]:
+    """Yield the character position in the prompt's text at which each of the prompt's tokens begins.
 
     A special token has a length only if it appears in the text. One that the tokenizer added around the text, or that
     decoding left out, has length 0.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    offsets = []
     length = 0
     for token in prompt:
-        offsets.append(length)
+        yield length
         data = tokenizer.token_bytes(token)
         if token not in tokenizer.special_tokens or text.startswith(data.decode(errors="replace"), length):
             length += len(decoder.decode(data))
-    return offsets

@@ -34,6 +34,7 @@ MAX_LOGIT_BIAS = 100.0
 def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, vocab_size: int) -> SamplingParams:
     """All sampling parameters except max_tokens and logprobs. Raises ApiError naming a parameter out of range."""
     given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
+    check_salt(body.cache_salt, limits)
     if body.stop is not None:
         given["stop"] = _stop(body.stop, limits)
     if body.stop_token_ids is not None:
@@ -59,6 +60,16 @@ def num_choices(body: Body, limits: ServerConfig) -> int:
     return n
 
 
+def check_salt(salt: str | None, limits: ServerConfig) -> None:
+    """Raise ApiError for a cache_salt that is too long."""
+    if salt is not None and len(salt) > limits.max_salt_chars:
+        raise invalid(
+            f"cache_salt has {len(salt)} characters; at most {limits.max_salt_chars} (server.max_salt_chars) are "
+            "allowed, so send a hash of a longer one",
+            "cache_salt",
+        )
+
+
 def check_stream_options(body: Body) -> None:
     """Raise ApiError if stream_options is given without stream."""
     if body.stream_options is not None and not body.stream:
@@ -79,15 +90,8 @@ def with_max_tokens(
     param: name under which the client gave the value. max_len: context length, tokens.
     Raises ApiError when prompt and output exceed the context.
     """
+    check_room(prompt_len, max_len, given or 0, param)
     room = max_len - prompt_len
-    if room < 1 or (given is not None and given > room):
-        requested = "" if given is None else f" and {given} for the output ({param})"
-        raise invalid(
-            f"this model's context holds {max_len} tokens, but the request has {prompt_len} in the prompt{requested}; "
-            "shorten one of them",
-            param if room >= 1 else None,
-            "context_length_exceeded",
-        )
     if given is None:
         return evolve(params, max_tokens=min(room, default or room))
     try:
@@ -96,6 +100,19 @@ def with_max_tokens(
         if error.param == "max_tokens":
             raise invalid(error.message.replace("max_tokens", param, 1), param) from None
         raise
+
+
+def check_room(prompt_len: int, max_len: int, output_len: int = 0, param: str | None = None) -> None:
+    """Raise ApiError unless the context holds the prompt and at least one token, or the `output_len` requested."""
+    room = max_len - prompt_len
+    if room < max(1, output_len):
+        requested = f" and {output_len} for the output ({param})" if output_len else ""
+        raise invalid(
+            f"this model's context holds {max_len} tokens, but the request has {prompt_len} in the prompt{requested}; "
+            "shorten one of them",
+            param if room >= 1 else None,
+            "context_length_exceeded",
+        )
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:

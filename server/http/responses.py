@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.server.front_end.connections import Connection
 from engine.server.front_end.errors import ApiError
-from engine.server.http.errors import error_response, json_response
+from engine.server.http.errors import error_response
 from engine.server.http.generation import EventStream
 from engine.server.http.request_timeout import enforce_deadline
 
@@ -46,28 +46,44 @@ class CancellableResponse(Response):
             work.result()
 
 
-def answer(body: Callable[[Scope], Awaitable[Any]], headers: Mapping[str, str]) -> CancellableResponse:
-    """A JSON response with the result of `body`, or with the ApiError that `body` raises."""
+def prepared(prepare: Callable[[], Awaitable[SendResponse]]) -> CancellableResponse:
+    """A response that is made by `prepare`, which is cancelled as well when the client disconnects."""
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = json_response(await body(scope), headers=headers)
-        except ApiError as error:
-            response = error_response(error)
-        await response(scope, receive, send)
+        respond = await prepare()
+        await respond(scope, receive, send)
 
     return CancellableResponse(send_response)
 
 
-def stream(events: EventStream, headers: Mapping[str, str]) -> CancellableResponse:
-    """Server-sent events, with `data: [DONE]` at the end.
+def answer(body: Callable[[Scope], Awaitable[Sequence[bytes]]], headers: Mapping[str, str]) -> SendResponse:
+    """Sends a JSON response of the pieces that `body` returns, or with the ApiError that `body` raises."""
+
+    async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            pieces = await body(scope)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        length = str(sum(map(len, pieces)))
+        whole = {"content-type": "application/json", "content-length": length, **headers}
+        await send({"type": "http.response.start", "status": 200, "headers": _raw(whole)})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    return send_response
+
+
+def stream(events: EventStream, headers: Mapping[str, str]) -> SendResponse:
+    """Sends server-sent events, with `data: [DONE]` at the end.
 
     An ApiError before the first event becomes a plain error response; a later one becomes the last event.
     """
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         writer = _EventWriter(events, scope["state"]["connection"])
-        raw = [(name.encode(), value.encode()) for name, value in {**SSE_HEADERS, **headers}.items()]
+        raw = _raw({**SSE_HEADERS, **headers})
         last = DONE
         started = False
         try:
@@ -88,7 +104,7 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> CancellableRespon
             last = sse_event(ApiError(500, "internal server error; see the server's log").body())
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    return CancellableResponse(send_response)
+    return send_response
 
 
 class _EventWriter:
@@ -109,6 +125,8 @@ class _EventWriter:
         self._first: asyncio.Future[bytes] = loop.create_future()
         self._finished: asyncio.Future[None] = loop.create_future()
         self._open = False
+        self._ended = False
+        """Whether the last events are built."""
 
     async def first(self) -> None:
         """Wait for the first event; raises the error of building it."""
@@ -123,7 +141,7 @@ class _EventWriter:
         self._connection.when_writable(self._on_outputs)
         try:
             self._schedule_write(self._first.result())
-            if self._generation.running:
+            if not self._generation.finished:
                 self._on_outputs()
             await self._finished
         finally:
@@ -131,22 +149,25 @@ class _EventWriter:
 
     def _on_outputs(self) -> None:
         """Build and write the events of new outputs."""
-        if (self._connection.full if self._open else self._first.done()) or self._finished.done():
+        if (self._connection.full if self._open else self._first.done()) or self._finished.done() or self._ended:
             return
         try:
             data = self._take()
         except Exception as error:
             self._finished.set_exception(error)
             return
+        if self._generation.behind:
+            asyncio.get_running_loop().call_soon(self._on_outputs)
         if not self._open:
             if data:
                 self._first.set_result(data)
             return
-        if data or not self._generation.running:
+        if data or self._generation.finished:
             self._schedule_write(data)
 
     def _schedule_write(self, data: bytes) -> None:
-        self._write_later(self._write if self._generation.running else self._write_last, data)
+        self._ended = self._generation.finished
+        self._write_later(self._write_last if self._generation.finished else self._write, data)
 
     def _write_last(self, data: bytes) -> None:
         """Write the last events; the stream ends when they are written, not when they are built."""
@@ -154,6 +175,10 @@ class _EventWriter:
             self._write(data)
         if not self._finished.done():  # else the client has left since the events were built
             self._finished.set_result(None)
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
 def sse_event(body: Any) -> bytes:

@@ -18,8 +18,10 @@ from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.errors import invalid
+from engine.server.http.params import num_choices
 from engine.server.http.prometheus import EngineReport
-from engine.server.http.request_bodies import Message
+from engine.server.http.request_bodies import Body, Message
+from engine.server.http.text_threads import TextThreads
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Probe, Started
 from engine.server.shared.model_name import served_name
@@ -30,6 +32,16 @@ PROBE_POLL = 0.01
 """Seconds between two reads of the heartbeat while waiting for a step."""
 THREAD_CHARS = 8192
 """Longer texts are tokenized in a thread, so that running streams are not delayed."""
+THREAD_TOKENS = 1024
+"""More tokens are decoded in a thread."""
+BATCH_CHARS = 65536
+"""Characters of several prompts after which other clients' texts get their turn."""
+MESSAGE_CHARS = 64
+"""A message costs a chat template as much time as tokenizing this many characters."""
+MESSAGES_AT_A_TIME = 1000
+"""Messages that are checked without a pause."""
+LONG_TOKEN_CHARS = 8
+"""Texts of more characters per token of the context are most likely too long, which is found out first."""
 
 
 class Service:
@@ -55,6 +67,7 @@ class Service:
         self.draining = False
         self.active = 0
         """Number of POST requests being answered."""
+        self._threads = TextThreads()
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -115,54 +128,101 @@ class Service:
         name: str,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        priority: int | None,
-        salt: str | None,
+        body: Body,
     ) -> list[Request]:
-        """One engine request per element of `params`: the choices of each prompt in turn.
+        """One engine request per prompt, with its `params`. name: ID of the HTTP request.
 
-        Each prompt has equally many choices. Raises ApiError for more choices than the server ever accepts.
+        Raises ApiError for more choices than the server ever accepts.
         """
         now = time.monotonic()
-        choices_per_prompt = len(params) // len(prompts)
-        if len(params) > self.limits.max_waiting:
+        choices = len(prompts) * num_choices(body, self.limits)
+        if choices > self.limits.max_waiting:
             raise invalid(
-                f"the request asks for {len(params)} choices, but the server accepts at most {self.limits.max_waiting} "
+                f"the request asks for {choices} choices, but the server accepts at most {self.limits.max_waiting} "
                 "at a time (server.max_waiting); request fewer",
-                "n" if choices_per_prompt > 1 else "prompt",
+                "n" if choices > len(prompts) else "prompt",
             )
-        # One tuple per prompt, shared by its choices: routing.py compares prompts, which is free for the same object.
-        tokens = [tuple(prompt) for prompt in prompts]
         return [
             Request(
                 id=f"{name}-{index}",
-                prompt=tokens[index // choices_per_prompt],
-                params=choice,
-                priority=priority or 0,
+                prompt=tuple(prompt),
+                params=each,
+                priority=body.priority or 0,
                 arrival=now,
-                salt=salt or "",
+                salt=body.cache_salt or "",
             )
-            for index, choice in enumerate(params)
+            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokenize `text`; special: add special tokens."""
+        """Tokenize `text`; special: add special tokens. Raises ApiError for a text that the context cannot hold."""
         if len(text) < THREAD_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special)
+        return await self._threads.run(partial(self._encode_long, text, special))
+
+    async def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenize several prompts, one after another, so that other clients' texts get their turns. See `encode`."""
+        tokens: list[list[int]] = []
+        for batch in _batches(texts):
+            if sum(map(len, batch)) < THREAD_CHARS:
+                tokens += map(self.tokenizer.encode, batch)
+                await asyncio.sleep(0)
+            else:
+                tokens += await self._threads.run(partial(list, map(self._encode_long, batch)))
+        return tokens
+
+    async def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of tokens."""
+        decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=skip_special_tokens)
+        return decode() if len(tokens) < THREAD_TOKENS else await self._threads.run(decode)
 
     async def encode_chat(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
         """Tokenize a chat up to the assistant's answer; variables: additional variables of the chat template.
 
         Raises ApiError or InvalidRequestError.
         """
+        if len(messages) > self.max_len:
+            raise self._too_long(f"the chat has {len(messages)} messages", "messages")
         for name in variables or ():
             if name in TEMPLATE_ARGUMENTS:
                 raise invalid(f"chat_template_kwargs must not contain {name}", "chat_template_kwargs")
-        plain = [_template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-        chat = partial(self.tokenizer.chat, plain, **(variables or {}))
-        if sum(len(message["content"]) for message in plain) < THREAD_CHARS:
-            return chat()
-        return await asyncio.to_thread(chat)
+        plain = []
+        for index, message in enumerate(messages):
+            plain.append(_template_message(message, f"messages[{index}]"))
+            if index % MESSAGES_AT_A_TIME == MESSAGES_AT_A_TIME - 1:
+                await asyncio.sleep(0)
+        length = MESSAGE_CHARS * len(plain) + sum(len(message["content"]) for message in plain)
+        if variables:
+            length += len(msgspec.json.encode(variables))
+        chat = partial(self._encode_chat, plain, variables or {})
+        return chat() if length < THREAD_CHARS else await self._threads.run(chat)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+        return self._encode_long(self.tokenizer.render_chat(messages, **variables), special=False)
+
+    def _encode_long(self, text: str, special: bool = True) -> list[int]:
+        """Tokenize a text of any length in a time that is bounded by the context's. Raises ApiError."""
+        if len(text) > self.max_len * LONG_TOKEN_CHARS and self.tokenizer.exceeds(text, self.max_len):
+            raise self._too_long(f"a text has {len(text)} characters, which are more tokens")
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    def _too_long(self, reason: str, param: str | None = None) -> ApiError:
+        message = f"this model's context holds {self.max_len} tokens, but {reason}; send less"
+        return invalid(message, param, "context_length_exceeded")
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Group texts in order, so that each group but the last has about BATCH_CHARS characters."""
+    batch: list[str] = []
+    chars = 0
+    for text in texts:
+        batch.append(text)
+        chars += len(text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

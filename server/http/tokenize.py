@@ -9,6 +9,7 @@ from starlette.responses import Response
 from engine.server.http.errors import invalid, json_response
 from engine.server.http.params import check_tokens
 from engine.server.http.request_bodies import DetokenizeBody, TokenizeBody, read
+from engine.server.http.responses import SendResponse, prepared
 from engine.server.http.service import Service
 
 
@@ -18,24 +19,44 @@ def routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize", response_model=None)
     async def tokenize(request: Request) -> Response:
-        body = await read(request, TokenizeBody, service.limits.max_body_bytes)
-        service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("give either prompt or messages", "prompt")
-        if body.prompt is not None:
-            tokens = await service.encode(body.prompt, special=body.add_special_tokens is not False)
-        elif body.add_special_tokens is not None:
-            raise invalid("add_special_tokens is allowed only with prompt", "add_special_tokens")
-        else:
-            tokens = await service.encode_chat(body.messages or [])
-        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_len})
+        body = await read(request, TokenizeBody, service.limits)
+
+        async def respond() -> SendResponse:
+            tokens = await _tokenize(service, body)
+            return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_len})
+
+        return prepared(respond)
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(request: Request) -> Response:
-        body = await read(request, DetokenizeBody, service.limits.max_body_bytes)
-        service.check_model(body.model)
-        check_tokens(body.tokens, service.vocab_size, "tokens")
-        text = service.tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
-        return json_response({"prompt": text})
+        body = await read(request, DetokenizeBody, service.limits)
+
+        async def respond() -> SendResponse:
+            return json_response({"prompt": await _detokenize(service, body)})
+
+        return prepared(respond)
 
     return router
+
+
+async def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        return await service.encode(body.prompt, special=body.add_special_tokens is not False)
+    if body.add_special_tokens is not None:
+        raise invalid("add_special_tokens is allowed only with prompt", "add_special_tokens")
+    return await service.encode_chat(body.messages or [])
+
+
+async def _detokenize(service: Service, body: DetokenizeBody) -> str:
+    service.check_model(body.model)
+    if len(body.tokens) > service.max_len:
+        raise invalid(
+            f"tokens has {len(body.tokens)} token ids, but this model's context holds {service.max_len}; "
+            "send them in several requests",
+            "tokens",
+        )
+    check_tokens(body.tokens, service.vocab_size, "tokens")
+    return await service.decode(body.tokens, bool(body.skip_special_tokens))

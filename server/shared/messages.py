@@ -30,6 +30,7 @@ import msgspec
 from engine.core.config import EngineConfig
 from engine.core.plugin_host import ChosenPlugin
 from engine.core.types import CacheInfo, EngineStats, Output, Request, SamplingParams
+from engine.server.shared.packed_logprobs import PackedLogprobs
 
 SOCKET = "engine-{}.{}"
 """ZeroMQ socket of an engine process in the server's directory; filled with replica and incarnation."""
@@ -157,10 +158,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """Run these requests. Outputs and aborts refer to a request by number: `first`, `first + 1`, ..."""
+    """Run `choices` choices of each request, which differ in ID and seed (engine_process/pending_requests.py).
+
+    Outputs and aborts refer to a choice by number: `first`, `first + 1`, ...; those of the first request come first.
+    """
 
     first: int
     requests: tuple[Request, ...]
+    choices: int = 1
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -193,6 +198,8 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True):
     """(request number, output)."""
     stats: EngineStats | None = None
     """Set in the last message before the engine goes idle, and a few times per second while the engine is busy."""
+    prompt_logprobs: list[PackedLogprobs] = []
+    """Those of the outputs in `full`, in which they are left out."""
 
 
 EngineEvent = Started | EngineDown

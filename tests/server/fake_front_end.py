@@ -47,9 +47,12 @@ class ByteTokenizer:
     def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
         return TABLES[skip_special_tokens]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], begin: str | None = None) -> list[int]:
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        return len(text.encode()) > max_tokens
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], begin: str | None = None) -> str:
         said = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return self.encode(said + (begin or self._begin))
+        return said + (begin or self._begin)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,36 @@ def test_encode_lets_other_threads_run() -> None:
     assert turns > 3
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_exceeds_is_true_for_texts_of_twice_as_many_tokens_only(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    for text in ("the other thing " * 8000, "a" * 70_000, "世 é 🦀 " * 12_000):
+        count = len(tokenizer.encode(text, add_special_tokens=False))
+        assert not tokenizer.exceeds(text, count)
+        assert count < 100 or tokenizer.exceeds(text, count // 3)
+
+
+def test_exceeds_reads_no_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, read = TOKENIZERS["byte_level"], list[int]()
+    encode = tokenizer.encode
+
+    def count(text: str, add_special_tokens: bool = True) -> list[int]:
+        read.append(len(text))
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", count)
+    assert tokenizer.exceeds("the other " * 500_000, 1000)
+    assert sum(read) < 50_000
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_many_tokens_are_decoded_as_few_are(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode("the other thing 世é " * 400)
+    assert len(ids) > 1024
+    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids)
+
+
 def save(path: Path, backend: Backend, **config: Any) -> Path:
     backend.save(str(path / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}

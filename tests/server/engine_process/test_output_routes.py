@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import pytest
+
 from engine.core.types import EngineStats, Output, RequestTimes, TokenLogprobs
+from engine.server.engine_process import output_routes
 from engine.server.engine_process.output_routes import OutputRoutes
 from engine.server.shared.messages import Outputs
+from engine.server.shared.packed_logprobs import SLICE, unpack
 
 A, B = b"0.1", b"1.2"
 
@@ -21,7 +25,7 @@ def send_first_outputs(routes: OutputRoutes, *requests: str) -> None:
 
 def test_outputs_of_a_step_are_one_message_per_front_end() -> None:
     routes = make_routes()
-    assert [routes.add(A, 7, "x"), routes.add(B, 7, "y"), routes.add(A, 8, "z")] == [True] * 3
+    assert [routes.add(A, 7, ["x"]), routes.add(B, 7, "y"), routes.add(A, 8, "z")] == [True] * 3
     send_first_outputs(routes, "x", "y", "z")
     outputs = [Output(request=name, tokens=tokens) for name, tokens in (("x", (5,)), ("y", (6,)), ("z", (7, 8)))]
     assert dict(routes.group(outputs, None)) == {
@@ -34,7 +38,7 @@ def test_outputs_of_a_step_are_one_message_per_front_end() -> None:
 def test_outputs_with_more_than_tokens_are_sent_in_full() -> None:
     routes = make_routes()
     for number, request in enumerate("abc"):
-        routes.add(A, number, request)
+        routes.add(A, number, [request])
     start = Output(request="a", tokens=(1,), cached_tokens=16)
     assert dict(routes.group([start], None)) == {A: Outputs([], [], [], [(0, start)])}
     send_first_outputs(routes, "b", "c")
@@ -46,6 +50,42 @@ def test_outputs_with_more_than_tokens_are_sent_in_full() -> None:
     assert list(routes.group([plain, Output(request="a", tokens=(9,))], None)) == [(A, Outputs([2], [1], [4], []))]
 
 
+def test_log_probabilities_of_a_prompt_are_sent_in_slices() -> None:
+    routes = make_routes()
+    routes.add(A, 7, ["x"])
+    entries = tuple(TokenLogprobs(token=token, logprob=-1.0, rank=1, top=((token, -1.0),)) for token in range(300))
+    output = Output(request="x", tokens=(1,), prompt_logprobs=entries)
+    ((_, message),) = routes.group([output], None)
+    assert message.full == [(7, Output(request="x", tokens=(1,)))]
+    (packed,) = message.prompt_logprobs
+    assert packed.number == 7
+    assert len(packed.slices) == 3
+    assert tuple(unpack(packed.slices)) == entries
+    assert dict(routes.group([Output(request="x", tokens=(2,))], None)) == {A: Outputs([7], [1], [2], [])}
+
+
+def test_outputs_wait_for_the_log_probabilities_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_routes, "PACK_SECONDS", -1.0)  # one slice per call
+    routes = make_routes()
+    for number, name in enumerate(("x", "y", "z", "gone")):
+        routes.add(A, number, [name])
+    send_first_outputs(routes, "z")
+    entries = tuple(TokenLogprobs(token=token, logprob=-1.0, rank=1) for token in range(2 * SLICE))
+    first = [Output(request=name, tokens=(1,), prompt_logprobs=entries) for name in ("gone", "x")]
+    messages = list(routes.group([*first, Output(request="z", tokens=(7,))], None))
+    assert messages == [(A, Outputs([2], [1], [7], []))]  # the others go on
+    assert list(routes.remove(A, [3])) == ["gone"]
+    last = Output(request="x", tokens=(2,), finish_reason="length")
+    assert list(routes.group([last], None)) == []
+    assert routes.behind
+    while routes.behind:
+        messages = list(routes.group([], None))
+    ((_, message),) = messages
+    assert message.full == [(0, Output(request="x", tokens=(1,))), (0, last)]
+    assert [packed.number for packed in message.prompt_logprobs] == [0]
+    assert list(routes.remove(A, [0, 1])) == ["y"]
+
+
 def test_statistics_are_sent_to_all_front_ends() -> None:
     routes = make_routes()
     stats = EngineStats(running=1)
@@ -54,7 +94,7 @@ def test_statistics_are_sent_to_all_front_ends() -> None:
 
 def test_aborted_requests_send_no_outputs() -> None:
     routes = make_routes()
-    routes.add(A, 1, "x")
+    routes.add(A, 1, ["x"])
     assert list(routes.remove(A, (1, 2))) == ["x"]
     assert list(routes.remove(A, (1,))) == []
     assert list(routes.group([Output(request="x", tokens=(1,))], None)) == []
@@ -62,10 +102,10 @@ def test_aborted_requests_send_no_outputs() -> None:
 
 def test_an_exited_front_end_is_not_added_again() -> None:
     routes = make_routes()
-    routes.add(A, 1, "x")
-    routes.add(A, 2, "y")
-    routes.add(B, 1, "z")
+    routes.add(A, 1, ["x"])
+    routes.add(A, 2, ["y"])
+    routes.add(B, 1, ["z"])
     assert routes.remove_front_end(A) == ["x", "y"]
     routes.add_front_end(A)
-    assert not routes.add(A, 3, "w")
+    assert not routes.add(A, 3, ["w"])
     assert [peer for peer, _ in routes.group([Output(request="x"), Output(request="z", tokens=(1,))], None)] == [B]

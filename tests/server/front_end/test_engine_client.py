@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from engine.core.config.tree import EngineConfig
+from engine.core.executors import encode
 from engine.core.types import Request, SamplingParams
-from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
+from engine.server.front_end.engine_client import MAX_TOKENS, EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
 from engine.server.front_end.routing import MAX_OUTPUT_COST
 from engine.server.shared.messages import (
+    Abort,
+    Add,
     EngineDown,
     EngineLaunch,
     EngineToSupervisor,
@@ -53,6 +56,19 @@ async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+def record_messages(client: EngineClient) -> list[tuple[type, int]]:
+    """(type, size) of each message that the client sends from now on."""
+    link, sent = client.links[0], list[tuple[type, int]]()
+    send = link.send
+
+    def record(message: Any) -> None:
+        sent.append((type(message), len(encode(message))))
+        send(message)
+
+    link.send = record  # type: ignore[method-assign]
+    return sent
 
 
 def metrics_table(rows: int = 1) -> MetricsTable:
@@ -171,6 +187,50 @@ def test_leaving_a_group_aborts_its_running_requests(run: Callable[..., None]) -
         )  # statistics come when the engine goes idle
 
     run(body, options={"delay": 0.001})
+
+
+def test_what_choices_share_is_sent_once(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient) -> None:
+        sent = record_messages(client)
+        prompt = bytes(200)
+        with client.submit([request("a", prompt=prompt, seed=1), request("b")], choices=64) as group:
+            news = await collect(group, 128)
+        ((_, size),) = sent
+        assert size < 2 * len(prompt) + 1000
+        tokens = {index: b"".join(bytes(made) for i, made, _ in news if i == index) for index in range(128)}
+        assert [tokens[index] for index in (0, 1, 63, 64, 127)] == [b"bcd", b"cde", b"mno", b"abc", b"abc"]
+        assert client.metrics.finished["length"] == 128
+        assert client.metrics_table.loads == [0]
+
+    run(body)
+
+
+def test_long_prompts_are_sent_in_several_messages(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient) -> None:
+        sent = record_messages(client)
+        long = bytes(MAX_TOKENS // 2)
+        with client.submit([request(str(index), 2, long) for index in range(5)], choices=2) as group:
+            news = await collect(group, 10)
+        assert [kind for kind, _ in sent] == [Add] * 3
+        assert {index for index, _, _ in news} == set(range(10))
+
+    run(body)
+
+
+def test_all_choices_of_a_group_are_aborted_by_one_message(run: Callable[..., None]) -> None:
+    async def body(client: EngineClient) -> None:
+        with client.submit([request("a", 10_000)], choices=50) as group:
+            while {index for index, _, _ in group.take()} != set(range(50)):
+                await asyncio.sleep(0.01)
+            sent = record_messages(client)
+            group.abort(7, "stop")
+        await until(lambda: bool(sent))
+        assert [kind for kind, _ in sent] == [Abort]
+        assert client.metrics.finished["stop"] == 1
+        assert client.metrics.finished["abort"] == 49
+        await until(lambda: client.links[0].stats.running == 0)
+
+    run(body, options={"delay": 0.02})
 
 
 def test_a_listener_is_called_once_per_batch_of_outputs(run: Callable[..., None]) -> None:

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, strategies as st
 
 from engine.core.types import Request, SamplingParams
-from engine.server.front_end.routing import MAX_OUTPUT_COST, Placement, PrefixIndex, Router
+from engine.server.front_end.routing import MAX_HASHED_IN_ALL, MAX_OUTPUT_COST, Placement, PrefixIndex, Router
 
 BLOCK = 16
 
@@ -140,3 +141,28 @@ def test_the_chosen_replica_is_up_and_costs_no_more_than_the_least_loaded(
         assert load is not None
         assert 1 <= place.prompt_cost <= len(prompt_tokens)
         assert load + place.prompt_cost <= min(open_loads) + len(prompt_tokens)
+
+
+def test_all_choices_of_a_request_load_the_chosen_replica() -> None:
+    requests = [request(prompt(1, 2), max_tokens=50), request(prompt(2, 2), max_tokens=50)]
+    first, second = Router([0, 0], BLOCK).place(requests, [0, 100], choices=4)
+    assert first == Placement(0, 2 * BLOCK + 1, 50)
+    assert second.replica == 1  # the first one's choices add 200 tokens to the other replica's load
+
+
+def test_many_prompts_have_an_equal_share_of_the_hashed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    digests = Router._digests
+
+    def count(self: Router, *arguments: Any) -> list[bytes]:
+        found = digests(self, *arguments)
+        hashed.append(len(found))
+        return found
+
+    monkeypatch.setattr(Router, "_digests", count)
+    router = Router([10_000] * 2, BLOCK)
+    for num_prompts in (1, 32, 256):
+        hashed.clear()
+        router.place([request(prompt(seed, 1100)) for seed in range(num_prompts)], [0, 0])
+        assert len(set(hashed)) == 1
+        assert sum(hashed) <= MAX_HASHED_IN_ALL + num_prompts

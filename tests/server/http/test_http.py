@@ -117,7 +117,15 @@ def test_logprobs_with_echo(http: httpx.Client) -> None:
     }
 
 
-@pytest.mark.parametrize("extra", [{}, {"echo": True, "logprobs": 2}, {"n": 2, "prompt": ["x", "y"], "seed": 3}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"echo": True, "logprobs": 2},
+        {"echo": True, "logprobs": 2, "n": 2, "prompt": ["é" * 120, "x" * 250]},  # in several pieces
+        {"n": 2, "prompt": ["x", "y"], "seed": 3},
+    ],
+)
 def test_a_stream_adds_up_to_the_whole_response(http: httpx.Client, extra: dict[str, Any]) -> None:
     whole = complete(http, **extra)
     body = COMPLETION | extra | {"stream": True, "stream_options": {"include_usage": True}}
@@ -136,6 +144,8 @@ def test_a_stream_adds_up_to_the_whole_response(http: httpx.Client, extra: dict[
             assert joined == choice["logprobs"]["tokens"]
             offsets = [offset for piece in mine for offset in piece["logprobs"]["text_offset"]]
             assert offsets == choice["logprobs"]["text_offset"]
+            assert offsets == sorted(offsets)
+            assert len(offsets) == len(joined) >= usage["usage"]["completion_tokens"] // len(whole["choices"])
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
@@ -225,7 +235,11 @@ def test_chat_template_variables(http: httpx.Client) -> None:
         ),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": False}, "add_special_tokens"),
+        ("/v1/completions", COMPLETION | {"cache_salt": "s" * 257}, "cache_salt"),
         ("/detokenize", {"tokens": [999]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 257}, "tokens"),
+        ("/v1/completions", COMPLETION | {"prompt": [1, "a"]}, "prompt"),
+        ("/v1/chat/completions", CHAT | {"messages": CHAT["messages"] * 257}, "messages"),
     ],
 )
 def test_refusals_name_the_parameter(http: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:

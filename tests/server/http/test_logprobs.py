@@ -3,9 +3,18 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+import msgspec
+
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import TokenLogprobs
-from engine.server.http.logprobs import MIN_LOGPROB, chat_logprobs, completion_logprobs, prompt_offsets, token_name
+from engine.server.http.logprobs import (
+    MIN_LOGPROB,
+    JsonLists,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_offsets,
+    token_name,
+)
 
 
 class Bytes:
@@ -32,14 +41,14 @@ def test_token_names() -> None:
 
 def test_offsets_count_whole_characters() -> None:
     prompt = [ord("a"), *"€".encode(), ord("b"), 256, 300, ord("c")]
-    assert prompt_offsets(TOKENIZER, prompt, "a€b€c") == [0, 1, 1, 1, 2, 3, 3, 4]
+    assert list(prompt_offsets(TOKENIZER, prompt, "a€b€c")) == [0, 1, 1, 1, 2, 3, 3, 4]
 
 
 def test_offsets_count_special_tokens_that_appear_in_the_text() -> None:
     prompt = [256, ord("a"), 256, ord("b")]
-    assert prompt_offsets(TOKENIZER, prompt, "a<s>b") == [0, 0, 1, 4]
-    assert prompt_offsets(TOKENIZER, prompt, "<s>a<s>b") == [0, 3, 4, 7]
-    assert prompt_offsets(TOKENIZER, prompt, "ab") == [0, 0, 1, 1]
+    assert list(prompt_offsets(TOKENIZER, prompt, "a<s>b")) == [0, 0, 1, 4]
+    assert list(prompt_offsets(TOKENIZER, prompt, "<s>a<s>b")) == [0, 3, 4, 7]
+    assert list(prompt_offsets(TOKENIZER, prompt, "ab")) == [0, 0, 1, 1]
 
 
 def test_top_logprobs_contain_the_sampled_token() -> None:
@@ -65,3 +74,15 @@ def test_chat_logprobs_have_bytes_and_no_infinity() -> None:
     assert token["token"] == "�"
     assert token["bytes"] == [0xE2]
     assert token["top_logprobs"] == [{"token": "b", "logprob": MIN_LOGPROB, "bytes": [ord("b")]}]
+
+
+def test_lists_encoded_in_pieces_are_the_lists() -> None:
+    lists = JsonLists("empty")
+    lists.extend(a=[1, "x"], b=[])
+    lists.extend(a=[], b=[{"c": None}])
+    lists.extend(a=[[2]])
+    assert msgspec.json.decode(msgspec.json.encode(lists.body())) == {
+        "empty": [],
+        "a": [1, "x", [2]],
+        "b": [{"c": None}],
+    }

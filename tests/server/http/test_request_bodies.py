@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
 from engine.server.front_end.errors import ApiError
-from engine.server.http.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode
+from engine.server.http.request_bodies import (
+    NUMBERS_PER_VALUE,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    check_values,
+    decode,
+)
 
 COMPLETION = {"model": "m", "prompt": "p"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -89,3 +98,44 @@ def test_refusals_name_the_parameter(kind: type[msgspec.Struct], body: Any, para
     if param:
         assert error.message.startswith(param)
     assert error.body()["error"]["type"] == "invalid_request_error"
+
+
+def check(body: bytes, max_values: int = 100) -> None:
+    asyncio.run(check_values(body, max_values))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"[" + b",".join([b"[]"] * 200) + b"]",
+        b"[" + b",".join([b"{}"] * 200) + b"]",
+        b"[" + b",".join([b'""'] * 200) + b"]",
+        b"[" + b",".join([b'"\\\\"'] * 200) + b"]",
+        b"[" + b",".join([b"1"] * 200 * NUMBERS_PER_VALUE) + b"]",
+        b"{" + b",".join([b'"a":1'] * 200) + b"}",
+        b'["' + b"a" * 100_000 + b'",' + b",".join([b"[]"] * 200) + b"]",
+    ],
+)
+def test_a_body_is_refused_when_it_holds_many_small_values(value: bytes) -> None:
+    with pytest.raises(ApiError, match=r"server\.max_body_values") as caught:
+        check(value)
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("padding", range(8))
+def test_what_a_string_contains_does_not_count(padding: int) -> None:
+    text = "x" * padding + '[{,"\\' * 40_000  # escapes at the end of each window of the count, at any offset
+    check(msgspec.json.encode({"model": "m", "prompt": [text, "\\", text]}))
+    check(msgspec.json.encode([1] * 100))
+
+
+def test_the_event_loop_runs_while_values_are_counted() -> None:
+    async def main() -> int:
+        counting = asyncio.ensure_future(check_values(b"1" * 2**21, 10))
+        turns = 0
+        while not counting.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(main()) > 10

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.server.front_end.errors import ApiError
-from engine.server.http.responses import stream
+from engine.server.http.responses import CancellableResponse, prepared, stream
 
 
 class FakeConnection:
@@ -28,7 +28,7 @@ class FakeGeneration:
 
     def __init__(self) -> None:
         self.generation = self
-        self.running = {0}
+        self.finished = self.behind = False
         self.open = False
         self._pending: list[bytes | Exception] = []
         self._last = False
@@ -49,7 +49,7 @@ class FakeGeneration:
     def take(self) -> bytes:
         pending, self._pending = self._pending, []
         if self._last:
-            self.running.clear()
+            self.finished = True
         for each in pending:
             if isinstance(each, Exception):
                 raise each
@@ -70,7 +70,8 @@ class Client:
         self.sent: list[Any] = []
         self.disconnected = asyncio.Event()
         scope = {"type": "http", "state": {"connection": self.connection}}
-        answer = stream(self.events, {"x-request-id": "r"})  # type: ignore[arg-type]
+        send_events = stream(self.events, {"x-request-id": "r"})  # type: ignore[arg-type]
+        answer = CancellableResponse(send_events)
         self.task = asyncio.ensure_future(answer(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, str]:
@@ -133,6 +134,24 @@ def test_all_events_are_written_before_the_response_ends() -> None:
     asyncio.run(main(b"one", b"two", b"three"))
 
 
+def test_building_goes_on_in_later_iterations_while_the_generation_is_behind() -> None:
+    async def main() -> None:
+        client = Client()
+        await client.settle()
+        client.events.behind = True
+        client.events.put(b"one")
+        for data in (b"two", b"three"):
+            client.events._pending.append(data)  # no output comes that would wake the stream
+            await client.settle()
+        assert b"".join(client.connection.chunks) == b"onetwothree"
+        client.events.behind = False
+        client.events.put(b"", last=True)
+        await client.task
+        assert client.last == b"data: [DONE]\n\n"
+
+    asyncio.run(main())
+
+
 def test_no_events_are_built_while_the_client_does_not_read() -> None:
     async def main() -> None:
         client = Client()
@@ -191,6 +210,34 @@ def test_a_disconnect_ends_the_generation() -> None:
     asyncio.run(main())
 
 
+def test_a_disconnect_cancels_the_preparation_of_a_response() -> None:
+    async def main() -> None:
+        disconnected, ended = asyncio.Event(), list[str]()
+
+        async def prepare() -> Any:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
+
+        async def receive() -> dict[str, str]:
+            await disconnected.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            ended.append(message["type"])
+
+        task = asyncio.ensure_future(prepared(prepare)({"type": "http"}, receive, send))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        disconnected.set()
+        await task
+        assert ended == ["cancelled"]
+
+    asyncio.run(main())
+
+
 def test_the_last_events_of_a_client_that_has_left_are_dropped() -> None:
     async def main() -> None:
         client = Client()
@@ -203,5 +250,22 @@ def test_the_last_events_of_a_client_that_has_left_are_dropped() -> None:
         await client.task
         assert len(delayed) == 1
         delayed[0]()
+
+    asyncio.run(main())
+
+
+def test_a_stream_ends_once_when_it_is_woken_again_before_the_last_write() -> None:
+    async def main() -> None:
+        client = Client()
+        written: list[bytes] = []
+        client.events.write_later = lambda write, data: written.append(data)  # type: ignore[method-assign]
+        await client.settle()
+        client.events.put(b"one")
+        await client.settle()
+        client.events.put(b"two", last=True)
+        client.events.put(b"usage again", last=True)
+        assert written == [b"one", b"two"]
+        client.disconnected.set()
+        await client.task
 
     asyncio.run(main())

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from engine.core.errors import InvalidRequestError
+from engine.core.types import MAX_SEED, Request, SamplingParams
+from engine.server.engine_process import pending_requests
+from engine.server.engine_process.output_routes import OutputRoutes
+from engine.server.engine_process.pending_requests import PendingRequests
+from engine.server.shared.messages import Add
+
+A, B = b"0.1", b"1.2"
+
+
+class RecordingEngine:
+    """Takes the requests that are added; refuses empty prompts."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        if not request.prompt:
+            raise InvalidRequestError("the prompt is empty", "prompt")
+        self.requests.append(request)
+
+    @property
+    def ids(self) -> list[str]:
+        return [request.id for request in self.requests]
+
+
+@pytest.fixture
+def engine() -> RecordingEngine:
+    return RecordingEngine()
+
+
+@pytest.fixture
+def routes() -> OutputRoutes:
+    routes = OutputRoutes()
+    for peer in (A, B):
+        routes.add_front_end(peer)
+    return routes
+
+
+@pytest.fixture
+def pending(engine: RecordingEngine, routes: OutputRoutes) -> PendingRequests:
+    return PendingRequests(cast("Any", engine), routes)
+
+
+def request(name: str, prompt: tuple[int, ...] = (1, 2), **params: Any) -> Request:
+    return Request(id=name, prompt=prompt, params=SamplingParams(**params), salt="s", priority=3, arrival=1.5)
+
+
+def test_choices_differ_in_id_and_seed_and_share_all_else(pending: PendingRequests, engine: RecordingEngine) -> None:
+    pending.put(A, Add(5, (request("x", seed=MAX_SEED), request("y", (3,))), choices=3))
+    assert pending.add_some() == []
+    assert not pending
+    assert engine.ids == ["x-0", "x-1", "x-2", "y-0", "y-1", "y-2"]
+    assert [each.params.seed for each in engine.requests] == [MAX_SEED, 0, 1, None, None, None]
+    assert {(each.salt, each.priority, each.arrival) for each in engine.requests} == {("s", 3, 1.5)}
+    assert len({id(each.prompt) for each in engine.requests}) == 2
+    assert len({id(each.params) for each in engine.requests[3:]}) == 1
+
+
+def test_a_refused_request_yields_an_error_output(pending: PendingRequests, engine: RecordingEngine) -> None:
+    pending.put(A, Add(0, (request("x", prompt=()), request("y"))))
+    (output,) = pending.add_some()
+    assert (output.request, output.finish_reason, output.error) == ("x-0", "error", "the prompt is empty")
+    assert engine.ids == ["y-0"]
+
+
+def test_aborted_requests_and_those_of_an_exited_front_end_are_not_added(
+    pending: PendingRequests, engine: RecordingEngine, routes: OutputRoutes
+) -> None:
+    pending.put(A, Add(0, (request("x"),), choices=4))
+    pending.put(B, Add(0, (request("y"),)))
+    assert list(routes.remove(A, (1, 2))) == ["x-1", "x-2"]
+    routes.remove_front_end(B)
+    pending.put(B, Add(1, (request("z"),)))
+    pending.add_some()
+    assert engine.ids == ["x-0", "x-3"]
+
+
+def test_many_choices_wait_for_later_steps_and_let_other_requests_pass(
+    pending: PendingRequests, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending_requests, "ADD_SECONDS", 0.0)  # one request per step
+    pending.put(A, Add(0, (request("many"),), choices=1000))
+    pending.put(B, Add(0, (request("one"),)))
+    pending.add_some()
+    pending.add_some()
+    assert engine.ids == ["many-0", "one-0"]
+    assert pending

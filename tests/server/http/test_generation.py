@@ -1,0 +1,128 @@
+"""Generation without an engine: how events are built from outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from engine.core.types import Output, Request
+from engine.server.front_end.engine_client import RequestGroup
+from engine.server.http import generation as module
+from engine.server.http.generation import Delta, Generation, Templates
+from tests.server.fake_front_end import ByteTokenizer
+
+
+class GroupOnly:
+    """A client whose requests get the outputs that the test puts into the group."""
+
+    def __init__(self) -> None:
+        self.aborted: list[int] = []
+        self.group = RequestGroup(lambda numbers, _: self.aborted.extend(numbers), ())
+
+    def submit(self, requests: Sequence[Request], choices: int) -> RequestGroup:
+        self.group = RequestGroup(lambda numbers, _: self.aborted.extend(numbers), range(len(requests) * choices))
+        return self.group
+
+
+@pytest.fixture
+def client() -> GroupOnly:
+    return GroupOnly()
+
+
+@pytest.fixture
+def generation(client: GroupOnly) -> Iterator[Generation]:
+    requests = [Request(id="x", prompt=(1, 2))]
+    tokenizer = ByteTokenizer("")
+    with Generation(cast("Any", client), cast("Any", tokenizer), requests, choices_per_prompt=3) as generation:
+        yield generation
+
+
+def text_event(choice: int, text: str) -> bytes:
+    return f'{choice}:"{text}" '.encode()
+
+
+def build_events(delta: Delta) -> Iterator[bytes]:
+    yield b"<"
+    yield f"{delta.choice}{delta.text}".encode()
+    yield b"> "
+
+
+def put(client: GroupOnly, choice: int, tokens: bytes, *, last: bool = False, first: bool = False) -> None:
+    full = Output(request="x", tokens=tuple(tokens), finish_reason="length" if last else None)
+    client.group.put(choice, tuple(tokens), full if first or last else None)
+
+
+def take_all(generation: Generation) -> list[bytes]:
+    """What each call of `events` returns until none is left."""
+    templates = Templates(text_event)
+    found = [generation.events(templates, build_events)]
+    while generation.behind:
+        found.append(generation.events(templates, build_events))
+    return found
+
+
+def fill(client: GroupOnly) -> None:
+    for choice in range(3):
+        put(client, choice, b"a", first=True)
+    for choice in range(3):
+        put(client, choice, b"b")
+    for choice in range(3):
+        put(client, choice, b"c", last=True)
+
+
+EVENTS = b'<0a> <1a> <2a> 0:"b" 1:"b" 2:"b" <0c> <1c> <2c> '
+
+
+def test_events_are_built_in_one_call_when_there_is_time(client: GroupOnly, generation: Generation) -> None:
+    fill(client)
+    assert take_all(generation) == [EVENTS]
+    assert generation.finished
+
+
+def test_events_are_the_same_when_each_call_leaves_off_at_once(
+    client: GroupOnly, generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE_SECONDS", -1.0)
+    fill(client)
+    calls = take_all(generation)
+    assert len(calls) > 10
+    assert b"".join(calls) == EVENTS
+    assert generation.finished
+
+
+def test_outputs_that_come_while_it_is_behind_wait_for_no_further_notice(
+    client: GroupOnly, generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group reports only the first output after a `take`, so a call that ends the backlog must take the others."""
+    for choice in range(3):
+        put(client, choice, b"a", first=True)
+    templates = Templates(text_event)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "SLICE_SECONDS", -1.0)
+        before = generation.events(templates, build_events)
+    assert generation.behind
+    for choice in range(3):
+        put(client, choice, b"b", last=True)
+    assert before + generation.events(templates, build_events) == b"<0a> <1a> <2a> <0b> <1b> <2b> "
+    assert generation.finished
+
+
+def test_a_generation_that_is_behind_has_not_finished(
+    client: GroupOnly, generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE_SECONDS", -1.0)
+    for choice in range(3):
+        put(client, choice, b"a", last=True)
+    templates = Templates(text_event)
+    while generation.running:
+        generation.events(templates, build_events)
+    assert generation.behind
+    assert not generation.finished
+
+
+def test_leaving_aborts_the_running_choices_together(client: GroupOnly, generation: Generation) -> None:
+    put(client, 1, b"a", last=True)
+    generation.__exit__(None, None, None)
+    assert client.aborted == [0, 2]

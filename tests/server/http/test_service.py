@@ -1,0 +1,89 @@
+"""How the service turns texts into tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+
+from engine.core.config import EngineConfig
+from engine.core.types import SamplingParams
+from engine.server.front_end.errors import ApiError
+from engine.server.http.request_bodies import Message
+from engine.server.http.service import LONG_TOKEN_CHARS, THREAD_CHARS, Service
+from engine.server.shared.messages import Started
+
+MAX_LEN = 2048
+
+
+class CountingTokenizer:
+    """One token per character; counts the characters that were tokenized."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.chars += len(text)
+        return [0] * len(text)
+
+    def exceeds(self, text: str, max_tokens: int) -> bool:
+        return len(text) > max_tokens
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        return "".join(message["content"] for message in messages) + variables.get("end", "")
+
+
+@pytest.fixture
+def tokenizer() -> CountingTokenizer:
+    return CountingTokenizer()
+
+
+@pytest.fixture
+def service(tokenizer: CountingTokenizer, fake_config: Callable[..., EngineConfig]) -> Service:
+    started = Started(
+        cache=cast("Any", None), choices=(), max_len=MAX_LEN, vocab_size=1, default_params=SamplingParams(), seconds=0.0
+    )
+    return Service(fake_config(), cast("Any", None), cast("Any", tokenizer), started, 0)
+
+
+def user(content: str) -> Message:
+    return Message(role="user", content=content)
+
+
+def test_texts_are_tokenized_in_order_whatever_their_length(service: Service) -> None:
+    lengths = [1, THREAD_CHARS, 3, THREAD_CHARS - 1, 100, THREAD_CHARS + 1] * 20
+    tokens = asyncio.run(service.encode_prompts(["x" * length for length in lengths]))
+    assert [len(each) for each in tokens] == lengths
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(
+    service: Service, tokenizer: CountingTokenizer
+) -> None:
+    text = "x" * (MAX_LEN * LONG_TOKEN_CHARS + 1)
+    for work in (service.encode(text), service.encode_prompts(["x", text]), service.encode_chat([user(text)])):
+        with pytest.raises(ApiError, match=f"context holds {MAX_LEN} tokens") as caught:
+            asyncio.run(work)
+        assert caught.value.code == "context_length_exceeded"
+    assert tokenizer.chars <= 1
+
+
+def test_a_chat_of_more_messages_than_the_context_has_tokens_is_refused(service: Service) -> None:
+    with pytest.raises(ApiError, match="the chat has 2049 messages") as caught:
+        asyncio.run(service.encode_chat([user("")] * (MAX_LEN + 1)))
+    assert caught.value.param == "messages"
+    assert asyncio.run(service.encode_chat([user("x")] * MAX_LEN)) == [0] * MAX_LEN
+
+
+def test_streams_get_their_turns_while_prompts_are_tokenized(service: Service) -> None:
+    async def main() -> int:
+        work = asyncio.ensure_future(service.encode_prompts(["x" * 8191] * 256))
+        turns = 0
+        while not work.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert len(work.result()) == 256
+        return turns
+
+    assert asyncio.run(main()) >= 256 * 8191 // 2**16
