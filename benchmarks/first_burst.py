@@ -53,7 +53,7 @@ async def stream(server: Server, prompt: list[int], max_tokens: int) -> float:
 
 
 async def burst(server: Server, prompts: list[list[int]], max_tokens: int) -> list[float]:
-    """Send all prompts at once; returns the seconds to each first token, ascending."""
+    """Send all prompts concurrently; returns the seconds to each first token, ascending."""
     return sorted(await asyncio.gather(*(stream(server, prompt, max_tokens) for prompt in prompts)))
 
 

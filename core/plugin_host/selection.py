@@ -93,7 +93,7 @@ class Parts:
     def choice_at_fault(self, fault: PluginFaultError) -> ChosenPlugin | None:
         """The choice of auto whose constructor raised `fault`; None if there is none.
 
-        A worker's fault arrives as its sentence, so the sentence must tell.
+        A worker's fault arrives as its sentence, so the sentence must name the plugin.
         """
         calls = (CONSTRUCTOR, "from_checkpoint()")
         for choice in self.choices:

@@ -280,7 +280,7 @@ class RunnerStart:
 
     @contextmanager
     def _name_fault(self, call: str) -> Iterator[None]:
-        """Name the plugin that an error in the `with` block comes from; all that take part where nothing tells."""
+        """Name the plugin that raised an error in the `with` block; where that is unknown, all that take part."""
         model, attention, quant = map(self._parts.owner, ("models", "attention", "quant"))
         with blame(f"{model}, {attention} or {quant}", call, TRACEBACK):
             try:

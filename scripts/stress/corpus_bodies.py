@@ -73,7 +73,7 @@ def wrong_field(target: Target, draw: random.Random) -> Case:
 
 
 def wrong_fields(target: Target, draw: random.Random) -> Case:
-    """Several parameters at once."""
+    """Several parameters together."""
     path = draw.choice(tuple(FIELDS))
     changes = {draw.choice(FIELDS[path]): draw.choice(VALUES) for _ in range(draw.randint(2, 6))}
     return Case(f"{path}: several values", (target.post(path, encode(base(target, path) | changes)),), "any")

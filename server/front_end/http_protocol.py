@@ -151,9 +151,9 @@ class HttpProtocol(HttpToolsProtocol):
                 self._replace_parser()
 
     def _replace_parser(self) -> None:
-        """Let another parser go on after a head, told how the body is framed but not of the offer in the head.
+        """Continue after a head with a parser that knows how the body is framed, but not the head's offer to upgrade.
 
-        The parser before takes what follows the head for the other protocol.
+        The old parser would read what follows the head as the other protocol.
         """
         framing = [header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
         head = [b"POST / HTTP/1.1", *(b"%b: %b" % header for header in framing), b"", b""]
