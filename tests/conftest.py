@@ -41,7 +41,7 @@ GROUPS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Assign tests to their groups; skip those marked gpu where torch sees no GPU."""
+    """Assign tests to their groups; skip those marked gpu or interpreter where these are missing."""
     here = Path(__file__).parent
     group_of = {here / name: group for group, names in GROUPS.items() for name in names}
     for item in items:
@@ -49,6 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = next((group_of[place] for place in places if place in group_of), None)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+        if item.get_closest_marker("interpreter") is not None and not os.environ.get("TRITON_INTERPRET"):
+            item.add_marker(pytest.mark.skip(reason="Triton compiles for the GPU here"))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return

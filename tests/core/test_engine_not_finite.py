@@ -82,18 +82,22 @@ ENGINES: list[dict[str, Any]] = [
     {"scheduler__overlap": "on"},
     {"scheduler": "multi_step", "scheduler__options": {"steps": 4}},
     {"scheduler__max_batch_tokens": 7},
-    {"executor__kernels": "fused"},
 ]
+FUSED = {"executor__kernels": "fused"}
 
 
 @pytest.mark.parametrize(
     ("asked", "settings"),
-    [(asked, {}) for asked in PARAMS] + [(asked, one) for one in ENGINES for asked in ("greedy", "processed draw")],
+    [
+        *((asked, {}) for asked in PARAMS),
+        *((asked, one) for one in ENGINES for asked in ("greedy", "processed draw")),
+        *(pytest.param(asked, FUSED, marks=pytest.mark.interpreter) for asked in ("greedy", "processed draw")),
+    ],
     ids=str,
 )
 def test_a_row_that_is_not_finite_ends_its_own_request(checkpoint: Path, asked: str, settings: dict[str, Any]) -> None:
     params = PARAMS[asked]
-    if "executor__kernels" in settings:
+    if settings is FUSED:
         pytest.importorskip("triton")
         params = attrs.evolve(params, max_tokens=2, min_tokens=min(params.min_tokens, 1))
     with build(checkpoint, **settings) as engine:

@@ -127,6 +127,7 @@ def test_replays_give_the_tokens_of_plain_steps(
         assert tokens_of(engine) == expected, "the state that the first run leaves must not matter"
 
 
+@pytest.mark.interpreter
 def test_replays_with_fused_kernels_give_the_same_tokens(
     checkpoint: Path, expected: list[tuple[int, ...]], replays: type[ReplayByRunning]
 ) -> None:

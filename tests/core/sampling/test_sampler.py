@@ -269,7 +269,7 @@ def test_a_row_does_not_depend_on_the_others(
             assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.interpreter)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("asked", [{"temperature": 0}, {}, {"top_p": 0.5}, EVERYTHING], ids=["0", "1", "top_p", "all"])
 def test_a_row_that_is_not_finite_has_no_token(value: float, asked: dict[str, Any], fused: bool) -> None:
@@ -284,7 +284,7 @@ def test_a_row_that_is_not_finite_has_no_token(value: float, asked: dict[str, An
     assert sampled.to_host()[0] == [expected[0], NO_TOKEN, expected[2]]
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.interpreter)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_that_processors_make_infinite_has_no_token(temperature: float, fused: bool) -> None:
     if fused:

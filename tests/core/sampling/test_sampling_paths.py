@@ -154,6 +154,7 @@ def test_only_processed_rows_are_copied_as_float32(asked: dict[str, Any], monkey
     assert shapes == [(1, VOCAB)]
 
 
+@pytest.mark.interpreter
 def test_a_fused_sampler_gives_the_same_tokens() -> None:
     """One batch, whose composition changes, has rows that draw, rows with all parameters and greedy rows."""
     pytest.importorskip("triton")
@@ -172,6 +173,7 @@ def test_a_fused_sampler_gives_the_same_tokens() -> None:
             assert found == expected
 
 
+@pytest.mark.interpreter
 def test_captured_draws_and_sample_alternate() -> None:
     """What is captured in a CUDA graph continues where `sample` stopped, and the reverse."""
     pytest.importorskip("triton")
@@ -204,7 +206,7 @@ class IdentityModel:
         return max_logits, tokens
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.interpreter)])
 def test_capture_ends_with_tokens_or_logits(fused: bool) -> None:
     """A path that PyTorch's operations draw on is captured as the full path, which ends with logits."""
     if fused:
@@ -248,7 +250,7 @@ GREEDY_NEXT_TO: list[tuple[str, list[dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.interpreter)])
 @pytest.mark.parametrize("own", [{}, {"logprobs": 3}, {"top_k": 1}, {"logit_bias": ((0, -1.0),)}], ids=str)
 def test_a_greedy_token_is_the_first_of_the_largest_logits_on_every_path(own: dict[str, Any], fused: bool) -> None:
     """bfloat16 logits with many ties; the neighbours choose the path."""
