@@ -38,6 +38,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.rate_limit": (0, 2**31),
     "server.concurrency_limit": (0, 2**31),
     "server.max_body_bytes": (1, 2**40),
+    "server.max_body_values": (1, 2**31),
+    "server.max_salt_chars": (0, 2**20),
     "server.max_n": (1, 2**20),
     "server.max_prompts": (1, 2**20),
     "server.max_logprobs": (0, 1000),

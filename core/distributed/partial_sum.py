@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 NOT_A_TENSOR = "a PartialSum is one rank's addend, not a tensor; pass it to a norm of the LayerFactory or call reduce()"
 
 
+class NotATensorError(TypeError, AttributeError):
+    """A partial sum was used as a tensor: by an operation, or for an attribute."""
+
+
 class PartialSum:
     """One rank's addend of a tensor that is the sum over all ranks.
 
@@ -32,8 +36,8 @@ class PartialSum:
 
     @classmethod
     def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:
-        """Raise TypeError for every torch function called with a partial sum."""
-        raise TypeError(NOT_A_TENSOR)
+        """Raise for every torch function called with a partial sum."""
+        raise NotATensorError(NOT_A_TENSOR)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{name}: {NOT_A_TENSOR}")
+        raise NotATensorError(f"{name}: {NOT_A_TENSOR}")

@@ -38,8 +38,8 @@ def test_every_stream_raises_what_fails_in_a_step(
     with build(checkpoint) as engine:
         monkeypatch.setattr(FailingAttention, "error", error)
         found = asyncio.run(gather(engine, 3))
-        assert [type(one) for one in found] == [ExecutorError] * 3
-        assert all("kaputt" in str(one) for one in found)
+        assert len(found) == 3
+        assert all(isinstance(one, ExecutorError) and "kaputt" in str(one) for one in found)
 
 
 def test_every_stream_raises_a_fault_outside_the_engine_and_later_streams_work(

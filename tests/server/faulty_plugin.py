@@ -1,6 +1,7 @@
 """A plugin whose attention backend fails on demand.
 
-Options: at (start, prefill or decode); do (kill, memory, bug, or part: abort the rank groups).
+Options: at (start, prefill or decode; the last two after the rehearsal, which ends with its only decode step);
+do (kill, memory, bug, or part: abort the rank groups).
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ def load() -> type:
             super().__init__(spec, pool, None)
             self._options = options
             self._groups = groups() if options.do == "part" else []
+            self._rehearsed = False
             self._fault("start")
 
         def plan(self, batch: Any, graph: Any = None) -> Any:
-            self._fault("decode" if batch.num_decodes else "prefill")
+            if self._rehearsed:
+                self._fault("decode" if batch.num_decodes else "prefill")
+            self._rehearsed = self._rehearsed or batch.num_decodes > 0
             return super().plan(batch, graph)
 
         def _fault(self, at: str) -> None:
