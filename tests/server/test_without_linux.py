@@ -18,6 +18,7 @@ import builtins, io, os, sys
 for name in ("memfd_create", "pidfd_open", "sched_getaffinity", "sched_setaffinity", "eventfd", "waitid", "P_PIDFD"):
     if hasattr(os, name):
         delattr(os, name)
+os.process_cpu_count = os.cpu_count  # since Python 3.13; where there is no affinity they are the same
 def guarded(function):
     def call(path, *arguments, **named):
         if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(("/proc", "/sys/fs", "/dev/shm")):
