@@ -21,7 +21,7 @@ def malformed(server: Any) -> bytes:
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(b"garbage\r\n\r\n")
-        return connection.recv(65536)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def test_each_response_has_a_request_id(serve_fake: Serve) -> None:
