@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import ConfigError
@@ -14,7 +14,7 @@ from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.kv_scale_reader import KVScaleReader
 from engine.core.layers.layer_classes import PLAIN
 from engine.core.layers.linear import Linear, PartialLinear
-from engine.core.layers.lm_head import OutputLayer
+from engine.core.layers.lm_head import LinearHead, OutputLayer, VocabShards
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.plugin_host.faults import blame, expect
@@ -174,22 +174,8 @@ class LayerFactory:
         gated: bool = False,
         reduces: bool = True,
     ) -> Linear:
-        spec = LinearSpec(
-            parts=parts,
-            in_features=in_features,
-            bias=bias,
-            dtype=self.dtype,
-            device=self.device,
-            parallel=parallel,
-            gated=gated,
-            ranks=self.ranks,
-        )
-        kernel = None
-        if self._quant is not None:
-            with blame(self._quant_owner, f"linear() of {parts[0].name}"):
-                kernel = self._quant.linear(spec)
-            right = kernel is None or isinstance(kernel, LinearKernel)
-            expect(right, self._quant_owner, f"linear() of {parts[0].name}", kernel, "a LinearKernel or None")
+        spec = self._spec(parts, in_features, bias=bias, parallel=parallel, gated=gated)
+        kernel = self._ask_quant("linear", spec)
         is_split_by_inputs = parallel == "row" and self.ranks > 1
         return self._record(
             Linear(
@@ -201,6 +187,37 @@ class LayerFactory:
                 owner=self._quant_owner,
             )
         )
+
+    def _spec(
+        self,
+        parts: tuple[LinearPart, ...],
+        in_features: int,
+        *,
+        bias: bool = False,
+        parallel: Parallel,
+        gated: bool = False,
+    ) -> LinearSpec:
+        return LinearSpec(
+            parts=parts,
+            in_features=in_features,
+            bias=bias,
+            dtype=self.dtype,
+            device=self.device,
+            parallel=parallel,
+            gated=gated,
+            ranks=self.ranks,
+        )
+
+    def _ask_quant(self, method: Literal["linear", "lm_head"], spec: LinearSpec) -> LinearKernel | None:
+        """The kernel that a method of the quantization plugin makes. None: the layer is not quantized."""
+        if self._quant is None:
+            return None
+        call = f"{method}() of {spec.parts[0].name}"
+        with blame(self._quant_owner, call):
+            kernel = self._quant.linear(spec) if method == "linear" else self._quant.lm_head(spec)
+        right = kernel is None or isinstance(kernel, LinearKernel)
+        expect(right, self._quant_owner, call, kernel, "a LinearKernel or None")
+        return kernel
 
     def _replicas(self, num_kv_heads: int) -> int:
         """Number of ranks that hold the same KV heads."""
@@ -216,13 +233,36 @@ class LayerFactory:
         )
 
     def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> OutputLayer:
-        """The output layer. With `tied` it multiplies by that embedding, and a copy in the checkpoint must equal it."""
-        if tied is not None:
+        """The output layer. With `tied` it multiplies by that embedding, and a copy in the checkpoint must equal it.
+
+        Without, the quantization method may have a kernel for its weight.
+        """
+        if tied is None:
+            quantized = self._quantized_head(name, vocab_size, hidden_size)
+            if quantized is not None:
+                return quantized
+        else:
             self.ignore(f"{name}.weight")
             self.tied[f"{name}.weight"] = next(iter(tied.tensors()))
         table = tied or self.embedding(name, vocab_size, hidden_size)
         head = self._record(self._classes.lm_head(table))
-        return self._classes.vocab_parallel_head(head, table) if isinstance(table, VocabParallelEmbedding) else head
+        if isinstance(table, VocabParallelEmbedding):
+            return self._classes.vocab_parallel_head(head, VocabShards.of(table))
+        return head
+
+    def _quantized_head(self, name: str, vocab_size: int, hidden_size: int) -> OutputLayer | None:
+        """The output layer by a kernel of the quantization method. None: the output layer is not quantized."""
+        spec = self._spec((LinearPart(name=name, out_features=vocab_size),), hidden_size, parallel="column")
+        kernel = self._ask_quant("lm_head", spec)
+        if kernel is None:
+            return None
+        shard = self.shard(vocab_size, f"outputs of {name}, which are quantized,")
+        linear = Linear(spec, kernel, activate=self._classes.silu_and_mul, owner=self._quant_owner)
+        head = LinearHead(self._record(linear), self._classes.argmax)
+        if self.ranks == 1:
+            return head
+        shards = VocabShards(group=self._group, vocab_size=vocab_size, shard_size=shard)
+        return self._classes.vocab_parallel_head(head, shards)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         """A norm over the hidden size, after the residual addition. It reduces a partial sum."""

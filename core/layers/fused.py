@@ -152,7 +152,7 @@ class FusedVocabParallelHead(VocabParallelHead):
     """Vocab-parallel head whose greedy tokens take two kernels and the all-reduce between them."""
 
     def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return place_max_logits(peaks, tokens, self._table.first_token, self._group.rank, self._group.ranks)
+        return place_max_logits(peaks, tokens, self._shards.first_token, self._group.rank, self._group.ranks)
 
     def _choose(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return choose_max_logits(candidates)
@@ -170,4 +170,5 @@ def fused_classes(dtype: str, device: str) -> LayerClasses:
         vocab_parallel_embedding=FusedVocabParallelEmbedding,
         lm_head=partial(FusedLMHead, gemms=gemms, dtype=dtype),
         vocab_parallel_head=FusedVocabParallelHead,
+        argmax=argmax_rows,
     )

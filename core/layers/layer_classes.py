@@ -12,7 +12,7 @@ from engine.core.layers.activation import silu_and_mul
 from engine.core.layers.attention import Attention
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.linear import PlainKernel
-from engine.core.layers.lm_head import LMHead, VocabParallelHead
+from engine.core.layers.lm_head import Argmax, LMHead, VocabParallelHead, plain_argmax
 from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Rotary, RotaryEmbedding, RotarySpec
 from engine.core.quant.base import LinearKernel, LinearSpec
@@ -33,6 +33,8 @@ class LayerClasses:
     vocab_parallel_embedding: type[VocabParallelEmbedding]
     lm_head: Callable[[Embedding], LMHead]
     vocab_parallel_head: type[VocabParallelHead]
+    argmax: Argmax
+    """Of the logits of a quantized output layer."""
 
 
 PLAIN = LayerClasses(
@@ -44,4 +46,5 @@ PLAIN = LayerClasses(
     vocab_parallel_embedding=VocabParallelEmbedding,
     lm_head=LMHead,
     vocab_parallel_head=VocabParallelHead,
+    argmax=plain_argmax,
 )

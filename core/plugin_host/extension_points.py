@@ -86,7 +86,7 @@ class ExtensionPoint:
 
 EXTENSION_POINTS = (
     ExtensionPoint("attention", "attention", "AttentionBackend", pairs="PREFILL,DECODE"),
-    ExtensionPoint("quant", "quant", "QuantMethod"),
+    ExtensionPoint("quant", "quant", "QuantMethod", older_apis=("1",)),
     ExtensionPoint("schedulers", "scheduler", "SchedulingPolicy", contract_module="policy"),
     ExtensionPoint("executors", "executor", "Executor", older_apis=("1",)),
     ExtensionPoint("models", "model", "Model"),

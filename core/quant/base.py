@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from engine.core.autotune.op import AutotunedCall
     from engine.core.device import DeviceInfo
 
-API = "1"
+API = "2"
+"""Version of this contract. Version "1", without `QuantMethod.lm_head`, is still accepted."""
 
 Parallel = Literal["none", "column", "row"]
 """How tensor-parallel ranks share a linear layer. column: each rank has some of the outputs. row: each rank has some of
@@ -80,7 +81,7 @@ class TensorSpec:
     """A tensor expected in the checkpoint."""
 
     shape: tuple[int, ...]
-    """Over all ranks. -1: any size. (1,): also accepts a scalar, which is read as one element."""
+    """Over all ranks. -1: any size. (1,): one number, which the checkpoint may store with any number of dimensions."""
     dtypes: tuple[str, ...]
     """Accepted types, by their names in torch ("bfloat16", "float8_e4m3fn", "int32")."""
     shard_dim: int | None = None
@@ -257,3 +258,11 @@ class QuantMethod(ABC, Generic[OptionsT]):
     @abstractmethod
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """Make the kernel of one linear layer. None: the layer is not quantized, and core's own kernel computes it."""
+
+    def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
+        """Make the kernel of the output layer, as for a linear layer. None: the output layer is not quantized.
+
+        Called for models whose output layer has a weight of its own. Column-parallel ranks have equal numbers of
+        tokens.
+        """
+        return None
