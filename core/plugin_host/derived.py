@@ -110,7 +110,7 @@ def resolve_kv_dtype(
     wanted = config.cache.dtype
     if wanted != AUTO:
         return KV_DTYPES.get(wanted, wanted)
-    if device.capability is not None and not has_float8(device):
+    if device.type == "cuda" and not has_float8(device):
         return dtype
     asked = quant.kv_dtype(checkpoint.get("quantization_config"))
     known = (*DTYPES, FLOAT8)

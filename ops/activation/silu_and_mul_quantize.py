@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.activation.quantize_rows import HALF, launch_by_rows, store_row
+from engine.ops.activation.quantize_rows import HALF, PER_ROW, Scaling, launch_by_rows, store_row
 from engine.ops.activation.silu_and_mul import silu
 from engine.ops.common.fast_math import round_both
 from engine.ops.common.launch import release, wait
@@ -21,17 +21,21 @@ def _activated(x, column, inputs):
     return silu(gate) * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _silu_quantize_kernel(
     quantized,
     scales,
     x,
     static_scale,
     inputs,
+    scale_stride,
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
     BLOCKS: tl.constexpr,
     STATIC_SCALE: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    POWERS: tl.constexpr,
+    MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """quantize_rows of silu(gate) * up. A program computes a row, as [BLOCKS, 128]. Grid: (rows,).
@@ -49,16 +53,32 @@ def _silu_quantize_kernel(
     left = _activated(here, left_column, inputs)
     right = _activated(here, left_column + HALF, inputs)
     left, right = round_both(left, right, x.dtype.element_ty)  # as silu_and_mul stores them
-    store_row(quantized, scales, row, left, right, scale, inputs, LIMIT, INT8, BLOCKS, STATIC_SCALE)
+    store_row(
+        quantized,
+        scales,
+        row,
+        left,
+        right,
+        scale,
+        inputs,
+        scale_stride,
+        LIMIT,
+        INT8,
+        BLOCKS,
+        STATIC_SCALE,
+        PER_BLOCK,
+        POWERS,
+        MAX,
+    )
 
 
 def silu_and_mul_quantize(
-    x: torch.Tensor, dtype: torch.dtype, *, scale: torch.Tensor | None = None
+    x: torch.Tensor, dtype: torch.dtype, *, scale: torch.Tensor | None = None, scaling: Scaling = PER_ROW
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize_rows of silu_and_mul's result, bit for bit: [rows, size padded to 128] values and [rows] scales.
+    """quantize_rows of silu_and_mul's result, bit for bit: [rows, size padded to 128] values, and scales.
 
-    x: [rows, 2 * size], gate before up in each row. dtype, scale: as in quantize_rows.
+    x: [rows, 2 * size], gate before up in each row. dtype, scale, scaling: as in quantize_rows.
     """
     if not x.is_contiguous():
         x = x.contiguous()
-    return launch_by_rows(_silu_quantize_kernel, x, x.shape[1] // 2, dtype, scale)
+    return launch_by_rows(_silu_quantize_kernel, x, x.shape[1] // 2, dtype, scale, scaling)
