@@ -7,7 +7,8 @@ A round sends one signal to one process of a server started for it (kept for the
 
     supervisor   SIGKILL, SIGTERM: every process ends within --end seconds; nothing is left.
     others       SIGKILL, SIGTERM, SIGSTOP: /health answers 200 and a token is computed again within --recover seconds,
-                 by a new process or (SIGTERM, which children ignore) by the old one.
+                 by a new process or (SIGTERM, which front ends ignore) by the old one. The servers' time limits for
+                 processes that do nothing are a few seconds, not minutes, so that a stopped one is replaced in time.
     SIGSTOP of the supervisor: after SIGCONT, all is as before.
 
 No stream may hang for longer than --recover, no process, shared memory or directory outlive its server. Exit status 1
@@ -41,6 +42,8 @@ LAYOUTS = {
     "replicas": ["--api-workers", "1", "--replicas", "2"],
 }
 """Name -> flags of `engine serve`."""
+LIMITS = ["--set", "server.front_end_timeout=5", "--set", "server.engine_timeout=10"]
+"""Flags of all layouts; an engine may wait for its workers, so its limit is the longer one."""
 ROLES = {
     "single": ("supervisor", "front end", "engine"),
     "multiproc": ("supervisor", "front end 0", "engine", "worker"),
@@ -193,7 +196,7 @@ class Schedule:
             self._started += 1
             directory = self._directory / f"server{self._started}"
             directory.mkdir()
-            self._server = Server([*LAYOUTS[layout], *self._options.flags], directory)
+            self._server = Server([*LAYOUTS[layout], *LIMITS, *self._options.flags], directory)
             self._layout = layout
         return self._server
 
