@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import re
@@ -34,6 +33,7 @@ from pathlib import Path
 from processes import Process, alive, state_of
 from serving import Load, Server, wait_gone
 from wire import UsageError, until, used_blocks
+from written import write_report
 
 LAYOUTS = {
     "single": ["--api-workers", "1"],
@@ -256,7 +256,7 @@ def main() -> int:
     print(f"{len(outcomes)} rounds, seed {options.seed}: {len(failed)} failed")
     if options.json is not None:
         rows = [asdict(outcome) | {"round": str(outcome.round)} for outcome in outcomes]
-        options.json.write_text(json.dumps({"seed": options.seed, "rounds": rows}, indent=1) + "\n", encoding="utf-8")
+        write_report(options.json, "kill-schedule", vars(options), {"rounds": rows})
     return 1 if failed else 0
 
 
