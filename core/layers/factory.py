@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from engine.core.distributed.rank_group import OneRank, RankGroup
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, near_misses
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.blocks import AttentionBlock, GatedMLP
@@ -18,7 +18,16 @@ from engine.core.layers.lm_head import OutputLayer
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.plugin_host.faults import blame, expect
-from engine.core.quant.base import KVScaleNames, LinearKernel, LinearPart, LinearSpec, Parallel, QuantMethod
+from engine.core.quant.base import (
+    ACTIVATIONS,
+    Activation,
+    KVScaleNames,
+    LinearKernel,
+    LinearPart,
+    LinearSpec,
+    Parallel,
+    QuantMethod,
+)
 
 L = TypeVar("L", bound=Layer)
 
@@ -140,6 +149,7 @@ class LayerFactory:
         bias: bool = False,
         parallel: Parallel = "none",
         gated: bool = False,
+        activation: Activation = "silu",
     ) -> Linear:
         """A linear layer.
 
@@ -147,6 +157,7 @@ class LayerFactory:
         parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed over
             the ranks) or none.
         gated: the parts are gate and up projections of one size; call the layer by `gated` or `gated_quantized_for`.
+        activation: of the gate of a gated layer.
         Sizes are over all ranks.
         """
         if parallel == "column":
@@ -155,13 +166,26 @@ class LayerFactory:
         if parallel == "row":
             self.shard(in_features, f"inputs of {parts[0][0]}")
         made = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
-        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated)
+        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated, activation=activation)
 
-    def partial_linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> PartialLinear:
-        """A row-parallel linear layer that leaves the reduction to the next norm. Sizes are over all ranks."""
+    def partial_linear(
+        self,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        bias: bool = False,
+        input_activation: Activation = "silu",
+    ) -> PartialLinear:
+        """A row-parallel linear layer that leaves the reduction to the next norm. Sizes are over all ranks.
+
+        input_activation: of the gated layer whose result is the input, if that is one.
+        """
         self.shard(in_features, f"inputs of {name}")
         part = LinearPart(name=name, out_features=out_features)
-        linear = self._linear((part,), in_features, bias=bias, parallel="row", reduces=False)
+        linear = self._linear(
+            (part,), in_features, bias=bias, parallel="row", reduces=False, input_activation=input_activation
+        )
         return PartialLinear(linear, self._group)
 
     def _linear(
@@ -173,7 +197,11 @@ class LayerFactory:
         parallel: Parallel,
         gated: bool = False,
         reduces: bool = True,
+        activation: Activation = "silu",
+        input_activation: Activation = "silu",
     ) -> Linear:
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"the activation {activation!r} is not known; {near_misses(activation, ACTIVATIONS)}")
         spec = LinearSpec(
             parts=parts,
             in_features=in_features,
@@ -182,6 +210,8 @@ class LayerFactory:
             device=self.device,
             parallel=parallel,
             gated=gated,
+            activation=activation,
+            input_activation=input_activation,
             ranks=self.ranks,
         )
         kernel = None
@@ -196,7 +226,7 @@ class LayerFactory:
                 spec,
                 kernel or self._classes.linear_kernel(spec),
                 self._group.all_reduce if is_split_by_inputs and reduces else None,
-                self._classes.silu_and_mul,
+                self._classes.gated_activation(activation),
                 adds_bias=reduces or not is_split_by_inputs or self.rank == 0,
                 owner=self._quant_owner,
             )
@@ -295,17 +325,27 @@ class LayerFactory:
         return AttentionBlock(input_norm, qkv, attention, output)
 
     def gated_mlp(
-        self, name: str, hidden_size: int, intermediate_size: int, *, norm: str, eps: float, bias: bool = False
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        norm: str,
+        eps: float,
+        bias: bool = False,
+        activation: Activation = "silu",
     ) -> GatedMLP:
-        """The gated MLP of a decoder layer: input norm, then down(silu(gate(x)) * up(x)).
+        """The gated MLP of a decoder layer: input norm, then down(act(gate(x)) * up(x)).
 
         name: of the MLP module in the checkpoint, with gate_proj, up_proj and down_proj. norm: name of the input norm.
         Sizes are over all ranks.
         """
         input_norm = self.norm(norm, hidden_size, eps)
         parts = [(f"{name}.gate_proj", intermediate_size), (f"{name}.up_proj", intermediate_size)]
-        gate_up = self.linear(parts, hidden_size, bias=bias, parallel="column", gated=True)
-        down = self.partial_linear(f"{name}.down_proj", hidden_size, intermediate_size, bias=bias)
+        gate_up = self.linear(parts, hidden_size, bias=bias, parallel="column", gated=True, activation=activation)
+        down = self.partial_linear(
+            f"{name}.down_proj", hidden_size, intermediate_size, bias=bias, input_activation=activation
+        )
         return GatedMLP(input_norm, gate_up, down)
 
     def _record(self, layer: L) -> L:
