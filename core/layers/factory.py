@@ -17,6 +17,7 @@ from engine.core.layers.linear import Linear, PartialLinear
 from engine.core.layers.lm_head import OutputLayer
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
+from engine.core.layers.sinks import SinkReader
 from engine.core.plugin_host.faults import blame, expect
 from engine.core.quant.base import (
     ACTIVATIONS,
@@ -72,6 +73,8 @@ class LayerFactory:
             self.ignored += ignored
         self.kv_scales: list[KVScaleReader] = []
         """Readers of the KV scales that the checkpoint may have."""
+        self.sinks: list[SinkReader] = []
+        """Readers of the attention sinks of layers that have them."""
         self._quant = quant
         self._classes = PLAIN
         if fused:  # imported here: it imports Triton
@@ -269,12 +272,21 @@ class LayerFactory:
         return self._classes.rotary(spec, self.dtype, self.device)
 
     def attention(
-        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None, name: str = ""
+        self,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        norm: HeadNorm | None = None,
+        name: str = "",
+        *,
+        sinks: str = "",
     ) -> Attention:
         """Attention of one decoder layer. Numbers of heads are this rank's.
 
         norm: of the heads of queries and keys. name: of the module in the checkpoint, to read KV scales by; without a
-        name they are not read.
+        name they are not read. sinks: name of the tensor with an attention sink per query head, if the layer has sinks
+        (`ModelSpec.sinks` says so too).
         """
         names = None
         if self._quant is not None and name:
@@ -284,6 +296,8 @@ class LayerFactory:
             expect(right, self._quant_owner, "kv_scales()", names, "a KVScaleNames or None")
         if names is not None:
             self.kv_scales.append(self._record(KVScaleReader(layer, names)))
+        if sinks:
+            self.sinks.append(self._record(SinkReader(layer, sinks, num_heads * self.ranks, self.dtype)))
         return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm)
 
     def attention_block(
@@ -300,12 +314,14 @@ class LayerFactory:
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: bool = False,
+        sinks: bool = False,
     ) -> AttentionBlock:
         """The attention block of decoder layer `layer`: input norm, projections, attention, output projection.
 
         name: of the attention module in the checkpoint, with q_proj, k_proj, v_proj and o_proj. norm: name of the input
         norm. eps: of all norms. qk_norm: whether heads of queries and keys are normalized, by q_norm and k_norm of the
-        module. Numbers of heads are over all ranks.
+        module. sinks: whether the module has a tensor sinks, of one attention sink per query head. Numbers of heads are
+        over all ranks.
         """
         input_norm = self.norm(norm, hidden_size, eps)
         qkv = self.qkv(
@@ -320,7 +336,9 @@ class LayerFactory:
         head_norm = None
         if qk_norm:
             head_norm = self.head_norm([(f"{name}.q_norm", heads), (f"{name}.k_norm", kv_heads)], head_dim, eps)
-        attention = self.attention(layer, heads, kv_heads, head_dim, head_norm, name)
+        attention = self.attention(
+            layer, heads, kv_heads, head_dim, head_norm, name, sinks=f"{name}.sinks" if sinks else ""
+        )
         output = self.partial_linear(f"{name}.o_proj", hidden_size, num_heads * head_dim, bias=output_bias)
         return AttentionBlock(input_norm, qkv, attention, output)
 
