@@ -47,4 +47,4 @@ def find_sinks(spec: AttentionSpec, readers: Sequence[SinkReader], owner: str) -
 
 
 def _listed(layers: Mapping[int, object] | set[int]) -> str:
-    return ", ".join(map(str, sorted(layers))) or "none"
+    return ", ".join(map(str, sorted(layers))) or "no layer"

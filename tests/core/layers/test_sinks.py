@@ -50,7 +50,7 @@ def test_a_model_without_sinks_has_none_to_set() -> None:
     assert find_sinks(evolve(SPEC, sinks=()), [], "the model") == ()
 
 
-@pytest.mark.parametrize(("layers", "said"), [((), r"\(none\)"), ((1, 2), r"\(1, 2\)")])
+@pytest.mark.parametrize(("layers", "said"), [((), r"\(no layer\)"), ((1, 2), r"\(1, 2\)")])
 def test_sinks_in_other_layers_than_the_spec_names_are_an_error(layers: Any, said: str) -> None:
     made = readers(*layers)
     for reader in made:
