@@ -235,10 +235,11 @@ def launch_by_rows(
     dtype: torch.dtype,
     scale: torch.Tensor | None,
     scaling: Scaling,
+    **constants: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch a kernel with the arguments of `_quantize_kernel`: one program per row of x. Returns values and scales.
 
-    inputs: quantized numbers per row.
+    inputs: quantized numbers per row. constants: more constexprs of the kernel.
     """
     rows = x.shape[0]
     quantized, scales = empty_quantized(rows, inputs, dtype, x.device, per_block=scaling.per_block)
@@ -256,6 +257,7 @@ def launch_by_rows(
             STATIC_SCALE=scale is not None,
             **scaling.constants,
             num_warps=row_warps(rows, inputs),
+            **constants,
             **dependent_launch(x.device),
         )
     return quantized, scales
