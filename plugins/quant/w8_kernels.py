@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.quant import FLOAT8_CAPABILITY, LinearSpec
+from engine.core.quant import LinearSpec
 from engine.plugins.quant.w8_cpu import DequantizeAtLoadKernel, IntegerKernel
 from engine.plugins.quant.w8_kernel import NONE, W8Format, W8Kernel
 
@@ -38,12 +38,12 @@ class W8Kernels:
             return IntegerKernel(spec, form) if integers else DequantizeAtLoadKernel(spec, form)
         from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
         from engine.plugins.quant.w8_gpu import DequantizeEachCallKernel, W8GpuKernel
-        from engine.plugins.quant.w8a8_matmul import has_capability
+        from engine.plugins.quant.w8a8_matmul import has_tensor_cores_for
 
         device = torch.device(spec.device)
         if spec.device not in self._matmuls:
             self._matmuls[spec.device] = WeightOnlyMatmul(device)
-        can = form.dtype == "int8" or has_capability(device, FLOAT8_CAPABILITY)
+        can = form.dtype == "int8" or has_tensor_cores_for(device, form.torch_dtype)
         return (W8GpuKernel if can else DequantizeEachCallKernel)(spec, form, self._matmuls[spec.device])
 
     def _log_once(self, kernel: W8Kernel, form: W8Format) -> None:
