@@ -108,9 +108,41 @@ def modelopt() -> None:
 
 
 def auto_round() -> None:
+    import transformers
     from auto_round import AutoRound
 
-    print(AutoRound)
+    from engine.testing.checkpoints import make_checkpoint
+
+    with tempfile.TemporaryDirectory() as directory:
+        make_checkpoint(directory + "/model", "llama", tokenizer=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory + "/model")
+    layers = {
+        "model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 32, "sym": True},
+        "self_attn.o_proj": {"bits": 16},
+        "lm_head": {"bits": 8, "group_size": 32, "sym": True},
+    }
+    for name, settings in {
+        "auto-round-gptq": {"sym": True, "layer_config": layers},
+        "auto-round": {"sym": False},
+        "auto-round-awq": {"sym": True},
+    }.items():
+        packing = "auto_round:auto_awq" if name.endswith("awq") else "auto_round"
+        made = AutoRound(
+            make_model(),
+            tokenizer,
+            bits=4,
+            group_size=32,
+            iters=0,
+            device_map="cpu",
+            disable_opt_rtn=True,
+            low_cpu_mem_usage=False,
+            **settings,
+        )
+        with tempfile.TemporaryDirectory() as directory:
+            model = made.quantize_and_save(directory, format=packing)
+            model = model[0] if isinstance(model, tuple) else model
+            folder = next(Path(directory).rglob("config.json")).parent
+            keep(folder, name, logprobs(model.float()))
 
 
 if __name__ == "__main__":
