@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.config.tree import ModelConfig
 from engine.core.errors import CheckpointError, ConfigError, InvalidRequestError
+from engine.core.text.sentencepiece_vocabulary import has_sentencepiece_model, open_sentencepiece
 from engine.core.text.token_stream import REPLACEMENT, TokenStream
 from engine.core.text.vocabulary import LibraryVocabulary, Vocabulary
 from engine.core.weights.checkpoint import model_directory
@@ -63,11 +64,16 @@ class Tokenizer:
             )
         loader: Any
         try:
+            if has_sentencepiece_model(directory) and not trust_remote_code:
+                templates, vocabulary = open_sentencepiece(directory)
+                return cls(templates, chat_template, vocabulary)
             if (directory / "tokenizer.json").is_file() and not trust_remote_code:
                 from transformers import PreTrainedTokenizerFast as loader  # noqa: N813
             else:
                 from transformers import AutoTokenizer as loader  # noqa: N813
             wrapped = loader.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True)
+        except CheckpointError:
+            raise
         except Exception as error:  # transformers raises errors of many types for files it cannot parse
             raise CheckpointError(f"the tokenizer in {directory} cannot be read: {error}") from error
         if getattr(wrapped, "backend_tokenizer", None) is None:
