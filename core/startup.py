@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from attrs import frozen
 
 BYTES = "bytes"
+MAX_SECONDS_LEFT = 100 * 3600.0
+"""A longer time is not named: so slow a transfer has hardly begun."""
 
 
 @frozen(kw_only=True)
@@ -24,7 +26,7 @@ class Progress:
     seconds: float = 0.0
     """Seconds since the phase began."""
     rate: float | None = None
-    """Units per second, of late; None: as many as since the phase began."""
+    """Of a transfer: units per second, of late; 0: nothing comes. None: the phase is no transfer."""
     rank: int | None = None
     """Rank of the worker, if there are several; None: the engine process."""
 
@@ -104,7 +106,10 @@ def _format_transfer(progress: Progress, rate: float) -> str:
     text = f"{format_size(progress.done)} of {format_size(progress.total)} ({progress.done / progress.total:.0%})"
     if progress.done >= progress.total:
         return text
-    left = f", {format_duration((progress.total - progress.done) / rate)} left" if rate else ""
+    if not rate:
+        return f"{text}, waiting"
+    seconds = (progress.total - progress.done) / rate
+    left = f", {format_duration(seconds)} left" if seconds < MAX_SECONDS_LEFT else ""
     return f"{text}, {format_size(rate)}/s{left}"
 
 

@@ -5,11 +5,15 @@ from typing import TYPE_CHECKING
 from engine.core.lazy import exports
 
 if TYPE_CHECKING:
-    from engine.core.weights.checkpoint import Checkpoint as Checkpoint, read_json as read_json, read_key as read_key
-    from engine.core.weights.loader import (
+    from engine.core.weights.checkpoint import (
         INDEX as INDEX,
         PICKLES as PICKLES,
         SINGLE as SINGLE,
+        Checkpoint as Checkpoint,
+        read_json as read_json,
+        read_key as read_key,
+    )
+    from engine.core.weights.loader import (
         DummySource as DummySource,
         SafetensorsSource as SafetensorsSource,
         WeightSource as WeightSource,
@@ -21,14 +25,14 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     checkpoint=(
         "Checkpoint",
+        "INDEX",
+        "PICKLES",
+        "SINGLE",
         "read_json",
         "read_key",
     ),
     loader=(
         "DummySource",
-        "INDEX",
-        "PICKLES",
-        "SINGLE",
         "SafetensorsSource",
         "WeightSource",
         "load_weights",

@@ -72,8 +72,9 @@ def test_format_progress_names_phase_amount_and_speed() -> None:
     ("done", "rate", "text"),
     [
         (431_000_000, 45.1e6, "431 MB of 1.52 GB (28%), 45.1 MB/s, 24 s left"),
-        (0, 0.0, "0 B of 1.52 GB (0%), 0 B/s"),
+        (0, 0.0, "0 B of 1.52 GB (0%), waiting"),
         (1_000, 100e3, "1 kB of 1.52 GB (0%), 100 kB/s, 4 h 13 min left"),
+        (1_000, 10.0, "1 kB of 1.52 GB (0%), 10 B/s"),
         (1_518_400_000, 12e6, "1.52 GB of 1.52 GB (100%), 12 MB/s, 0 s left"),
         (1_519_000_000, 12e6, "1.52 GB of 1.52 GB (100%)"),
     ],
