@@ -9,9 +9,9 @@ from typing import Any
 from attrs import frozen
 
 from engine.core.errors import DownloadError
-from engine.core.weights.checkpoint import CONFIG, INDEX, PICKLES, SINGLE
+from engine.core.weights.checkpoint import CONFIG, INDEX, PICKLES, QUANTIZATION_FILES, SINGLE
 
-CONFIGS = (CONFIG, "generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+CONFIGS = (CONFIG, "generation_config.json", *QUANTIZATION_FILES)
 """The files that describe a model and the quantization of its weights."""
 
 TOKENIZER = (

@@ -6,8 +6,10 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.weights.checkpoint import (
+        FILES as FILES,
         INDEX as INDEX,
         PICKLES as PICKLES,
+        QUANTIZATION_FILES as QUANTIZATION_FILES,
         SINGLE as SINGLE,
         Checkpoint as Checkpoint,
         read_json as read_json,
@@ -25,8 +27,10 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     checkpoint=(
         "Checkpoint",
+        "FILES",
         "INDEX",
         "PICKLES",
+        "QUANTIZATION_FILES",
         "SINGLE",
         "read_json",
         "read_key",
