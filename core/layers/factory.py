@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from engine.core.attention.groups import CacheLayout
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import ConfigError
-from engine.core.layers.attention import Attention
+from engine.core.layers.attention import Attention, GroupedAttention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.blocks import AttentionBlock, GatedMLP
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
@@ -38,9 +39,11 @@ class LayerFactory:
         group: RankGroup | None = None,
         fused: bool = False,
         owners: Mapping[str, str] = {},
+        cache: CacheLayout | None = None,
     ) -> None:
         """group: the ranks that share the model; None: a single rank. fused: use Triton kernels (fused.py) where they
-        exist. owners: extension point (quant, models) -> how errors name its plugin.
+        exist. owners: extension point (quant, models) -> how errors name its plugin. cache: which layers share block
+        tables; None: all.
         """
         torch_dtype(dtype)
         self.model_owner = owners.get("models", "the model")
@@ -64,6 +67,7 @@ class LayerFactory:
         self.kv_scales: list[KVScaleReader] = []
         """Readers of the KV scales that the checkpoint may have."""
         self._quant = quant
+        self._cache = None if cache is None or cache.one else cache
         self._classes = PLAIN
         if fused:  # imported here: it imports Triton
             from engine.core.layers.fused import fused_classes
@@ -254,7 +258,16 @@ class LayerFactory:
             expect(right, self._quant_owner, "kv_scales()", names, "a KVScaleNames or None")
         if names is not None:
             self.kv_scales.append(self._record(KVScaleReader(layer, names)))
-        return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm)
+        group, index = self.cache_place(layer)
+        attention = self._classes.attention(index, num_heads, num_kv_heads, head_dim, norm)
+        return attention if self._cache is None else GroupedAttention(attention, group)
+
+    def cache_place(self, layer: int) -> tuple[int, int]:
+        """The number of the layer's cache group (ForwardPass.of_group) and its index in the group.
+
+        For layers of a model's own that call the attention backend or read a StatePool.
+        """
+        return (0, layer) if self._cache is None else self._cache.places[layer]
 
     def attention_block(
         self,

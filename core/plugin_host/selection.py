@@ -13,8 +13,8 @@ from engine.core.attention.pair import AttentionPair
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
+from engine.core.plugin_host.cache_layout import cache_layout
 from engine.core.plugin_host.derived import (
-    attention_spec,
     max_len,
     refuses_ranks,
     resolve_dtype,
@@ -215,8 +215,20 @@ def attention_question(
         raise ConfigError(refusal)
     dtype = resolve_dtype(config, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device)
-    spec = attention_spec(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
-    return lambda cls: cls.refuses(spec, device) or _float8_refusal(cls, spec) or _block_size_refusal(cls, spec)
+    layout = cache_layout(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
+    specs = tuple(dict.fromkeys(group.spec for group in layout.groups))
+
+    def question(cls: Any) -> str | None:
+        refusals = (
+            cls.refuses(spec, device)
+            or _float8_refusal(cls, spec)
+            or _latent_refusal(cls, spec)
+            or _block_size_refusal(cls, spec)
+            for spec in specs
+        )
+        return next(filter(None, refusals), None)
+
+    return question
 
 
 def find_quant(
@@ -359,6 +371,15 @@ def _float8_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec:
     if spec.kv_dtype != FLOAT8 or cls.reads_float8:
         return None
     return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
+
+
+def _latent_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
+    if cls.reads_latent or (spec.value_head_dim is None and not spec.latent):
+        return None
+    return (
+        f"it reads no values of {spec.output_dim} numbers with keys of {spec.head_dim}, as this model has; use another "
+        "backend"
+    )
 
 
 def _block_size_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:

@@ -21,8 +21,8 @@ class _RunningSequence:
     row: int
     tokens: npt.NDArray[np.int64]
     """[known tokens]: prompt, and output computed before a preemption."""
-    num_blocks: int = 0
-    """Entries in the sequence's row of the block table."""
+    lengths: list[int]
+    """Per kind of layers, entries in the sequence's rows of the block tables."""
 
 
 class PersistentBatch:
@@ -31,23 +31,39 @@ class PersistentBatch:
     Nothing here depends on which tokens are sampled, so that the host knows every position before the device has
     computed it; only the token itself stays on the device. One more row is for padding: its block table points to the
     scratch block, whose contents are never read.
+
+    A sequence has a row in the block table of every cache group. Entries behind a group's window stay as they were: any
+    valid blocks.
     """
 
     def __init__(
-        self, *, max_running: int, max_len: int, block_size: int, scratch_block: int, device: torch.device
+        self,
+        *,
+        max_running: int,
+        max_len: int,
+        block_size: int,
+        scratch_block: int,
+        device: torch.device,
+        groups_by_kind: Sequence[int] = (1,),
     ) -> None:
+        """groups_by_kind: BlockKind.groups of each kind of layers."""
         rows, width = max_running + 1, -(-max_len // block_size)
         self.padding_row = max_running
         self.block_size = block_size
         self.computed = np.zeros(rows, np.int64)
         """[rows]: tokens in the KV cache once all steps launched so far are done."""
-        self.host_tables = np.zeros((rows, width), np.int32)
-        """[rows, max blocks]: the block table of each sequence."""
-        self.tables = torch.full((rows, width), scratch_block, dtype=torch.int32, device=device)
+        num_groups = sum(groups_by_kind) or 1  # nothing is read from the tables of a model without blocks
+        self.group_host_tables = np.zeros((num_groups, rows, width), np.int32)
+        """[groups, rows, max blocks]: the block tables of each sequence."""
+        self.group_tables = torch.full((num_groups, rows, width), scratch_block, dtype=torch.int32, device=device)
         """The block tables on the device; beyond a sequence's blocks: any valid block."""
+        self.host_tables, self.tables = self.group_host_tables[0], self.group_tables[0]
+        """Those of the first group."""
+        self._groups_by_kind = tuple(groups_by_kind)
+        self._first_groups = tuple(itertools.accumulate(groups_by_kind, initial=0))
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         """[rows]: the token sampled last, the input of the next decode."""
-        self._flat_tables = self.tables.view(-1)
+        self._flat_tables = self.group_tables.view(-1)
         self._sequences: dict[int, _RunningSequence] = {}
         self._free_rows = list(range(max_running - 1, -1, -1))
         self._changed_entries: list[npt.NDArray[np.int64]] = []
@@ -62,15 +78,40 @@ class PersistentBatch:
         for new in step.new:
             row = self._free_rows.pop()
             self.computed[row] = 0
-            self._sequences[new.sequence] = _RunningSequence(row, np.asarray(new.tokens, np.int64))
-        width = self.host_tables.shape[1]
-        for sequence, blocks in step.blocks:
-            running = self._sequences[sequence]
-            first = running.row * width + running.num_blocks
-            running.num_blocks += len(blocks)
-            self.host_tables[running.row, running.num_blocks - len(blocks) : running.num_blocks] = blocks
-            self._changed_entries.append(np.arange(first, first + len(blocks)))
-            self._changed_blocks.append(blocks)
+            tokens = np.asarray(new.tokens, np.int64)
+            self._sequences[new.sequence] = _RunningSequence(row, tokens, [0] * len(self._groups_by_kind))
+        if step.blocks:
+            append = self._append_to_one if len(self.group_tables) == 1 else self._append_to_groups
+            for table, blocks in step.blocks:
+                append(table, blocks)
+
+    def _append_to_one(self, table: int, blocks: Sequence[int]) -> None:
+        """Append blocks to a sequence's only block table."""
+        running = self._sequences[table]
+        [begin] = running.lengths
+        if blocks[0] < 0:  # indices behind the window
+            begin, blocks = -blocks[0], blocks[1:]
+        running.lengths[0] = end = begin + len(blocks)
+        self.host_tables[running.row, begin:end] = blocks
+        first = running.row * self.host_tables.shape[1] + begin
+        self._changed_entries.append(np.arange(first, first + len(blocks)))
+        self._changed_blocks.append(blocks)
+
+    def _append_to_groups(self, table: int, blocks: Sequence[int]) -> None:
+        """Append blocks to a sequence's tables of one kind, each index of which has one block per group."""
+        sequence, kind = divmod(table, len(self._groups_by_kind))
+        running, groups = self._sequences[sequence], self._groups_by_kind[kind]
+        begin = running.lengths[kind]
+        if blocks[0] < 0:
+            begin, blocks = -blocks[0], blocks[1:]
+        running.lengths[kind] = end = begin + len(blocks) // groups
+        _, rows, width = self.group_host_tables.shape
+        for number in range(groups):
+            group, own = self._first_groups[kind] + number, blocks[number::groups]
+            self.group_host_tables[group, running.row, begin:end] = own
+            first = (group * rows + running.row) * width + begin
+            self._changed_entries.append(np.arange(first, first + len(own)))
+            self._changed_blocks.append(own)
 
     def take_changes(self) -> list[npt.NDArray[Any]]:
         """The block table entries changed since the last call, to be sent to the device and passed to `apply`.
