@@ -49,8 +49,8 @@ class KVPool:
                 return [each.view(*rows, size) for each in others[: spec.num_layers]]
             return [tensor(size) for _ in range(spec.num_layers)]
 
-        self.keys = tensors(spec.head_dim, () if shared is None else shared.keys)
-        self.values = (
+        self.keys: list[torch.Tensor] = tensors(spec.head_dim, () if shared is None else shared.keys)
+        self.values: list[torch.Tensor] = (
             [keys[..., : spec.output_dim] for keys in self.keys]
             if spec.latent
             else tensors(spec.output_dim, () if shared is None else shared.values)

@@ -39,9 +39,10 @@ def cache_layout(
         )
         for cache, layers in states.items()
     ]
+    members: list[CacheGroup | StateGroup] = [*groups, *state_groups]
     places = {
         layer: (number, index)
-        for number, group in enumerate((*groups, *state_groups))
+        for number, group in enumerate(members)
         for index, layer in enumerate(group.layers)
     }
     return CacheLayout(

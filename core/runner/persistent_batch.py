@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define
+from attrs import define, field
 
 from engine.core.types import Step
 
@@ -21,8 +21,10 @@ class _RunningSequence:
     row: int
     tokens: npt.NDArray[np.int64]
     """[known tokens]: prompt, and output computed before a preemption."""
-    lengths: list[int]
-    """Per kind of layers, entries in the sequence's rows of the block tables."""
+    num_blocks: int = 0
+    """Entries in the sequence's row of the block table, if there is one table."""
+    lengths: list[int] = field(factory=list)
+    """Per kind of layers, entries in the sequence's rows of the block tables, if there are several tables."""
 
 
 class PersistentBatch:
@@ -59,6 +61,7 @@ class PersistentBatch:
         """The block tables on the device; beyond a sequence's blocks: any valid block."""
         self.host_tables, self.tables = self.group_host_tables[0], self.group_tables[0]
         """Those of the first group."""
+        self._has_one_table = num_groups == 1
         self._groups_by_kind = tuple(groups_by_kind)
         self._first_groups = tuple(itertools.accumulate(groups_by_kind, initial=0))
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -78,29 +81,32 @@ class PersistentBatch:
         for new in step.new:
             row = self._free_rows.pop()
             self.computed[row] = 0
-            tokens = np.asarray(new.tokens, np.int64)
-            self._sequences[new.sequence] = _RunningSequence(row, tokens, [0] * len(self._groups_by_kind))
+            self._sequences[new.sequence] = _RunningSequence(row, np.asarray(new.tokens, np.int64))
         if step.blocks:
-            append = self._append_to_one if len(self.group_tables) == 1 else self._append_to_groups
-            for table, blocks in step.blocks:
-                append(table, blocks)
+            if self._has_one_table:
+                self._append(step.blocks)
+            else:
+                for table, blocks in step.blocks:
+                    self._append_to_groups(table, blocks)
 
-    def _append_to_one(self, table: int, blocks: Sequence[int]) -> None:
-        """Append blocks to a sequence's only block table."""
-        running = self._sequences[table]
-        [begin] = running.lengths
-        if blocks[0] < 0:  # indices behind the window
-            begin, blocks = -blocks[0], blocks[1:]
-        running.lengths[0] = end = begin + len(blocks)
-        self.host_tables[running.row, begin:end] = blocks
-        first = running.row * self.host_tables.shape[1] + begin
-        self._changed_entries.append(np.arange(first, first + len(blocks)))
-        self._changed_blocks.append(blocks)
+    def _append(self, additions: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Append blocks to the only block tables of sequences."""
+        width = self.host_tables.shape[1]
+        for sequence, added in additions:
+            running, blocks = self._sequences[sequence], added
+            if blocks[0] < 0:  # indices behind the window
+                running.num_blocks, blocks = -blocks[0], blocks[1:]
+            first = running.row * width + running.num_blocks
+            running.num_blocks += len(blocks)
+            self.host_tables[running.row, running.num_blocks - len(blocks) : running.num_blocks] = blocks
+            self._changed_entries.append(np.arange(first, first + len(blocks)))
+            self._changed_blocks.append(blocks)
 
     def _append_to_groups(self, table: int, blocks: Sequence[int]) -> None:
         """Append blocks to a sequence's tables of one kind, each index of which has one block per group."""
         sequence, kind = divmod(table, len(self._groups_by_kind))
         running, groups = self._sequences[sequence], self._groups_by_kind[kind]
+        running.lengths = running.lengths or [0] * len(self._groups_by_kind)
         begin = running.lengths[kind]
         if blocks[0] < 0:
             begin, blocks = -blocks[0], blocks[1:]

@@ -116,6 +116,8 @@ class StepPlanner:
 
         candidate: a waiting request. The deferred requests keep their blocks; only the candidate's chunk comes first.
         """
+        if not plan.deferred:
+            return
         deferred = []
         for state in tuple(plan.deferred):
             if state in plan.preempted:
