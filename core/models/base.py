@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from engine.core.layers import LayerFactory
     from engine.core.models.forward_pass import ForwardPass
 
-API = "1"
+API = "2"
+"""Version of this contract. "2": attention sinks and layer_caches in ModelSpec."""
 
 
 @frozen(kw_only=True)
@@ -61,6 +62,8 @@ class ModelSpec:
     """Attention scores become softcap * tanh(score / softcap). None: unchanged."""
     layer_caches: tuple[KVShape | StateShape, ...] = ()
     """Per layer, what it caches; empty: all layers have the numbers and sizes of heads above."""
+    sinks: tuple[bool, ...] = ()
+    """Per layer: whether its attention has sinks (`LayerFactory.attention`). Empty: none has."""
 
 
 class Model(ABC):

@@ -30,7 +30,7 @@ def cache_layout(
     for spec, layers in sorted(kinds.items(), key=lambda kind: kind[0].sliding_windows != (None,)):
         size = _layers_per_block(spec, kinds)
         parts = [tuple(layers[start : start + size]) for start in range(0, len(layers), size)]
-        groups += [CacheGroup(layers=part, spec=_repeated(spec, len(part))) for part in parts]
+        groups += [CacheGroup(layers=part, spec=_spec_of(part, spec, base)) for part in parts]
         block_kinds.append(_block_kind(spec, groups=len(parts), layers=len(layers)))
     state_groups = [
         StateGroup(
@@ -41,9 +41,7 @@ def cache_layout(
     ]
     members: list[CacheGroup | StateGroup] = [*groups, *state_groups]
     places = {
-        layer: (number, index)
-        for number, group in enumerate(members)
-        for index, layer in enumerate(group.layers)
+        layer: (number, index) for number, group in enumerate(members) for index, layer in enumerate(group.layers)
     }
     return CacheLayout(
         kinds=tuple(block_kinds),
@@ -68,14 +66,20 @@ def _block_kind(spec: AttentionSpec, *, groups: int, layers: int) -> BlockKind:
     return BlockKind(name=name if window is None else f"window {window}", window=window, groups=groups, layers=layers)
 
 
-def _repeated(spec: AttentionSpec, count: int) -> AttentionSpec:
-    """The spec of `count` layers, each as the one that `spec` has."""
-    return evolve(spec, num_layers=count, sliding_windows=spec.sliding_windows * count)
+def _spec_of(layers: tuple[int, ...], spec: AttentionSpec, base: AttentionSpec) -> AttentionSpec:
+    """The spec of a group. spec: of each of its layers alone. base: of the whole model, which says what has sinks."""
+    sinks = tuple(base.sinks[layer] for layer in layers) if base.sinks else ()
+    return evolve(
+        spec,
+        num_layers=len(layers),
+        sliding_windows=spec.sliding_windows * len(layers),
+        sinks=sinks if any(sinks) else (),
+    )
 
 
 def _layer_spec(base: AttentionSpec, cache: KVShape | None, window: int | None, ranks: int) -> AttentionSpec:
     """The attention of one layer on one rank."""
-    spec = evolve(base, num_layers=1, sliding_windows=(window,))
+    spec = evolve(base, num_layers=1, sliding_windows=(window,), sinks=())
     if cache is None:
         return spec
     return evolve(

@@ -55,6 +55,11 @@ def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
             f"{owner_of(model)} answers spec() with layer_caches of {len(shape.layer_caches)} layers for "
             f"{shape.num_layers}; give a KVShape or a StateShape for each layer, or none at all"
         )
+    if shape.sinks and len(shape.sinks) != shape.num_layers:
+        raise PluginError(
+            f"{owner_of(model)} answers spec() with sinks of {len(shape.sinks)} layers for {shape.num_layers}; give"
+            " True or False for each layer, or () if none has sinks"
+        )
     return shape
 
 
@@ -124,7 +129,7 @@ def resolve_kv_dtype(
     wanted = config.cache.dtype
     if wanted != AUTO:
         return KV_DTYPES.get(wanted, wanted)
-    if device.capability is not None and not has_float8(device):
+    if device.type == "cuda" and not has_float8(device):
         return dtype
     asked = quant.kv_dtype(checkpoint.get("quantization_config"))
     known = (*DTYPES, FLOAT8)
@@ -148,6 +153,7 @@ def attention_spec(
         max_len=max_len,
         sliding_windows=model_spec.sliding_windows,
         softcap=model_spec.softcap,
+        sinks=model_spec.sinks,
     )
 
 

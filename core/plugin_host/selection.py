@@ -219,13 +219,7 @@ def attention_question(
     specs = tuple(dict.fromkeys(group.spec for group in layout.groups))
 
     def question(cls: Any) -> str | None:
-        refusals = (
-            cls.refuses(spec, device)
-            or _float8_refusal(cls, spec)
-            or _latent_refusal(cls, spec)
-            or _block_size_refusal(cls, spec)
-            for spec in specs
-        )
+        refusals = (cls.refuses(spec, device) or _core_refusal(cls, spec) for spec in specs)
         return next(filter(None, refusals), None)
 
     return question
@@ -367,22 +361,17 @@ def ask(cls: type | AttentionPair, question: Question) -> str | None:
     return answer
 
 
-def _float8_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
-    if spec.kv_dtype != FLOAT8 or cls.reads_float8:
-        return None
-    return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
-
-
-def _latent_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
-    if cls.reads_latent or (spec.value_head_dim is None and not spec.latent):
-        return None
-    return (
-        f"it reads no values of {spec.output_dim} numbers with keys of {spec.head_dim}, as this model has; use another "
-        "backend"
-    )
-
-
-def _block_size_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
+def _core_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
+    """What core refuses for a backend, by what the class declares."""
+    if spec.kv_dtype == FLOAT8 and not cls.reads_float8:
+        return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
+    if any(spec.sinks) and not cls.reads_sinks:
+        return "it does not compute attention sinks, which this model has; use --attention auto or another backend"
+    if (spec.latent or spec.value_head_dim is not None) and not cls.reads_latent:
+        return (
+            f"it reads no values of {spec.output_dim} numbers with keys of {spec.head_dim}, as this model has; use "
+            "another backend"
+        )
     if cls.block_sizes is None or spec.block_size in cls.block_sizes:
         return None
     sizes = " or ".join(map(str, cls.block_sizes))

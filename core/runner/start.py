@@ -19,6 +19,7 @@ from engine.core.layers.base import torch_dtype
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.layers.linear import Linear
 from engine.core.layers.matmul import kernel_bytes
+from engine.core.layers.sinks import find_sinks
 from engine.core.models.base import Model
 from engine.core.plugin_host.cache_layout import cache_layout
 from engine.core.plugin_host.derived import (
@@ -78,6 +79,8 @@ class RunnerStart:
         self._name = device.torch_name
         self.checks = ResultChecks()
         """Of what the plugins return; to be ended after the first steps."""
+        self._sinks: tuple[torch.Tensor | None, ...] = ()
+        """Attention sinks per layer, once the weights are loaded; empty if the model has none."""
         self._model_spec = shape_of(parts.model, checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
@@ -103,6 +106,7 @@ class RunnerStart:
         with phases.phase("weights"):
             self._load_weights(layers, phases)
         kv_scales = find_kv_scales(self._spec, layers.kv_scales)
+        self._sinks = find_sinks(self._spec, layers.sinks, self._parts.owner("models"))
         if self._fused and self._device.type == "cuda":
             from engine.core.autotune.tuner import tune
 
@@ -213,10 +217,13 @@ class RunnerStart:
         max_running, device = self._config.scheduler.max_running, torch.device(self._name)
         options, layout = self._parts.options["attention"], self._layout
         pools = layout.make_pools(num_blocks, self._name, kv_scales)
-        groups = [
-            GroupState(pool=pool, attention=self._attention(group.spec, pool, options))
-            for group, pool in zip(layout.groups, pools, strict=True)
-        ]
+        groups = []
+        for group, pool in zip(layout.groups, pools, strict=True):
+            attention = self._attention(group.spec, pool, options)
+            if any(group.spec.sinks):
+                with blame(self._parts.owner("attention"), "set_sinks()"):
+                    attention.set_sinks([self._sinks[layer] for layer in group.layers])
+            groups.append(GroupState(pool=pool, attention=attention))
         groups += [
             GroupState(pool=StatePool(state.tensors, len(state.layers), max_running, self._name), attention=None)
             for state in layout.states
