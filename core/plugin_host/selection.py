@@ -13,7 +13,7 @@ from engine.core.attention.pair import AttentionPair
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
-from engine.core.plugin_host.cache_layout import cache_layout
+from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import (
     max_len,
     refuses_ranks,

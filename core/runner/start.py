@@ -21,7 +21,7 @@ from engine.core.layers.linear import Linear
 from engine.core.layers.matmul import kernel_bytes
 from engine.core.layers.sinks import find_sinks
 from engine.core.models.base import Model
-from engine.core.plugin_host.cache_layout import cache_layout
+from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import (
     attention_spec,
     fused_kernels,

@@ -3,90 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.core.schedulers.block_kinds import is_plain, longest_context, span
-from engine.core.schedulers.block_manager import BlockManager, HashChain, Shortage
+from engine.core.schedulers.block_manager import BlockManager, HashChain
+from engine.core.schedulers.kind_tables import CachedPrefix, GroupedShortage, KindTable, SequenceTables
 from engine.core.types import BlockKind, CacheInfo
-
-
-class CachedPrefix(list[int]):
-    """Entries of a prefix that are indexed, kind after kind; from `GroupedBlockManager.lookup`.
-
-    length: indices of the prefix. next_index: see BlockManager.next_block; -1: any entry indexed may extend the prefix.
-    """
-
-    __slots__ = ("by_kind", "length", "next_index")
-
-    def __init__(self, by_kind: Sequence[Sequence[int]], length: int, next_index: int | None) -> None:
-        super().__init__(entry for entries in by_kind for entry in entries)
-        self.by_kind = by_kind
-        self.length = length if self else 0
-        self.next_index = next_index
-
-
-class _KindTable:
-    """The block table of one sequence in one kind: an entry per index from `first` on.
-
-    indexed: the entries before this index are indexed, or equal others that are, or are given up.
-    """
-
-    __slots__ = ("entries", "first", "indexed")
-
-    def __init__(self, first: int, entries: list[int], indexed: int) -> None:
-        self.first = first
-        self.entries = entries
-        self.indexed = indexed
-
-    @property
-    def end(self) -> int:
-        """Index behind the last entry."""
-        return self.first + len(self.entries)
-
-
-class _Sequence:
-    """The block tables of one sequence.
-
-    length: indices that its tokens fill. cached: indices of the prefix that it began with. pending: digests of its
-    prompt that are not computed yet, by index.
-    """
-
-    __slots__ = ("cached", "length", "pending", "tables")
-
-    def __init__(self, tables: list[_KindTable], length: int, cached: int) -> None:
-        self.tables = tables
-        self.length = length
-        self.cached = cached
-        self.pending: dict[int, bytes] = {}
-
-
-class GroupedShortage(Shortage):
-    """See Shortage."""
-
-    __slots__ = ("_blocks_of", "_sequences")
-
-    def __init__(
-        self,
-        missing: int,
-        cached: Sequence[int],
-        references: Sequence[int],
-        sequences: Mapping[int, _Sequence],
-        blocks_of: Sequence[tuple[int, ...]],
-    ) -> None:
-        """missing: blocks. blocks_of: by entry."""
-        self._cached = frozenset(cached)
-        self._references = references
-        self._sequences = sequences
-        self._blocks_of = blocks_of
-        self._released: dict[int, int] = {}
-        self.blocks = missing
-
-    def release(self, sequence: int) -> None:
-        for table in self._sequences[sequence].tables:
-            for entry in table.entries:
-                count = self._released[entry] = self._released.get(entry, 0) + 1
-                if count == self._references[entry] and entry not in self._cached:
-                    self.blocks -= len(self._blocks_of[entry])
 
 
 class GroupedBlockManager(BlockManager):
@@ -127,7 +49,7 @@ class GroupedBlockManager(BlockManager):
         self._indices: list[dict[bytes, int]] = [{} for _ in kinds]
         self._blocks_of: list[tuple[int, ...]] = [()] * num_blocks
         self._kind_of = [0] * num_blocks
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, SequenceTables] = {}
         self._pending: Counter[bytes] = Counter()
         self._num_cached = 0
         self._used_by_kind = [0] * len(kinds)
@@ -232,12 +154,12 @@ class GroupedBlockManager(BlockManager):
             begin, found = cached.length, cached.by_kind
         tables = []
         for kind, (first, end) in enumerate(self._ranges(begin, length)):
-            table = _KindTable(first, list(found[kind]), begin)
+            table = KindTable(first, list(found[kind]), begin)
             tables.append(table)
             update = self.updates[sequence * len(self.kinds) + kind] = [-first] if first else []
             update += [block for entry in table.entries for block in self._blocks_of[entry]]
             self._grow(sequence, kind, table, end)
-        self._sequences[sequence] = _Sequence(tables, length, begin)
+        self._sequences[sequence] = SequenceTables(tables, length, begin)
         return list(self.table(sequence))
 
     def extend(self, sequence: int, num_tokens: int) -> list[int] | None:
@@ -383,7 +305,7 @@ class GroupedBlockManager(BlockManager):
                 firsts = [(self._indices[kind], self._first(window, length)) for kind, window in self._windows]
         return length
 
-    def _drop(self, state: _Sequence, position: int) -> None:
+    def _drop(self, state: SequenceTables, position: int) -> None:
         """Give up the entries that the token at `position` and later ones do not attend to."""
         for kind, window in self._windows:
             table = state.tables[kind]
@@ -395,7 +317,7 @@ class GroupedBlockManager(BlockManager):
                 del table.entries[:count]
                 table.first += count
 
-    def _grow(self, sequence: int, kind: int, table: _KindTable, end: int) -> list[int]:
+    def _grow(self, sequence: int, kind: int, table: KindTable, end: int) -> list[int]:
         """Add new entries to a table up to index `end`; returns their blocks."""
         added: list[int] = []
         groups = self.kinds[kind].groups
