@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.core.config import EngineConfig
+from engine.core.config import EngineConfig, served_name
 from engine.core.runner import format_bytes
 from engine.core.types import CacheInfo
 from engine.server.shared.messages import Started
-from engine.server.shared.model_name import served_name
 
 MIN_PHASE_SECONDS = 0.05
 """Shorter phases of the start are left out."""
@@ -46,7 +45,10 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     ]
     phases = phase_times(cache.phases)
     replicas = "" if config.server.replicas == 1 else f"{config.server.replicas} replicas, each on "
-    title = f"{served_name(config)} on {replicas}{cache.device}, {cache.dtype}, context {started.max_len} tokens"
+    commit = f" (commit {config.model.revision[:8]})" if config.model.revision else ""
+    title = (
+        f"{served_name(config)}{commit} on {replicas}{cache.device}, {cache.dtype}, context {started.max_len} tokens"
+    )
     return "\n".join(
         (
             f"{title}, loaded in {started.seconds:.1f} s",
