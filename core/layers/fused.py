@@ -22,7 +22,7 @@ from engine.core.layers.lm_head import LMHead, VocabParallelHead
 from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import SkinnyGemms, SkinnyKernel
-from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
 from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
@@ -152,7 +152,7 @@ class FusedVocabParallelHead(VocabParallelHead):
     """Vocab-parallel head whose greedy tokens take two kernels and the all-reduce between them."""
 
     def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return place_max_logits(peaks, tokens, self._table.first_token, self._group.rank, self._group.ranks)
+        return place_max_logits(peaks, tokens, self._shards.first_token, self._group.rank, self._group.ranks)
 
     def _choose(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return choose_max_logits(candidates)
@@ -163,11 +163,12 @@ def fused_classes(dtype: str, device: str) -> LayerClasses:
     gemms = SkinnyGemms(device)
     return LayerClasses(
         linear_kernel=partial(SkinnyKernel, gemms=gemms),
-        silu_and_mul=silu_and_mul,
+        gated_activation=lambda activation: partial(act_and_mul, activation=activation),
         norm=FusedRMSNorm,
         rotary=FusedRotary,
         attention=FusedAttention,
         vocab_parallel_embedding=FusedVocabParallelEmbedding,
         lm_head=partial(FusedLMHead, gemms=gemms, dtype=dtype),
         vocab_parallel_head=FusedVocabParallelHead,
+        argmax=argmax_rows,
     )

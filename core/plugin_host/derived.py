@@ -50,6 +50,11 @@ def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
             f"{owner_of(model)} answers spec() with sliding_windows of {len(shape.sliding_windows)} layers for "
             f"{shape.num_layers}; give one number or None for each layer"
         )
+    if shape.sinks and len(shape.sinks) != shape.num_layers:
+        raise PluginError(
+            f"{owner_of(model)} answers spec() with sinks of {len(shape.sinks)} layers for {shape.num_layers}; give"
+            " True or False for each layer, or () if none has sinks"
+        )
     return shape
 
 
@@ -110,7 +115,7 @@ def resolve_kv_dtype(
     wanted = config.cache.dtype
     if wanted != AUTO:
         return KV_DTYPES.get(wanted, wanted)
-    if device.capability is not None and not has_float8(device):
+    if device.type == "cuda" and not has_float8(device):
         return dtype
     asked = quant.kv_dtype(checkpoint.get("quantization_config"))
     known = (*DTYPES, FLOAT8)
@@ -134,6 +139,7 @@ def attention_spec(
         max_len=max_len,
         sliding_windows=model_spec.sliding_windows,
         softcap=model_spec.softcap,
+        sinks=model_spec.sinks,
     )
 
 

@@ -26,6 +26,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
+ONE = (1,)
+"""Shape of a TensorSpec of one number, which a checkpoint may store with any number of dimensions."""
 READ_AHEAD_BYTES = 512 << 20
 """Bytes of tensors (512 MiB) that are read ahead of the layer being filled. A larger layer is read alone."""
 Progress = Callable[[int, int], None]
@@ -177,7 +179,7 @@ class SafetensorsSource(WeightSource):
         # when the file is written to.
         file = self._files[self._file_of[name]]
         stored = file.tensors[name]
-        shape, dim, index = list(stored.shape or spec.shape), 0, 0
+        shape, dim, index = list(spec.shape if spec.shape == ONE else stored.shape), 0, 0
         if spec.shard_dim is not None:
             dim = spec.shard_dim
             part = _shard_range(name, spec, shape[dim], rank, ranks)
@@ -231,7 +233,7 @@ class SafetensorsSource(WeightSource):
         stored = self._files[self._file_of[name]].tensors[name]
         shape, dtype = stored.shape, stored.dtype
         where = f"tensor {name} in {self._directory / self._file_of[name]}"
-        fits = (not shape and spec.shape == (1,)) or (
+        fits = (math.prod(shape) == 1 and spec.shape == ONE) or (
             len(shape) == len(spec.shape)
             and all(want in (-1, size) for want, size in zip(spec.shape, shape, strict=True))
         )

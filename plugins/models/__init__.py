@@ -15,7 +15,7 @@ def register_models(register: Register) -> None:
         register(
             name,
             lazy(f"engine.plugins.models.{module}:{cls}"),
-            api="1",
+            api="2",
             summary=f"{cls}ForCausalLM checkpoints",
             preference=10,
         )

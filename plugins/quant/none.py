@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec, QuantMethod
+from engine.plugins.quant.conversions import advice
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 
 
 class Unquantized(QuantMethod[None]):
     """Reads checkpoints with float32, bfloat16 or float16 weights, and perhaps KV cache scales."""
 
-    api: ClassVar[str] = "1"
+    api: ClassVar[str] = "2"
 
     def __init__(self, kv_cache: KVCacheScheme) -> None:
         self._kv_cache = kv_cache
@@ -28,7 +29,7 @@ class Unquantized(QuantMethod[None]):
         return (
             f"the checkpoint's weights are quantized ({method}), and this reads only unquantized ones; choose the"
             f" plugin for {method} with --quant (engine plugins list shows those installed), or an unquantized"
-            " checkpoint of the model"
+            f" checkpoint of the model{advice(method)}"
         )
 
     @classmethod

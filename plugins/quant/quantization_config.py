@@ -14,6 +14,7 @@ from attrs import frozen
 
 from engine.core.errors import CheckpointError
 from engine.core.quant import LinearSpec
+from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys
 
 T = TypeVar("T")
 
@@ -21,6 +22,11 @@ REGEX = "re:"
 """Prefix of a target that is a regular expression, matched from the beginning of the name."""
 CLASS = "Linear"
 """The class, as targets name it, of every module that is quantized here."""
+COMPRESSED_KEYS = QuantKeys(
+    read=frozenset({"config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config"}),
+    without_effect=BY_PROGRAM | {"global_compression_ratio", "quantization_status"},
+)
+"""Of quant_method compressed-tensors."""
 _ACTORDERS = {"static": "weight", "dynamic": "group"}
 """Aliases."""
 
@@ -57,6 +63,16 @@ def unquantized_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The list of unquantized modules, under any of its names in a quantization_config."""
     keys = ("modules_to_not_convert", "ignored_layers", "ignore")
     return tuple(entry for key in keys for entry in _strings(config, key))
+
+
+def flat_names(config: Mapping[str, Any], key: str) -> Sequence[str]:
+    """The names in a list, or in a list of lists, of a quantization_config. Raises CheckpointError for other values."""
+    found = config.get(key) or ()
+    lists = found if isinstance(found, list | tuple) else [None]
+    names: list[Any] = [name for one in lists for name in (one if isinstance(one, list | tuple) else [one])]
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"quantization_config: {key} is {found!r}, not a list of names")
+    return names
 
 
 def same_for_all(spec: LinearSpec, lookup: Callable[[str], T]) -> T:

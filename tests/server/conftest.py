@@ -79,10 +79,7 @@ class RunningServer:
         return {name: float(value) for name, _, value in pairs}
 
     def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
-        """Wait until `condition` holds; fail after `seconds`. It does not hold while it loses its connection.
-
-        That happens to a connection that was passed to a front end just before the front end was killed.
-        """
+        """Wait until `condition` holds; fail after `seconds`. A connection that breaks counts as not yet."""
         deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(httpx.TransportError):

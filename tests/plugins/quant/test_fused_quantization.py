@@ -11,7 +11,7 @@ import torch
 from engine.core import Engine, SamplingParams
 from engine.core.layers import LayerFactory
 from engine.core.quant.base import LinearPart, LinearSpec, QuantizedActivation
-from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.plugins.quant import (
     fused_quantization,
@@ -34,8 +34,8 @@ class W8OnGpu(Int8):
     """The GPU kernels, which Triton's interpreter runs on a CPU. Weights are int8: the interpreter rounds float8
     wrongly."""
 
-    def _kernel(self, spec: Any, form: Any) -> Any:
-        return W8GpuKernel(spec, form, self._matmuls.setdefault(spec.device, WeightOnlyMatmul(DEVICE)))
+    def linear(self, spec: Any) -> Any:
+        return W8GpuKernel(spec, self.online(None), WeightOnlyMatmul(DEVICE))
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     noted(w8a8_matmul, "quantize_rows")
     noted(fused_quantization, "add_rms_norm_quantize")
-    noted(fused_quantization, "silu_and_mul_quantize")
+    noted(fused_quantization, "act_and_mul_quantize")
     return names
 
 
@@ -104,12 +104,12 @@ def test_input_quantization_is_fused_for_many_rows(
         made, total = norm.quantized_for(gate_up, x, residual.clone())
         product = gate_up.gated_quantized_for(down, made)
         got = down(product)
-        assert launched == (["add_rms_norm_quantize", "silu_and_mul_quantize"] if rows > 2 else [])
+        assert launched == (["add_rms_norm_quantize", "act_and_mul_quantize"] if rows > 2 else [])
         assert isinstance(made, QuantizedActivation) == isinstance(product, QuantizedActivation) == (rows > 2)
         assert torch.equal(total, expected_total)
         assert torch.equal(got, expected)
         if rows > 2:
-            assert torch.equal(gate_up.gated(made), silu_and_mul(gate_up(normed)))
+            assert torch.equal(gate_up.gated(made), act_and_mul(gate_up(normed)))
 
 
 @pytest.mark.gpu
@@ -158,8 +158,8 @@ def test_which_kernels_fuse_input_quantization(monkeypatch: pytest.MonkeyPatch) 
             spec, W8Format(dtype=codes, granularity=granularity, activations=activations), WeightOnlyMatmul(DEVICE)
         )
 
-    monkeypatch.setattr(w8_gpu, "is_without_tma", lambda device: False)
-    for one in (kernel(), kernel(codes="int8"), kernel(activations="static")):
+    monkeypatch.setattr(w8_gpu, "has_tensor_cores_for", lambda device, dtype: True)
+    for one in (kernel(), kernel(codes="int8"), kernel(activations="static"), kernel(granularity="block")):
         assert [
             one.fused_input_quantization().supports_rows(rows) for rows in (0, W8A16_MAX_ROWS, W8A16_MAX_ROWS + 1)
         ] == [
@@ -170,12 +170,11 @@ def test_which_kernels_fuse_input_quantization(monkeypatch: pytest.MonkeyPatch) 
         assert [one.fuses_gating(rows) for rows in (0, W8A16_MAX_ROWS, W8A16_MAX_ROWS + 1)] == [True, True, False]
     tensors = [
         {"activations": "none"},
-        {"granularity": "block"},
         {"dtype": "float32"},
         {"cls": DequantizeEachCallKernel},
     ]
     assert all(kernel(**changes).fused_input_quantization() is None for changes in tensors)
-    monkeypatch.setattr(w8_gpu, "is_without_tma", lambda device: True)
+    monkeypatch.setattr(w8_gpu, "has_tensor_cores_for", lambda device, dtype: False)
     assert kernel().fused_input_quantization() is None
 
 
@@ -205,7 +204,7 @@ def test_a_model_generates_the_same_with_and_without_fusion(
     for fused_input_quantization, block in (
         (
             W8GpuKernel.fused_input_quantization,
-            ["add_rms_norm_quantize", "quantize_rows", "add_rms_norm_quantize", "silu_and_mul_quantize"],
+            ["add_rms_norm_quantize", "quantize_rows", "add_rms_norm_quantize", "act_and_mul_quantize"],
         ),
         (lambda kernel: None, ["quantize_rows"] * 4),
     ):
