@@ -14,12 +14,6 @@ from safetensors.torch import save_file
 from engine.core import Engine, SamplingParams
 from engine.testing.checkpoints import make_checkpoint
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of the library's own making, when it is imported
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    from compressed_tensors.quantization.utils import calculate_qparams
-
 PROMPT = [(7 * i + i * i) % 500 for i in range(40)]
 
 
@@ -47,6 +41,11 @@ def write(model: Any, path: Any) -> None:
 
 def quantize(plain: Any, tmp_path: Any, preset: Any) -> Any:
     """Quantize by the library; returns the compressed checkpoint, and one of what it decompresses to."""
+    with warnings.catch_warnings():  # here, so that only the process that runs these tests imports the library
+        warnings.simplefilter("ignore")  # of the library's own making, when it is imported
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+        from compressed_tensors.quantization.utils import calculate_qparams
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     paths = [tmp_path / "compressed", tmp_path / "decompressed"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(plain)

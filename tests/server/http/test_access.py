@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from starlette.datastructures import Headers
 
@@ -50,6 +49,8 @@ def test_a_page_elsewhere_that_sends_a_form_is_refused(server: Any) -> None:
 
 
 def test_usual_clients_are_answered(server: Any) -> None:
+    import openai
+
     assert post(server, content_type=FORM, user_agent="curl/8.5.0", accept="*/*").status_code == 200  # curl -d
     assert post(server).status_code == 200  # without any type
     assert post(server, content_type="text/plain").status_code == 200
