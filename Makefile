@@ -16,7 +16,6 @@ WORKERS ?= 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 # The empty file that marks an extra of pyproject.toml as installed; make installs again when the requirements are newer.
-# The extra dev contains the others.
 installed = $(VENV)/.installed-$(1)
 
 .DEFAULT_GOAL := check
@@ -73,4 +72,4 @@ else
 	$(PIP) torch --index-url $(TORCH_INDEX) $(CONSTRAINTS:%=--constraint %)
 endif
 	$(PIP) --editable '.[$*]' $(CONSTRAINTS:%=--constraint %)
-	@touch $@ $(if $(filter dev,$*),$(foreach extra,docs test server,$(call installed,$(extra))))
+	@touch $@
