@@ -37,7 +37,7 @@ from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import check_names
 from engine.core.quant.base import QuantMethod
-from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.grouped_block_manager import make_block_manager
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.startup import Listener, Phases
@@ -155,8 +155,10 @@ class Engine:
         """Build the scheduler over the executor's KV cache, and the state of the step loop."""
         self._scheduler = Scheduler(
             self.parts.policy,
-            BlockManager(
-                self.cache_info.num_blocks, self.cache_info.block_size, prefix_caching=self.config.cache.prefix_caching
+            make_block_manager(
+                self.cache_info,
+                max_chunk=self.config.scheduler.max_batch_tokens,
+                prefix_caching=self.config.cache.prefix_caching,
             ),
             max_batch_tokens=self.config.scheduler.max_batch_tokens,
             max_running=self.config.scheduler.max_running,
