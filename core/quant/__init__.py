@@ -1,4 +1,4 @@
-"""Quantization: the contract of methods and their linear kernels, and float8 with the scales of a float8 KV cache."""
+"""Quantization: the contract of methods and their kernels of linear layers and experts; float8 and KV cache scales."""
 
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
         QuantizedActivation as QuantizedActivation,
         QuantMethod as QuantMethod,
         TensorSpec as TensorSpec,
+    )
+    from engine.core.quant.experts import (
+        ExpertsBias as ExpertsBias,
+        ExpertsKernel as ExpertsKernel,
+        ExpertsParallel as ExpertsParallel,
+        ExpertsSpec as ExpertsSpec,
+        Routing as Routing,
     )
     from engine.core.quant.float8 import (
         FLOAT8 as FLOAT8,
@@ -40,6 +47,13 @@ __getattr__, __dir__, __all__ = exports(
         "QuantMethod",
         "QuantizedActivation",
         "TensorSpec",
+    ),
+    experts=(
+        "ExpertsBias",
+        "ExpertsKernel",
+        "ExpertsParallel",
+        "ExpertsSpec",
+        "Routing",
     ),
     float8=(
         "FLOAT8",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -36,6 +36,11 @@ Progress = Callable[[int, int], None]
 
 class WeightSource(ABC):
     """Source of a model's tensors."""
+
+    @property
+    def names(self) -> Collection[str] | None:
+        """Names of all tensors. None: the source has every tensor that a model asks for."""
+        return None
 
     @abstractmethod
     def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
@@ -70,6 +75,7 @@ def load_weights(
     sizes = {
         name: _rank_bytes(name, wanted[name], size, layers.rank, layers.ranks)
         for name, size in source.check(wanted, layers.ignored).items()
+        if wanted[name].only_rank in (None, layers.rank)
     }
     done, total = 0, sum(sizes.values())
     with (
@@ -140,6 +146,10 @@ class SafetensorsSource(WeightSource):
             if tensor not in self._files[name].tensors:
                 raise CheckpointError(f"{INDEX} says that {name} holds {tensor}, but it does not; fetch both again")
 
+    @property
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
     def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
         """Check names, shapes and dtypes against the files' headers."""
         missing = [name for name, spec in specs.items() if not spec.optional and name not in self._file_of]
@@ -183,11 +193,11 @@ class SafetensorsSource(WeightSource):
         if spec.shard_dim is not None:
             dim = spec.shard_dim
             part = _shard_range(name, spec, shape[dim], rank, ranks)
-            shape[dim], index = len(part), part.start
+            shape[dim], index = len(part) * spec.shard_parts, part.start
         dtype = _torch_type(stored.dtype)
         on_cpu = torch.device(device).type == "cpu"
         tensor = host_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
-        return tensor, file.read_tasks(name, dim, index, tensor)
+        return tensor, file.read_tasks(name, dim, index, tensor, spec.shard_parts)
 
     def _locate(self) -> dict[str, str]:
         """Tensor -> file. Raises CheckpointError where one file and an index of others are two sets of weights."""
@@ -266,7 +276,8 @@ class DummySource(WeightSource):
         shape = list(spec.shape)
         shard = 0
         if spec.shard_dim is not None:
-            shape[spec.shard_dim] = len(_shard_range(name, spec, shape[spec.shard_dim], rank, ranks))
+            part = _shard_range(name, spec, shape[spec.shard_dim], rank, ranks)
+            shape[spec.shard_dim] = len(part) * spec.shard_parts
             shard = rank // spec.replicas  # replicas must be equal on all of their ranks
         dtype = _torch_type(spec.dtypes[0])
         generator = torch.Generator(device).manual_seed(_seed_of(f"{self._seed} {shard} {name}"))
@@ -289,15 +300,18 @@ def _random_tensor(
 
 
 def _shard_range(name: str, spec: TensorSpec, size: int, rank: int, ranks: int) -> range:
-    """This rank's range of a sharded dimension of that size. Raises CheckpointError if ranks do not divide it."""
+    """This rank's range of each part of a sharded dimension of that size.
+
+    Raises CheckpointError if ranks do not divide it.
+    """
     if spec.shard_size is not None:
         return range(min(rank * spec.shard_size, size), min((rank + 1) * spec.shard_size, size))
     shards = ranks // spec.replicas
-    if size % shards:
+    if size % (shards * spec.shard_parts):
         raise CheckpointError(
             f"{ranks} ranks cannot share tensor {name} evenly: it has {size} in the dimension to split"
         )
-    count = size // shards
+    count = size // (shards * spec.shard_parts)
     return range(rank // spec.replicas * count, (rank // spec.replicas + 1) * count)
 
 
@@ -306,7 +320,9 @@ def _rank_bytes(name: str, spec: TensorSpec, nbytes: int, rank: int, ranks: int)
     if spec.shard_dim is None:
         return nbytes
     size = spec.shape[spec.shard_dim]
-    return nbytes // ranks if size < 1 else nbytes // size * len(_shard_range(name, spec, size, rank, ranks))
+    if size < 1:
+        return nbytes // ranks
+    return nbytes // size * len(_shard_range(name, spec, size, rank, ranks)) * spec.shard_parts
 
 
 def _torch_type(name: str) -> torch.dtype:
