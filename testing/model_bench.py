@@ -38,15 +38,17 @@ class ModelBench:
         dtype: str = "float32",
         source: WeightSource | None = None,
         group: RankGroup | None = None,
+        **settings: Any,
     ) -> None:
-        """prompts: the sequences. source: of the weights; None: the checkpoint."""
+        """prompts: the sequences. source: of the weights; None: the checkpoint. settings: of the LayerFactory."""
         checkpoint = Checkpoint.open(directory)
         self.prompts = prompts
         self.spec = model.spec(checkpoint.config)
-        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group)
+        source = source or SafetensorsSource(checkpoint)
+        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group, stored=source.names, **settings)
         self.model = model(checkpoint.config, self.layers, options)
         with torch.inference_mode():
-            load_weights(self.layers, source or SafetensorsSource(checkpoint), threads=1)
+            load_weights(self.layers, source, threads=1)
         shape = attention_spec(self.spec, EngineConfig(), dtype, self.spec.max_len, dtype, self.layers.ranks)
         self._block_size = shape.block_size
         num_blocks = -(-MAX_TOKENS // self._block_size)

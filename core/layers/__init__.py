@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     )
     from engine.core.layers.blocks import AttentionBlock as AttentionBlock, GatedMLP as GatedMLP
     from engine.core.layers.embedding import Embedding as Embedding
+    from engine.core.layers.expert_layers import ExpertLayers as ExpertLayers
+    from engine.core.layers.expert_tensors import ExpertTensors as ExpertTensors
+    from engine.core.layers.experts import (
+        Experts as Experts,
+        PlainExperts as PlainExperts,
+        sum_of_experts as sum_of_experts,
+    )
     from engine.core.layers.factory import LayerFactory as LayerFactory
+    from engine.core.layers.fused_experts import FusedExperts as FusedExperts
     from engine.core.layers.linear import (
         BIAS_SHARD_DIM as BIAS_SHARD_DIM,
         WEIGHT_SHARD_DIM as WEIGHT_SHARD_DIM,
@@ -39,7 +47,13 @@ if TYPE_CHECKING:
         refuses_rope as refuses_rope,
         rotate as rotate,
     )
+    from engine.core.layers.routing import Router as Router, RoutingSpec as RoutingSpec, route as route
     from engine.core.layers.skinny_linear import SkinnyGemms as SkinnyGemms
+    from engine.core.layers.sparse_mlp import (
+        SharedExpertSpec as SharedExpertSpec,
+        SparseMLP as SparseMLP,
+        SparseMLPSpec as SparseMLPSpec,
+    )
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -62,7 +76,15 @@ __getattr__, __dir__, __all__ = exports(
         "GatedMLP",
     ),
     embedding=("Embedding",),
+    expert_layers=("ExpertLayers",),
+    expert_tensors=("ExpertTensors",),
+    experts=(
+        "Experts",
+        "PlainExperts",
+        "sum_of_experts",
+    ),
     factory=("LayerFactory",),
+    fused_experts=("FusedExperts",),
     linear=(
         "BIAS_SHARD_DIM",
         "Linear",
@@ -82,6 +104,11 @@ __getattr__, __dir__, __all__ = exports(
         "HeadNorm",
         "RMSNorm",
     ),
+    routing=(
+        "Router",
+        "RoutingSpec",
+        "route",
+    ),
     rotary=(
         "Angles",
         "RotaryEmbedding",
@@ -90,4 +117,9 @@ __getattr__, __dir__, __all__ = exports(
         "rotate",
     ),
     skinny_linear=("SkinnyGemms",),
+    sparse_mlp=(
+        "SharedExpertSpec",
+        "SparseMLP",
+        "SparseMLPSpec",
+    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from engine.core.distributed.rank_group import OneRank, RankGroup
@@ -11,6 +11,7 @@ from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.blocks import AttentionBlock, GatedMLP
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
+from engine.core.layers.expert_layers import ExpertLayers
 from engine.core.layers.kv_scale_reader import KVScaleReader
 from engine.core.layers.layer_classes import PLAIN
 from engine.core.layers.linear import Linear, PartialLinear
@@ -18,6 +19,7 @@ from engine.core.layers.lm_head import LinearHead, OutputLayer, VocabShards
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.layers.sinks import SinkReader
+from engine.core.layers.sparse_mlp import SparseMLP, SparseMLPSpec
 from engine.core.plugin_host.faults import blame, expect
 from engine.core.quant.base import (
     ACTIVATIONS,
@@ -33,7 +35,7 @@ from engine.core.quant.base import (
 L = TypeVar("L", bound=Layer)
 
 
-class LayerFactory:
+class LayerFactory(ExpertLayers):
     """Makes the layers of a model for one rank and records them for the loader. Names are those in the checkpoint.
 
     The model decides which layers it has. The factory decides their dtype, device, kernels and shards.
@@ -48,9 +50,13 @@ class LayerFactory:
         group: RankGroup | None = None,
         fused: bool = False,
         owners: Mapping[str, str] = {},
+        stored: Collection[str] | None = None,
+        expert_parallel: bool = False,
     ) -> None:
         """group: the ranks that share the model; None: a single rank. fused: use Triton kernels (fused.py) where they
-        exist. owners: extension point (quant, models) -> how errors name its plugin.
+        exist. owners: extension point (quant, models) -> how errors name its plugin. stored: names of the checkpoint's
+        tensors; None: there is every tensor that layers ask for. expert_parallel: each rank has some of a layer's
+        experts, not a shard of each.
         """
         torch_dtype(dtype)
         self.model_owner = owners.get("models", "the model")
@@ -76,6 +82,9 @@ class LayerFactory:
         self.sinks: list[SinkReader] = []
         """Readers of the attention sinks of layers that have them."""
         self._quant = quant
+        self.expert_parallel = expert_parallel
+        self._stored = stored
+        self._modules = None if stored is None else frozenset(name.rpartition(".")[0] for name in stored)
         self._classes = PLAIN
         if fused:  # imported here: it imports Triton
             from engine.core.layers.fused import fused_classes
@@ -95,6 +104,10 @@ class LayerFactory:
     def ignore(self, pattern: str) -> None:
         """Allow the checkpoint to have tensors whose names match (fnmatch: `*.name`) and that are not read."""
         self.ignored.append(pattern)
+
+    def stores(self, module: str) -> bool | None:
+        """Whether the checkpoint has tensors of a module, as MODULE.weight. None: with random weights it is open."""
+        return None if self._modules is None else module in self._modules
 
     def shard(self, total: int, what: str) -> int:
         """This rank's shard of `total`. Raises ConfigError, naming `what`, if the ranks do not divide it evenly."""
@@ -200,6 +213,7 @@ class LayerFactory:
         parallel: Parallel,
         gated: bool = False,
         reduces: bool = True,
+        quantized: bool = True,
         activation: Activation = "silu",
         input_activation: Activation = "silu",
     ) -> Linear:
@@ -214,7 +228,7 @@ class LayerFactory:
             activation=activation,
             input_activation=input_activation,
         )
-        kernel = self._ask_quant("linear", spec)
+        kernel = self._ask_quant("linear", spec) if quantized else None
         is_split_by_inputs = parallel == "row" and self.ranks > 1
         return self._record(
             Linear(
@@ -415,6 +429,10 @@ class LayerFactory:
             f"{name}.down_proj", hidden_size, intermediate_size, bias=bias, input_activation=activation
         )
         return GatedMLP(input_norm, gate_up, down)
+
+    def sparse_mlp(self, spec: SparseMLPSpec) -> SparseMLP:
+        """The mixture of experts of a decoder layer: input norm, router, experts, and perhaps a shared expert."""
+        return SparseMLP.make(spec, self)
 
     def _record(self, layer: L) -> L:
         self.layers.append(layer)
