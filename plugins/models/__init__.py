@@ -11,6 +11,10 @@ def register_models(register: Register) -> None:
         ("mistral", "mistral", "Mistral"),
         ("qwen2", "qwen2", "Qwen2"),
         ("qwen3", "qwen3", "Qwen3"),
+        ("mixtral", "mixtral", "Mixtral"),
+        ("qwen2_moe", "qwen2_moe", "Qwen2Moe"),
+        ("qwen3_moe", "qwen3_moe", "Qwen3Moe"),
+        ("gpt_oss", "gpt_oss", "GptOss"),
     ):
         register(
             name,

@@ -146,9 +146,18 @@ class ConfigKeys:
     """Keys that the architecture accepts with these values only."""
     without_effect: frozenset[str] = WITHOUT_EFFECT
 
-    def reading(self, *keys: str) -> ConfigKeys:
-        """This table, and more keys that are read."""
-        return evolve(self, read=self.read.union(keys))
+    def reading(self, *keys: str, nullable: tuple[str, ...] = ()) -> ConfigKeys:
+        """This table, and more keys that are read, with any value. nullable: those of them that may be null."""
+        neutral = {key: values for key, values in self.neutral.items() if key not in keys}
+        return evolve(self, read=self.read.union(keys), nullable=self.nullable.union(nullable), neutral=neutral)
+
+    def accepting(self, **values: tuple[Any, ...]) -> ConfigKeys:
+        """This table, and more keys that are accepted with these values only."""
+        return evolve(self, neutral={**self.neutral, **values})
+
+    def ignoring(self, *keys: str) -> ConfigKeys:
+        """This table, and more keys that do not change logits."""
+        return evolve(self, without_effect=self.without_effect.union(keys))
 
     @property
     def known(self) -> frozenset[str]:

@@ -11,10 +11,11 @@ import torch
 from attrs import frozen
 
 from engine.core.errors import CheckpointError
-from engine.core.layers import Angles, LayerFactory, RotarySpec
+from engine.core.layers import Angles, GatedMLP, LayerFactory, RotarySpec, SparseMLP
 from engine.core.models import Model, ModelSpec
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
+from engine.plugins.models.sparse import SparseConfig
 
 if TYPE_CHECKING:
     from engine.core.distributed import PartialSum
@@ -47,6 +48,10 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head of queries and keys is normalized before the rotary embedding."""
+    sinks: bool = False
+    """Whether the attention of every layer has sinks."""
+    sparse: SparseConfig | None = None
+    """The mixture of experts in place of some layers' MLP."""
 
 
 class Decoder(Model):
@@ -101,6 +106,7 @@ class Decoder(Model):
             max_len=shape.max_len,
             sliding_windows=shape.sliding_windows,
             scale=shape.head_dim**-0.5,
+            sinks=(True,) * shape.num_layers if shape.sinks else (),
         )
 
     def __init__(self, config: Mapping[str, Any], layers: LayerFactory, options: Any = None) -> None:
@@ -144,8 +150,16 @@ class DecoderBlock:
             qkv_bias=shape.qkv_bias,
             output_bias=shape.output_bias,
             qk_norm=shape.qk_norm,
+            sinks=shape.sinks,
         )
-        self.mlp = layers.gated_mlp(
+        self.mlp: GatedMLP | SparseMLP = self._mlp(index, shape, layers)
+
+    @staticmethod
+    def _mlp(index: int, shape: DecoderConfig, layers: LayerFactory) -> GatedMLP | SparseMLP:
+        name = f"model.layers.{index}"
+        if shape.sparse is not None and index in shape.sparse.layers:
+            return shape.sparse.make(name, layers, shape.hidden_size, shape.norm_eps)
+        return layers.gated_mlp(
             f"{name}.mlp",
             shape.hidden_size,
             shape.intermediate_size,
