@@ -16,6 +16,7 @@ from engine.core.distributed import RankGroup
 from engine.core.layers import LayerFactory
 from engine.core.models import ForwardPass, Model
 from engine.core.plugin_host import attention_spec, load_plugins
+from engine.core.quant import QuantMethod
 from engine.core.weights import Checkpoint, SafetensorsSource, WeightSource, load_weights
 
 MAX_TOKENS = 112
@@ -38,6 +39,7 @@ class ModelBench:
         dtype: str = "float32",
         source: WeightSource | None = None,
         group: RankGroup | None = None,
+        quant: QuantMethod[Any] | None = None,
         **settings: Any,
     ) -> None:
         """prompts: the sequences. source: of the weights; None: the checkpoint. settings: of the LayerFactory."""
@@ -45,7 +47,7 @@ class ModelBench:
         self.prompts = prompts
         self.spec = model.spec(checkpoint.config)
         source = source or SafetensorsSource(checkpoint)
-        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group, stored=source.names, **settings)
+        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group, quant=quant, stored=source.names, **settings)
         self.model = model(checkpoint.config, self.layers, options)
         with torch.inference_mode():
             load_weights(self.layers, source, threads=1)

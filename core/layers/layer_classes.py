@@ -32,8 +32,8 @@ class LayerClasses:
     route: Route
     gated_activation: Callable[[Activation], Callable[[torch.Tensor], torch.Tensor]]
     """Called with the name of an activation: the function that activates a gated layer."""
-    norm: Callable[[str, int, float, str, RankGroup], RMSNorm]
-    """Called with name, size, eps, dtype and group."""
+    norm: Callable[..., RMSNorm]
+    """Called with name, size, eps, dtype and group, and unit_offset by name."""
     rotary: Callable[[RotarySpec, str, str], RotaryEmbedding]
     """Called with spec, dtype and device."""
     attention: type[Attention]
@@ -41,7 +41,12 @@ class LayerClasses:
     lm_head: Callable[[Embedding], LMHead]
     vocab_parallel_head: type[VocabParallelHead]
     argmax: Argmax
-    """Of the logits of a quantized output layer."""
+    """Of logits that are in memory."""
+
+
+def _plain_norm(name: str, size: int, eps: float, dtype: str, group: RankGroup, *, unit_offset: bool) -> RMSNorm:
+    """An RMSNorm, which needs no group: a PartialSum brings its own."""
+    return RMSNorm(name, size, eps, dtype, unit_offset=unit_offset)
 
 
 PLAIN = LayerClasses(
@@ -49,7 +54,7 @@ PLAIN = LayerClasses(
     experts_kernel=PlainExperts,
     route=route,
     gated_activation=gated_activation,
-    norm=lambda name, size, eps, dtype, group: RMSNorm(name, size, eps, dtype),  # a PartialSum brings its group
+    norm=_plain_norm,
     rotary=Rotary,
     attention=Attention,
     vocab_parallel_embedding=VocabParallelEmbedding,

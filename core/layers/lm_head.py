@@ -41,6 +41,38 @@ class OutputLayer(Protocol):
         """
 
 
+def plain_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The max logit of each row, [rows] float32, and its column, [rows] int64: the first of equals."""
+    max_logits, tokens = logits.max(dim=-1)
+    return max_logits.float(), tokens
+
+
+class AdjustedHead(OutputLayer):
+    """An output layer whose logits are scaled, or soft-capped, or both."""
+
+    def __init__(self, head: OutputLayer, argmax: Argmax, *, scale: float = 1.0, softcap: float | None = None) -> None:
+        """scale: factor on the logits. softcap: logits then become softcap * tanh(logit / softcap). argmax: as
+        `plain_argmax`.
+        """
+        self._head = head
+        self._argmax = argmax
+        self._scale = scale
+        self._softcap = softcap
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As OutputLayer; this rank's tokens if the head is this rank's."""
+        logits = self._head(hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap).mul_(self._softcap)
+        return logits
+
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Of the adjusted logits: two that differ may be rounded to one.
+        return self._argmax(self(hidden))
+
+
 class LMHead(Layer):
     """Multiplies by an embedding table: the model's own (tied) or one for the head alone."""
 
@@ -73,12 +105,6 @@ class LMHead(Layer):
     @property
     def packed_shapes(self) -> frozenset[tuple[int, ...]]:
         return frozenset({tuple(self._weight.shape)} if self._weight.is_mkldnn else ())
-
-
-def plain_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The max logit of each row, [rows] float32, and its column, [rows] int64: the first of equals."""
-    max_logits, tokens = logits.max(dim=-1)
-    return max_logits.float(), tokens
 
 
 class LinearHead(OutputLayer):

@@ -13,7 +13,7 @@ from engine.core.quant.base import Activation
 
 if TYPE_CHECKING:
     from engine.core.layers.experts import Experts
-    from engine.core.layers.factory import LayerFactory
+    from engine.core.layers.layer_factory import LayerFactory
     from engine.core.layers.linear import Linear, PartialLinear
     from engine.core.layers.norm import RMSNorm
     from engine.core.layers.routing import Router

@@ -60,11 +60,11 @@ def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
 
 def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:
     """Longest context in tokens. Raises ConfigError for one beyond what the model supports."""
-    wanted = config.model.max_len
-    if wanted > model_spec.max_len:
+    wanted, most = config.model.max_len, max(model_spec.max_len, model_spec.extended_max_len)
+    if wanted > most:
         raise ConfigError(
-            f"model.max_len (--max-len) is {wanted}, but this model was made for {model_spec.max_len} tokens; "
-            f"give at most {model_spec.max_len}, or 0 for all of them"
+            f"model.max_len (--max-len) is {wanted}, but this model was made for {most} tokens; "
+            f"give at most {most}, or 0 for {'all of them' if most == model_spec.max_len else model_spec.max_len}"
         )
     return wanted or model_spec.max_len
 

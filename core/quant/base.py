@@ -35,6 +35,18 @@ OptionsT = TypeVar("OptionsT")
 
 
 @frozen(kw_only=True)
+class StoredIn:
+    """Where the checkpoint has a layer, or a tensor, as a part of a larger one."""
+
+    name: str
+    """Of the larger one."""
+    start: int
+    """Its first output that belongs to the part. Of a tensor: first index in the dimension of the outputs."""
+    size: int
+    """Its outputs. Of a tensor: the size of that dimension."""
+
+
+@frozen(kw_only=True)
 class LinearPart:
     """One linear layer of the checkpoint. Parts with the same input are merged into one `LinearSpec`."""
 
@@ -45,6 +57,14 @@ class LinearPart:
     replicas: int = 1
     """Of a column-parallel layer: number of adjacent ranks that hold the same shard. More than 1 where there are fewer
     KV heads than ranks."""
+    stored_in: StoredIn | None = None
+    """The larger layer of the checkpoint that this one is a part of, as queries are of a qkv_proj. The layer reads from
+    there what a kernel asks for by `name`. None: the checkpoint has the layer under `name`."""
+
+    @property
+    def stored_name(self) -> str:
+        """Name of the layer in the checkpoint, which a quantization_config knows."""
+        return self.name if self.stored_in is None else self.stored_in.name
 
 
 @frozen(kw_only=True)
@@ -107,6 +127,9 @@ class TensorSpec:
     """Number of equal parts of shard_dim, each of which the ranks split: 2 for a gate and an up projection in one."""
     only_rank: int | None = None
     """The one rank that reads the tensor, whole. None: all ranks."""
+    stored_in: StoredIn | None = None
+    """The larger tensor of the checkpoint that this one is a slice of, along shard_dim; all of it without a shard_dim.
+    The layer sets it from its parts; a kernel leaves it at None."""
 
 
 @frozen(kw_only=True)
@@ -139,6 +162,9 @@ class FusedInputQuantization(ABC):
 
     activations: ClassVar[tuple[Activation, ...]] = ("silu",)
     """The `LinearSpec.input_activation`s that `activate_and_quantize` computes; for others it is not called."""
+    reads_float32_norm_weight: ClassVar[bool] = False
+    """Whether `norm_and_quantize` takes a norm_weight in float32 next to x in 16 bits, as norms with an offset have it;
+    if not, it is not called for those norms."""
 
     @abstractmethod
     def supports_rows(self, rows: int) -> bool:
@@ -155,7 +181,8 @@ class FusedInputQuantization(ABC):
     ) -> tuple[QuantizedActivation, torch.Tensor]:
         """RMSNorm of x + residual, quantized; and the sum x + residual, which may overwrite `residual`.
 
-        x, residual: [rows, in_features]; norm_weight: [in_features]; all of one dtype. residual: None counts as zeros.
+        x, residual: [rows, in_features]; norm_weight: [in_features]; all of one dtype, but for
+        `reads_float32_norm_weight`. residual: None counts as zeros.
         weights: as in `LinearKernel.apply`.
         """
 

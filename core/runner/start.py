@@ -152,6 +152,7 @@ class RunnerStart:
             owners={point: parts.owner(point) for point in ("quant", "models")},
             stored=self._source.names,
             expert_parallel=self._config.executor.expert_parallel,
+            max_len=self._spec.max_len,
         )
         cls = self.checks.model(parts.model, self._model_spec, self._dtype)
         model = cls(self._checkpoint.config, layers, options["models"])

@@ -2,24 +2,29 @@
 
 from engine.core.hooks import Register, hookimpl, lazy
 
+CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Granite", "SmolLM3", "Glm4")
+"""Classes of language models, each in a module of its name."""
+SPARSE = (
+    ("mixtral", "Mixtral"),
+    ("qwen2_moe", "Qwen2Moe"),
+    ("qwen3_moe", "Qwen3Moe"),
+    ("gpt_oss", "GptOss"),
+)
+"""Name, also of the module, and class of language models with experts."""
+TEXT_TOWERS = (
+    ("gemma3-multimodal", "Gemma3Text", "Gemma3ForConditionalGeneration"),
+    ("mistral3", "Mistral3Text", "Mistral3ForConditionalGeneration"),
+    ("qwen3-vl", "Qwen3VLText", "Qwen3VLForConditionalGeneration"),
+)
+"""Name, class and architecture of checkpoints whose language model is loaded alone."""
+
 
 @hookimpl
 def register_models(register: Register) -> None:
     """Register the built-in models."""
-    for name, module, cls in (
-        ("llama", "llama", "Llama"),
-        ("mistral", "mistral", "Mistral"),
-        ("qwen2", "qwen2", "Qwen2"),
-        ("qwen3", "qwen3", "Qwen3"),
-        ("mixtral", "mixtral", "Mixtral"),
-        ("qwen2_moe", "qwen2_moe", "Qwen2Moe"),
-        ("qwen3_moe", "qwen3_moe", "Qwen3Moe"),
-        ("gpt_oss", "gpt_oss", "GptOss"),
-    ):
-        register(
-            name,
-            lazy(f"engine.plugins.models.{module}:{cls}"),
-            api="2",
-            summary=f"{cls}ForCausalLM checkpoints",
-            preference=10,
-        )
+    for name, cls in (*((cls.lower(), cls) for cls in CAUSAL), *SPARSE):
+        loader = lazy(f"engine.plugins.models.{name}:{cls}")
+        register(name, loader, api="2", summary=f"{cls}ForCausalLM checkpoints", preference=10)
+    for name, cls, architecture in TEXT_TOWERS:
+        loader = lazy(f"engine.plugins.models.text_tower:{cls}")
+        register(name, loader, api="2", summary=f"{architecture} checkpoints, text only", preference=10)

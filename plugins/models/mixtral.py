@@ -7,7 +7,8 @@ from attrs import evolve
 
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
-from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
+from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder
 from engine.plugins.models.sparse import TRAINING_KEYS, SparseConfig, routing_spec
 
 
@@ -33,6 +34,7 @@ class Mixtral(Decoder):
             layers=frozenset(range(shape.num_layers)),
             routing=routing_spec(config, renormalize=True),
             intermediate_size=shape.intermediate_size,
+            activation=shape.activation,
             modules=("block_sparse_moe", "mlp"),
             projections=("w1", "w3", "w2"),
         )

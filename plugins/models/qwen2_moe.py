@@ -7,7 +7,8 @@ from attrs import evolve
 
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
-from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder, windows_by_type
+from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder, windows_by_type
 from engine.plugins.models.qwen2 import DEFAULT_WINDOW, WINDOW_KEYS
 from engine.plugins.models.sparse import SPARSE_KEYS, TRAINING_KEYS, parse_sparse
 
@@ -29,7 +30,7 @@ class Qwen2Moe(Decoder):
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
         shape = parse_decoder(config)
         sparse = evolve(
-            parse_sparse(config, shape.num_layers),
+            parse_sparse(config, shape.num_layers, shape.activation),
             shared_intermediate_size=read_key(config, "shared_expert_intermediate_size", int, least=1),
         )
         return evolve(

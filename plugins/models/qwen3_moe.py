@@ -7,7 +7,8 @@ from attrs import evolve
 
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
-from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
+from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder
 from engine.plugins.models.qwen2 import DEFAULT_WINDOW
 from engine.plugins.models.sparse import SPARSE_KEYS, TRAINING_KEYS, parse_sparse
 
@@ -37,6 +38,6 @@ class Qwen3Moe(Decoder):
             qk_norm=True,
             qkv_bias=attention_bias,
             output_bias=attention_bias,
-            sparse=parse_sparse(config, shape.num_layers),
+            sparse=parse_sparse(config, shape.num_layers, shape.activation),
             sliding_windows=(window,) * shape.num_layers,
         )

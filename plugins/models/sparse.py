@@ -81,7 +81,7 @@ class SparseConfig:
         )
 
 
-def parse_sparse(config: Mapping[str, Any], num_layers: int) -> SparseConfig:
+def parse_sparse(config: Mapping[str, Any], num_layers: int, activation: Activation) -> SparseConfig:
     """Read the keys of Qwen's mixtures of experts. Raises CheckpointError if one is missing or out of range."""
     step = read_key(config, "decoder_sparse_step", int, 1, least=1)
     dense = config.get("mlp_only_layers") or []
@@ -91,6 +91,7 @@ def parse_sparse(config: Mapping[str, Any], num_layers: int) -> SparseConfig:
         layers=frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
         routing=routing_spec(config, renormalize=read_key(config, "norm_topk_prob", bool, False)),
         intermediate_size=read_key(config, "moe_intermediate_size", int, least=1),
+        activation=activation,
     )
 
 

@@ -27,6 +27,7 @@ class NormAndActivationQuantization(FusedInputQuantization):
     """Quantizes in the norm or activation kernel. Results equal those of two kernels, bit for bit."""
 
     activations = ACTIVATIONS
+    reads_float32_norm_weight = True
 
     def __init__(
         self, matmul: W8A8Matmul, supports_rows: Callable[[int], bool], input_activation: Activation = "silu"

@@ -63,7 +63,7 @@ class PackedReader(Reader):
     def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         name, bits = part.name, self.scheme.bits
         shape = loaded.get(f"{name}.weight_shape")
-        expected = [part.out_features, spec.in_features]
+        expected = [part.out_features if part.stored_in is None else part.stored_in.size, spec.in_features]
         if shape is not None and shape.tolist() != expected:
             raise CheckpointError(
                 f"tensor {name}.weight_shape says that the weight is {shape.tolist()}; the model expects {expected}"

@@ -80,7 +80,7 @@ def same_for_all(spec: LinearSpec, lookup: Callable[[str], T]) -> T:
 
     Raises CheckpointError where the parts differ: they are multiplied as one matrix.
     """
-    found = [lookup(part.name) for part in spec.parts]
+    found = [lookup(part.stored_name) for part in spec.parts]
     for part, other in zip(spec.parts, found, strict=True):
         if other != found[0]:
             raise CheckpointError(
