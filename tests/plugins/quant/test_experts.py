@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from engine.core.layers import FusedExperts, PlainKernel
 from engine.core.layers.expert_tensors import ExpertTensors
 from engine.core.quant import ExpertsBias, ExpertsSpec, QuantMethod, Routing
 from engine.ops.experts.weights import WeightFormat
+from engine.plugins.models.gpt_oss import GptOss
 from engine.plugins.models.qwen3_moe import Qwen3Moe
 from engine.plugins.quant.awq import Awq, AwqReader
 from engine.plugins.quant.compressed_tensors import CompressedTensors
@@ -76,10 +78,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "qwen3_moe", **SIZES)
 
 
-def logits(path: Path, method: type[QuantMethod[Any]] = Unquantized, options: Any = None, **settings: Any) -> Any:
+def logits(
+    path: Path,
+    method: type[QuantMethod[Any]] = Unquantized,
+    options: Any = None,
+    model: Any = Qwen3Moe,
+    **settings: Any,
+) -> Any:
     checkpoint = json.loads((path / "config.json").read_text()).get("quantization_config")
     quant = method.from_checkpoint(checkpoint, options)
-    return ModelBench(Qwen3Moe, path, [PROMPT], quant=quant, **settings).prompt_logits(0)
+    return ModelBench(model, path, [PROMPT], quant=quant, **settings).prompt_logits(0)
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -303,6 +311,36 @@ def test_mxfp4_experts_mean_what_the_specification_says() -> None:
     x, routing = torch.randn(4, 64), Routing(torch.tensor([[0, 2], [2, 0], [2, 1], [1, 2]]).int(), torch.rand(4, 2))
     found = packed.apply(x, routing, packed.prepare(tensors), None)
     assert difference(found, on_cpu.apply(x, routing, weights, None)) < 1e-5
+
+
+def test_gpt_oss_in_mxfp4_computes_what_its_dequantized_twin_does(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 8}
+    path = make_checkpoint(tmp_path / "quantized", "gpt_oss", **sizes)
+    twin = copytree(path, tmp_path / "twin")
+    tensors = load_file(path / "model.safetensors")
+    meant = dict(tensors)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        nibbles = torch.randint(0, 16, (experts, outputs, inputs), generator=torch.Generator().manual_seed(len(name)))
+        scales = torch.randint(122, 125, (experts, outputs, inputs // 32), generator=torch.Generator().manual_seed(1))
+        tensors[f"{name}_blocks"] = (
+            (nibbles[..., ::2] + 16 * nibbles[..., 1::2]).to(torch.uint8).view(experts, outputs, inputs // 32, 16)
+        )
+        tensors[f"{name}_scales"] = scales.to(torch.uint8)
+        weight = numbers[nibbles] * 2.0 ** (scales - 127).repeat_interleave(32, 2)
+        meant[name] = weight.transpose(1, 2).contiguous()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    save_file(meant, twin / "model.safetensors", {"format": "pt"})
+    file = path / "config.json"
+    modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": modules}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
+    wanted = logits(twin, model=GptOss)
+    assert difference(logits(path, Mxfp4, model=GptOss), wanted) < 1e-5
+    for by_expert in (False, True):
+        shared = run_ranks(2, lambda group: logits(path, Mxfp4, model=GptOss, group=group, expert_parallel=by_expert))  # noqa: B023
+        assert difference(shared[0], wanted) < 1e-5
 
 
 def packed_mxfp4() -> PackedExperts:
