@@ -14,12 +14,6 @@ from safetensors.torch import save_file
 from engine.core import Engine, SamplingParams
 from engine.testing.checkpoints import make_checkpoint
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of the library's own making, when it is imported
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    from compressed_tensors.quantization.utils import calculate_qparams
-
 PROMPT = [(7 * i + i * i) % 500 for i in range(40)]
 
 
@@ -54,6 +48,11 @@ def quantize(plain: Any, tmp_path: Any, groups: Any, ignore: Any = ("lm_head",))
 
     groups: config_groups, by name of the group or preset.
     """
+    with warnings.catch_warnings():  # here, so that only the process that runs these tests imports the library
+        warnings.simplefilter("ignore")  # of the library's own making, when it is imported
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+        from compressed_tensors.quantization.utils import calculate_qparams
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     paths = [tmp_path / "compressed", tmp_path / "decompressed"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(plain)
