@@ -5,12 +5,12 @@ The fp8 and int8 methods read checkpoints in which no group of modules is packed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from engine.core.errors import CheckpointError
-from engine.core.quant import ExpertsKernel, ExpertsSpec, KVScaleNames, LinearKernel, LinearSpec
-from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSpec
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 from engine.plugins.quant.pack_quantized import FORMAT, PackedReader, check_packed
 from engine.plugins.quant.quant_keys import QuantKeys
 from engine.plugins.quant.quantization_config import (
@@ -29,7 +29,7 @@ from engine.plugins.quant.w8_kernel import W8Format
 from engine.plugins.quant.w8_kernels import W8Kernels
 
 
-class CompressedTensors(W4A16Method):
+class CompressedTensors(ReadsKVCacheScheme, W4A16Method):
     """Reads checkpoints of format pack-quantized, and of mixed-precision with packed groups."""
 
     reads: ClassVar[str] = "that llm-compressor has packed (W4A16, W8A16)"
@@ -59,17 +59,6 @@ class CompressedTensors(W4A16Method):
         found = super().from_checkpoint(checkpoint, options)
         found._kv_cache.warn_unsupported()
         return found
-
-    @classmethod
-    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
-        return KVCacheScheme.parse(checkpoint).dtype
-
-    def kv_scales(self, attention: str) -> KVScaleNames | None:
-        return self._kv_cache.names(attention)
-
-    def ignored(self) -> Sequence[str]:
-        """KV cache scales under other names, or of an unsupported kind."""
-        return self._kv_cache.ignored()
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """A W4A16 or W8 kernel. None for modules that the checkpoint leaves unquantized."""

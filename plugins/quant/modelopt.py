@@ -6,7 +6,7 @@ hf_quant_config.json describes the quantization; newer exports repeat most of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -16,19 +16,10 @@ from attrs import frozen
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
-from engine.core.quant import (
-    ExpertsKernel,
-    ExpertsSpec,
-    KVScaleNames,
-    LinearKernel,
-    LinearPart,
-    LinearSpec,
-    QuantMethod,
-    TensorSpec,
-)
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
 from engine.plugins.quant.conversions import instead_of
 from engine.plugins.quant.groups import check_scales
-from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, quantization_file
 from engine.plugins.quant.quantization_config import same_for_all, same_for_experts
 from engine.plugins.quant.w4_experts import w4_experts
@@ -136,13 +127,14 @@ class ModelOptConfig:
         return None if excluded else self.layers.get(module, self.default)
 
 
-class ModelOpt(QuantMethod[None]):
+class ModelOpt(ReadsKVCacheScheme, QuantMethod[None]):
     """Reads checkpoints that ModelOpt has exported."""
 
     api: ClassVar[str] = "2"
 
     def __init__(self, config: ModelOptConfig) -> None:
         self._config = config
+        self._kv_cache = config.kv_cache
         self._w8 = W8Kernels("modelopt")
         self._matmuls = WeightOnlyMatmuls()
 
@@ -172,13 +164,6 @@ class ModelOpt(QuantMethod[None]):
     @classmethod
     def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
         return None if checkpoint is None else ModelOptConfig(checkpoint).kv_cache.dtype
-
-    def kv_scales(self, attention: str) -> KVScaleNames | None:
-        return self._config.kv_cache.names(attention)
-
-    def ignored(self) -> Sequence[str]:
-        """KV cache scales under other names, or of an unsupported kind."""
-        return self._config.kv_cache.ignored()
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """A W8 or W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
