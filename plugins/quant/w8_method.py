@@ -11,10 +11,11 @@ from attrs import evolve, field, frozen, validators
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError
-from engine.core.quant import LinearKernel, LinearSpec, QuantMethod
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSpec, QuantMethod
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 from engine.plugins.quant.quant_keys import QuantKeys
-from engine.plugins.quant.quantization_config import COMPRESSED_KEYS, same_for_all
+from engine.plugins.quant.quantization_config import COMPRESSED_KEYS, same_for_all, same_for_experts
+from engine.plugins.quant.w8_experts import w8_experts
 from engine.plugins.quant.w8_formats import FormatSource, OneFormat, Overridden
 from engine.plugins.quant.w8_kernel import NONE, TOKEN, Activations, W8Format
 from engine.plugins.quant.w8_kernels import W8Kernels
@@ -105,6 +106,11 @@ class W8Method(ReadsKVCacheScheme, QuantMethod[W8OptionsT | None], Generic[W8Opt
         """A kernel for the device. None for modules that the checkpoint leaves unquantized."""
         form = same_for_all(spec, self._formats.format)
         return None if form is None else self._kernels.make(spec, form)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """A kernel for the device. None for experts that the checkpoint leaves unquantized."""
+        form = same_for_experts(spec, self._formats.format)
+        return None if form is None else w8_experts(spec, form)
 
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
         """As `linear`, for checkpoints whose configuration names the output layer."""
