@@ -232,7 +232,7 @@ class RunnerStart:
 
     def _capture_graphs(self, state: DeviceState, phases: Phases) -> StepGraphs:
         """Capture the CUDA graphs that the configuration, the device and the attention backend allow."""
-        if not use_graphs(self._config, state.attention, self._device):
+        if not use_graphs(self._config, state.attention, state.model, self._device):
             return StepGraphs()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches
