@@ -50,6 +50,7 @@ def main() -> None:
     stored = json.loads(VERDICTS.read_text(encoding="utf-8")) if VERDICTS.is_file() else {}
     found = stored.get("verdicts", {}) if wanted and stored.get("transformers") == version() else {}
     known = causal_lms()
+    check("llama", known["llama"])  # imports what all of the processes need
     for model_type, architecture in sorted(known.items()):
         if not wanted or model_type in wanted:
             found[model_type] = judge(model_type, architecture)

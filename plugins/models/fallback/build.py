@@ -123,9 +123,16 @@ class Built:
                 self._put(name, RMSNormModule(norm))
             elif name in group_of:
                 self._make_linear(group_of[name])
+        self._read_kv_scales()
         self.head = self._make_head(embedding)
         self._make_tensors()
         self._layers.layers.append(AfterLoading(lambda: self._finish(kept)))
+
+    def _read_kv_scales(self) -> None:
+        """Have the scales of a quantized KV cache read for the attention modules that run as the library wrote them."""
+        for layer, call in enumerate(self._blueprint.calls):
+            if not isinstance(self._modules[call.module], AttentionModule):
+                self._layers.attention(layer, call.heads, call.kv_heads, call.key_dim, None, call.module)
 
     def _put(self, name: str, module: nn.Module) -> None:
         """Put a module in the place of the one of that name; its tensors are then read by layers."""

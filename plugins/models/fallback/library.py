@@ -35,7 +35,7 @@ def causal_lms() -> Mapping[str, str]:
 
 def architecture_of(config: Mapping[str, Any]) -> str:
     """The class that config.json names, or that the library has for its model_type. Raises RefusedError."""
-    named, model_type = config.get("architectures"), config.get("model_type")
+    named, model_type = config.get("architectures"), str(config.get("model_type"))
     known = causal_lms()
     if model_type not in known:
         raise RefusedError(
@@ -150,11 +150,11 @@ def decoder_of(model: Any) -> Any:
 def longest(model: Any) -> int:
     """The longest context that the model serves, tokens. Raises RefusedError if its config does not say."""
     config = model.config.get_text_config()
-    found = next((getattr(config, key) for key in LENGTH_KEYS if isinstance(getattr(config, key, None), int)), None)
-    if found is None:
+    stated = [value for key in LENGTH_KEYS if isinstance(value := getattr(config, key, None), int)]
+    if not stated:
         raise RefusedError(f"names no longest context; give config.json {LENGTH_KEYS[0]}")
-    fixed = [module.engine_longest for module in model.modules() if hasattr(module, "engine_longest")]
-    return min([found, *fixed])
+    fixed = [int(module.engine_longest) for module in model.modules() if hasattr(module, "engine_longest")]
+    return min([stated[0], *fixed])
 
 
 def _fix_rope(model: Any) -> None:

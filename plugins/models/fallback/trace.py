@@ -97,11 +97,11 @@ class _Noted:
     hidden_size: int = 0
 
     def siblings(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of linear modules with one input tensor, in the order of their calls."""
-        groups: dict[int, list[str]] = {}
+        """Groups of linear modules of one module with one input tensor, in the order of their calls."""
+        groups: dict[tuple[int, str], list[str]] = {}
         for name, inputs in self.inputs.items():
             if len(inputs) == 1 and name not in self.other_dtypes:
-                groups.setdefault(id(inputs[0]), []).append(name)
+                groups.setdefault((id(inputs[0]), name.rpartition(".")[0]), []).append(name)
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
