@@ -20,9 +20,9 @@ import triton
 from engine.cli.bench.report import Row, report, write
 from engine.core.autotune import AutotunedCall, GraphTimer, Operands, TuningTask, group_calls, measure
 from engine.core.layers import SkinnyGemms
+from engine.ops.activation.act_and_mul import act_and_mul
+from engine.ops.activation.act_and_mul_quantize import act_and_mul_quantize
 from engine.ops.activation.quantize_rows import quantize_rows
-from engine.ops.activation.silu_and_mul import silu_and_mul
-from engine.ops.activation.silu_and_mul_quantize import silu_and_mul_quantize
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
 from engine.ops.gemm.skinny_launch import GemmShape, SkinnyTile
 from engine.ops.norm.rms_norm import add_rms_norm
@@ -86,7 +86,7 @@ def make_norm(rows: int, size: int) -> Callable[[], object]:
 def make_silu(rows: int, size: int) -> Callable[[], object]:
     """Activation of the gated MLP."""
     x = randn(rows, 2 * size)
-    return lambda: silu_and_mul(x)
+    return lambda: act_and_mul(x)
 
 
 def make_norm_quantize(rows: int, size: int, fused: bool) -> Callable[[], object]:
@@ -101,8 +101,8 @@ def make_silu_quantize(rows: int, size: int, fused: bool) -> Callable[[], object
     """Activation and quantization."""
     x = randn(rows, 2 * size)
     if fused:
-        return lambda: silu_and_mul_quantize(x, CODES)
-    return lambda: quantize_rows(silu_and_mul(x), CODES)
+        return lambda: act_and_mul_quantize(x, CODES)
+    return lambda: quantize_rows(act_and_mul(x), CODES)
 
 
 def make_argmax(rows: int, size: int) -> Callable[[], object]:
@@ -199,10 +199,10 @@ def time_host() -> list[Timed]:
         "torch.empty_like": lambda: torch.empty_like(x),
         "F.linear": lambda: torch.nn.functional.linear(x, matrix),
         "add_rms_norm": lambda: add_rms_norm(x, residual, weight, 1e-5),
-        "silu_and_mul": lambda: silu_and_mul(wide),
+        "silu_and_mul": lambda: act_and_mul(wide),
         "quantize_rows": lambda: quantize_rows(x, CODES),
         "add_rms_norm_quantize": lambda: add_rms_norm_quantize(x, residual, weight, 1e-5, CODES),
-        "silu_and_mul_quantize": lambda: silu_and_mul_quantize(wide, CODES),
+        "silu_and_mul_quantize": lambda: act_and_mul_quantize(wide, CODES),
         "rotate_and_write": lambda: rotate_and_write(qkv, pages[0], pages[1], slots, cos, sin, 32),
         "skinny": lambda: launch(x, matrix),
     }

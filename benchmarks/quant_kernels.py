@@ -37,8 +37,8 @@ from engine.core.autotune import (
     pick_fastest,
 )
 from engine.core.quant import LinearPart, LinearSpec
+from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.activation.quantize_rows import quantize_rows
-from engine.ops.activation.silu_and_mul import silu_and_mul
 from engine.ops.common.launch import shared_memory
 from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix, W8Layout
 from engine.ops.gemm.scaled_matmul import W8A8Tile, matmul
@@ -135,7 +135,7 @@ class Layers:
 
     def activate(self, y: torch.Tensor) -> torch.Tensor:
         """The activation, if the layer has one."""
-        return silu_and_mul(y) if self.gated else y
+        return act_and_mul(y) if self.gated else y
 
     def by_plain(self) -> list[Call]:
         """By cuBLAS and bfloat16 weights."""

@@ -7,7 +7,7 @@ from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import InvalidRequestError
-from engine.core.types import SamplingParams
+from engine.core.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from engine.core.text.tokenizer import Tokenizer
@@ -73,6 +73,14 @@ def conversations(messages: Any) -> list[Conversation]:
                 "messages",
             )
     return list(several)
+
+
+def check_request(request: Any) -> None:
+    """Raise InvalidRequestError for anything but a Request, which has checked its own values."""
+    if not isinstance(request, Request):
+        raise InvalidRequestError(
+            f"add takes a Request(...), not {shortened(request)}; for texts there are generate and stream", "request"
+        )
 
 
 def check_whole(name: str, value: Any, least: int) -> None:

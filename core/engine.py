@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from engine.core import arguments
-from engine.core.arguments import Conversation
+from engine.core.arguments import Conversation, check_request
 from engine.core.async_generation import AsyncGenerator
 from engine.core.attention.base import AttentionBackend
 from engine.core.config.default_model import demo_model
@@ -220,6 +220,7 @@ class Engine:
         ExecutorError when the engine is closed or a step has failed."""
         if self._failure:
             raise self._unusable()
+        check_request(request)
         for token in (min(request.prompt, default=0), max(request.prompt, default=0)):
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequestError(

@@ -144,7 +144,7 @@ class SamplingParams:
     """Keep the smallest set of most likely tokens whose probabilities add up to at least p."""
     min_p: float = field(default=0.0, validator=_number(0, 1))
     """Drop tokens whose probability is below min_p times that of the most likely token."""
-    repetition_penalty: float = field(default=1.0, validator=_number(0, 100, low_open=True))
+    repetition_penalty: float = field(default=1.0, validator=_number(0.01, 100))
     """Divides positive and multiplies negative logits of tokens in prompt or output (CTRL, arXiv:1909.05858)."""
     presence_penalty: float = field(default=0.0, validator=_number(-2, 2))
     """Subtracted once from the logit of each token in the output."""

@@ -14,7 +14,7 @@ import torch
 from engine.core.attention import AttentionBackend, AttentionPair, AttentionSpec, ForwardBatch, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
 from engine.core.quant import FLOAT8
-from engine.testing.attention_cases import BATCHES, Case, Lengths, dense_attention, scales_of, stored, unpack
+from engine.testing.attention_cases import BATCHES, Case, Lengths, dense_attention, scales_of, sinks_of, stored, unpack
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Type of queries -> maximum relative norm of the error."""
@@ -94,6 +94,15 @@ class AttentionConformance:
     def test_softcap(self, name: str) -> None:
         """Scores capped by tanh."""
         self.check(self.spec(softcap=2.0), BATCHES[name])
+
+    @pytest.mark.parametrize("name", ["chunked prefill", "mixed"])
+    def test_sinks(self, name: str) -> None:
+        """Attention sinks in one layer, none in the next, next to windows."""
+        self.check(self.spec(sinks=(True, False), sliding_windows=(8, None)), BATCHES[name])
+
+    def test_sinks_with_a_soft_cap_over_float8(self) -> None:
+        """Sinks are not capped, and not scaled by the key scale."""
+        self.check(self.spec(sinks=(True, True), softcap=2.0, kv_dtype=FLOAT8), BATCHES["mixed"])
 
     def test_scale(self) -> None:
         """A scale that is not 1 / sqrt(head_dim)."""
@@ -262,12 +271,17 @@ class AttentionConformance:
             pytest.skip(refusal)
         if spec.kv_dtype == FLOAT8 and not self.backend.reads_float8:
             pytest.skip(f"reads no {FLOAT8}")
+        if any(spec.sinks) and not self.backend.reads_sinks:
+            pytest.skip("computes no attention sinks")
 
     def _backend(self, spec: AttentionSpec, case: Case) -> AttentionBackend[Any, Any]:
         options = self.options
         if options is None and self.backend.options_class is not None:
             options = self.backend.options_class()
-        return self.backend(spec, case.pool, options)
+        backend = self.backend(spec, case.pool, options)
+        if case.sinks:
+            backend.set_sinks(case.sinks)
+        return backend
 
     def _slot(self, spec: AttentionSpec, case: Case, rows: int) -> ForwardBatch:
         """Make the batch of a graph of `rows` decodes: fixed buffers of padding, host arrays of maximum length."""
@@ -334,6 +348,7 @@ class AttentionConformance:
                 tensor.fill_(torch.nan)
         given = getattr(torch, spec.dtype if pool.is_float8 else spec.kv_dtype)
         inputs, expected = [], []
+        sinks = sinks_of(spec, name)
         for layer in range(spec.num_layers):
             queries, keys, values, outs = [], [], [], []
             for row, (cached, new) in enumerate(lengths):
@@ -347,11 +362,12 @@ class AttentionConformance:
                 values.append(v[cached:])
                 if pool.is_float8:
                     k, v = stored(pool, layer, places)
-                outs.append(dense_attention(q, k, v, spec, spec.sliding_windows[layer]))
+                layer_sinks = sinks[layer] if sinks else None
+                outs.append(dense_attention(q, k, v, spec, spec.sliding_windows[layer], layer_sinks))
             dtype = getattr(torch, spec.dtype)
             inputs.append(tuple(torch.cat(parts).to(name, dtype) for parts in (queries, keys, values)))
             expected.append(torch.cat(outs))
-        return Case(self._batch(lengths, tables, slots), pool, inputs, expected)  # type: ignore[arg-type]
+        return Case(self._batch(lengths, tables, slots), pool, inputs, expected, sinks)  # type: ignore[arg-type]
 
     def _batch(self, lengths: Lengths, tables: np.ndarray[Any, Any], slots: list[np.ndarray[Any, Any]]) -> ForwardBatch:
         name = self._device().torch_name
@@ -397,7 +413,7 @@ class AttentionConformance:
             block_tables_host=batch.block_tables_host[one],
         )
         inputs = [(q[rows], k[rows], v[rows]) for q, k, v in case.inputs]
-        return Case(alone, case.pool, inputs, [out[rows] for out in case.expected])
+        return Case(alone, case.pool, inputs, [out[rows] for out in case.expected], case.sinks)
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"

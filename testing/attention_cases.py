@@ -31,6 +31,8 @@ class Case:
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     expected: Sequence[torch.Tensor]
     """Per layer: [tokens, heads, head_dim] float64."""
+    sinks: Sequence[torch.Tensor | None] = ()
+    """Per layer: [heads] float32, or None; empty if no layer has sinks."""
 
 
 def scales_of(spec: AttentionSpec) -> tuple[KVScales, ...]:
@@ -38,6 +40,12 @@ def scales_of(spec: AttentionSpec) -> tuple[KVScales, ...]:
     if spec.kv_dtype != FLOAT8:
         return ()
     return tuple(KVScales(key=0.006 + 0.02 * layer, value=0.05 - 0.013 * layer) for layer in range(spec.num_layers))
+
+
+def sinks_of(spec: AttentionSpec, device: str) -> tuple[torch.Tensor | None, ...]:
+    """Return sinks of the layers that have them, from far below the scores to far above; empty if none has."""
+    sinks = torch.linspace(-3.0, 6.0, spec.num_heads, device=device)
+    return tuple(sinks + layer if has_sinks else None for layer, has_sinks in enumerate(spec.sinks))
 
 
 def stored(pool: KVPool, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,11 +62,16 @@ def unpack(spec: AttentionSpec, packed: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of one sequence by its definition, as the reference.
 
-    q: [new, heads, head_dim], the last tokens of the sequence; k, v: [context, kv_heads, head_dim].
+    q: [new, heads, head_dim], the last tokens of the sequence; k, v: [context, kv_heads, head_dim]; sinks: [heads].
     Returns [new, heads, head_dim] float64.
     """
     new, context = len(q), len(k)
@@ -75,5 +88,8 @@ def dense_attention(
             seen = at <= position
             if window is not None:
                 seen &= at > position - window
-            out[row, head] = scores[seen].softmax(0) @ values[seen]
+            scores = scores[seen]
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            out[row, head] = scores.softmax(0)[: int(seen.sum())] @ values[seen]
     return out

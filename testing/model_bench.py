@@ -56,6 +56,9 @@ class ModelBench:
         for tensor in (*self._pool.keys, *self._pool.values):
             tensor.fill_(torch.nan)
         self._attention = load_plugins().attention.get("torch").load()(shape, self._pool, None)
+        if self.layers.sinks:
+            sinks = {reader.layer: reader.weight for reader in self.layers.sinks}
+            self._attention.set_sinks([sinks.get(layer) for layer in range(shape.num_layers)])
 
     def hidden(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Hidden states of one batch: [tokens, hidden_size]. Chunks of one token must come first."""

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
-from engine.core.layers import LayerFactory, Linear, PlainKernel, silu_and_mul
-from engine.core.quant import FLOAT8, FusedInputQuantization, KVScaleNames, QuantMethod
+from engine.core.layers import LayerFactory, Linear, PlainKernel, gated_activation, silu_and_mul
+from engine.core.quant import FLOAT8, Activation, FusedInputQuantization, KVScaleNames, QuantMethod
 from engine.testing.stored_layers import Make, StoredLayers, store_layers
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -96,6 +96,28 @@ class QuantConformance:
         # Relative to all rows together: products of two inexact numbers are small in some rows.
         assert y.shape == expected.shape, f"gated, {rows} rows: shape {list(y.shape)}, not {list(expected.shape)}"
         self._close(y.reshape(1, -1), expected.reshape(1, -1), f"gated, {rows} rows", 3.0)
+
+    @pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu_oai"])
+    def test_gated_by_other_activations(self, tmp_path: Path, activation: Activation) -> None:
+        """Gated layers whose activation is not silu, alone and quantized for the next layer."""
+        size = self.outputs[0]
+        stored = self.stored(tmp_path, {"gate": self.inputs, "up": self.inputs, "down": size}, (1.0, 1.0, 1.0))
+        layer = stored.load(
+            lambda layers: layers.linear(
+                [("gate", self.inputs), ("up", self.inputs)], self.inputs, gated=True, activation=activation
+            )
+        )
+        down = stored.load(
+            lambda layers: layers.partial_linear("down", size, self.inputs, input_activation=activation).linear
+        )
+        for rows in (2, 64):
+            x = self.x(rows)
+            expected = gated_activation(activation)(stored.product(x, ["gate", "up"]))
+            with torch.inference_mode():
+                y = layer.gated(x)
+                quantized, separate = down(layer.gated_quantized_for(down, x)), down(y)
+            self._close(y.reshape(1, -1), expected.reshape(1, -1), f"{activation}, {rows} rows", 3.0)
+            self._close(quantized, separate.double().cpu(), f"{activation} of {rows} rows, quantized")
 
     def test_column_parallel(self, tmp_path: Path) -> None:
         """The outputs of all ranks, concatenated part by part, are those of one rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,11 @@ GROUPS = {
     "servers": ("cli", "scripts", "server", "test_sample_plugin.py"),
 }
 """Tests that one pytest-xdist worker runs one after the other; all other tests go to any worker."""
+
+
+def pytest_configure() -> None:
+    """Accept Ctrl-C: a shell starts its background jobs with SIGINT ignored, and their children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

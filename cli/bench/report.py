@@ -67,6 +67,11 @@ def percent(share: float | None) -> str:
 
 def report(benchmark: str, machine: str, rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, Any]:
     """A report, as benchmarks/results/ keeps them. machine: the device; settings: what the figures depend on."""
+    return header(benchmark, machine, settings) | {"rows": [asdict(row) for row in rows]}
+
+
+def header(benchmark: str, machine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What each report begins with: when, on what, and of what its figures are."""
     return {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -74,7 +79,6 @@ def report(benchmark: str, machine: str, rows: Sequence[Row], settings: Mapping[
         "commit": _commit(),
         "versions": _versions(),
         "settings": dict(settings),
-        "rows": [asdict(row) for row in rows],
     }
 
 

@@ -8,7 +8,7 @@ errors, types, device, startup), and the kernels in engine.ops.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from attrs import define, frozen
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from engine.core.attention.kv_pool import KVPool
     from engine.core.device import DeviceInfo
 
-API = "1"
-"""Version of this contract. A backend names the version it was written for in `api`."""
+API = "2"
+"""Version of this contract, which a backend names in `api`. "2": layers may have attention sinks."""
 
 KVLayout = Literal["NHD"]
 """Layout of the KV cache's tensors; NHD: [blocks, block_size, kv_heads, head_dim]."""
@@ -56,6 +56,8 @@ class AttentionSpec:
     """Per layer: the number of tokens that a token attends to, itself included; None: the whole context."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap); None: no soft cap."""
+    sinks: tuple[bool, ...] = ()
+    """Per layer: whether its query heads have attention sinks, which `AttentionBackend.set_sinks` sets. Empty: none."""
 
     @property
     def page_size(self) -> int:
@@ -96,6 +98,8 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     """KV block sizes that the backend can read, the preferred one first; None: any."""
     reads_float8: ClassVar[bool] = False
     """Whether the backend reads a float8 cache, with pool.scales; if not, it is never given one."""
+    reads_sinks: ClassVar[bool] = False
+    """Whether the backend computes attention sinks (`set_sinks`); if not, it is never given a model that has them."""
     options_class: ClassVar[type | None] = None
     """Frozen attrs class of the plugin's own settings ([attention.options]); None: no settings."""
 
@@ -110,6 +114,15 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
 
         options: an instance of `options_class`, None without one.
         """
+
+    def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
+        """Keep the attention sinks of a model that has them. Called once, before `plan`.
+
+        sinks: per layer, [heads] float32 of this device's query heads; None for a layer without. A head's sink is the
+        score of one more key, whose value is zero: neither scaled nor capped, and visible to every query. So the
+        weights of a query's keys are exp(score) / (exp(sink) + the sum of exp(score) over its keys).
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} has reads_sinks = {self.reads_sinks} and no set_sinks()")
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> PlanT:

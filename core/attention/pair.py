@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,6 +57,11 @@ class AttentionPair:
         if prefill is None or decode is None:
             return decode if prefill is None else prefill
         return tuple(size for size in decode if size in prefill)
+
+    @property
+    def reads_sinks(self) -> bool:
+        """Whether both compute attention sinks."""
+        return all(part.reads_sinks for part in self.parts)
 
     @property
     def reads_float8(self) -> bool:
@@ -125,6 +131,10 @@ class PairedAttention(AttentionBackend[Any, PairPlan]):
         self._prefill = prefill
         self._decode = decode
         self.graphs = _common_graphs(prefill.graphs, decode.graphs)
+
+    def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
+        for part in (self._prefill, self._decode):
+            part.set_sinks(sinks)
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> PairPlan:
         count = batch.num_decodes

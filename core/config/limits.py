@@ -25,6 +25,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "server.replica_restart_pause": (0, 60),
     "server.shutdown_timeout": (0, 86400),
     "server.health_timeout": (2, 86400),
+    "server.engine_timeout": (0, 86400),
     "server.health_interval": (0, 86400),
     "server.front_end_timeout": (2, 86400),
     "server.max_connections": (1, 2**20),

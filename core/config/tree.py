@@ -297,6 +297,11 @@ class ServerConfig:
     health_timeout: float = setting(
         60.0, "Seconds without an iteration of the engine loop, or without a probe's step, before /health answers 503."
     )
+    engine_timeout: float = setting(
+        360.0,
+        "Seconds without an iteration of the engine loop before the supervisor restarts the engine process; 0: never."
+        " Give more than the longest step takes, and than an executor's step_timeout.",
+    )
     health_interval: float = setting(
         60.0, "Idle seconds after which the engine computes one token as a self-check; 0: only on demand."
     )

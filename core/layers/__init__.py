@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 from engine.core.lazy import exports
 
 if TYPE_CHECKING:
-    from engine.core.layers.activation import silu_and_mul as silu_and_mul
+    from engine.core.layers.activation import (
+        gated_activation as gated_activation,
+        gelu_and_mul as gelu_and_mul,
+        gelu_tanh_and_mul as gelu_tanh_and_mul,
+        silu_and_mul as silu_and_mul,
+        swiglu_oai_and_mul as swiglu_oai_and_mul,
+    )
     from engine.core.layers.attention import Attention as Attention
     from engine.core.layers.base import (
         Layer as Layer,
@@ -37,7 +43,13 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
-    activation=("silu_and_mul",),
+    activation=(
+        "gated_activation",
+        "gelu_and_mul",
+        "gelu_tanh_and_mul",
+        "silu_and_mul",
+        "swiglu_oai_and_mul",
+    ),
     attention=("Attention",),
     base=(
         "Layer",

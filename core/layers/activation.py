@@ -1,10 +1,54 @@
-"""Activation functions."""
+"""Activations of gated layers: of the gate, which the up projection multiplies. By PyTorch operations."""
+
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
+
+from engine.core.quant.base import Activation
+
+SWIGLU_OAI_SLOPE = 1.702
+SWIGLU_OAI_LIMIT = 7.0
+"""Limit of the gate, from above, and of the up projection, from both sides."""
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up. x: [..., 2 * size], gate before up -> [..., size]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up by the approximation with tanh; shapes as in silu_and_mul."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up by the error function; shapes as in silu_and_mul."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate).mul_(up)
+
+
+def swiglu_oai_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """The clamped SwiGLU of gpt-oss: gate * sigmoid(1.702 * gate) * (up + 1); shapes as in silu_and_mul.
+
+    gpt-oss stores gate and up rows alternately: a layer puts the gate first when it loads them.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=SWIGLU_OAI_LIMIT)
+    up = up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT)
+    return gate.mul(SWIGLU_OAI_SLOPE).sigmoid_().mul_(gate).mul_(up.add_(1.0))
+
+
+_FUNCTIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+    "gelu": gelu_and_mul,
+    "swiglu_oai": swiglu_oai_and_mul,
+}
+
+
+def gated_activation(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that activates a gated layer: x [..., 2 * size], gate before up -> [..., size]."""
+    return _FUNCTIONS[activation]

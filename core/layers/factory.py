@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from engine.core.distributed.rank_group import OneRank, RankGroup
-from engine.core.errors import ConfigError
+from engine.core.errors import ConfigError, near_misses
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.blocks import AttentionBlock, GatedMLP
@@ -17,8 +17,18 @@ from engine.core.layers.linear import Linear, PartialLinear
 from engine.core.layers.lm_head import OutputLayer
 from engine.core.layers.norm import HeadNorm, RMSNorm
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
+from engine.core.layers.sinks import SinkReader
 from engine.core.plugin_host.faults import blame, expect
-from engine.core.quant.base import KVScaleNames, LinearKernel, LinearPart, LinearSpec, Parallel, QuantMethod
+from engine.core.quant.base import (
+    ACTIVATIONS,
+    Activation,
+    KVScaleNames,
+    LinearKernel,
+    LinearPart,
+    LinearSpec,
+    Parallel,
+    QuantMethod,
+)
 
 L = TypeVar("L", bound=Layer)
 
@@ -63,6 +73,8 @@ class LayerFactory:
             self.ignored += ignored
         self.kv_scales: list[KVScaleReader] = []
         """Readers of the KV scales that the checkpoint may have."""
+        self.sinks: list[SinkReader] = []
+        """Readers of the attention sinks of layers that have them."""
         self._quant = quant
         self._classes = PLAIN
         if fused:  # imported here: it imports Triton
@@ -140,6 +152,7 @@ class LayerFactory:
         bias: bool = False,
         parallel: Parallel = "none",
         gated: bool = False,
+        activation: Activation = "silu",
     ) -> Linear:
         """A linear layer.
 
@@ -147,6 +160,7 @@ class LayerFactory:
         parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed over
             the ranks) or none.
         gated: the parts are gate and up projections of one size; call the layer by `gated` or `gated_quantized_for`.
+        activation: of the gate of a gated layer.
         Sizes are over all ranks.
         """
         if parallel == "column":
@@ -155,13 +169,26 @@ class LayerFactory:
         if parallel == "row":
             self.shard(in_features, f"inputs of {parts[0][0]}")
         made = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
-        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated)
+        return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated, activation=activation)
 
-    def partial_linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> PartialLinear:
-        """A row-parallel linear layer that leaves the reduction to the next norm. Sizes are over all ranks."""
+    def partial_linear(
+        self,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        bias: bool = False,
+        input_activation: Activation = "silu",
+    ) -> PartialLinear:
+        """A row-parallel linear layer that leaves the reduction to the next norm. Sizes are over all ranks.
+
+        input_activation: of the gated layer whose result is the input, if that is one.
+        """
         self.shard(in_features, f"inputs of {name}")
         part = LinearPart(name=name, out_features=out_features)
-        linear = self._linear((part,), in_features, bias=bias, parallel="row", reduces=False)
+        linear = self._linear(
+            (part,), in_features, bias=bias, parallel="row", reduces=False, input_activation=input_activation
+        )
         return PartialLinear(linear, self._group)
 
     def _linear(
@@ -173,7 +200,11 @@ class LayerFactory:
         parallel: Parallel,
         gated: bool = False,
         reduces: bool = True,
+        activation: Activation = "silu",
+        input_activation: Activation = "silu",
     ) -> Linear:
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"the activation {activation!r} is not known; {near_misses(activation, ACTIVATIONS)}")
         spec = LinearSpec(
             parts=parts,
             in_features=in_features,
@@ -182,6 +213,8 @@ class LayerFactory:
             device=self.device,
             parallel=parallel,
             gated=gated,
+            activation=activation,
+            input_activation=input_activation,
             ranks=self.ranks,
         )
         kernel = None
@@ -196,7 +229,7 @@ class LayerFactory:
                 spec,
                 kernel or self._classes.linear_kernel(spec),
                 self._group.all_reduce if is_split_by_inputs and reduces else None,
-                self._classes.silu_and_mul,
+                self._classes.gated_activation(activation),
                 adds_bias=reduces or not is_split_by_inputs or self.rank == 0,
                 owner=self._quant_owner,
             )
@@ -239,12 +272,21 @@ class LayerFactory:
         return self._classes.rotary(spec, self.dtype, self.device)
 
     def attention(
-        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None, name: str = ""
+        self,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        norm: HeadNorm | None = None,
+        name: str = "",
+        *,
+        sinks: str = "",
     ) -> Attention:
         """Attention of one decoder layer. Numbers of heads are this rank's.
 
         norm: of the heads of queries and keys. name: of the module in the checkpoint, to read KV scales by; without a
-        name they are not read.
+        name they are not read. sinks: name of the tensor with an attention sink per query head, if the layer has sinks
+        (`ModelSpec.sinks` says so too).
         """
         names = None
         if self._quant is not None and name:
@@ -254,6 +296,8 @@ class LayerFactory:
             expect(right, self._quant_owner, "kv_scales()", names, "a KVScaleNames or None")
         if names is not None:
             self.kv_scales.append(self._record(KVScaleReader(layer, names)))
+        if sinks:
+            self.sinks.append(self._record(SinkReader(layer, sinks, num_heads * self.ranks, self.dtype)))
         return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm)
 
     def attention_block(
@@ -270,12 +314,14 @@ class LayerFactory:
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: bool = False,
+        sinks: bool = False,
     ) -> AttentionBlock:
         """The attention block of decoder layer `layer`: input norm, projections, attention, output projection.
 
         name: of the attention module in the checkpoint, with q_proj, k_proj, v_proj and o_proj. norm: name of the input
         norm. eps: of all norms. qk_norm: whether heads of queries and keys are normalized, by q_norm and k_norm of the
-        module. Numbers of heads are over all ranks.
+        module. sinks: whether the module has a tensor sinks, of one attention sink per query head. Numbers of heads are
+        over all ranks.
         """
         input_norm = self.norm(norm, hidden_size, eps)
         qkv = self.qkv(
@@ -290,22 +336,34 @@ class LayerFactory:
         head_norm = None
         if qk_norm:
             head_norm = self.head_norm([(f"{name}.q_norm", heads), (f"{name}.k_norm", kv_heads)], head_dim, eps)
-        attention = self.attention(layer, heads, kv_heads, head_dim, head_norm, name)
+        attention = self.attention(
+            layer, heads, kv_heads, head_dim, head_norm, name, sinks=f"{name}.sinks" if sinks else ""
+        )
         output = self.partial_linear(f"{name}.o_proj", hidden_size, num_heads * head_dim, bias=output_bias)
         return AttentionBlock(input_norm, qkv, attention, output)
 
     def gated_mlp(
-        self, name: str, hidden_size: int, intermediate_size: int, *, norm: str, eps: float, bias: bool = False
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        norm: str,
+        eps: float,
+        bias: bool = False,
+        activation: Activation = "silu",
     ) -> GatedMLP:
-        """The gated MLP of a decoder layer: input norm, then down(silu(gate(x)) * up(x)).
+        """The gated MLP of a decoder layer: input norm, then down(act(gate(x)) * up(x)).
 
         name: of the MLP module in the checkpoint, with gate_proj, up_proj and down_proj. norm: name of the input norm.
         Sizes are over all ranks.
         """
         input_norm = self.norm(norm, hidden_size, eps)
         parts = [(f"{name}.gate_proj", intermediate_size), (f"{name}.up_proj", intermediate_size)]
-        gate_up = self.linear(parts, hidden_size, bias=bias, parallel="column", gated=True)
-        down = self.partial_linear(f"{name}.down_proj", hidden_size, intermediate_size, bias=bias)
+        gate_up = self.linear(parts, hidden_size, bias=bias, parallel="column", gated=True, activation=activation)
+        down = self.partial_linear(
+            f"{name}.down_proj", hidden_size, intermediate_size, bias=bias, input_activation=activation
+        )
         return GatedMLP(input_norm, gate_up, down)
 
     def _record(self, layer: L) -> L:

@@ -22,7 +22,7 @@ from engine.core.layers.lm_head import LMHead, VocabParallelHead
 from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Angles, RotaryEmbedding, RotarySpec
 from engine.core.layers.skinny_linear import SkinnyGemms, SkinnyKernel
-from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.attention.rope_and_cache import angles, rotate_and_write
 from engine.ops.gemm.skinny_launch import SKINNY_MAX_ROWS
 from engine.ops.norm.all_reduce_rms_norm import all_reduce_rms_norm
@@ -163,7 +163,7 @@ def fused_classes(dtype: str, device: str) -> LayerClasses:
     gemms = SkinnyGemms(device)
     return LayerClasses(
         linear_kernel=partial(SkinnyKernel, gemms=gemms),
-        silu_and_mul=silu_and_mul,
+        gated_activation=lambda activation: partial(act_and_mul, activation=activation),
         norm=FusedRMSNorm,
         rotary=FusedRotary,
         attention=FusedAttention,

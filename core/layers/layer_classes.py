@@ -8,14 +8,14 @@ import torch
 from attrs import frozen
 
 from engine.core.distributed.rank_group import RankGroup
-from engine.core.layers.activation import silu_and_mul
+from engine.core.layers.activation import gated_activation
 from engine.core.layers.attention import Attention
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.linear import PlainKernel
 from engine.core.layers.lm_head import LMHead, VocabParallelHead
 from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Rotary, RotaryEmbedding, RotarySpec
-from engine.core.quant.base import LinearKernel, LinearSpec
+from engine.core.quant.base import Activation, LinearKernel, LinearSpec
 
 
 @frozen(kw_only=True)
@@ -24,7 +24,8 @@ class LayerClasses:
 
     linear_kernel: Callable[[LinearSpec], LinearKernel]
     """Kernel of a linear layer that the quantization method leaves unquantized."""
-    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    gated_activation: Callable[[Activation], Callable[[torch.Tensor], torch.Tensor]]
+    """Called with the name of an activation: the function that activates a gated layer."""
     norm: Callable[[str, int, float, str, RankGroup], RMSNorm]
     """Called with name, size, eps, dtype and group."""
     rotary: Callable[[RotarySpec, str, str], RotaryEmbedding]
@@ -37,7 +38,7 @@ class LayerClasses:
 
 PLAIN = LayerClasses(
     linear_kernel=PlainKernel,
-    silu_and_mul=silu_and_mul,
+    gated_activation=gated_activation,
     norm=lambda name, size, eps, dtype, group: RMSNorm(name, size, eps, dtype),  # a PartialSum brings its group
     rotary=Rotary,
     attention=Attention,

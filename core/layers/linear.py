@@ -10,12 +10,13 @@ import torch
 from attrs import evolve
 
 from engine.core.distributed.partial_sum import PartialSum
-from engine.core.layers.activation import silu_and_mul
+from engine.core.layers.activation import gated_activation
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.checked_kernel import CheckedFusedInputQuantization, CheckedKernel
 from engine.core.layers.matmul import multiply, pack
 from engine.core.plugin_host.faults import PluginCall, blame, expect
 from engine.core.quant.base import (
+    Activation,
     FusedInputQuantization,
     LinearKernel,
     LinearPart,
@@ -71,13 +72,14 @@ class Linear(Layer):
         spec: LinearSpec,
         kernel: LinearKernel,
         reduce: Reduce | None = None,
-        activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+        activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         adds_bias: bool = True,
         owner: str = "the quantization method",
     ) -> None:
         """reduce: given if y is a partial sum that this layer reduces. activate: for `gated`, where the kernel does not
-        activate. adds_bias: False if another rank adds it. owner: how errors name the plugin that made the kernel.
+        activate; None: the spec's activation by PyTorch operations. adds_bias: False if another rank adds it. owner:
+        how errors name the plugin that made the kernel.
         """
         self.spec = spec
         self._owner = owner
@@ -87,13 +89,15 @@ class Linear(Layer):
         self.weights: Mapping[str, torch.Tensor] = {}
         self.bias: torch.Tensor | None = None
         self._reduce = reduce
-        self._activate = activate
+        self._activate = activate or gated_activation(spec.activation)
         self._adds_bias = adds_bias
-        self._has_gated_kernel = type(kernel).apply_gated is not LinearKernel.apply_gated and reduce is None
+        overridden = type(kernel).apply_gated is not LinearKernel.apply_gated
+        self._has_gated_kernel = overridden and spec.activation in kernel.activations and reduce is None
         with self._blame("fused_input_quantization()"):
             self._fused = fused = kernel.fused_input_quantization()
         right = fused is None or isinstance(fused, FusedInputQuantization)
         self._expect(right, "fused_input_quantization()", fused, "a FusedInputQuantization or None")
+        self._fuses_activation = fused is not None and spec.input_activation in fused.activations
         self._bind(kernel, self._fused)
 
     def _bind(self, kernel: LinearKernel | CheckedKernel, fused: FusedInputQuantization | None) -> None:
@@ -124,7 +128,7 @@ class Linear(Layer):
         return y if self.bias is None else y + self.bias
 
     def gated(self, x: TensorOrQuantized) -> torch.Tensor:
-        """silu(gate) * up, of the first and second half of the outputs: [..., this rank's out_features / 2]."""
+        """act(gate) * up, of the first and second half of the outputs: [..., this rank's out_features / 2]."""
         if self._apply_gated is None or isinstance(x, QuantizedActivation):
             return self._activate(self(x))
         return self._apply_gated(x, self.weights, self.bias)
@@ -134,7 +138,7 @@ class Linear(Layer):
         if not isinstance(x, QuantizedActivation) and self._apply_gated and self.kernel.fuses_gating(x.shape[0]):
             return self.gated(x)
         y = self(x)
-        fused = linear.fused_input_quantization(y)
+        fused = linear.fused_input_quantization(y) if linear.fuses_activation(self.spec.activation) else None
         return self._activate(y) if fused is None else fused.activate_and_quantize(y, linear.weights)
 
     gated_into = gated_quantized_for
@@ -144,6 +148,10 @@ class Linear(Layer):
         """The kernel's, if it supports the rows of x: [rows, any number]."""
         fused = self._fused_input_quantization
         return fused if fused is not None and x.dim() == 2 and fused.supports_rows(x.shape[0]) else None
+
+    def fuses_activation(self, activation: Activation) -> bool:
+        """Whether the kernel can quantize the result of a gated layer with this activation as it computes it."""
+        return self._fuses_activation and activation == self.spec.input_activation
 
     def _refuse(
         self, x: QuantizedActivation, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None

@@ -11,8 +11,8 @@ from attrs import evolve
 from engine.core.autotune.op import AutotunedCall, AutotunedOp, Operands, version_of
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.linear import PlainKernel, merge
-from engine.core.quant.base import LinearSpec
-from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.core.quant.base import ACTIVATIONS, LinearSpec
+from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.common import launch
 from engine.ops.gemm import skinny, skinny_launch
 from engine.ops.gemm.skinny_launch import (
@@ -143,6 +143,8 @@ class SkinnyGemms:
 class SkinnyKernel(PlainKernel):
     """Unquantized weights: skinny GEMM kernels up to SKINNY_MAX_ROWS rows, torch's linear beyond."""
 
+    activations = ACTIVATIONS
+
     def __init__(self, spec: LinearSpec, gemms: SkinnyGemms) -> None:
         super().__init__(spec)
         outputs = sum(spec.rank_outputs(part) for part in spec.parts)
@@ -152,6 +154,7 @@ class SkinnyKernel(PlainKernel):
                 outputs=outputs // 2 if spec.gated else outputs,
                 inputs=spec.rank_inputs,
                 dtype=spec.dtype,
+                activation=spec.activation if spec.gated else "silu",
             )
         )
         launches = self.skinny_gemm.launches
@@ -176,7 +179,7 @@ class SkinnyKernel(PlainKernel):
     ) -> torch.Tensor:
         launch = self._gated[x.shape[0]] if x.dim() == 2 and x.shape[0] <= SKINNY_MAX_ROWS else None
         if launch is None:
-            return silu_and_mul(F.linear(x, weights["weight"], bias))
+            return act_and_mul(F.linear(x, weights["weight"], bias), self._spec.activation)
         return launch(x, weights["weight"], bias)
 
 
@@ -184,5 +187,5 @@ def library_gemm(shape: GemmShape, x: torch.Tensor, weight: torch.Tensor, bias: 
     """The same GEMM by torch, which a skinny kernel has to beat."""
     y = F.linear(x, weight, bias)
     if shape.epilogue == "gated":
-        return silu_and_mul(y)
+        return act_and_mul(y, shape.activation)
     return argmax_rows(y)[0] if shape.epilogue == "argmax" else y

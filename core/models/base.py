@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from engine.core.layers import LayerFactory
     from engine.core.models.forward_pass import ForwardPass
 
-API = "1"
+API = "2"
+"""Version of this contract. "2": attention sinks in ModelSpec."""
 
 
 @frozen(kw_only=True)
@@ -35,6 +36,8 @@ class ModelSpec:
     """Factor on q.k before the softmax."""
     softcap: float | None = None
     """Attention scores become softcap * tanh(score / softcap). None: unchanged."""
+    sinks: tuple[bool, ...] = ()
+    """Per layer: whether its attention has sinks (`LayerFactory.attention`). Empty: none has."""
 
 
 class Model(ABC):

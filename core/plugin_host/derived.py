@@ -53,6 +53,11 @@ def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
             f"{owner_of(model)} answers spec() with sliding_windows of {len(shape.sliding_windows)} layers for "
             f"{shape.num_layers}; give one number or None for each layer"
         )
+    if shape.sinks and len(shape.sinks) != shape.num_layers:
+        raise PluginError(
+            f"{owner_of(model)} answers spec() with sinks of {len(shape.sinks)} layers for {shape.num_layers}; give"
+            " True or False for each layer, or () if none has sinks"
+        )
     return shape
 
 
@@ -137,6 +142,7 @@ def attention_spec(
         max_len=max_len,
         sliding_windows=model_spec.sliding_windows,
         softcap=model_spec.softcap,
+        sinks=model_spec.sinks,
     )
 
 

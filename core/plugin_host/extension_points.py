@@ -85,9 +85,9 @@ class ExtensionPoint:
 
 
 EXTENSION_POINTS = (
-    ExtensionPoint("attention", "attention", "AttentionBackend", pairs="PREFILL,DECODE"),
-    ExtensionPoint("quant", "quant", "QuantMethod"),
+    ExtensionPoint("attention", "attention", "AttentionBackend", older_apis=("1",), pairs="PREFILL,DECODE"),
+    ExtensionPoint("quant", "quant", "QuantMethod", older_apis=("1",)),
     ExtensionPoint("schedulers", "scheduler", "SchedulingPolicy", contract_module="policy"),
     ExtensionPoint("executors", "executor", "Executor", older_apis=("1",)),
-    ExtensionPoint("models", "model", "Model"),
+    ExtensionPoint("models", "model", "Model", older_apis=("1",)),
 )

@@ -216,7 +216,7 @@ def attention_question(
     dtype = resolve_dtype(config, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device)
     spec = attention_spec(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
-    return lambda cls: cls.refuses(spec, device) or _float8_refusal(cls, spec) or _block_size_refusal(cls, spec)
+    return lambda cls: cls.refuses(spec, device) or _core_refusal(cls, spec)
 
 
 def find_quant(
@@ -355,13 +355,12 @@ def ask(cls: type | AttentionPair, question: Question) -> str | None:
     return answer
 
 
-def _float8_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
-    if spec.kv_dtype != FLOAT8 or cls.reads_float8:
-        return None
-    return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
-
-
-def _block_size_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
+def _core_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: AttentionSpec) -> str | None:
+    """What core refuses for a backend, by what the class declares."""
+    if spec.kv_dtype == FLOAT8 and not cls.reads_float8:
+        return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
+    if any(spec.sinks) and not cls.reads_sinks:
+        return "it does not compute attention sinks, which this model has; use --attention auto or another backend"
     if cls.block_sizes is None or spec.block_size in cls.block_sizes:
         return None
     sizes = " or ".join(map(str, cls.block_sizes))

@@ -6,6 +6,8 @@ from engine.core.lazy import exports
 
 if TYPE_CHECKING:
     from engine.core.quant.base import (
+        ACTIVATIONS as ACTIVATIONS,
+        Activation as Activation,
         FusedInputQuantization as FusedInputQuantization,
         KVScaleNames as KVScaleNames,
         LinearKernel as LinearKernel,
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = exports(
     __name__,
     base=(
+        "ACTIVATIONS",
+        "Activation",
         "FusedInputQuantization",
         "KVScaleNames",
         "LinearKernel",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from attrs import frozen
 
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
     from engine.core.autotune.op import AutotunedCall
     from engine.core.device import DeviceInfo
 
-API = "1"
+API = "2"
+"""Version of this contract. "2": layers say their activation, which was always silu in "1"."""
 
 Parallel = Literal["none", "column", "row"]
 """How tensor-parallel ranks share a linear layer. column: each rank has some of the outputs. row: each rank has some of
 the inputs, and computes a partial sum of all outputs. none: each rank has the whole layer."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_oai"]
+"""Activation of a gated layer, act(gate) * up. gelu: by the error function; gelu_tanh: its approximation by tanh;
+swiglu_oai: gpt-oss's clamped SwiGLU (`engine.core.layers.swiglu_oai_and_mul`)."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 OptionsT = TypeVar("OptionsT")
 """A method's options_class, or None for a method without options."""
 
@@ -57,6 +62,11 @@ class LinearSpec:
     gated: bool = False
     """Whether the two parts are the gate and up projections of a gated MLP. The layer then calls `apply_gated`, or
     `apply` and an activation where `LinearKernel.fuses_gating` is False."""
+    activation: Activation = "silu"
+    """Of a gated layer: the activation of the gate."""
+    input_activation: Activation = "silu"
+    """The activation that makes the input of the layer, if that is a gated layer's result: what
+    `FusedInputQuantization.activate_and_quantize` computes."""
     ranks: int = 1
     """Number of ranks. They divide the outputs (column) or inputs (row) evenly."""
 
@@ -121,6 +131,9 @@ class FusedInputQuantization(ABC):
     arguments, but must not synchronize with the device.
     """
 
+    activations: ClassVar[tuple[Activation, ...]] = ("silu",)
+    """The `LinearSpec.input_activation`s that `activate_and_quantize` computes; for others it is not called."""
+
     @abstractmethod
     def supports_rows(self, rows: int) -> bool:
         """Whether inputs of this many rows are quantized here. Others go to `LinearKernel.apply` as tensors."""
@@ -142,7 +155,7 @@ class FusedInputQuantization(ABC):
 
     @abstractmethod
     def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedActivation:
-        """silu(gate) * up, quantized.
+        """act(gate) * up, quantized; act is the `input_activation` of the layer's spec.
 
         x: [rows, 2 * in_features], gate before up in each row. weights: as in `LinearKernel.apply`.
         """
@@ -156,6 +169,9 @@ class FusedInputQuantization(ABC):
 
 class LinearKernel(ABC):
     """One linear layer under one quantization method: reads its tensors, prepares its weights, multiplies."""
+
+    activations: ClassVar[tuple[Activation, ...]] = ("silu",)
+    """The `LinearSpec.activation`s that `apply_gated` computes; for others the layer calls `apply` and activates."""
 
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -178,10 +194,10 @@ class LinearKernel(ABC):
     def apply_gated(
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """silu(gate) * up, of the first and second half of `apply`'s outputs: [..., out_features / 2].
+        """act(gate) * up, of the first and second half of `apply`'s outputs: [..., out_features / 2].
 
-        Override it in a kernel that computes both in one pass. If it is not overridden, layers call `apply` and
-        activate the result.
+        act: the `activation` of the layer's spec; of this default, silu. Override it in a kernel that computes both in
+        one pass. If it is not overridden, layers call `apply` and activate the result.
         """
         from engine.core.layers.activation import silu_and_mul
 

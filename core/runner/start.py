@@ -17,6 +17,7 @@ from engine.core.layers.base import torch_dtype
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.layers.linear import Linear
 from engine.core.layers.matmul import kernel_bytes
+from engine.core.layers.sinks import find_sinks
 from engine.core.models.base import Model
 from engine.core.plugin_host.derived import (
     attention_spec,
@@ -75,6 +76,8 @@ class RunnerStart:
         self._name = device.torch_name
         self.checks = ResultChecks()
         """Of what the plugins return; to be ended after the first steps."""
+        self._sinks: tuple[torch.Tensor | None, ...] = ()
+        """Attention sinks per layer, once the weights are loaded; empty if the model has none."""
         self._attention = self.checks.attention(parts.attention)
         self._model_spec = shape_of(parts.model, checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
@@ -104,6 +107,7 @@ class RunnerStart:
         with phases.phase("weights"):
             self._load_weights(layers, phases)
         kv_scales = find_kv_scales(self._spec, layers.kv_scales)
+        self._sinks = find_sinks(self._spec, layers.sinks, self._parts.owner("models"))
         if self._fused and self._device.type == "cuda":
             from engine.core.autotune.tuner import tune
 
@@ -211,6 +215,9 @@ class RunnerStart:
         max_running, device = self._config.scheduler.max_running, torch.device(self._name)
         pool = KVPool(self._spec, num_blocks, self._name, kv_scales)
         attention = self._attention(self._spec, pool, self._parts.options["attention"])
+        if self._sinks:
+            with blame(self._parts.owner("attention"), "set_sinks()"):
+                attention.set_sinks(self._sinks)
         persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,

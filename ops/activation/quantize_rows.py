@@ -150,11 +150,16 @@ def quantize_rows(
 
 
 def launch_by_rows(
-    kernel: JITFunction[Any], x: torch.Tensor, inputs: int, dtype: torch.dtype, scale: torch.Tensor | None
+    kernel: JITFunction[Any],
+    x: torch.Tensor,
+    inputs: int,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    **constants: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch a kernel with the arguments of `_quantize_kernel`: one program per row of x. Returns values and scales.
 
-    inputs: quantized numbers per row.
+    inputs: quantized numbers per row. constants: more constexprs of the kernel.
     """
     rows = x.shape[0]
     quantized, scales = empty_quantized(rows, inputs, dtype, x.device)
@@ -170,6 +175,7 @@ def launch_by_rows(
             BLOCKS=triton.next_power_of_2(quantized.shape[1] // BLOCK),
             STATIC_SCALE=scale is not None,
             num_warps=row_warps(rows, inputs),
+            **constants,
             **dependent_launch(x.device),
         )
     return quantized, scales

@@ -1,4 +1,4 @@
-"""Device functions that the attention kernels share: converting cached values, scaling and capping scores."""
+"""Device functions that the attention kernels share: converting cached values, scaling and capping scores, sinks."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def score_factor(scale, SOFTCAP: tl.constexpr):
 def capped(scores, softcap):
     """Compute softcap * tanh(scores / softcap) with exp2: tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
     return softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634 / softcap)) + 1.0))
+
+
+@triton.jit
+def add_sinks(l_i, m_i, sinks_ptr, rows, NUM_ROWS: tl.constexpr):
+    """Add the sinks of `rows` to their sums of weights l_i, relative to the exponents of 2 m_i. From NUM_ROWS on: 0.
+
+    Where a sink exceeds all scores by far the sum becomes infinite, and the result is zero, as it should be.
+    """
+    sinks = tl.load(sinks_ptr + rows, mask=rows < NUM_ROWS, other=float("-inf"))
+    return l_i + tl.exp2(sinks * 1.4426950408889634 - m_i)

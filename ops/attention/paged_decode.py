@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.attention.common import as_type, capped, score_factor
+from engine.ops.attention.common import add_sinks, as_type, capped, score_factor
 from engine.ops.attention.paged_decode_config import FLOAT8_MIN_M, MIN_M, DecodeConfig
 from engine.ops.attention.paged_decode_float8 import attend_float8
 from engine.ops.attention.paged_decode_merge import (
@@ -43,6 +43,7 @@ def paged_decode(
     softcap: float | None,
     window: int | None,
     value_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     workspace: DecodeWorkspace,
     config: DecodeConfig,
 ) -> None:
@@ -52,7 +53,8 @@ def paged_decode(
     keys, values: [blocks, block_size, kv_heads, head_dim];
     tables: [sequences, max_blocks] int32;
     context_lens: [sequences] int32, at least 1: positions that the query sees, including its own, the last;
-    value_scale: factor on the values.
+    value_scale: factor on the values;
+    sinks: [heads] float32, the score of one more key of each head, whose value is zero.
     """
     block_size, num_kv_heads, head_dim = keys.shape[1:]
     num_kv_heads, folded_dim = num_kv_heads // config.fold, head_dim * config.fold
@@ -72,6 +74,7 @@ def paged_decode(
         workspace.acc,
         workspace.stats,
         workspace.arrivals,
+        out if sinks is None else sinks,
         q.stride(0),
         out.stride(0),
         tables.stride(0),
@@ -88,6 +91,7 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         BLOCK_N=config.block_n,
         BLOCK_B=pad_sequences(num_sequences),
         BLOCK_M=max(FLOAT8_MIN_M if float8 else MIN_M, triton.next_power_of_2(group)),
@@ -119,6 +123,7 @@ def _decode_kernel(
     acc_ptr,
     stats_ptr,
     arrivals_ptr,
+    sinks_ptr,
     q_stride,
     out_stride,
     table_stride,
@@ -135,6 +140,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -239,6 +245,8 @@ def _decode_kernel(
 
             result_ptr = out_ptr + sequence * out_stride + head * GROUP_SIZE * HEAD_DIM
             if (start == 0) & (stop == tile_count):
+                if SINKS:
+                    l_i = add_sinks(l_i, m_i, sinks_ptr + head * GROUP_SIZE, offs_m, GROUP_SIZE)
                 result = (acc / l_i[:, None] * value_scale).to(out_ptr.dtype.element_ty)
                 tl.store(result_ptr + offs_m[:, None] * HEAD_DIM + q_dims[None, :], result, mask=q_mask)
             else:
@@ -256,13 +264,13 @@ def _decode_kernel(
                     tl.debug_barrier()
                     if UNROLLED_MERGE:
                         merge_unrolled(
-                            acc_ptr, stats_ptr, result_ptr, first_program, num_parts, head, value_scale, KV_HEADS,
-                            GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D // FOLD, MERGE_SIZE,
+                            acc_ptr, stats_ptr, result_ptr, sinks_ptr, first_program, num_parts, head, value_scale,
+                            KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D // FOLD, MERGE_SIZE, SINKS,
                         )  # fmt: skip
                     else:
                         merge_blocked(
-                            acc_ptr, stats_ptr, result_ptr, first_program, num_parts, head, value_scale, KV_HEADS,
-                            GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D // FOLD, MERGE_SIZE,
+                            acc_ptr, stats_ptr, result_ptr, sinks_ptr, first_program, num_parts, head, value_scale,
+                            KV_HEADS, GROUP_SIZE, HEAD_DIM, BLOCK_G, BLOCK_D // FOLD, MERGE_SIZE, SINKS,
                         )  # fmt: skip
                     tl.store(arrivals, 0)
             tile_offset += tile_count

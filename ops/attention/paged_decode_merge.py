@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from attrs import frozen
 
+from engine.ops.attention.common import add_sinks
 from engine.ops.attention.paged_decode_config import DecodeConfig
 
 
@@ -66,6 +67,7 @@ def merge_blocked(
     acc_ptr,
     stats_ptr,
     result_ptr,
+    sinks_ptr,
     first_program,
     num_parts,
     head,
@@ -76,6 +78,7 @@ def merge_blocked(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE_SIZE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Merge the parts of one sequence and KV head, MERGE_SIZE at a time as one block."""
     offs_g = tl.arange(0, BLOCK_G)
@@ -104,6 +107,8 @@ def merge_blocked(
         l_i = l_i * alpha + tl.sum(l_part * alpha_part, 0)
         acc = acc * alpha[:, None] + tl.sum(acc_part * alpha_part[:, :, None], 0)
         m_i = m_new
+    if SINKS:
+        l_i = add_sinks(l_i, m_i, sinks_ptr + head * GROUP_SIZE, offs_g, GROUP_SIZE)
     result = (acc / l_i[:, None] * value_scale).to(result_ptr.dtype.element_ty)
     tl.store(
         result_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :],
@@ -117,6 +122,7 @@ def merge_unrolled(
     acc_ptr,
     stats_ptr,
     result_ptr,
+    sinks_ptr,
     first_program,
     num_parts,
     head,
@@ -127,6 +133,7 @@ def merge_unrolled(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE_SIZE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Merge the parts of one sequence and KV head without exchange between warps, MERGE_SIZE parts in flight.
 
@@ -167,6 +174,8 @@ def merge_unrolled(
             l_i += l_part * alpha_part
             acc += acc_part * alpha_part[:, None]
         m_i = m_new
+    if SINKS:
+        l_i = add_sinks(l_i, m_i, sinks_ptr + head * GROUP_SIZE, offs_g, GROUP_SIZE)
     result = (acc / l_i[:, None] * value_scale).to(result_ptr.dtype.element_ty)
     tl.store(
         result_ptr + offs_g[:, None] * HEAD_DIM + offs_d[None, :],

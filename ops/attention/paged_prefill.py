@@ -16,7 +16,7 @@ import triton.language as tl
 from attrs import frozen
 
 from engine.ops.attention import persistent_prefill
-from engine.ops.attention.common import as_type, capped, score_factor
+from engine.ops.attention.common import add_sinks, as_type, capped, score_factor
 from engine.ops.common.launch import dependent_launch, has_wgmma, release, wait
 
 
@@ -123,6 +123,7 @@ def paged_prefill(
     softcap: float | None,
     window: int | None,
     value_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     config: PrefillConfig,
 ) -> None:
     """Compute causal attention for the rows of q that the tiles cover, into the same rows of out.
@@ -130,9 +131,12 @@ def paged_prefill(
     q, out: [tokens, heads, head_dim], last two dimensions dense;
     keys, values: [blocks, block_size, kv_heads, head_dim];
     tables: [sequences, max_blocks] int32; tiles: [tiles, 4] int32, from `prefill_tiles` with config.tokens(group);
-    value_scale: factor on the values.
+    value_scale: factor on the values;
+    sinks: [heads] float32, the score of one more key of each head, whose value is zero; not with a persistent config.
     """
     if config.persistent:
+        if sinks is not None:
+            raise ValueError("the persistent kernel does not add sinks; choose another config")
         persistent_prefill.launch(
             q,
             keys,
@@ -155,6 +159,7 @@ def paged_prefill(
         tables,
         tiles,
         out,
+        out if sinks is None else sinks,
         q.stride(0),
         out.stride(0),
         tables.stride(0),
@@ -168,6 +173,7 @@ def paged_prefill(
         BLOCK_SIZE=block_size,
         WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(head_dim),
@@ -185,6 +191,7 @@ def _prefill_kernel(
     block_tables_ptr,
     tiles_ptr,
     out_ptr,
+    sinks_ptr,
     q_stride,
     out_stride,
     table_stride,
@@ -198,6 +205,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -256,6 +264,9 @@ def _prefill_kernel(
         KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOWED, SOFTCAP, BLOCK_N, BLOCK_D, True,
     )  # fmt: skip
 
+    if SINKS:
+        heads = tl.where(row_mask, head * GROUP_SIZE + offs_m % GROUP_SIZE, KV_HEADS * GROUP_SIZE)
+        l_i = add_sinks(l_i, m_i, sinks_ptr, heads, KV_HEADS * GROUP_SIZE)
     result = acc / tl.where(row_mask, l_i, 1.0)[:, None] * value_scale
     tl.store(out_ptr + q_rows * out_stride + offs_head, result.to(out_ptr.dtype.element_ty), mask=mask)
 

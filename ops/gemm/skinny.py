@@ -14,17 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.activation.silu_and_mul import silu
+from engine.ops.activation.act_and_mul import activate
 from engine.ops.common.launch import prefetch, release, wait
 from engine.ops.sampling.argmax import max_and_index
 
 PLAIN = tl.constexpr(0)
 """out: [rows, outputs]."""
-GATED = tl.constexpr(1)
-"""W has 2 * outputs rows, gate before up, and a tile both rows of an output. out: [rows, outputs], silu(gate) * up."""
-ARGMAX = tl.constexpr(2)
+ARGMAX = tl.constexpr(1)
 """out: [rows, programs] float32, the largest output of each program, rounded to W's dtype as PLAIN stores it; tokens:
 [rows, programs] int32, its index, the first of equals."""
+GATED = tl.constexpr(2)
+"""GATED + ACTIVATION (act_and_mul): W has 2 * outputs rows, gate before up, and a tile both rows of an output. out:
+[rows, outputs], act(gate) * up."""
 COLUMNS = tl.constexpr(16)
 """Columns that x^T is padded to."""
 
@@ -32,7 +33,7 @@ COLUMNS = tl.constexpr(16)
 @triton.jit
 def place_of(lane, TILE: tl.constexpr, outputs, EPILOGUE: tl.constexpr):
     """For rows of a tile, by number: the output that each belongs to, and its row in W."""
-    if EPILOGUE == GATED:
+    if EPILOGUE >= GATED:
         output = tl.program_id(0) * (TILE // 2) + lane % (TILE // 2)
         row = output + (lane // (TILE // 2)) * outputs
     else:
@@ -69,14 +70,14 @@ def store_vector(out, tokens, total, bias, output, row, m, rows, outputs, EPILOG
         total += tl.load(bias + row, mask=valid, other=0.0).to(tl.float32)
     if EPILOGUE == PLAIN:
         tl.store(out + m * outputs + output, total.to(out.dtype.element_ty), mask=valid & (m < rows))
-    elif EPILOGUE == GATED:
+    elif EPILOGUE >= GATED:
         HALF: tl.constexpr = total.shape[0] // 2
         pair = tl.reshape(total, [2, HALF])
         is_gate = (tl.arange(0, 2) == 0)[:, None]
         gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=0)
         up = tl.sum(tl.where(is_gate, 0.0, pair), axis=0)
         n = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        value = (silu(gate) * up).to(out.dtype.element_ty)
+        value = activate(gate, up, EPILOGUE - GATED).to(out.dtype.element_ty)
         tl.store(out + m * outputs + n, value, mask=(n < outputs) & (m < rows))
     else:
         rounded = total.to(bias.dtype.element_ty).to(tl.float32)
@@ -160,14 +161,14 @@ def _store_matrix(out, tokens, total, bias, output, row, rows, outputs, EPILOGUE
     if EPILOGUE == PLAIN:
         place = m[None, :] * outputs + output[:, None]
         tl.store(out + place, total.to(out.dtype.element_ty), mask=valid[:, None] & (m < rows)[None, :])
-    elif EPILOGUE == GATED:
+    elif EPILOGUE >= GATED:
         HALF: tl.constexpr = total.shape[0] // 2
         pair = tl.reshape(total, [2, HALF, COLUMNS])
         is_gate = (tl.arange(0, 2) == 0)[:, None, None]
         gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=0)
         up = tl.sum(tl.where(is_gate, 0.0, pair), axis=0)
         n = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        value = (silu(gate) * up).to(out.dtype.element_ty)
+        value = activate(gate, up, EPILOGUE - GATED).to(out.dtype.element_ty)
         mask = (n < outputs)[:, None] & (m < rows)[None, :]
         tl.store(out + m[None, :] * outputs + n[:, None], value, mask=mask)
     else:

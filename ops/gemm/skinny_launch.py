@@ -8,6 +8,7 @@ import torch
 import triton
 from attrs import evolve, field, frozen
 
+from engine.ops.activation.act_and_mul import ACTIVATIONS
 from engine.ops.common.launch import dependent_launch, num_sms
 from engine.ops.gemm import skinny
 from engine.ops.sampling.argmax import reduce_max
@@ -17,7 +18,6 @@ SKINNY_MAX_ROWS = 16
 VECTOR_ROWS = (1, 2, 4)
 """Numbers of rows of x that the vector kernel is compiled for."""
 Epilogue = Literal["plain", "gated", "argmax"]
-EPILOGUES = {"plain": skinny.PLAIN, "gated": skinny.GATED, "argmax": skinny.ARGMAX}
 LARGE = 2**23
 """Number of weights from which on the next kernel is released at the end: reading them takes some microseconds."""
 MAX_SPLITS = 16
@@ -32,20 +32,35 @@ class GemmShape:
     """Shape, dtype and epilogue of a skinny GEMM."""
 
     epilogue: Epilogue
-    """plain: x W^T. gated: silu(x W_gate^T) * (x W_up^T), with the gate's rows first in W. argmax: the largest of each
+    """plain: x W^T. gated: act(x W_gate^T) * (x W_up^T), with the gate's rows first in W. argmax: the largest of each
     row of x W^T, rounded to dtype, and its index."""
     outputs: int
     """Rows of W; half of them when gated."""
     inputs: int
     dtype: str
+    activation: str = "silu"
+    """Of a gated GEMM; one of ACTIVATIONS."""
 
     def __str__(self) -> str:
-        return f"{self.epilogue} {self.outputs}x{self.inputs} {self.dtype}"
+        kind = self.epilogue if self.activation == "silu" else f"{self.epilogue} by {self.activation}"
+        return f"{kind} {self.outputs}x{self.inputs} {self.dtype}"
 
     @property
     def weight_rows(self) -> int:
         """Rows of W."""
         return self.outputs * 2 if self.epilogue == "gated" else self.outputs
+
+    @property
+    def epilogue_code(self) -> int:
+        """The constexpr EPILOGUE of the kernels."""
+        if self.epilogue == "gated":
+            return gated_epilogue(self.activation)
+        return int((skinny.ARGMAX if self.epilogue == "argmax" else skinny.PLAIN).value)
+
+
+def gated_epilogue(activation: str) -> int:
+    """The constexpr EPILOGUE of a gated GEMM."""
+    return int(skinny.GATED.value + ACTIVATIONS[activation].value)
 
 
 @frozen(kw_only=True)
@@ -105,7 +120,7 @@ class SkinnyLaunch:
             "TILE": tile.rows,
             "BLOCK_K": tile.block_k,
             "THREADS": tile.warps * 32,
-            "EPILOGUE": EPILOGUES[shape.epilogue].value,
+            "EPILOGUE": shape.epilogue_code,
             "num_warps": tile.warps,
             **dependent_launch(workspace.device),
         }

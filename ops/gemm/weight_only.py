@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.ops.activation.silu_and_mul import silu
+from engine.ops.activation.act_and_mul import activate
 from engine.ops.common.launch import release, wait
 from engine.ops.gemm.skinny import GATED
 
@@ -145,7 +145,7 @@ def _rows_of(TILE: tl.constexpr, RUN: tl.constexpr, outputs, EPILOGUE: tl.conste
     """For each row of a tile: the output it belongs to, and its row in W. Gated: runs of RUN gate and up rows
     alternate."""
     lane = tl.arange(0, TILE)
-    if EPILOGUE == GATED:
+    if EPILOGUE >= GATED:
         output = tl.program_id(0) * (TILE // 2) + lane // (2 * RUN) * RUN + lane % RUN
         row = output + lane // RUN % 2 * outputs
     else:
@@ -163,14 +163,14 @@ def _store(out, total, bias, first, rows, outputs, RUN: tl.constexpr, EPILOGUE: 
     m = first + tl.arange(0, COLUMNS)
     if BIAS:
         total += tl.load(bias + row, mask=output < outputs, other=0.0).to(tl.float32)[:, None]
-    if EPILOGUE == GATED:
+    if EPILOGUE >= GATED:
         HALF: tl.constexpr = total.shape[0] // 2
         pair = tl.reshape(total, [HALF // RUN, 2, RUN, COLUMNS])
         is_gate = (tl.arange(0, 2) == 0)[None, :, None, None]
         gate = tl.sum(tl.where(is_gate, pair, 0.0), axis=1)
         up = tl.sum(tl.where(is_gate, 0.0, pair), axis=1)
         n = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        value = tl.reshape(silu(gate) * up, [HALF, COLUMNS])
+        value = tl.reshape(activate(gate, up, EPILOGUE - GATED), [HALF, COLUMNS])
     else:
         n = output
         value = total
@@ -230,7 +230,7 @@ def matmul_kernel(
     DTYPE: tl.constexpr = x.dtype.element_ty
     SCALED: tl.constexpr = SCALE_LAYOUT != OUTPUTS  # scales are applied in the loop
     row = _rows_of(TILE, INTERLEAVE, outputs, EPILOGUE)[1]
-    weight_rows = outputs * (2 if EPILOGUE == GATED else 1)
+    weight_rows = outputs * (2 if EPILOGUE >= GATED else 1)
     blocks = tl.cdiv(inputs, FIELDS * SPAN)
     splits = tl.num_programs(1)
     share = tl.cdiv(blocks, splits)
@@ -291,7 +291,7 @@ def matmul_kernel(
         HALF: tl.constexpr = TILE // 2
         lane = tl.arange(0, TILE)
         place = lane
-        if EPILOGUE == GATED:  # gate rows before up rows, so that the reading thread has both
+        if EPILOGUE >= GATED:  # gate rows before up rows, so that the reading thread has both
             place = lane // (2 * INTERLEAVE) * INTERLEAVE + lane % INTERLEAVE + lane // INTERLEAVE % 2 * HALF
         ours = partials + tile_number * splits * (TILE * COLUMNS) + tl.arange(0, COLUMNS)[None, :]
         tl.store(ours + (tl.program_id(1) * TILE + place)[:, None] * COLUMNS, total)

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 
-from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.common.launch import dependent_launch, num_sms, shared_memory
 from engine.ops.gemm import skinny, weight_only, weight_only_vector
 from engine.ops.gemm.packed_layout import PackedMatrix
-from engine.ops.gemm.skinny_launch import Workspace
+from engine.ops.gemm.skinny_launch import Workspace, gated_epilogue
 from engine.ops.gemm.weight_only_tiles import (
     ROW_CLASSES,
     WeightOnlyShape,
@@ -60,31 +60,48 @@ class WeightOnlyMatmul:
         return default_tile(shape, rows, num_sms(self.device), shared_memory(self.device))
 
     def __call__(
-        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None, *, gated: bool = False
+        self,
+        x: torch.Tensor,
+        matrix: PackedMatrix,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+        activation: str = "silu",
     ) -> torch.Tensor:
         """x W^T + bias: [rows, inputs] -> [rows, outputs], in x's dtype, accumulated in float32.
 
-        gated: the result is silu(gate) * up, of the first and second half of W's rows.
+        gated: the result is act(gate) * up, of the first and second half of W's rows. activation: one of ACTIVATIONS.
         """
         rows, inputs = x.shape
         weight_rows, layout, zeros = matrix.rows, matrix.layout, matrix.zeros
-        key = (rows, weight_rows, inputs, layout, gated, x.dtype, zeros)
+        key = (rows, weight_rows, inputs, layout, gated, activation, x.dtype, zeros)
         if key not in self._tiles:
             shape = WeightOnlyShape(
-                gated=gated, weight_rows=weight_rows, inputs=inputs, layout=layout, dtype=x.dtype, zeros=zeros
+                gated=gated,
+                weight_rows=weight_rows,
+                inputs=inputs,
+                layout=layout,
+                dtype=x.dtype,
+                zeros=zeros,
+                activation=activation,
             )
             self._tiles[key] = self.tile(shape, rows)
         tile = self._tiles[key]
         if tile is None:
-            return self.dequantize_and_multiply(x, matrix, bias, gated)
-        return self.multiply_by_tile(x, matrix, bias, gated, tile)
+            return self.dequantize_and_multiply(x, matrix, bias, gated, activation)
+        return self.multiply_by_tile(x, matrix, bias, gated, tile, activation)
 
     def dequantize_and_multiply(
-        self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, gated: bool
+        self,
+        x: torch.Tensor,
+        matrix: PackedMatrix,
+        bias: torch.Tensor | None,
+        gated: bool,
+        activation: str = "silu",
     ) -> torch.Tensor:
         """As the call, by dequantizing the matrix and multiplying by cuBLAS."""
         y = F.linear(x, self.dequantize(matrix, x), bias)
-        return silu_and_mul(y) if gated else y
+        return act_and_mul(y, activation) if gated else y
 
     def multiply_by_tile(
         self,
@@ -93,13 +110,14 @@ class WeightOnlyMatmul:
         bias: torch.Tensor | None,
         gated: bool,
         tile: WeightOnlyTile | WeightOnlyVectorTile,
+        activation: str = "silu",
     ) -> torch.Tensor:
         """As the call, by a given tile."""
         x = x if x.is_contiguous() else x.contiguous()
         rows = x.shape[0]
         out = x.new_empty((rows, _outputs(matrix, gated)))
         if rows:
-            kernel, arguments, constants = self._launch(out, x, matrix, bias, gated, tile)
+            kernel, arguments, constants = self._launch(out, x, matrix, bias, gated, tile, activation)
             kernel[tile.grid(matrix.rows, rows)](*arguments, **constants)
         return out
 
@@ -110,9 +128,10 @@ class WeightOnlyMatmul:
         bias: torch.Tensor | None,
         gated: bool,
         tile: WeightOnlyTile | WeightOnlyVectorTile,
+        activation: str = "silu",
     ) -> None:
         """Compile what `multiply_by_tile` would launch, in the threads of an active triton.AsyncCompileMode."""
-        kernel, arguments, constants = self._launch(x, x, matrix, bias, gated, tile)
+        kernel, arguments, constants = self._launch(x, x, matrix, bias, gated, tile, activation)
         kernel.warmup(*arguments, grid=(1,), **constants)
 
     def dequantize(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
@@ -156,6 +175,7 @@ class WeightOnlyMatmul:
         bias: torch.Tensor | None,
         gated: bool,
         tile: WeightOnlyTile | WeightOnlyVectorTile,
+        activation: str,
     ) -> tuple[JITFunction[Any], tuple[object, ...], dict[str, object]]:
         """A tile's kernel, its arguments and its constexprs."""
         rows, inputs = x.shape
@@ -165,7 +185,7 @@ class WeightOnlyMatmul:
             **self._constants(matrix, x.dtype),
             "WHOLE_BLOCKS": inputs % matrix.layout.block == 0,
             "TILE": tile.rows,
-            "EPILOGUE": skinny.GATED.value if gated else skinny.PLAIN.value,
+            "EPILOGUE": gated_epilogue(activation) if gated else skinny.PLAIN.value,
             "BIAS": bias is not None,
             "num_warps": tile.warps,
         }

@@ -26,7 +26,7 @@ class WeightOnlyShape:
     """Shape and format of a weight-only GEMM."""
 
     gated: bool
-    """Whether the outputs are silu(gate) * up, of the first and second half of W's rows."""
+    """Whether the outputs are act(gate) * up, of the first and second half of W's rows."""
     weight_rows: int
     """Rows of W."""
     inputs: int
@@ -35,9 +35,12 @@ class WeightOnlyShape:
     """Of x."""
     zeros: bool = False
     """Whether there are zero points."""
+    activation: str = "silu"
+    """Of a gated GEMM; one of ACTIVATIONS."""
 
     def __str__(self) -> str:
-        kind, zeros = "gated " if self.gated else "", " with zero points" if self.zeros else ""
+        kind = "" if not self.gated else "gated " if self.activation == "silu" else f"gated by {self.activation} "
+        zeros = " with zero points" if self.zeros else ""
         return f"{kind}{self.weight_rows}x{self.inputs} {self.layout}{zeros}, {str(self.dtype).removeprefix('torch.')}"
 
     @property

@@ -238,7 +238,7 @@ def vector_kernel(
     pair = tl.arange(0, PAIRS)[None, :]
     step = tl.cast(block_stride // 2, tl.int64)
     packed_first = packed.to(tl.pointer_type(tl.int32)) + (block * step)[:, None] + pair
-    between = outputs * 2 if EPILOGUE == GATED else outputs
+    between = outputs * 2 if EPILOGUE >= GATED else outputs
     entry_step = 1 if SCALE_LAYOUT == BLOCKS else between * ENTRIES
     places = _word_places(packed_first, row_stride // 2, outputs, TILE, EPILOGUE)
     tile = _load_all(places, 0, (block < blocks)[:, None])

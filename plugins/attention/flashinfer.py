@@ -107,7 +107,7 @@ class FlashInferPlan:
 class FlashInferAttention(AttentionBackend[FlashInferOptions, FlashInferPlan]):
     """Paged attention in bfloat16 or float16 on NVIDIA GPUs."""
 
-    api = "1"
+    api = "2"
     reads_float8 = True
     graphs: GraphSupport = "decode"
     options_class = FlashInferOptions

@@ -58,7 +58,7 @@ class NativePlan:
 class NativeAttention(AttentionBackend[None, NativePlan]):
     """Decodes without copying keys and values; leaves prefill to TorchAttention."""
 
-    api = "1"
+    api = "2"
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:

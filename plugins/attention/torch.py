@@ -25,7 +25,7 @@ MIN_TILE = 16
 MAX_MASK_ELEMENTS = 2**25
 """Maximum size of a tile's mask on a GPU: 64 MiB in 16-bit types. On a CPU a mask is a view of a vector."""
 MAX_SCORES = 2**23
-"""Maximum number of scores of a tile, over all heads, where scores are kept in memory (soft cap): 32 MiB."""
+"""Maximum number of scores of a tile, over all heads, where scores are kept in memory (soft cap, sinks): 32 MiB."""
 
 
 @frozen
@@ -57,10 +57,11 @@ class Group:
 
 
 class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
-    """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
+    """Paged, grouped-query, causal attention with optional sliding window, soft cap and sinks."""
 
-    api = "1"
+    api = "2"
     reads_float8 = True
+    reads_sinks = True
 
     @classmethod
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
@@ -74,6 +75,9 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
     def __init__(self, spec: AttentionSpec, pool: KVPool, options: Any) -> None:
         self._spec = spec
         self._windows = layers_by_window(spec)
+        self._sinks: Sequence[torch.Tensor | None] = (None,) * spec.num_layers
+        self._keeps_scores = spec.softcap is not None or any(spec.sinks)
+        """Whether any layer computes its scores here, rather than in scaled_dot_product_attention."""
         self._scales = pool.scales
         self._dtype = getattr(torch, spec.dtype)
         shape = (-1, spec.num_kv_heads, spec.head_dim)
@@ -85,6 +89,9 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         # Gathered into buffers that are kept: fresh memory pages from the system cost more than the copy itself.
         self._gathered_keys = self._keys[0].new_empty(0, *shape[1:])
         self._gathered_values = self._gathered_keys.clone()
+
+    def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
+        self._sinks = sinks
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> Mapping[int, Sequence[Group]]:
         prefills = self.plan_prefill(batch)
@@ -136,16 +143,16 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
             for part in self._gather(layer, group.slots)
         )
         queries = q.view(count, -1, heads, dim).transpose(1, 2)
-        scale = self._spec.scale * self._scales[layer].key
+        scale, sinks = self._spec.scale * self._scales[layer].key, self._sinks[layer]
         if group.tiles:
             out = torch.empty_like(queries)
             for tile in group.tiles:
                 # On a GPU, the kernels need a mask whose rows are aligned.
                 mask = tile.mask if tile.mask.device.type == "cpu" else tile.mask.contiguous()
                 part = keys[:, :, tile.keys], values[:, :, tile.keys]
-                out[:, :, tile.queries] = self._attend_to(queries[:, :, tile.queries], *part, mask, scale)
+                out[:, :, tile.queries] = self._attend_to(queries[:, :, tile.queries], *part, mask, scale, sinks)
         else:
-            out = self._attend_to(queries, keys, values, group.mask, scale, causal=group.causal)
+            out = self._attend_to(queries, keys, values, group.mask, scale, sinks, causal=group.causal)
         if self._scales[layer].value != 1:
             out = out * self._scales[layer].value
         return out.transpose(1, 2).reshape(q.shape)
@@ -157,12 +164,13 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         v: torch.Tensor,
         mask: torch.Tensor | None,
         scale: float,
+        sinks: torch.Tensor | None,
         *,
         causal: bool = False,
     ) -> torch.Tensor:
-        """Compute attention. All but the mask are [sequences, heads, length, head_dim]."""
-        if self._spec.softcap is not None:
-            return _attend_capped(q, k, v, mask, scale, self._spec.softcap)
+        """Compute attention. q, k, v are [sequences, heads, length, head_dim]; sinks: [heads] or None."""
+        if self._spec.softcap is not None or sinks is not None:
+            return _attend_by_scores(q, k, v, mask, scale, self._spec.softcap, sinks)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -215,7 +223,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
             first = end - queries
             start = 0 if window is None else max(first + 1 - window, 0)
             whole = first == 0 and (window is None or window >= end)
-            causal = whole and self._spec.softcap is None
+            causal = whole and not self._keeps_scores
             positions = np.arange(start, end) if causal else np.arange(end - 1, start - 1, -1)
             groups.append(
                 Group(
@@ -240,7 +248,7 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         size = MAX_TILE
         if device.type != "cpu":
             size = min(size, MAX_MASK_ELEMENTS // keys)
-        if self._spec.softcap is not None:
+        if self._keeps_scores:
             size = min(size, MAX_SCORES // (keys * self._spec.num_heads))
         size = min(max(size, MIN_TILE), queries)
         visible = torch.full((size + keys,), -torch.inf, dtype=self._dtype, device=device)
@@ -267,15 +275,27 @@ class TorchAttention(AttentionBackend[None, Mapping[int, Sequence[Group]]]):
         return torch.from_numpy(array).to(self._keys[0].device)
 
 
-def _attend_capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+def _attend_by_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute scaled_dot_product_attention with capped scores. All but the mask are [sequences, heads, length,
-    head_dim]."""
+    """Compute scaled_dot_product_attention with capped scores, or sinks, or both.
+
+    q, k, v: [sequences, heads, length, head_dim]; sinks: [heads].
+    """
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = (q @ k.transpose(2, 3)).float() * scale
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(-1).to(q.dtype) @ v
+    if sinks is None:
+        return scores.softmax(-1).to(q.dtype) @ v
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1].to(q.dtype) @ v

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,11 @@ class TritonPlan:
 
 
 class TritonAttention(AttentionBackend[None, TritonPlan]):
-    """Paged, grouped-query, causal attention with optional sliding window and soft cap."""
+    """Paged, grouped-query, causal attention with optional sliding window, soft cap and sinks."""
 
-    api = "1"
+    api = "2"
     reads_float8 = True
+    reads_sinks = True
     graphs = "decode"
 
     @classmethod
@@ -73,10 +75,12 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
         from engine.ops.attention.paged_prefill import can_persist
 
         self._spec = spec
+        self._sinks: Sequence[torch.Tensor | None] = (None,) * spec.num_layers
         self._pool = pool
         self._group = spec.num_heads // spec.num_kv_heads
         keys = pool.keys[0]
-        self._can_persist = can_persist(keys, getattr(torch, spec.dtype), self._group)
+        # The persistent kernel does not add sinks.
+        self._can_persist = can_persist(keys, getattr(torch, spec.dtype), self._group) and not any(spec.sinks)
         self._shared_memory = _shared_memory(keys.device)
         self._decode_launches: list[tuple[float, Any]] = []  # (maximum number of sequences, launch)
         heads = spec.num_heads, spec.num_kv_heads
@@ -84,6 +88,9 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
             programs = config.programs_per_head(spec.num_kv_heads, keys.device)
             workspace = DecodeWorkspace.make(programs, spec.num_heads, spec.num_kv_heads, spec.head_dim, keys.device)
             self._decode_launches.append((limit, (config, workspace)))
+
+    def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
+        self._sinks = sinks
 
     def plan(self, batch: ForwardBatch, graph: GraphSlot | None = None) -> TritonPlan:
         # Decode needs no plan, in a graph or not: its kernel reads lengths and block tables on the device.
@@ -122,6 +129,7 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
                 softcap=spec.softcap,
                 window=spec.sliding_windows[layer],
                 value_scale=scales.value,
+                sinks=self._sinks[layer],
                 workspace=workspace,
                 config=config,
             )
@@ -137,6 +145,7 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
                 softcap=spec.softcap,
                 window=spec.sliding_windows[layer],
                 value_scale=scales.value,
+                sinks=self._sinks[layer],
                 config=plan.prefill.config,
             )
 

@@ -15,14 +15,14 @@ def register_models(register: Register) -> None:
         register(
             name,
             lazy(f"engine.plugins.models.{module}:{cls}"),
-            api="1",
+            api="2",
             summary=f"native: {cls}ForCausalLM checkpoints",
             preference=10,
         )
     register(
         "transformers",
         lazy("engine.plugins.models.transformers:Transformers"),
-        api="1",
+        api="2",
         summary="any decoder of the transformers library, where no native model serves",
         preference=1,
         fallback=True,

@@ -52,7 +52,7 @@ class DecoderConfig:
 class Decoder(Model):
     """Embedding, decoder blocks of attention and gated MLP, norm, LM head."""
 
-    api: ClassVar[str] = "1"
+    api: ClassVar[str] = "2"
     architecture: ClassVar[str]
     """Name in config.json's `architectures`."""
     model_type: ClassVar[str]

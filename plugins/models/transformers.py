@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Transformers(Model):
     """A decoder by the code of the transformers library, on the engine's KV cache, batches, linear layers and ranks."""
 
-    api: ClassVar[str] = "1"
+    api: ClassVar[str] = "2"
 
     @classmethod
     def refuses(cls, config: Mapping[str, Any]) -> str | None:

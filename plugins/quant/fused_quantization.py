@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engine.core.quant import FusedInputQuantization, QuantizedActivation
-from engine.ops.activation.silu_and_mul_quantize import silu_and_mul_quantize
+from engine.core.quant import ACTIVATIONS, Activation, FusedInputQuantization, QuantizedActivation
+from engine.ops.activation.act_and_mul_quantize import act_and_mul_quantize
 from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
 from engine.plugins.quant.w8a8_matmul import W8A8Matmul
 
@@ -26,10 +26,15 @@ class QuantizedRows(QuantizedActivation):
 class NormAndActivationQuantization(FusedInputQuantization):
     """Quantizes in the norm or activation kernel. Results equal those of two kernels, bit for bit."""
 
-    def __init__(self, matmul: W8A8Matmul, supports_rows: Callable[[int], bool]) -> None:
+    activations = ACTIVATIONS
+
+    def __init__(
+        self, matmul: W8A8Matmul, supports_rows: Callable[[int], bool], input_activation: Activation = "silu"
+    ) -> None:
         """matmul: the layer's; supports_rows: whether the layer multiplies this many rows by it."""
         self._matmul = matmul
         self._supports_rows = supports_rows
+        self._input_activation = input_activation
 
     def supports_rows(self, rows: int) -> bool:
         return self._supports_rows(rows)
@@ -47,7 +52,8 @@ class NormAndActivationQuantization(FusedInputQuantization):
         return QuantizedRows(values, scales), total
 
     def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedRows:
-        values, scales = silu_and_mul_quantize(x, self._matmul.weight_dtype, scale=weights.get("input_scale"))
+        dtype, scale = self._matmul.weight_dtype, weights.get("input_scale")
+        values, scales = act_and_mul_quantize(x, dtype, self._input_activation, scale=scale)
         return QuantizedRows(values, scales)
 
     def apply(

@@ -14,7 +14,7 @@ from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 class Unquantized(QuantMethod[None]):
     """Reads checkpoints with float32, bfloat16 or float16 weights, and perhaps KV cache scales."""
 
-    api: ClassVar[str] = "1"
+    api: ClassVar[str] = "2"
 
     def __init__(self, kv_cache: KVCacheScheme) -> None:
         self._kv_cache = kv_cache

@@ -15,8 +15,8 @@ from attrs import frozen
 
 from engine.core.autotune import AutotunedCall, Operands
 from engine.core.errors import CheckpointError
-from engine.core.layers import multiply, pack, silu_and_mul, torch_dtype
-from engine.core.quant import LinearKernel, LinearSpec, TensorSpec
+from engine.core.layers import gated_activation, multiply, pack, torch_dtype
+from engine.core.quant import ACTIVATIONS, LinearKernel, LinearSpec, TensorSpec
 from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix
 from engine.plugins.quant.w4a16 import Reader, SortedWeight, check_shards
 
@@ -63,6 +63,8 @@ class W4A16Kernel(LinearKernel):
     other, each by its own permutation of x.
     """
 
+    activations = ACTIVATIONS
+
     def __init__(self, spec: LinearSpec, reader: Reader, multipliers: WeightOnlyMatmuls) -> None:
         """Raises CheckpointError for a scheme that no layout holds, or where sharding the layer would cut words or
         groups."""
@@ -74,6 +76,7 @@ class W4A16Kernel(LinearKernel):
             self.layout = GroupedLayout.choose(reader.scheme.bits, reader.scheme.group_size)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
+        self._activate = gated_activation(spec.activation)
         self._matmuls = multipliers
         self._last: tuple[Mapping[str, torch.Tensor], Sequence[Section]] = {}, ()
         """The weights of the last call, and their sections."""
@@ -149,7 +152,7 @@ class W4A16Kernel(LinearKernel):
     ) -> torch.Tensor:
         if "weight" in weights:
             y = multiply(x, weights["weight"], bias)
-            return silu_and_mul(y) if gated else y
+            return self._activate(y) if gated else y
         matmul = self._matmuls.on(x.device)
         rows = x.reshape(-1, x.shape[-1])
         sections = self._sections_of(weights)
@@ -160,11 +163,12 @@ class W4A16Kernel(LinearKernel):
                 one.matrix,
                 one.part_of(bias),
                 gated=fuse_gating,
+                activation=self.spec.activation,
             )
             for one in sections
         ]
         y = results[0] if len(results) == 1 else torch.cat(results, -1)
-        y = silu_and_mul(y) if gated and not fuse_gating else y
+        y = self._activate(y) if gated and not fuse_gating else y
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def autotuned_calls(
@@ -187,6 +191,7 @@ class W4A16Kernel(LinearKernel):
                 layout=self.layout,
                 dtype=torch_dtype(self.spec.dtype),
                 zeros=matrix.zeros,
+                activation=self.spec.activation,
             )
             op = WeightOnlyOp(self._matmuls.on(matrix.packed.device), shape)
             operands = Operands(weights=matrix.tensors, bias=one.part_of(bias))

@@ -15,7 +15,7 @@ from engine.plugins.quant.w4a16_kernel import WeightOnlyMatmuls
 class W4A16Method(QuantMethod[None]):
     """Base of methods that are constructed from a quantization_config and have no options."""
 
-    api: ClassVar[str] = "1"
+    api: ClassVar[str] = "2"
     reads: ClassVar[str]
     """What a checkpoint must be, as the end of the sentence "it needs one ..."."""
 

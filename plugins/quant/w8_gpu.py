@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from engine.core.autotune import AutotunedCall, Operands
 from engine.core.errors import CheckpointError
-from engine.core.quant import FLOAT8_CAPABILITY, FusedInputQuantization, LinearSpec
-from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.core.quant import ACTIVATIONS, FLOAT8_CAPABILITY, FusedInputQuantization, LinearSpec
+from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.gemm.packed_layout import PackedMatrix, W8Layout
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import WEIGHT_ONLY_MAX_ROWS, WeightOnlyShape
@@ -35,6 +35,8 @@ FLOAT8_NAN = 0x7F
 
 class W8GpuKernel(W8Kernel):
     """Weights in a W8Layout, multiplied by a W8A16 or a W8A8 GEMM."""
+
+    activations = ACTIVATIONS
 
     def __init__(self, spec: LinearSpec, form: W8Format, w8a16: WeightOnlyMatmul) -> None:
         super().__init__(spec, form)
@@ -70,12 +72,12 @@ class W8GpuKernel(W8Kernel):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         if self.spec.dtype == "float32":  # tensor cores would lose digits of float32
             y = F.linear(flat, self.dequantize(weights, x.dtype, x.shape[-1]), bias)
-            y = silu_and_mul(y) if gated else y
+            y = act_and_mul(y, self.spec.activation) if gated else y
         elif self._is_w8a8(flat.shape[0]):
             y = self._w8a8(flat, weights, bias)
-            y = silu_and_mul(y) if gated else y
+            y = act_and_mul(y, self.spec.activation) if gated else y
         else:
-            y = self._w8a16(flat, self._matrix(weights), bias, gated=gated)
+            y = self._w8a16(flat, self._matrix(weights), bias, gated=gated, activation=self.spec.activation)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _matrix(self, weights: Mapping[str, torch.Tensor]) -> PackedMatrix:
@@ -91,7 +93,7 @@ class W8GpuKernel(W8Kernel):
     def fused_input_quantization(self) -> FusedInputQuantization | None:
         """For the numbers of rows that are W8A8."""
         can = self._quantizes and self.spec.dtype != "float32"
-        return NormAndActivationQuantization(self._w8a8, self._is_w8a8) if can else None
+        return NormAndActivationQuantization(self._w8a8, self._is_w8a8, self.spec.input_activation) if can else None
 
     def _is_w8a8(self, rows: int) -> bool:
         """Whether activations of this many rows are quantized, if they are not float32."""
@@ -111,6 +113,7 @@ class W8GpuKernel(W8Kernel):
             inputs=spec.rank_inputs,
             layout=self._layout,
             dtype=self.compute_dtype,
+            activation=spec.activation,
         )
         max_rows = W8A16_MAX_ROWS if self._quantizes else WEIGHT_ONLY_MAX_ROWS
         w8a16 = WeightOnlyOp(self._w8a16, shape, max_rows)
@@ -151,7 +154,7 @@ class DequantizeEachCallKernel(W8GpuKernel):
         self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, *, gated: bool
     ) -> torch.Tensor:
         y = F.linear(x, self.dequantize(weights, x.dtype, x.shape[-1]), bias)
-        return silu_and_mul(y) if gated else y
+        return act_and_mul(y, self.spec.activation) if gated else y
 
     def describe(self) -> str:
         return f"weights dequantized to {self.spec.dtype} at each call"

@@ -68,7 +68,7 @@ W8OptionsT = TypeVar("W8OptionsT", bound=ActivationOptions)
 class W8Method(QuantMethod[W8OptionsT | None], Generic[W8OptionsT]):
     """Reads quantized weights and scales, or quantizes while loading."""
 
-    api: ClassVar[str] = "1"
+    api: ClassVar[str] = "2"
     name: ClassVar[str]
 
     def __init__(self, formats: FormatSource, kv_cache: KVCacheScheme) -> None:

@@ -71,13 +71,13 @@ class WeightOnlyOp(AutotunedOp[WeightOnlyTile | None]):
         if candidate is not None:
             matrix = self._matrix(operands)
             x = torch.empty((rows, self.inputs), dtype=self.dtype, device=matrix.packed.device)
-            self._matmul.compile(x, matrix, operands.bias, self.shape.gated, candidate)
+            self._matmul.compile(x, matrix, operands.bias, self.shape.gated, candidate, self.shape.activation)
 
     def run(self, candidate: WeightOnlyTile | None, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-        matrix, gated = self._matrix(operands), self.shape.gated
+        matrix, gated, activation = self._matrix(operands), self.shape.gated, self.shape.activation
         if candidate is None:
-            return self._matmul.dequantize_and_multiply(x, matrix, operands.bias, gated)
-        return self._matmul.multiply_by_tile(x, matrix, operands.bias, gated, candidate)
+            return self._matmul.dequantize_and_multiply(x, matrix, operands.bias, gated, activation)
+        return self._matmul.multiply_by_tile(x, matrix, operands.bias, gated, candidate, activation)
 
     def choose(self, rows: int, candidate: WeightOnlyTile | None) -> None:
         self._matmul.choose(self.shape, rows, candidate)

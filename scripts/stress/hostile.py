@@ -11,7 +11,6 @@ longer answers. Only loopback addresses are accepted.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import threading
@@ -29,6 +28,7 @@ from corpus_framing import DISCONNECTS, FRAMING, KEYS, LIMITS
 from processes import family, find_supervisor, usage
 from watch import Watcher
 from wire import Target, UsageError, exchange, until, used_blocks
+from written import write_report
 
 GROUPS: dict[str, tuple[float, int, Sequence[Maker]]] = {
     "valid": (0.06, 4, VALID),
@@ -252,8 +252,8 @@ def main() -> int:
         f"{sum(one.requests for one in outcomes)} requests, seed {options.seed}: {'failed' if failures else 'passed'}"
     )
     if options.json is not None:
-        written = {"seed": options.seed, "groups": [vars(one) for one in outcomes], **around, "failures": failures}
-        options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        content = {"groups": [vars(one) for one in outcomes], **around, "failures": failures}
+        write_report(options.json, "hostile-requests", vars(options), content)
     return 1 if failures else 0
 
 

@@ -7,7 +7,8 @@ A round sends one signal to one process of a server started for it (kept for the
 
     supervisor   SIGKILL, SIGTERM: every process ends within --end seconds; nothing is left.
     others       SIGKILL, SIGTERM, SIGSTOP: /health answers 200 and a token is computed again within --recover seconds,
-                 by a new process or (SIGTERM, which children ignore) by the old one.
+                 by a new process or (SIGTERM, which front ends ignore) by the old one. The servers' time limits for
+                 processes that do nothing are a few seconds, not minutes, so that a stopped one is replaced in time.
     SIGSTOP of the supervisor: after SIGCONT, all is as before.
 
 No stream may hang for longer than --recover, no process, shared memory or directory outlive its server. Exit status 1
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import re
@@ -33,6 +33,7 @@ from pathlib import Path
 from processes import Process, alive, state_of
 from serving import Load, Server, wait_gone
 from wire import UsageError, until, used_blocks
+from written import write_report
 
 LAYOUTS = {
     "single": ["--api-workers", "1"],
@@ -41,6 +42,8 @@ LAYOUTS = {
     "replicas": ["--api-workers", "1", "--replicas", "2"],
 }
 """Name -> flags of `engine serve`."""
+LIMITS = ["--set", "server.front_end_timeout=5", "--set", "server.engine_timeout=10"]
+"""Flags of all layouts; an engine may wait for its workers, so its limit is the longer one."""
 ROLES = {
     "single": ("supervisor", "front end", "engine"),
     "multiproc": ("supervisor", "front end 0", "engine", "worker"),
@@ -193,7 +196,7 @@ class Schedule:
             self._started += 1
             directory = self._directory / f"server{self._started}"
             directory.mkdir()
-            self._server = Server([*LAYOUTS[layout], *self._options.flags], directory)
+            self._server = Server([*LAYOUTS[layout], *LIMITS, *self._options.flags], directory)
             self._layout = layout
         return self._server
 
@@ -253,7 +256,7 @@ def main() -> int:
     print(f"{len(outcomes)} rounds, seed {options.seed}: {len(failed)} failed")
     if options.json is not None:
         rows = [asdict(outcome) | {"round": str(outcome.round)} for outcome in outcomes]
-        options.json.write_text(json.dumps({"seed": options.seed, "rounds": rows}, indent=1) + "\n", encoding="utf-8")
+        write_report(options.json, "kill-schedule", vars(options), {"rounds": rows})
     return 1 if failed else 0
 
 

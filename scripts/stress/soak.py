@@ -15,7 +15,6 @@ the server stopped answering. The picture needs matplotlib (extra `plot`).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 from processes import usage
 from serving import Load, Server
 from wire import UsageError, metrics, until, used_blocks
+from written import write_report
 
 MIB = 2**20
 SPARE = 2
@@ -178,15 +178,14 @@ def main() -> int:
     print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
     for failure in failures:
         print(f"FAILED: {failure}")
-    written = {
-        "settings": {key: value for key, value in vars(options).items() if key not in ("json", "plot")},
+    content = {
         "streams": counts,
         "slopes_mib_per_hour": {role: slope / MIB for role, slope in fitted.items()},
         "failures": failures,
         "samples": samples,
     }
     if options.json is not None:
-        options.json.write_text(json.dumps(written) + "\n", encoding="utf-8")
+        write_report(options.json, "soak", vars(options), content)
     if options.plot is not None:
         title = f"{options.clients} clients for {options.seconds / 60:.0f} minutes, a third of them hanging up"
         draw(options.plot, samples, title)

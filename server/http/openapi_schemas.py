@@ -57,7 +57,7 @@ def constraints(service: Service) -> dict[str, Schema]:
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "top_k": _integer(-1, 2**31),
         "min_p": {"type": "number", "minimum": 0, "maximum": 1},
-        "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+        "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 100},
         "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
         "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
         "seed": _integer(0, MAX_SEED),

@@ -91,6 +91,11 @@ class Heartbeat:
         self._cells[STEP_REQUESTED] = 0.0
 
     @property
+    def loop(self) -> float:
+        """When the engine's loop last began an iteration, time.monotonic(); 0: never."""
+        return self._cells[LOOP]
+
+    @property
     def step_completed(self) -> float:
         """When a requested step last completed, time.monotonic()."""
         return self._cells[STEP_COMPLETED]

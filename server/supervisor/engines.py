@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from engine.core.config import EngineConfig
 from engine.core.errors import EngineError
+from engine.server.shared.heartbeat import Heartbeat
 from engine.server.shared.messages import (
     SOCKET,
     EngineDown,
@@ -27,6 +28,7 @@ from engine.server.shared.messages import (
 )
 from engine.server.supervisor.child import Child
 from engine.server.supervisor.restart_policy import RestartPolicy
+from engine.server.supervisor.silence import Silence
 
 SLOW_EXIT = 10.0
 """Seconds after which descendants that survive SIGKILL are logged."""
@@ -170,11 +172,13 @@ class Engines:
         except OSError as error:  # no resources for a process, perhaps for a moment
             return _Exit(f"its process could not be started: {error}", permanent=False)
         failure, permanent = "", False
+        watch: asyncio.Task[str] | None = None
         try:
             async for message in child.messages():
                 match message:
                     case Started():
                         replica.ready_since = time.monotonic()
+                        watch = asyncio.create_task(self._watch(replica, child))
                         if replica.incarnation:
                             log.warning("%s accepts requests again", self._name(replica))
                         self._notify_front_ends(message)
@@ -185,6 +189,11 @@ class Engines:
         except EngineError as unreadable:
             failure = str(unreadable)
             child.kill_and_reap()
+        finally:
+            if watch is not None:
+                watch.cancel()
+        if watch is not None and watch.done() and not watch.cancelled():
+            failure = watch.result()
         if not replica.first_start.done():
             exit_status = f"{self._name(replica)} could not start: its process {child.exit_status}"
         else:
@@ -192,6 +201,16 @@ class Engines:
             if replica.ready_since is None:
                 exit_status += " while it started"
         return _Exit(failure or exit_status, permanent)
+
+    async def _watch(self, replica: _Replica, child: Child[EngineToSupervisor]) -> str:
+        """Kill an engine process whose loop has not run for server.engine_timeout; why, as a sentence."""
+        timeout = replica.config.server.engine_timeout
+        if not timeout:
+            await asyncio.Event().wait()  # until it is cancelled
+        heartbeat = Heartbeat.map(self._directory, replica.number)
+        seconds = await Silence().lasts(lambda: heartbeat.loop, timeout)
+        child.kill()
+        return f"its loop was stuck for {seconds:g} s (server.engine_timeout), so its process was killed"
 
     async def _clean_up(self, replica: _Replica) -> None:
         """Wait until nothing is left of an exited engine process, so that the next one finds its devices free."""

@@ -30,9 +30,10 @@ from engine.server.shared.messages import (
     Started,
     SupervisorToFrontEnd,
 )
-from engine.server.shared.metrics_table import HEARTBEAT_INTERVAL, FrontEndMetrics, MetricsTable
+from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
 from engine.server.shared.throttled_log import ThrottledWarning
 from engine.server.supervisor.child import Child
+from engine.server.supervisor.silence import Silence
 
 RESTART_INTERVAL = 1.0
 """Minimum seconds between two starts of a front end in one slot."""
@@ -61,8 +62,7 @@ class _Slot:
     """Socket over which connections are passed; None while the front end cannot take any."""
     passed_connections: int = 0
     """Connections passed to the front ends of this slot so far."""
-    silent: float = 0.0
-    """Seconds without a heartbeat."""
+    silence: Silence = field(factory=Silence)
     ready: asyncio.Event = field(factory=asyncio.Event)
     drained: asyncio.Event = field(factory=asyncio.Event)
 
@@ -188,7 +188,7 @@ class FrontEnds:
 
     def _pass_on(self, connection: socket.socket) -> bool:
         """Pass a connection to a front end; False: none could take it."""
-        for slot in sorted(self._slots, key=lambda slot: (slot.silent >= LATE, slot.open_connections)):
+        for slot in sorted(self._slots, key=lambda slot: (slot.silence.seconds >= LATE, slot.open_connections)):
             if slot.channel is not None:
                 try:
                     socket.send_fds(slot.channel, [b"c"], [connection.fileno()])
@@ -215,23 +215,11 @@ class FrontEnds:
             await asyncio.sleep(started + RESTART_INTERVAL - time.monotonic())
 
     async def _watch(self, slot: _Slot, child: Child[FrontEndToSupervisor]) -> str:
-        """Kill a front end whose event loop has not run for server.front_end_timeout; why, as a sentence.
-
-        Counts intervals in which this process ran, rather than the time: a machine or a terminal that stops the whole
-        server must not look like a front end that hangs.
-        """
-        last = slot.metrics.heartbeats
-        slot.silent = 0.0
-        timeout = max(START_TIMEOUT, self._config.server.front_end_timeout)
-        while slot.silent < timeout:
-            await asyncio.sleep(HEARTBEAT_INTERVAL)
-            slot.silent += HEARTBEAT_INTERVAL
-            if slot.metrics.heartbeats != last:
-                last = slot.metrics.heartbeats
-                slot.silent = 0.0
-                timeout = self._config.server.front_end_timeout
+        """Kill a front end whose event loop has not run for server.front_end_timeout; why, as a sentence."""
+        timeout = self._config.server.front_end_timeout
+        seconds = await slot.silence.lasts(lambda: slot.metrics.heartbeats, timeout, START_TIMEOUT)
         child.kill()
-        return f"a front end answered nothing for {timeout:g} s (server.front_end_timeout) and was killed"
+        return f"a front end answered nothing for {seconds:g} s (server.front_end_timeout) and was killed"
 
     async def _run_process(self, slot: _Slot) -> str:
         """Start one front end and wait until it has exited; why it exited, as a sentence."""
@@ -277,7 +265,7 @@ class FrontEnds:
         if self._draining:
             slot.drained.set()
         slot.child = None
-        slot.silent = 0.0
+        slot.silence = Silence()
         slot.passed_connections = slot.metrics.closed_connections
         slot.metrics.abort_open_requests()
         self._notify_engines(FrontEndExited(name))

@@ -75,6 +75,12 @@ def test_streams_refuse_what_is_no_prompt(shared: Engine, prompt: Any) -> None:
             call("text", prompt or 5)
 
 
+@pytest.mark.parametrize("request_", ["text", 5, None, [1, 2, 3]])
+def test_add_refuses_what_is_no_request(shared: Engine, request_: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^add takes a Request\(\.\.\.\), not"):
+        shared.add(request_)
+
+
 def test_prompts_may_be_of_any_sequence(shared: Engine) -> None:
     expected = tokens(shared.generate([[1, 2, 3]], GREEDY))
     for prompt in ((1, 2, 3), range(1, 4), np.array([1, 2, 3]), torch.tensor([1, 2, 3])):

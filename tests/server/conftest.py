@@ -68,9 +68,12 @@ class RunningServer:
         return {name: float(value) for name, _, value in pairs}
 
     def until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
-        """Wait until `condition` holds; fail after `seconds`."""
+        """Wait until `condition` holds; fail after `seconds`. A connection that breaks counts as not yet."""
         deadline = time.monotonic() + seconds
-        while not condition():
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if condition():
+                    return
             assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s\n{self.errors}"
             time.sleep(0.02)
 

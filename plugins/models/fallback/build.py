@@ -199,12 +199,14 @@ class Built:
             bias=gate.bias is not None,
             parallel="column",
             gated=True,
+            activation=found.activation,
         )
-        made = layers.linear(
-            [(self._stored(found.down), down.out_features)],
+        made = layers.partial_linear(
+            self._stored(found.down),
+            down.out_features,
             down.in_features,
             bias=down.bias is not None,
-            parallel="row",
+            input_activation=found.activation,
         )
         self._put(found.name, GatedModule(gate_up, made))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.core.layers import Attention, Embedding, Linear, OutputLayer, RMSNorm, RotaryEmbedding
+from engine.core.layers import Attention, Embedding, Linear, OutputLayer, PartialLinear, RMSNorm, RotaryEmbedding
 from engine.plugins.models.fallback.attention import AttentionCalls
 
 
@@ -105,7 +105,7 @@ class RMSNormModule(nn.Module):
 class GatedModule(nn.Module):
     """A gated MLP of the engine's linear layers."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: PartialLinear) -> None:
         super().__init__()
         self._gate_up = gate_up
         self._down = down
@@ -113,7 +113,7 @@ class GatedModule(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden_size] -> the same shape."""
         rows = x.reshape(-1, x.shape[-1])
-        return self._down(self._gate_up.gated_quantized_for(self._down, rows)).view(x.shape)
+        return self._down(self._gate_up.gated_quantized_for(self._down.linear, rows)).reduce().view(x.shape)
 
 
 class AttentionModule(nn.Module):

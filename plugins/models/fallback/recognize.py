@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 
 from engine.core.errors import CheckpointError
 from engine.core.layers import RotarySpec, rotate
+from engine.core.quant import Activation
 from engine.plugins.models.fallback.attention import AttentionCall
 from engine.plugins.models.fallback.tensors import make_buffers
 from engine.plugins.models.fallback.trace import Blueprint
@@ -24,6 +27,11 @@ from engine.plugins.models.fallback.trace import Blueprint
 TOKENS, SMALL, WIDE = 5, 6, 10
 """Sizes of trial inputs: tokens, and features of small linear modules."""
 TOLERANCE = 1e-5
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+}
 
 
 @frozen(kw_only=True)
@@ -37,12 +45,13 @@ class FoundNorm:
 
 @frozen(kw_only=True)
 class FoundGated:
-    """down(silu(gate(x)) * up(x)). Names of the linear modules."""
+    """down(act(gate(x)) * up(x)). Names of the linear modules."""
 
     name: str
     gate: str
     up: str
     down: str
+    activation: Activation
 
 
 @frozen(kw_only=True)
@@ -90,22 +99,22 @@ def find_gated(model: Any, blueprint: Blueprint) -> dict[str, FoundGated]:
         if len(names) != 3 or len(siblings) != 2 or not set(siblings) < set(names):
             continue
         [down] = set(names) - set(siblings)
-        for gate, up in (siblings, siblings[::-1]):
-            if _is_gated(modules[parent], *(name.rpartition(".")[2] for name in (gate, up, down))):
-                found[parent] = FoundGated(name=parent, gate=gate, up=up, down=down)
+        for (gate, up), activation in product((siblings, siblings[::-1]), ACTIVATIONS):
+            if _is_gated(modules[parent], activation, *(name.rpartition(".")[2] for name in (gate, up, down))):
+                found[parent] = FoundGated(name=parent, gate=gate, up=up, down=down, activation=activation)
                 break
     return found
 
 
-def _is_gated(module: nn.Module, gate: str, up: str, down: str) -> bool:
-    """Whether a module computes down(silu(gate(x)) * up(x)), tried with small linear modules."""
+def _is_gated(module: nn.Module, activation: Activation, gate: str, up: str, down: str) -> bool:
+    """Whether a module computes down(act(gate(x)) * up(x)), tried with small linear modules."""
     draw = _draws()
     small = {gate: nn.Linear(SMALL, WIDE), up: nn.Linear(SMALL, WIDE), down: nn.Linear(WIDE, SMALL)}
     for one in small.values():
         one.weight.data, one.bias.data = draw(*one.weight.shape), draw(*one.bias.shape)
     trial = _with_modules(module, small)
     x = draw(1, TOKENS, SMALL)
-    return _returns(lambda: trial(x), small[down](F.silu(small[gate](x)) * small[up](x)))
+    return _returns(lambda: trial(x), small[down](ACTIVATIONS[activation](small[gate](x)) * small[up](x)))
 
 
 def find_rotary(model: Any, config: Mapping[str, Any], blueprint: Blueprint) -> RotarySpec | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.core.layers import Attention, HeadNorm, LayerFactory, RMSNorm, RotarySpec, silu_and_mul
+from engine.core.layers import Attention, HeadNorm, LayerFactory, RMSNorm, RotarySpec, gated_activation, silu_and_mul
 from engine.core.layers.rotary import Rotary, rotate
 
 
@@ -65,6 +65,24 @@ def test_silu_and_mul_does_not_change_its_input() -> None:
     x = torch.randn(3, 10)
     kept = x.clone()
     torch.testing.assert_close(silu_and_mul(x), F.silu(x[:, :5]) * x[:, 5:])
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [
+        ("gelu", lambda gate, up: F.gelu(gate) * up),
+        ("gelu_tanh", lambda gate, up: F.gelu(gate, approximate="tanh") * up),
+        (
+            "swiglu_oai",
+            lambda gate, up: gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1),
+        ),
+    ],
+)
+def test_other_activations_do_not_change_their_input(activation: Any, expected: Any) -> None:
+    x = torch.randn(3, 10) * 6
+    kept = x.clone()
+    torch.testing.assert_close(gated_activation(activation)(x), expected(x[:, :5], x[:, 5:]))
     assert torch.equal(x, kept)
 
 

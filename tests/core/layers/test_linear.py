@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from engine.core.errors import ConfigError
-from engine.core.layers import LayerFactory, Linear, silu_and_mul
+from engine.core.layers import LayerFactory, Linear, gated_activation, silu_and_mul
 from engine.core.layers.linear import PlainKernel
-from engine.core.quant.base import FusedInputQuantization, LinearKernel, QuantizedActivation, QuantMethod, TensorSpec
+from engine.core.quant.base import (
+    ACTIVATIONS,
+    FusedInputQuantization,
+    LinearKernel,
+    QuantizedActivation,
+    QuantMethod,
+    TensorSpec,
+)
 from engine.testing.ranks import LoneRank
 
 
@@ -104,6 +111,42 @@ def test_gated_linear_activates_unless_its_kernel_does() -> None:
     summed = Linear(plain.spec, Both(), reduce=lambda y: 2 * y)  # activated after the reduction
     summed.weights = weights
     torch.testing.assert_close(summed.gated(x), silu_and_mul(x))
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "swiglu_oai"])
+def test_gated_kernel_is_called_only_for_activations_that_it_computes(activation: Any) -> None:
+    class Both(Doubled):
+        def apply_gated(self, x: Any, weights: Any, bias: Any) -> Any:
+            return x + 100
+
+    class Every(Both):
+        activations = ACTIVATIONS
+
+    x = torch.randn(2, 8)
+    spec = make().linear([("gate", 3), ("up", 3)], 4, gated=True, activation=activation).spec
+    knows_silu_alone, knows_all = Linear(spec, Both()), Linear(spec, Every())
+    knows_silu_alone.weights = {"factor": torch.tensor(0.5)}
+    torch.testing.assert_close(knows_silu_alone.gated(x), gated_activation(activation)(0.5 * x))
+    assert torch.equal(knows_all.gated(x), x + 100)
+
+
+@pytest.mark.parametrize(("made", "taken"), [("silu", False), ("gelu_tanh", True)])
+def test_activation_is_quantized_only_if_the_next_layer_was_made_for_it(made: Any, taken: bool) -> None:
+    class Every(Particular):
+        activations = ACTIVATIONS
+
+    layers = make()
+    gate_up = Linear(layers.linear([("gate", 4), ("up", 4)], 8, gated=True, activation="gelu_tanh").spec, Doubled())
+    gate_up.weights = {"factor": torch.tensor(0.5)}
+    for kernel, expected in ((Every(), taken), (Particular(), False)):
+        down = Linear(layers.partial_linear("down", 8, 8, input_activation=made).linear.spec, kernel)
+        down.weights = {"factor": torch.tensor(0.5)}
+        assert isinstance(gate_up.gated_quantized_for(down, torch.randn(3, 8)), QuantizedActivation) is expected
+
+
+def test_unknown_activation_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'gelu_tan' is not known; did you mean gelu_tanh"):
+        make().linear([("gate", 3), ("up", 3)], 4, gated=True, activation="gelu_tan")  # type: ignore[arg-type]
 
 
 def test_only_row_parallel_layers_reduce_and_the_bias_is_added_once() -> None:

@@ -401,7 +401,7 @@ class NoPageSize(Complete):
     ("loader", "message"),
     [
         (lambda: Incomplete, "lacks __init__, forward, refuses of engine.core.attention.AttentionBackend"),
-        (lambda: Outdated, r"api = '0', but this engine has version '1'"),
+        (lambda: Outdated, r"api = '0', but this engine has version '2' \(and accepts '1'\)"),
         (lambda: Dictionary, "is not an attrs class"),
         (lambda: MadeOptions, "is not an attrs class"),
         (lambda: OtherLayout, "kv_layout = 'HND', but the KV cache is laid out as NHD only"),

@@ -483,6 +483,17 @@ def test_the_checkpoint_s_kv_dtype_is_what_attention_is_asked_for() -> None:
     assert "old refuses: it reads no KV cache in float8_e4m3fn; use --kv-dtype float32" in choice.reason
 
 
+def test_backend_without_sinks_is_not_given_a_model_that_has_them() -> None:
+    spec = evolve(SHAPE, sinks=(True, False))
+    old, new = concrete(AttentionBackend), concrete(AttentionBackend, reads_sinks=True)
+    model = concrete(Model, spec=classmethod(lambda cls, config: spec))
+    plugins = registry(("attention", "old", old, 2), ("attention", "new", new, 1), ("models", "m", model, 1))
+    parts = resolve(EngineConfig(), plugins, GPU, {})
+    assert parts.attention.__wrapped__ is new
+    [choice] = [choice for choice in parts.choices if choice.extension_point == "attention"]
+    assert "old refuses: it does not compute attention sinks, which this model has" in choice.reason
+
+
 def test_the_quantization_method_alone() -> None:
     picky = concrete(QuantMethod, refuses=refusing("no"))
     other = concrete(QuantMethod)

@@ -42,6 +42,7 @@ class Case:
     value_scale: float = 1.0
     q_factor: float = 1.0
     """Factor on the queries; the scale of the scores is divided by it."""
+    has_sinks: bool = False
 
     def __attrs_post_init__(self) -> None:
         torch.manual_seed(0)
@@ -55,6 +56,8 @@ class Case:
         # A view of the packed projections, as in the models.
         packed = torch.randn(len(counts), heads + 2 * kv_heads, self.dim).mul(self.q_factor).to(self.dtype).to(DEVICE)
         self.q = packed[:, :heads]
+        self.sinks = torch.linspace(-4.0, 8.0, heads, device=DEVICE) if self.has_sinks else None
+        sinks = None if self.sinks is None else self.sinks.cpu()
         expected = []
         for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
             self.tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
@@ -63,7 +66,7 @@ class Case:
             k, v = (torch.randn(length, kv_heads, self.dim).to(kv_dtype).float() for _ in range(2))
             pool[0][blocks, offsets], pool[1][blocks, offsets] = k, v
             v = v.double() * self.value_scale
-            expected.append(dense_attention(self.q[row : row + 1].cpu(), k, v, self.spec(), self.window))
+            expected.append(dense_attention(self.q[row : row + 1].cpu(), k, v, self.spec(), self.window, sinks))
         self.expected = torch.cat(expected)
         self.keys, self.values = (part.to(kv_dtype).to(DEVICE) for part in pool)
 
@@ -107,6 +110,7 @@ class Case:
             softcap=self.softcap,
             window=self.window,
             value_scale=self.value_scale,
+            sinks=self.sinks,
             workspace=workspace,
             config=config,
         )
@@ -163,6 +167,14 @@ def test_decode_attends_within_a_window_across_ranges(window: int) -> None:
 
 def test_decode_caps_scores_across_ranges() -> None:
     Case([90, 200, 16], softcap=1.5).check(5)
+
+
+@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("programs_per_sm", [1, 2])
+def test_decode_adds_sinks_once_within_and_across_ranges(programs_per_sm: int, programs: int) -> None:
+    """With one program per multiprocessor parts are merged by merge_unrolled, with two by merge_blocked."""
+    config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=programs_per_sm)
+    Case([90, 200, 3], heads=(6, 2), window=70, has_sinks=True).check(programs, config)
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 8, 16, 20])
@@ -265,6 +277,12 @@ def test_float8_decode_does_not_lose_many_small_weights() -> None:
 def test_float8_decode_folds_adjacent_kv_heads(programs: int, heads: Any, fold: int, dim: int) -> None:
     config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=2, fold=fold)
     float8([50, 130, 7], heads=heads, dim=dim).check(programs, config)
+
+
+@pytest.mark.parametrize("programs", [1, 4])
+def test_float8_decode_adds_sinks_to_folded_heads(programs: int) -> None:
+    config = DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=2, fold=2)
+    float8([50, 130, 7], heads=(8, 4), dim=16, has_sinks=True).check(programs, config)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])

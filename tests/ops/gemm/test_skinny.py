@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attrs import evolve
 
+from engine.core.layers import gated_activation
 from engine.ops.gemm.skinny_launch import (
     AHEAD,
     MAX_PARTIAL_SUMS,
@@ -117,6 +119,16 @@ def test_vector(epilogue: str, rows: int, outputs: int, inputs: int, workspace: 
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (13, 50)])
 def test_matrix(epilogue: str, rows: int, outputs: int, inputs: int, workspace: Any) -> None:
     check(MATRIX, epilogue, rows, outputs, inputs, workspace)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "swiglu_oai"])
+@pytest.mark.parametrize(("tile", "rows"), [(VECTOR, 2), (MATRIX, 5)], ids=["vector", "matrix"])
+def test_gated_by_other_activations(tile: Any, rows: int, activation: Any, workspace: Any) -> None:
+    operands = Operands("gated", rows, 16, 64, workspace.device, torch.float32, True)
+    gemm_shape = evolve(operands.gemm_shape, activation=activation)
+    out = SkinnyLaunch(gemm_shape, tile, rows, workspace)(operands.x, operands.weight, operands.bias)
+    exact = F.linear(operands.x.double(), operands.weight.double(), operands.bias.double())
+    torch.testing.assert_close(out.double(), gated_activation(activation)(exact), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("epilogue", ["plain", "gated"])

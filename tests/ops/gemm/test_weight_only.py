@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from attrs import evolve
 
+from engine.core.layers import gelu_tanh_and_mul
 from engine.ops.gemm.packed_layout import GroupedLayout, PackedMatrix, W8Layout
 from engine.ops.gemm.skinny_launch import MAX_PARTIAL_SUMS, MAX_SPLIT_TILES
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
@@ -128,6 +129,15 @@ def test_gated(multiplier: Any, device: torch.device, half: torch.dtype, outputs
     operands = Operands(6, outputs, 512, 64, device, half)
     bias = torch.randn(outputs, device=device).to(half) if biased else None
     check(multiplier.multiply_by_tile(operands.x, operands.matrix, bias, True, tile), gated(operands, bias))
+
+
+@pytest.mark.parametrize("tile", [SMALL, VECTOR], ids=str)
+def test_gated_by_another_activation(multiplier: Any, device: torch.device, half: torch.dtype, tile: Any) -> None:
+    operands = Operands(1, 64, 512, 64, device, half)
+    found = multiplier.multiply_by_tile(operands.x, operands.matrix, None, True, tile, "gelu_tanh")
+    check(found, gelu_tanh_and_mul(linear(operands)))
+    found = multiplier(operands.x, operands.matrix, gated=True, activation="gelu_tanh")
+    check(found, gelu_tanh_and_mul(linear(operands)))
 
 
 @pytest.mark.parametrize("zeros", [False, True])

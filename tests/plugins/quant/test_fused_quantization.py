@@ -11,7 +11,7 @@ import torch
 from engine.core import Engine, SamplingParams
 from engine.core.layers import LayerFactory
 from engine.core.quant.base import LinearPart, LinearSpec, QuantizedActivation
-from engine.ops.activation.silu_and_mul import silu_and_mul
+from engine.ops.activation.act_and_mul import act_and_mul
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.plugins.quant import (
     fused_quantization,
@@ -49,7 +49,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     noted(w8a8_matmul, "quantize_rows")
     noted(fused_quantization, "add_rms_norm_quantize")
-    noted(fused_quantization, "silu_and_mul_quantize")
+    noted(fused_quantization, "act_and_mul_quantize")
     return names
 
 
@@ -104,12 +104,12 @@ def test_input_quantization_is_fused_for_many_rows(
         made, total = norm.quantized_for(gate_up, x, residual.clone())
         product = gate_up.gated_quantized_for(down, made)
         got = down(product)
-        assert launched == (["add_rms_norm_quantize", "silu_and_mul_quantize"] if rows > 2 else [])
+        assert launched == (["add_rms_norm_quantize", "act_and_mul_quantize"] if rows > 2 else [])
         assert isinstance(made, QuantizedActivation) == isinstance(product, QuantizedActivation) == (rows > 2)
         assert torch.equal(total, expected_total)
         assert torch.equal(got, expected)
         if rows > 2:
-            assert torch.equal(gate_up.gated(made), silu_and_mul(gate_up(normed)))
+            assert torch.equal(gate_up.gated(made), act_and_mul(gate_up(normed)))
 
 
 @pytest.mark.gpu
@@ -205,7 +205,7 @@ def test_a_model_generates_the_same_with_and_without_fusion(
     for fused_input_quantization, block in (
         (
             W8GpuKernel.fused_input_quantization,
-            ["add_rms_norm_quantize", "quantize_rows", "add_rms_norm_quantize", "silu_and_mul_quantize"],
+            ["add_rms_norm_quantize", "quantize_rows", "add_rms_norm_quantize", "act_and_mul_quantize"],
         ),
         (lambda kernel: None, ["quantize_rows"] * 4),
     ):

@@ -58,7 +58,7 @@ def test_every_parameter_reaches_sampling_params() -> None:
         ({"min_p": 2.0}, "min_p"),
         ({"presence_penalty": 3.0}, "presence_penalty"),
         ({"frequency_penalty": -3.0}, "frequency_penalty"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 0.009}, "repetition_penalty"),  # far smaller ones make logits infinite
         ({"seed": -1}, "seed"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"stop": ""}, "stop"),

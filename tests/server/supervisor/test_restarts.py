@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_a_replica_killed_twice_is_restarted_twice(serve_fake: Serve, tmp_path: 
     with two_replicas(serve_fake, options=options) as server:
         first, second = server.engine_pids()
         assert by_replica(server, "restarts_total") == [0, 0]
-        for time in (1, 2):
+        for attempt in (1, 2):
             at_start.write_text("wait")
             victim = server.engine_pids()[-1]
             os.kill(victim, signal.SIGKILL)
@@ -74,11 +75,11 @@ def test_a_replica_killed_twice_is_restarted_twice(serve_fake: Serve, tmp_path: 
             assert health(server)[1]["status"] == "degraded"
             state = replica_health(server, 1)
             assert state["reason"] == "its process was killed by SIGKILL (out of memory?)"
-            assert state["restart"] == f"try {time} of 5"
+            assert state["restart"] == f"try {attempt} of 5"
             assert by_replica(server, "up") == [1, 0]
             assert helpers(server, victim) == []  # before the next one starts
             assert complete(server).status_code == 200
-            if time == 1:  # a front end started now must receive the state too
+            if attempt == 1:  # a front end started now must receive the state too
                 (front,) = server.front_end_pids()
                 os.kill(front, signal.SIGKILL)
                 server.until(lambda front=front: server.front_end_pids() not in ([], [front]))
@@ -110,6 +111,33 @@ def helpers(server: Any, group: int) -> list[int]:
             if int(fields[2]) == group:
                 found.append(int(directory.name))
     return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_stopped_engine_process_is_restarted(serve_fake: Serve, replicas: int) -> None:
+    with serve_fake(replicas=replicas, engine_timeout=2.0, replica_restart_pause=0.05) as server:
+        stopped, *others = server.engine_pids()
+        os.kill(stopped, signal.SIGSTOP)
+        server.until(lambda: len(server.engine_pids()) == replicas and stopped not in server.engine_pids(), 20)
+        server.until(lambda: health(server)[1]["status"] == "ok", 20)
+        assert set(others) < set(server.engine_pids())
+        assert complete(server).status_code == 200
+        assert (
+            "its loop was stuck for 2 s (server.engine_timeout), so its process was killed; restart: " in server.errors
+        )
+        assert server.stop() == 0
+
+
+def test_an_idle_engine_process_is_not_restarted(serve_fake: Serve) -> None:
+    with serve_fake(engine_timeout=2.0) as server:
+        pids = server.engine_pids()
+        everyone = [server.process.pid, *server.children()]
+        for signal_number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in everyone:
+                os.kill(pid, signal_number)
+            time.sleep(3)
+        assert server.engine_pids() == pids
+        assert server.errors == ""
 
 
 def test_a_replica_is_given_up_after_its_last_try(serve_fake: Serve) -> None:

@@ -1,4 +1,4 @@
-"""SiLU * up and quantization in one kernel: the codes of the two kernels one after the other, bit for bit."""
+"""Activation and quantization in one kernel: the codes of the two kernels one after the other, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from engine.ops.activation.act_and_mul import act_and_mul
+from engine.ops.activation.act_and_mul_quantize import act_and_mul_quantize
 from engine.ops.activation.quantize_rows import quantize_rows
-from engine.ops.activation.silu_and_mul import silu_and_mul
-from engine.ops.activation.silu_and_mul_quantize import silu_and_mul_quantize
 
 CODES = [torch.float8_e4m3fn, torch.int8]
 
 
-def check(x: Any, dtype: Any, scale: Any = None) -> Any:
-    codes, scales = quantize_rows(silu_and_mul(x), dtype, scale=scale)
-    got, got_scales = silu_and_mul_quantize(x, dtype, scale=scale)
+def check(x: Any, dtype: Any, scale: Any = None, activation: str = "silu") -> Any:
+    codes, scales = quantize_rows(act_and_mul(x, activation), dtype, scale=scale)
+    got, got_scales = act_and_mul_quantize(x, dtype, activation, scale=scale)
     assert torch.equal(got_scales.view(torch.int32), scales.view(torch.int32))
     assert (got.dtype, got.shape) == (dtype, codes.shape)
     whole = ~scales.isnan()
@@ -33,6 +33,11 @@ def test_equals_two_kernels_bit_for_bit(
     x = (torch.randn(rows, 2 * size, device=device) * 4).to(half)
     codes, _ = check(x, dtype)
     assert codes.float().any()
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "swiglu_oai"])
+def test_other_activations_equal_two_kernels(activation: str, device: torch.device, half: torch.dtype) -> None:
+    check((torch.randn(3, 400, device=device) * 4).to(half), torch.int8, activation=activation)
 
 
 @pytest.mark.parametrize("dtype", CODES)
@@ -70,7 +75,7 @@ def test_no_rows_and_strided_ones(device: torch.device, half: torch.dtype) -> No
     x = torch.randn(3, 80, device=device).to(half)
     check(x[:0], torch.int8)
     codes, scales = check(x, torch.int8)
-    got, got_scales = silu_and_mul_quantize(torch.cat([x, x], 1)[:, :80], torch.int8)
+    got, got_scales = act_and_mul_quantize(torch.cat([x, x], 1)[:, :80], torch.int8)
     assert torch.equal(got, codes)
     assert torch.equal(got_scales, scales)
 
