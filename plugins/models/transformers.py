@@ -85,6 +85,7 @@ def _model_spec(shape: Blueprint) -> ModelSpec:
         raise RefusedError(
             f"has attention layers of several shapes ({'; '.join(kinds)}: heads, KV heads, head size, scale, soft cap)"
         )
+    sinks = tuple(call.arguments.sinks is not None for call in shape.calls)
     return ModelSpec(
         num_layers=len(shape.calls),
         num_heads=first.heads,
@@ -96,6 +97,7 @@ def _model_spec(shape: Blueprint) -> ModelSpec:
         sliding_windows=tuple(call.window for call in shape.calls),
         scale=first.arguments.scale,
         softcap=first.arguments.softcap,
+        sinks=sinks if any(sinks) else (),
     )
 
 

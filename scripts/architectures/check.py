@@ -25,8 +25,7 @@ CHUNKS: Sequence[Sequence[tuple[int, int, int]]] = (
     [(1, 32, 5)],
 )
 """(sequence, first token, number of tokens) of each batch: chunked prompts and decodes side by side."""
-LIMIT = 1e-5
-"""Relative norm of a difference in float32 that rounding may make."""
+MAX_PARAMETERS = 5_000_000
 
 
 @frozen(kw_only=True)
@@ -55,6 +54,7 @@ def check(model_type: str, architecture: str) -> Verdict:
         directory = Path(folder)
         try:
             config = tiny_config(model_type)
+            _refuse_large(config)
             torch.manual_seed(0)
             model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
             _randomize(model)
@@ -120,6 +120,17 @@ def _native(config: Mapping[str, Any]) -> str:
         if one.name != FALLBACK and one.load().refuses(config) is None:
             return one.name
     return ""
+
+
+def _refuse_large(config: Any) -> None:
+    """Raise ValueError for a config whose sizes are not small after all."""
+    import transformers
+
+    library: Any = transformers
+    with torch.device("meta"):
+        count = sum(one.numel() for one in library.AutoModelForCausalLM.from_config(config).parameters())
+    if count > MAX_PARAMETERS:
+        raise ValueError(f"{count / 1e6:.0f} million parameters are left in the smallest config")
 
 
 def _randomize(model: Any) -> None:

@@ -3,8 +3,8 @@ exactly. Takes some minutes.
 
     python scripts/architectures/run.py [MODEL_TYPE ...]
 
-Writes scripts/architectures/verdicts.json after each one; with model types, only those anew. `make docs` makes
-docs/architectures.md of it.
+Writes scripts/architectures/verdicts.json after each one. What is in there for this version of transformers is not
+checked again, unless it is named. `make docs` makes docs/architectures.md of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from check import Verdict, check
 from engine.plugins.models.fallback.library import causal_lms, version
 
 VERDICTS = Path(__file__).resolve().parent / "verdicts.json"
-SECONDS = 180
+SECONDS = 90
 """For one architecture."""
 
 
@@ -48,11 +48,11 @@ def main() -> None:
     wanted = sys.argv[1:]
     torch.set_num_threads(1)
     stored = json.loads(VERDICTS.read_text(encoding="utf-8")) if VERDICTS.is_file() else {}
-    found = stored.get("verdicts", {}) if wanted and stored.get("transformers") == version() else {}
+    found = stored.get("verdicts", {}) if stored.get("transformers") == version() else {}
     known = causal_lms()
     check("llama", known["llama"])  # imports what all of the processes need
     for model_type, architecture in sorted(known.items()):
-        if not wanted or model_type in wanted:
+        if model_type in wanted or not (wanted or model_type in found):
             found[model_type] = judge(model_type, architecture)
             print(found[model_type], flush=True)
             kept = {name: found[name] for name in sorted(found) if name in known}

@@ -36,12 +36,18 @@ SIZES: dict[str, Any] = {
     r"query_pre_attn_scalar": HEAD_DIM,
     r"dim_model_base": 32,
     r"mup_base_width|attention_multiplier": ...,
-    r"num_nextn_predict_layers|num_mtp_modules": 0,
+    r"num_nextn_predict_layers|num_mtp_modules|num_kv_shared_layers": 0,
     r"attention_dropout|hidden_dropout|resid_pdrop|embd_pdrop|attn_pdrop|dropout|activation_dropout": 0.0,
 }
 """Pattern of a key's whole name -> its value; ...: as it is."""
 
-OVERRIDES: dict[str, dict[str, Any]] = {}
+FILLED = r".*token_id|num_key_value_heads|head_dim|num_experts_per_tok|topk_group|n_group|n_(routed|shared)_experts"
+"""Keys that are given although they are null by default."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "hrm_text": {"initializer_range": 0.02},  # a recurrence in depth, in which rounding grows
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+}
 """model_type -> keys that need other values."""
 
 
@@ -51,8 +57,25 @@ def tiny_config(model_type: str) -> Any:
 
     library: Any = transformers
     cls = library.CONFIG_MAPPING[model_type]
-    default = cls().to_dict()
-    made = {key: _small(key, value) for key, value in default.items() if key not in ("model_type", "dtype")}
+    made = _smaller(cls().to_dict(), OVERRIDES.get(model_type, {}))
+    try:
+        return cls(**made)
+    except Exception:  # of a config class that wants numbers for special tokens
+        return cls(**{key: 0 if key.endswith("token_id") else value for key, value in made.items()})
+
+
+def _smaller(default: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config, and of the configs in it, with small sizes."""
+    dropped = (
+        "dtype",
+        "rope_parameters",
+        "transformers_version",
+        "architectures",
+        "model_type",
+        "id2label",
+        "label2id",
+    )
+    made = {key: _small(key, value) for key, value in default.items() if key not in dropped}
     if isinstance(default.get("layer_types"), list):
         kinds = list(dict.fromkeys(default["layer_types"]))
         made["layer_types"] = kinds if len(kinds) > 1 else kinds * LAYERS
@@ -63,25 +86,26 @@ def tiny_config(model_type: str) -> Any:
         made["is_decoder"] = True
     if made.get("qk_rope_head_dim") and "head_dim" in made:
         made["head_dim"] = made["qk_rope_head_dim"]
-    made |= OVERRIDES.get(model_type, {})
+    if made.get("kv_lora_rank") and made.get("num_key_value_heads"):
+        made["num_key_value_heads"] = made["num_attention_heads"]
     layers = made.get("num_hidden_layers") or LAYERS
-    for key, value in list(made.items()):
-        per_layer = isinstance(value, list) and key not in ("layer_types", "architectures") and len(value) > layers
-        if (
-            per_layer
-            and all(isinstance(one, int | float | str) for one in value)
-            and key not in OVERRIDES.get(model_type, {})
-        ):
+    for key, value in made.items():
+        if isinstance(value, list) and key != "layer_types" and len(value) > layers and not isinstance(value[0], dict):
             made[key] = value[:layers]
-    made = {key: value for key, value in made.items() if key not in ("transformers_version", "architectures")}
-    return cls(**{key: value for key, value in made.items() if value is not None or key.endswith("token_id")})
+        if isinstance(value, dict) and key.endswith("_config") and value:
+            made[key] = {
+                **_smaller(value, {}),
+                **({"model_type": value["model_type"]} if "model_type" in value else {}),
+            }
+    made |= overrides
+    return {key: value for key, value in made.items() if value is not None or key.endswith("token_id")}
 
 
 def _small(key: str, value: Any) -> Any:
     """The value of a key in a small config."""
     for pattern, small in SIZES.items():
         if re.fullmatch(pattern, key) and small is not ...:
-            if value is None and not key.endswith("token_id"):
+            if value is None and not re.fullmatch(FILLED, key):
                 return None
             return small if not isinstance(value, list) or small is None else [small] * len(value)
     return value

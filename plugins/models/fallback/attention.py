@@ -31,6 +31,8 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """Arguments that do not change what attention computes."""
+SINKS = ("s_aux", "sinks")
+"""Names of the argument with attention sinks."""
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "dropout": (0.0, 0, None),
     "is_causal": (True, None),
@@ -48,11 +50,13 @@ class Arguments:
     softcap: float | None
     window: int | None
     """sliding_window, which some modules pass and others leave to the mask."""
+    sinks: str | None = None
+    """The module's parameter with an attention sink for each query head."""
 
 
 def read_arguments(module: Any, key_dim: int, given: Mapping[str, Any]) -> Arguments:
     """The arguments of one call. Raises RefusedError for one that no backend computes; nothing is dropped."""
-    scale = softcap = window = None
+    scale = softcap = window = sinks = None
     for name, value in given.items():
         if name == "scaling":
             scale = value
@@ -60,6 +64,10 @@ def read_arguments(module: Any, key_dim: int, given: Mapping[str, Any]) -> Argum
             softcap = value
         elif name == "sliding_window":
             window = value
+        elif name in SINKS and value is not None:
+            sinks = next((own for own, tensor in module._parameters.items() if tensor is value), None)
+            if sinks is None:
+                raise RefusedError(f"calls attention with {name} that are no parameter of the module")
         elif name in ACCEPTED:
             if value not in ACCEPTED[name]:
                 raise RefusedError(f"calls attention with {name}: {value!r}, which is not computed")
@@ -67,7 +75,7 @@ def read_arguments(module: Any, key_dim: int, given: Mapping[str, Any]) -> Argum
             raise RefusedError(f"calls attention with {name}, which is not computed")
     if getattr(module, "is_causal", True) is False and given.get("is_causal") is None:
         raise RefusedError("attends to later tokens, too; only causal attention is served")
-    return Arguments(key_dim**-0.5 if scale is None else float(scale), softcap, window)
+    return Arguments(key_dim**-0.5 if scale is None else float(scale), softcap, window, sinks)
 
 
 @frozen(kw_only=True)
@@ -145,7 +153,8 @@ class AttentionCalls:
     ) -> torch.Tensor:
         """query: [1, heads, tokens, key_dim]; key and value with KV heads -> [1, tokens, heads, value_dim]."""
         run, layer, call = self.next_call(module)
-        if mask is not None or read_arguments(module, call.key_dim, given) != call.arguments:
+        alike = mask is None and key.shape[2] == query.shape[2]
+        if not alike or read_arguments(module, call.key_dim, given) != call.arguments:
             raise PluginError(f"{call.module} calls attention otherwise than when it was traced")
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         if call.value_dim < call.key_dim:

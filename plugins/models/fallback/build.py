@@ -11,10 +11,10 @@ from torch import nn
 
 from engine.core.attention import AttentionSpec
 from engine.core.errors import CheckpointError, ConfigError
-from engine.core.layers import Embedding, LayerFactory, RotaryEmbedding, torch_dtype
+from engine.core.layers import Attention, Embedding, HeadNorm, LayerFactory, RotaryEmbedding, torch_dtype
 from engine.core.models import ForwardPass
 from engine.plugins.models.fallback import attention, library
-from engine.plugins.models.fallback.attention import AttentionCalls, serve_attention
+from engine.plugins.models.fallback.attention import AttentionCall, AttentionCalls, serve_attention
 from engine.plugins.models.fallback.head import Head
 from engine.plugins.models.fallback.locality import check_locality
 from engine.plugins.models.fallback.modules import (
@@ -123,16 +123,27 @@ class Built:
                 self._put(name, RMSNormModule(norm))
             elif name in group_of:
                 self._make_linear(group_of[name])
-        self._read_kv_scales()
+        self._read_for_attention()
         self.head = self._make_head(embedding)
         self._make_tensors()
         self._layers.layers.append(AfterLoading(lambda: self._finish(kept)))
 
-    def _read_kv_scales(self) -> None:
-        """Have the scales of a quantized KV cache read for the attention modules that run as the library wrote them."""
+    def _read_for_attention(self) -> None:
+        """Have sinks, and the scales of a quantized KV cache, read for attention that runs as the library wrote it."""
         for layer, call in enumerate(self._blueprint.calls):
             if not isinstance(self._modules[call.module], AttentionModule):
-                self._layers.attention(layer, call.heads, call.kv_heads, call.key_dim, None, call.module)
+                self._attention(layer, call, None, call.module)
+
+    def _attention(self, layer: int, call: AttentionCall, norm: HeadNorm | None, stored: str) -> Attention:
+        """The attention layer of one call. stored: name of the module in the checkpoint."""
+        layers, sinks = self._layers, ""
+        if call.arguments.sinks is not None:
+            name = f"{call.module}.{call.arguments.sinks}"
+            sinks = self._names.renamed[name]
+            self._left.discard(name)
+            put(self._places[name][0], call.arguments.sinks, torch.zeros(0))  # read by the attention layer instead
+        heads, kv_heads = layers.shard(call.heads, "query heads"), layers.shard_kv_heads(call.kv_heads)
+        return layers.attention(layer, heads, kv_heads, call.key_dim, norm, stored, sinks=sinks)
 
     def _put(self, name: str, module: nn.Module) -> None:
         """Put a module in the place of the one of that name; its tensors are then read by layers."""
@@ -180,9 +191,7 @@ class Built:
         if found.norms is not None:
             parts = [(self._stored(name), count) for name, count in zip(found.norms, (heads, kv_heads), strict=True)]
             norm = layers.head_norm(parts, call.key_dim, found.eps)
-        made = layers.attention(
-            found.layer, heads, kv_heads, call.key_dim, norm, self._stored(query).rpartition(".")[0]
-        )
+        made = self._attention(found.layer, call, norm, self._stored(query).rpartition(".")[0])
         output = layers.linear(
             [(self._stored(found.output), last.out_features)],
             last.in_features,

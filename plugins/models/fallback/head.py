@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine.plugins.models.fallback.errors import RefusedError
-from engine.plugins.models.fallback.library import decoder_name
+from engine.plugins.models.fallback.library import decoder_name, decoder_of
 
 if TYPE_CHECKING:
     from engine.core.layers import OutputLayer
@@ -36,9 +36,14 @@ class _Result:
 class _Given(nn.Module):
     """Stands in for the base model, and returns the hidden states that it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.hidden: torch.Tensor | None = None
+        self._inside = frozenset(decoder._modules)
+
+    def __getattr__(self, name: str) -> Any:
+        """Some models call a module inside of the base model."""
+        return self if name in self.__dict__.get("_inside", ()) else super().__getattr__(name)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """The library's result of a base model."""
@@ -68,7 +73,7 @@ class Head:
         """name: of the output layer, a child of the model. Raises RefusedError if no logits can be computed."""
         self._name = name
         self.layer = layer
-        self._given = _Given()
+        self._given = _Given(decoder_of(model))
         self._shell = copy.copy(model)
         self._shell._modules = {**model._modules, decoder_name(model): self._given}
         self.is_plain = module.bias is None and self._adds_nothing(blueprint)

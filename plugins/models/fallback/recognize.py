@@ -71,11 +71,11 @@ def find_norms(model: Any) -> dict[str, FoundNorm]:
     """The RMS norms of a model, by name."""
     found = {}
     for name, module in model.named_modules():
-        eps = next((value for key, value in vars(module).items() if key.endswith(("eps", "epsilon"))), None)
+        given = [value for key, value in vars(module).items() if key.endswith(("eps", "epsilon"))]
+        eps = given[0] if given else None
         weight = module._parameters.get("weight")
         alone = list(module._parameters) == ["weight"] and not module._modules and not module._buffers
-        fits = alone and isinstance(eps, float) and weight is not None and weight.dim() == 1
-        if fits and _is_norm(module, eps):
+        if alone and isinstance(eps, float) and weight.dim() == 1 and _is_norm(module, eps):
             found[name] = FoundNorm(name=name, size=len(weight), eps=eps)
     return found
 

@@ -93,32 +93,22 @@ def put(module: nn.Module, attribute: str, tensor: torch.Tensor) -> None:
 def make_buffers(model: Any, device: str, loaded: frozenset[str]) -> list[str]:
     """Compute the buffers that no checkpoint has, as rotary frequencies. Returns the names of those left unmade.
 
-    loaded: names of buffers that the loader fills. The library computes them in its initialization of weights.
+    loaded: names of buffers that the loader fills. The library computes the others in its initialization of weights,
+    which runs twice, over memory with different values, to see which it computes.
     """
     made: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
             qualified = f"{name}.{attribute}".removeprefix(".")
             if buffer is not None and buffer.is_meta and qualified not in loaded:
-                module._buffers[attribute] = _unmade(buffer, device)
                 made[qualified] = module, attribute
     owners = {id(module): module for module, _ in made.values()}
-    for module in owners.values():
-        model._init_weights(module)
-    return [name for name, (module, attribute) in made.items() if _is_unmade(module._buffers[attribute])]
-
-
-def _unmade(buffer: torch.Tensor, device: str) -> torch.Tensor:
-    """Memory filled with a value that no buffer has."""
-    if buffer.dtype == torch.bool:
-        return torch.zeros(buffer.shape, dtype=torch.bool, device=device)
-    value = torch.nan if buffer.dtype.is_floating_point else torch.iinfo(buffer.dtype).min
-    return torch.full(buffer.shape, value, dtype=buffer.dtype, device=device)
-
-
-def _is_unmade(buffer: Any) -> bool:
-    if buffer.dtype == torch.bool:
-        return True  # nothing tells a computed one from memory
-    if buffer.dtype.is_floating_point:
-        return bool(buffer.isnan().any())
-    return bool((buffer == torch.iinfo(buffer.dtype).min).any())
+    results = []
+    for value in (0, 1):
+        for module, attribute in made.values():
+            module._buffers[attribute] = torch.full_like(module._buffers[attribute], value, device=device)
+        for module in owners.values():
+            model._init_weights(module)
+        results.append({name: module._buffers[attribute] for name, (module, attribute) in made.items()})
+    first, second = results
+    return [name for name in made if not torch.equal(first[name], second[name])]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from engine.plugins.models.fallback.attention import AttentionCall, attend, read_arguments, serve_attention
 from engine.plugins.models.fallback.errors import RefusedError
@@ -23,8 +23,6 @@ NAME_WITHOUT_MASK = "engine_trace_without_mask"
 TOKENS = 3
 EXPERTS = "batched_mm"
 """The library's implementation of experts whose shapes do not depend on the routing."""
-
-aten = torch.ops.aten
 
 
 @frozen(kw_only=True)
@@ -188,29 +186,47 @@ def _note_call(
     return query.new_empty(1, TOKENS, query.shape[1], value.shape[3])
 
 
-class _Waits(TorchDispatchMode):
-    """Answers operations whose result the host reads with zeros, and notes that the forward waits for them."""
+class _Waits(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    """Answers what the host reads of tensors without numbers with zeros, and notes that the forward waits for them."""
 
     def __init__(self, noted: _Noted) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._noted = noted
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default):
-            tensor = args[0]
-            if tensor.is_meta:
-                self._noted.waits = self._noted.waits or str(func).removeprefix("aten.").partition(".")[0]
-                if func is aten.nonzero.default:
-                    return torch.empty(1, tensor.dim(), dtype=torch.int64, device="meta")
-                return False if tensor.dtype == torch.bool or func is aten.equal.default else 0
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            is_search = name in SEARCHES and len(args) == 1  # torch.where with one argument searches, too
+            if name in READS or is_search:
+                self._noted.waits = self._noted.waits or name
+            if is_search:
+                found = torch.empty(1, args[0].dim(), dtype=torch.int64, device="meta")
+                return found.unbind(1) if name == "where" or (kwargs or {}).get("as_tuple") else found
+            if name in READS:
+                return READS[name](args[0])
         return func(*args, **(kwargs or {}))
+
+
+SEARCHES = ("argwhere", "nonzero", "where")
+"""Functions whose result has as many rows as the device finds; one is assumed."""
+READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "__bool__": lambda tensor: False,
+    "__float__": lambda tensor: 0.0,
+    "__index__": lambda tensor: 0,
+    "__int__": lambda tensor: 0,
+    "equal": lambda tensor: False,
+    "item": lambda tensor: False if tensor.dtype == torch.bool else 0,
+    "tolist": lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu").tolist(),
+}
+"""Functions by which the host reads what the device has computed -> the answer without numbers."""
 
 
 def _mask(*, q_length: int, kv_length: int, mask_function: MaskFunction, **others: Any) -> torch.Tensor:
     """The library's mask function under NAME: a mask that carries its pattern (`engine_pattern`)."""
     mask: Any = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     mask.engine_pattern = mask_function
-    return mask
+    made: torch.Tensor = mask
+    return made
 
 
 def _register() -> None:
