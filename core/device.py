@@ -21,7 +21,7 @@ class DeviceInfo:
     index: int = 0
     name: str = ""
     capability: tuple[int, int] | None = None
-    """CUDA compute capability; None on a CPU."""
+    """CUDA compute capability; None on a CPU and on a ROCm GPU, whose numbers are those of another architecture."""
     memory_bytes: int = 0
     """Total memory, in use or not."""
 
@@ -58,6 +58,6 @@ def find_device(wanted: str) -> DeviceInfo:
         type="cuda",
         index=number,
         name=properties.name,
-        capability=(properties.major, properties.minor),
+        capability=None if torch.version.hip else (properties.major, properties.minor),
         memory_bytes=properties.total_memory,
     )

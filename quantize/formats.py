@@ -15,8 +15,8 @@ import torch
 
 from engine.core.quant import LinearPart, LinearSpec, QuantMethod
 from engine.plugins.quant.awq import Awq
+from engine.plugins.quant.compressed_tensors import CompressedTensors
 from engine.plugins.quant.gptq import Gptq
-from engine.plugins.quant.pack_quantized import PackQuantized
 from engine.plugins.quant.packing import AWQ_ORDER, WORD
 from engine.plugins.quant.rounding import BLOCK, FP8, dequantize, quantize, static_scale
 from engine.plugins.quant.w4a16 import QuantizedWeight
@@ -209,7 +209,7 @@ class AwqFormat(Packed):
 class PackedTensors(Packed):
     """compressed-tensors, pack-quantized. Scales have the checkpoint's dtype."""
 
-    method = PackQuantized
+    method = CompressedTensors
 
     @property
     def scale_dtype(self) -> torch.dtype:

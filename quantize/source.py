@@ -124,7 +124,11 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
     merged: dict[str, list[tuple[str, ...]]] = {}
     unquantized: list[str] = []
     for layer in linears:
-        names = [part.name for part in layer.spec.parts]
+        stored = {
+            part.stored_name: part.out_features if part.stored_in is None else part.stored_in.size
+            for part in layer.spec.parts
+        }
+        names = list(stored)
         ignored = [name for name in names if settings.method == NONE or is_listed(name, settings.ignore)]
         if ignored and len(ignored) < len(names):
             raise ConfigError(
@@ -132,10 +136,10 @@ def make_blueprint(source: Source, settings: Settings, device: DeviceInfo) -> Bl
                 f" multiplied as one matrix, so ignore all of {', '.join(names)}, or none"
             )
         unquantized += ignored
-        for part in layer.spec.parts:
-            _check_tensor(source, part.name, (part.out_features, layer.spec.in_features))
+        for name, outputs in stored.items():
+            _check_tensor(source, name, (outputs, layer.spec.in_features))
             if not ignored:
-                _check_sizes(settings, part.name, part.out_features, layer.spec.in_features)
+                _check_sizes(settings, name, outputs, layer.spec.in_features)
         if not ignored:
             found = [LAYER.match(name) for name in names]
             if any(match is None for match in found):

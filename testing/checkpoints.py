@@ -23,6 +23,38 @@ TINY: dict[str, Any] = {
 }
 """config.json of a small model. Its weights are large, so that attention is uneven and errors show in the logits."""
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 7.0],
+    "partial_rotary_factor": 0.5,
+    "attention_factor": 1.3,
+}
+"""Its short factors apply where no longer context than original_max_position_embeddings is served."""
+OWN_WAYS: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 20, "sliding_window": 24},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    },
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512, "sliding_window": 40},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.2,
+        "attention_bias": True,
+    },
+    "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 24},
+}
+"""model_type -> keys of config.json, next to TINY, that make the architecture's own ways show."""
+
 LETTERS = "etaoinshrdlucmfw"
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -48,7 +80,8 @@ def make_checkpoint(
     tokenizer: also write a tokenizer of 512 tokens (256 bytes, pairs of letters, special tokens) with a chat template;
         <|endoftext|> is then the end-of-sequence token.
     shards: write several safetensors files and an index instead of one file.
-    config: keys of config.json that differ from `TINY`, rope_parameters or the older rope_scaling included.
+    config: keys of config.json that differ from `TINY` and `OWN_WAYS`, rope_parameters or the older rope_scaling
+        included.
     """
     import torch
     import transformers
@@ -56,7 +89,8 @@ def make_checkpoint(
     target = Path(directory)
     special = {"eos_token_id": TINY["vocab_size"] - len(SPECIAL_TOKENS)} if tokenizer else {}
     library: Any = transformers  # has no type annotations
-    built = library.AutoConfig.for_model(architecture, **{**TINY, **special, **config})
+    own = OWN_WAYS.get(architecture, {})
+    built = library.AutoConfig.for_model(architecture, **{**TINY, **own, **special, **config})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForCausalLM.from_config(built, dtype=torch.float32)

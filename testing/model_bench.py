@@ -16,6 +16,7 @@ from engine.core.distributed import RankGroup
 from engine.core.layers import LayerFactory
 from engine.core.models import ForwardPass, Model
 from engine.core.plugin_host import attention_spec, load_plugins
+from engine.core.quant import QuantMethod
 from engine.core.weights import Checkpoint, SafetensorsSource, WeightSource, load_weights
 
 MAX_TOKENS = 112
@@ -38,12 +39,16 @@ class ModelBench:
         dtype: str = "float32",
         source: WeightSource | None = None,
         group: RankGroup | None = None,
+        quant: QuantMethod[Any] | None = None,
+        max_len: int | None = None,
     ) -> None:
-        """prompts: the sequences. source: of the weights; None: the checkpoint."""
+        """prompts: the sequences. source: of the weights; None: the checkpoint. max_len: longest context that is
+        served; None: the model's.
+        """
         checkpoint = Checkpoint.open(directory)
         self.prompts = prompts
         self.spec = model.spec(checkpoint.config)
-        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group)
+        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group, quant=quant, max_len=max_len)
         self.model = model(checkpoint.config, self.layers, options)
         with torch.inference_mode():
             load_weights(self.layers, source or SafetensorsSource(checkpoint), threads=1)

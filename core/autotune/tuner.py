@@ -22,7 +22,7 @@ from engine.core.autotune.timer import GraphTimer
 from engine.core.errors import ExecutorError
 
 if TYPE_CHECKING:
-    from engine.core.layers.factory import LayerFactory
+    from engine.core.layers.layer_factory import LayerFactory
 
 log = logging.getLogger(__name__)
 

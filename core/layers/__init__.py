@@ -19,9 +19,14 @@ if TYPE_CHECKING:
         plain_tensor as plain_tensor,
         torch_dtype as torch_dtype,
     )
-    from engine.core.layers.blocks import AttentionBlock as AttentionBlock, GatedMLP as GatedMLP
+    from engine.core.layers.blocks import (
+        AttentionBlock as AttentionBlock,
+        GatedMLP as GatedMLP,
+        OutputProjection as OutputProjection,
+    )
     from engine.core.layers.embedding import Embedding as Embedding
-    from engine.core.layers.factory import LayerFactory as LayerFactory
+    from engine.core.layers.head_norm import HeadNorm as HeadNorm, ProjectionNorm as ProjectionNorm
+    from engine.core.layers.layer_factory import LayerFactory as LayerFactory
     from engine.core.layers.linear import (
         BIAS_SHARD_DIM as BIAS_SHARD_DIM,
         WEIGHT_SHARD_DIM as WEIGHT_SHARD_DIM,
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
     )
     from engine.core.layers.lm_head import LMHead as LMHead, OutputLayer as OutputLayer
     from engine.core.layers.matmul import multiply as multiply, pack as pack
-    from engine.core.layers.norm import HeadNorm as HeadNorm, RMSNorm as RMSNorm
+    from engine.core.layers.norm import LayerNorm as LayerNorm, NormKind as NormKind, RMSNorm as RMSNorm
     from engine.core.layers.rotary import (
         Angles as Angles,
         RotaryEmbedding as RotaryEmbedding,
@@ -60,9 +65,14 @@ __getattr__, __dir__, __all__ = exports(
     blocks=(
         "AttentionBlock",
         "GatedMLP",
+        "OutputProjection",
     ),
     embedding=("Embedding",),
-    factory=("LayerFactory",),
+    head_norm=(
+        "HeadNorm",
+        "ProjectionNorm",
+    ),
+    layer_factory=("LayerFactory",),
     linear=(
         "BIAS_SHARD_DIM",
         "Linear",
@@ -79,7 +89,8 @@ __getattr__, __dir__, __all__ = exports(
         "pack",
     ),
     norm=(
-        "HeadNorm",
+        "LayerNorm",
+        "NormKind",
         "RMSNorm",
     ),
     rotary=(

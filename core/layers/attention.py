@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.layers.rotary import Angles, rotate
+from engine.core.layers.rotary import Angles, rotate, rotate_interleaved
 
 if TYPE_CHECKING:
-    from engine.core.layers.norm import HeadNorm
+    from engine.core.layers.head_norm import HeadNorm, ProjectionNorm
     from engine.core.models.forward_pass import ForwardPass
 
 
@@ -17,26 +17,36 @@ class Attention:
     """Attention of one decoder layer, computed by the backend of the forward pass."""
 
     def __init__(
-        self, layer: int, num_heads: int, num_kv_heads: int, head_dim: int, norm: HeadNorm | None = None
+        self,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        norm: HeadNorm | ProjectionNorm | None = None,
+        *,
+        interleaved: bool = False,
     ) -> None:
-        """Numbers of heads are this rank's. norm: of the heads of queries and keys, before the rotary embedding."""
+        """Numbers of heads are this rank's. norm: of the heads of queries and keys, before the rotary embedding.
+        interleaved: as in RotarySpec.
+        """
         self.layer = layer
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.norm = norm
+        self.interleaved = interleaved
 
-    def __call__(self, run: ForwardPass, qkv: torch.Tensor, angles: Angles) -> torch.Tensor:
+    def __call__(self, run: ForwardPass, qkv: torch.Tensor, angles: Angles | None) -> torch.Tensor:
         """Write keys and values to the KV cache and attend. Returns [tokens, heads * head_dim].
 
         qkv: [tokens, (heads + 2 * kv_heads) * head_dim], this rank's queries, keys and values concatenated; may be
-        overwritten.
+        overwritten. angles: None: queries and keys are not rotated.
         """
         q, k, v = self._project(run, qkv, angles)
         return run.attention.forward(self.layer, q, k, v, run.plan).flatten(1)
 
     def _project(
-        self, run: ForwardPass, qkv: torch.Tensor, angles: Angles
+        self, run: ForwardPass, qkv: torch.Tensor, angles: Angles | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Norm and rotation of heads, and the write to the cache. Returns q, k, v: [tokens, heads, head_dim]."""
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
@@ -44,7 +54,8 @@ class Attention:
         qk = heads.narrow(1, 0, num_qk)  # one tensor, so that one set of operations serves queries and keys
         if self.norm is not None:
             qk = self.norm(qk)
-        qk = rotate(qk, angles)
+        if angles is not None:
+            qk = rotate_interleaved(qk, angles) if self.interleaved else rotate(qk, angles)
         q, k = qk.narrow(1, 0, self.num_heads), qk.narrow(1, self.num_heads, self.num_kv_heads)
         v = heads.narrow(1, num_qk, self.num_kv_heads)
         run.pool.write(self.layer, k, v, run.batch.slots)

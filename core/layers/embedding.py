@@ -10,7 +10,7 @@ from attrs import evolve
 
 from engine.core.distributed.rank_group import RankGroup
 from engine.core.errors import ConfigError
-from engine.core.layers.base import TensorLayer
+from engine.core.layers.base import TensorLayer, torch_dtype
 from engine.core.quant.base import TensorSpec
 
 SHARD_MULTIPLE = 8
@@ -20,22 +20,29 @@ SHARD_MULTIPLE = 8
 class Embedding(TensorLayer):
     """One vector per token; weight: [rows, hidden_size]."""
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, dtype: str) -> None:
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, dtype: str, *, scale: float = 1.0) -> None:
+        """scale: factor on the vectors that calls return, rounded to the dtype. An output layer that multiplies by the
+        table does not have it.
+        """
         super().__init__(name, (vocab_size, hidden_size), dtype)
+        self.scale = torch.tensor(scale, dtype=torch_dtype(dtype)).item()
         self.rows = vocab_size
         """Tokens whose vectors this rank holds."""
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: [tokens] int64 -> [tokens, hidden_size]."""
-        return F.embedding(tokens, self.weight)
+        vectors = F.embedding(tokens, self.weight)
+        return vectors if self.scale == 1.0 else vectors.mul_(self.scale)
 
 
 class VocabParallelEmbedding(Embedding):
     """Each rank holds the vectors of a contiguous range of tokens; the last range may be shorter."""
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, dtype: str, group: RankGroup) -> None:
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, dtype: str, group: RankGroup, *, scale: float = 1.0
+    ) -> None:
         """Raises ConfigError if the vocabulary is too small to give every rank a token."""
-        super().__init__(name, vocab_size, hidden_size, dtype)
+        super().__init__(name, vocab_size, hidden_size, dtype, scale=scale)
         self.group = group
         self.shard_size = _shard_size(vocab_size, group.ranks)
         """Tokens per rank; the last rank may have fewer."""
@@ -46,7 +53,8 @@ class VocabParallelEmbedding(Embedding):
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: [tokens] int64 -> [tokens, hidden_size]."""
-        return self.group.all_reduce(self.look_up(tokens))
+        vectors = self.group.all_reduce(self.look_up(tokens))
+        return vectors if self.scale == 1.0 else vectors * self.scale
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's vectors, and zeros for tokens of other ranks."""

@@ -1,21 +1,23 @@
-"""LayerFactory: makes the layers of a model, for one rank."""
+"""Makes layers of a model, for one rank; LayerFactory (layer_factory.py) adds norms and the composite ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from attrs import evolve
 
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import ConfigError, near_misses
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import Layer, torch_dtype
-from engine.core.layers.blocks import AttentionBlock, GatedMLP
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
+from engine.core.layers.head_norm import HeadNorm, ProjectionNorm
 from engine.core.layers.kv_scale_reader import KVScaleReader
 from engine.core.layers.layer_classes import PLAIN
 from engine.core.layers.linear import Linear, PartialLinear
-from engine.core.layers.lm_head import OutputLayer
-from engine.core.layers.norm import HeadNorm, RMSNorm
+from engine.core.layers.lm_head import AdjustedHead, LinearHead, OutputLayer, VocabShards
 from engine.core.layers.rotary import RotaryEmbedding, RotarySpec
 from engine.core.layers.sinks import SinkReader
 from engine.core.plugin_host.faults import blame, expect
@@ -28,12 +30,16 @@ from engine.core.quant.base import (
     LinearSpec,
     Parallel,
     QuantMethod,
+    StoredIn,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 L = TypeVar("L", bound=Layer)
 
 
-class LayerFactory:
+class SingleLayerFactory:
     """Makes the layers of a model for one rank and records them for the loader. Names are those in the checkpoint.
 
     The model decides which layers it has. The factory decides their dtype, device, kernels and shards.
@@ -48,9 +54,11 @@ class LayerFactory:
         group: RankGroup | None = None,
         fused: bool = False,
         owners: Mapping[str, str] = {},
+        max_len: int | None = None,
     ) -> None:
         """group: the ranks that share the model; None: a single rank. fused: use Triton kernels (fused.py) where they
-        exist. owners: extension point (quant, models) -> how errors name its plugin.
+        exist. owners: extension point (quant, models) -> how errors name its plugin. max_len: longest context that is
+        served, tokens; None: the model's.
         """
         torch_dtype(dtype)
         self.model_owner = owners.get("models", "the model")
@@ -58,11 +66,14 @@ class LayerFactory:
         self._quant_owner = owners.get("quant", "the quantization method")
         self.dtype = dtype
         self.device = device
+        self.max_len = max_len
         self._group = group or OneRank()
         self.rank = self._group.rank
         self.ranks = self._group.ranks
         self.layers: list[Layer] = []
         self.ignored: list[str] = []
+        self.former_prefixes: dict[str, str] = {}
+        """Beginning of names -> what the names of an older checkpoint begin with instead."""
         self.tied: dict[str, str] = {}
         """Tensors that are not read -> tensors that are used instead, and that they must equal."""
         if quant is not None:
@@ -96,6 +107,18 @@ class LayerFactory:
         """Allow the checkpoint to have tensors whose names match (fnmatch: `*.name`) and that are not read."""
         self.ignored.append(pattern)
 
+    def accept_prefix(self, prefix: str, former: str) -> None:
+        """Let a checkpoint without names that begin with `prefix` have names that begin with `former` instead."""
+        self.former_prefixes[prefix] = former
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over all ranks, for layers of a model's own. x may be overwritten.
+
+        All ranks must call it in the same order, with tensors of one shape. May be called while CUDA graphs are
+        captured.
+        """
+        return self._group.all_reduce(x)
+
     def shard(self, total: int, what: str) -> int:
         """This rank's shard of `total`. Raises ConfigError, naming `what`, if the ranks do not divide it evenly."""
         if total % self.ranks:
@@ -124,25 +147,23 @@ class LayerFactory:
         num_kv_heads: int,
         head_dim: int,
         bias: bool = False,
+        stored: str = "",
     ) -> Linear:
         """The projections to queries, keys and values as one layer, column-parallel by heads.
 
-        names: of the three projections in the checkpoint. Numbers of heads are over all ranks.
+        names: of the three projections in the checkpoint. stored: name of the one layer that has all three there, one
+        after the other; empty: there are three. Numbers of heads are over all ranks.
         """
         self.shard(num_heads, "query heads")
         self.shard_kv_heads(num_kv_heads)
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-        return self._linear(
-            tuple(
-                LinearPart(name=name, out_features=outputs, replicas=replicas)
-                for name, outputs, replicas in zip(
-                    names, (queries, keys, keys), (1, *[self._replicas(num_kv_heads)] * 2), strict=True
-                )
-            ),
-            in_features,
-            bias=bias,
-            parallel="column",
+        parts = tuple(
+            LinearPart(name=name, out_features=outputs, replicas=replicas)
+            for name, outputs, replicas in zip(
+                names, (queries, keys, keys), (1, *[self._replicas(num_kv_heads)] * 2), strict=True
+            )
         )
+        return self._linear(_stored_in(stored, parts), in_features, bias=bias, parallel="column")
 
     def linear(
         self,
@@ -153,6 +174,7 @@ class LayerFactory:
         parallel: Parallel = "none",
         gated: bool = False,
         activation: Activation = "silu",
+        stored: str = "",
     ) -> Linear:
         """A linear layer.
 
@@ -160,7 +182,8 @@ class LayerFactory:
         parallel: column (a rank has some outputs of each part), row (some inputs; the results are summed over
             the ranks) or none.
         gated: the parts are gate and up projections of one size; call the layer by `gated` or `gated_quantized_for`.
-        activation: of the gate of a gated layer.
+        activation: of the gate of a gated layer. stored: name of the one layer that has all parts in the checkpoint,
+            one after the other; empty: each part is there under its name.
         Sizes are over all ranks.
         """
         if parallel == "column":
@@ -169,6 +192,9 @@ class LayerFactory:
         if parallel == "row":
             self.shard(in_features, f"inputs of {parts[0][0]}")
         made = tuple(LinearPart(name=name, out_features=outputs) for name, outputs in parts)
+        if stored and parallel != "column":
+            raise ConfigError(f"{stored} can only be stored in one with others if it is column-parallel")
+        made = _stored_in(stored, made)
         return self._linear(made, in_features, bias=bias, parallel=parallel, gated=gated, activation=activation)
 
     def partial_linear(
@@ -205,24 +231,16 @@ class LayerFactory:
     ) -> Linear:
         if activation not in ACTIVATIONS:
             raise ConfigError(f"the activation {activation!r} is not known; {near_misses(activation, ACTIVATIONS)}")
-        spec = LinearSpec(
-            parts=parts,
-            in_features=in_features,
+        spec = self._spec(
+            parts,
+            in_features,
             bias=bias,
-            dtype=self.dtype,
-            device=self.device,
             parallel=parallel,
             gated=gated,
             activation=activation,
             input_activation=input_activation,
-            ranks=self.ranks,
         )
-        kernel = None
-        if self._quant is not None:
-            with blame(self._quant_owner, f"linear() of {parts[0].name}"):
-                kernel = self._quant.linear(spec)
-            right = kernel is None or isinstance(kernel, LinearKernel)
-            expect(right, self._quant_owner, f"linear() of {parts[0].name}", kernel, "a LinearKernel or None")
+        kernel = self._ask_quant("linear", spec)
         is_split_by_inputs = parallel == "row" and self.ranks > 1
         return self._record(
             Linear(
@@ -235,41 +253,107 @@ class LayerFactory:
             )
         )
 
+    def _spec(
+        self,
+        parts: tuple[LinearPart, ...],
+        in_features: int,
+        *,
+        bias: bool = False,
+        parallel: Parallel,
+        gated: bool = False,
+        activation: Activation = "silu",
+        input_activation: Activation = "silu",
+    ) -> LinearSpec:
+        return LinearSpec(
+            parts=parts,
+            in_features=in_features,
+            bias=bias,
+            dtype=self.dtype,
+            device=self.device,
+            parallel=parallel,
+            gated=gated,
+            activation=activation,
+            input_activation=input_activation,
+            ranks=self.ranks,
+        )
+
+    def _ask_quant(self, method: Literal["linear", "lm_head"], spec: LinearSpec) -> LinearKernel | None:
+        """The kernel that a method of the quantization plugin makes. None: the layer is not quantized."""
+        if self._quant is None:
+            return None
+        call = f"{method}() of {spec.parts[0].name}"
+        with blame(self._quant_owner, call):
+            kernel = self._quant.linear(spec) if method == "linear" else self._quant.lm_head(spec)
+        right = kernel is None or isinstance(kernel, LinearKernel)
+        expect(right, self._quant_owner, call, kernel, "a LinearKernel or None")
+        return kernel
+
     def _replicas(self, num_kv_heads: int) -> int:
         """Number of ranks that hold the same KV heads."""
         return self.ranks // num_kv_heads if self.ranks > num_kv_heads and self.ranks % num_kv_heads == 0 else 1
 
-    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """The token embedding, vocab-parallel on several ranks."""
+    def embedding(self, name: str, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> Embedding:
+        """The token embedding, vocab-parallel on several ranks. scale: factor on its vectors."""
         weight = f"{name}.weight"
         if self.ranks == 1:
-            return self._record(Embedding(weight, vocab_size, hidden_size, self.dtype))
-        return self._record(
-            self._classes.vocab_parallel_embedding(weight, vocab_size, hidden_size, self.dtype, self._group)
+            return self._record(Embedding(weight, vocab_size, hidden_size, self.dtype, scale=scale))
+        made = self._classes.vocab_parallel_embedding(
+            weight, vocab_size, hidden_size, self.dtype, self._group, scale=scale
         )
+        return self._record(made)
 
-    def lm_head(self, name: str, vocab_size: int, hidden_size: int, tied: Embedding | None = None) -> OutputLayer:
-        """The output layer. With `tied` it multiplies by that embedding, and a copy in the checkpoint must equal it."""
-        if tied is not None:
+    def lm_head(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tied: Embedding | None = None,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> OutputLayer:
+        """The output layer. With `tied` it multiplies by that embedding, and a copy in the checkpoint must equal it.
+
+        Without, the quantization method may have a kernel for its weight. scale: factor on the logits. softcap: logits
+        then become softcap * tanh(logit / softcap); None: unchanged.
+        """
+        head: OutputLayer | None = None
+        shards: VocabShards | None = None
+        if tied is None:
+            head, shards = self._quantized_head(name, vocab_size, hidden_size)
+        else:
             self.ignore(f"{name}.weight")
             self.tied[f"{name}.weight"] = next(iter(tied.tensors()))
-        table = tied or self.embedding(name, vocab_size, hidden_size)
-        head = self._record(self._classes.lm_head(table))
-        return self._classes.vocab_parallel_head(head, table) if isinstance(table, VocabParallelEmbedding) else head
+        if head is None:
+            table = tied or self.embedding(name, vocab_size, hidden_size)
+            head = self._record(self._classes.lm_head(table))
+            shards = VocabShards.of(table) if isinstance(table, VocabParallelEmbedding) else None
+        if scale != 1.0 or softcap is not None:
+            head = AdjustedHead(head, self._classes.argmax, scale=scale, softcap=softcap)
+        return head if shards is None else self._classes.vocab_parallel_head(head, shards)
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """A norm over the hidden size, after the residual addition. It reduces a partial sum."""
-        return self._record(self._classes.norm(f"{name}.weight", size, eps, self.dtype, self._group))
+    def _quantized_head(
+        self, name: str, vocab_size: int, hidden_size: int
+    ) -> tuple[OutputLayer | None, VocabShards | None]:
+        """The output layer of this rank's tokens by a kernel of the quantization method, and how ranks share them.
 
-    def head_norm(self, parts: Sequence[tuple[str, int]], head_dim: int, eps: float) -> HeadNorm:
-        """A norm over each head of queries and keys. parts: (name, this rank's heads)."""
-        named = tuple((f"{name}.weight", heads) for name, heads in parts)
-        return self._record(HeadNorm(named, head_dim, eps, self.dtype))
+        None: the output layer is not quantized; one rank has all tokens.
+        """
+        spec = self._spec((LinearPart(name=name, out_features=vocab_size),), hidden_size, parallel="column")
+        kernel = self._ask_quant("lm_head", spec)
+        if kernel is None:
+            return None, None
+        shard = self.shard(vocab_size, f"outputs of {name}, which are quantized,")
+        linear = Linear(spec, kernel, owner=self._quant_owner)
+        head = LinearHead(self._record(linear), self._classes.argmax)
+        if self.ranks == 1:
+            return head, None
+        return head, VocabShards(group=self._group, vocab_size=vocab_size, shard_size=shard)
 
     def rotary(self, spec: RotarySpec) -> RotaryEmbedding:
         """A rotary embedding. Frequencies stored in older checkpoints are not read."""
         self.ignore("*.rotary_emb.inv_freq")
-        return self._classes.rotary(spec, self.dtype, self.device)
+        return self._classes.rotary(evolve(spec, max_len=spec.max_len or self.max_len), self.dtype, self.device)
 
     def attention(
         self,
@@ -277,16 +361,17 @@ class LayerFactory:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        norm: HeadNorm | None = None,
+        norm: HeadNorm | ProjectionNorm | None = None,
         name: str = "",
         *,
         sinks: str = "",
+        interleaved: bool = False,
     ) -> Attention:
         """Attention of one decoder layer. Numbers of heads are this rank's.
 
         norm: of the heads of queries and keys. name: of the module in the checkpoint, to read KV scales by; without a
         name they are not read. sinks: name of the tensor with an attention sink per query head, if the layer has sinks
-        (`ModelSpec.sinks` says so too).
+        (`ModelSpec.sinks` says so too). interleaved: as in RotarySpec.
         """
         names = None
         if self._quant is not None and name:
@@ -298,74 +383,19 @@ class LayerFactory:
             self.kv_scales.append(self._record(KVScaleReader(layer, names)))
         if sinks:
             self.sinks.append(self._record(SinkReader(layer, sinks, num_heads * self.ranks, self.dtype)))
-        return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm)
-
-    def attention_block(
-        self,
-        layer: int,
-        name: str,
-        hidden_size: int,
-        *,
-        norm: str,
-        eps: float,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: bool = False,
-        sinks: bool = False,
-    ) -> AttentionBlock:
-        """The attention block of decoder layer `layer`: input norm, projections, attention, output projection.
-
-        name: of the attention module in the checkpoint, with q_proj, k_proj, v_proj and o_proj. norm: name of the input
-        norm. eps: of all norms. qk_norm: whether heads of queries and keys are normalized, by q_norm and k_norm of the
-        module. sinks: whether the module has a tensor sinks, of one attention sink per query head. Numbers of heads are
-        over all ranks.
-        """
-        input_norm = self.norm(norm, hidden_size, eps)
-        qkv = self.qkv(
-            (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
-            hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            bias=qkv_bias,
-        )
-        heads, kv_heads = self.shard(num_heads, "query heads"), self.shard_kv_heads(num_kv_heads)
-        head_norm = None
-        if qk_norm:
-            head_norm = self.head_norm([(f"{name}.q_norm", heads), (f"{name}.k_norm", kv_heads)], head_dim, eps)
-        attention = self.attention(
-            layer, heads, kv_heads, head_dim, head_norm, name, sinks=f"{name}.sinks" if sinks else ""
-        )
-        output = self.partial_linear(f"{name}.o_proj", hidden_size, num_heads * head_dim, bias=output_bias)
-        return AttentionBlock(input_norm, qkv, attention, output)
-
-    def gated_mlp(
-        self,
-        name: str,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        norm: str,
-        eps: float,
-        bias: bool = False,
-        activation: Activation = "silu",
-    ) -> GatedMLP:
-        """The gated MLP of a decoder layer: input norm, then down(act(gate(x)) * up(x)).
-
-        name: of the MLP module in the checkpoint, with gate_proj, up_proj and down_proj. norm: name of the input norm.
-        Sizes are over all ranks.
-        """
-        input_norm = self.norm(norm, hidden_size, eps)
-        parts = [(f"{name}.gate_proj", intermediate_size), (f"{name}.up_proj", intermediate_size)]
-        gate_up = self.linear(parts, hidden_size, bias=bias, parallel="column", gated=True, activation=activation)
-        down = self.partial_linear(
-            f"{name}.down_proj", hidden_size, intermediate_size, bias=bias, input_activation=activation
-        )
-        return GatedMLP(input_norm, gate_up, down)
+        return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm, interleaved=interleaved)
 
     def _record(self, layer: L) -> L:
         self.layers.append(layer)
         return layer
+
+
+def _stored_in(name: str, parts: tuple[LinearPart, ...]) -> tuple[LinearPart, ...]:
+    """The parts, as one layer of the checkpoint has them, one after the other; as they are without its name."""
+    if not name:
+        return parts
+    starts = [0, *accumulate(part.out_features for part in parts)]
+    return tuple(
+        evolve(part, stored_in=StoredIn(name=name, start=start, size=starts[-1]))
+        for part, start in zip(parts, starts, strict=False)
+    )

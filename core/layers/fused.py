@@ -17,6 +17,7 @@ from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import VocabParallelEmbedding
+from engine.core.layers.head_norm import ProjectionNorm
 from engine.core.layers.layer_classes import LayerClasses
 from engine.core.layers.lm_head import LMHead, VocabParallelHead
 from engine.core.layers.norm import RMSNorm
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
 class FusedRMSNorm(RMSNorm):
     """Residual addition and norm in one kernel, which also reduces small partial sums if ranks share GPU memory."""
 
-    def __init__(self, name: str, size: int, eps: float, dtype: str, group: RankGroup) -> None:
-        super().__init__(name, size, eps, dtype)
+    def __init__(
+        self, name: str, size: int, eps: float, dtype: str, group: RankGroup, *, unit_offset: bool = False
+    ) -> None:
+        super().__init__(name, size, eps, dtype, unit_offset=unit_offset)
         self._size = size
         self._buffers = group.reduce_buffers(size, torch_dtype(dtype))
 
@@ -68,7 +71,7 @@ class FusedRMSNorm(RMSNorm):
                 return self(x, residual)
             x = x.reduce()
         fused = linear.fused_input_quantization(x)
-        if fused is None:
+        if fused is None or (self.unit_offset and not fused.reads_float32_norm_weight):
             return self(x, residual)
         return fused.norm_and_quantize(x, residual, self.weight, self.eps, linear.weights)
 
@@ -95,20 +98,27 @@ class FusedAttention(Attention):
     """Norm of heads, rotation and the write to the cache in one kernel; queries and keys change in place."""
 
     def _project(
-        self, run: ForwardPass, qkv: torch.Tensor, angles: Angles
+        self, run: ForwardPass, qkv: torch.Tensor, angles: Angles | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         pool, norm = run.pool, self.norm
+        if isinstance(norm, ProjectionNorm):  # whose means take a reduction over the ranks before this kernel
+            qk = qkv.view(qkv.shape[0], -1, self.head_dim).narrow(1, 0, self.num_heads + self.num_kv_heads)
+            qk.copy_(norm(qk))
+            norm = None
+        cos, sin = angles or (None, None)
         rotate_and_write(
             qkv,
             pool.keys[self.layer],
             pool.values[self.layer],
             run.batch.slots,
-            *angles,
+            cos,
+            sin,
             self.num_heads,
             None if norm is None else norm.weight,
             0.0 if norm is None else norm.eps,
             pool.scales[self.layer].key,
             pool.scales[self.layer].value,
+            interleaved=self.interleaved,
         )
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         q, k, v = heads.split_with_sizes((self.num_heads, self.num_kv_heads, self.num_kv_heads), 1)
@@ -152,7 +162,7 @@ class FusedVocabParallelHead(VocabParallelHead):
     """Vocab-parallel head whose greedy tokens take two kernels and the all-reduce between them."""
 
     def _place(self, peaks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return place_max_logits(peaks, tokens, self._table.first_token, self._group.rank, self._group.ranks)
+        return place_max_logits(peaks, tokens, self._shards.first_token, self._group.rank, self._group.ranks)
 
     def _choose(self, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return choose_max_logits(candidates)
@@ -170,4 +180,5 @@ def fused_classes(dtype: str, device: str) -> LayerClasses:
         vocab_parallel_embedding=FusedVocabParallelEmbedding,
         lm_head=partial(FusedLMHead, gemms=gemms, dtype=dtype),
         vocab_parallel_head=FusedVocabParallelHead,
+        argmax=argmax_rows,
     )

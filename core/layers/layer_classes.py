@@ -12,7 +12,7 @@ from engine.core.layers.activation import gated_activation
 from engine.core.layers.attention import Attention
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.linear import PlainKernel
-from engine.core.layers.lm_head import LMHead, VocabParallelHead
+from engine.core.layers.lm_head import Argmax, LMHead, VocabParallelHead, plain_argmax
 from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Rotary, RotaryEmbedding, RotarySpec
 from engine.core.quant.base import Activation, LinearKernel, LinearSpec
@@ -26,23 +26,31 @@ class LayerClasses:
     """Kernel of a linear layer that the quantization method leaves unquantized."""
     gated_activation: Callable[[Activation], Callable[[torch.Tensor], torch.Tensor]]
     """Called with the name of an activation: the function that activates a gated layer."""
-    norm: Callable[[str, int, float, str, RankGroup], RMSNorm]
-    """Called with name, size, eps, dtype and group."""
+    norm: Callable[..., RMSNorm]
+    """Called with name, size, eps, dtype and group, and unit_offset by name."""
     rotary: Callable[[RotarySpec, str, str], RotaryEmbedding]
     """Called with spec, dtype and device."""
     attention: type[Attention]
     vocab_parallel_embedding: type[VocabParallelEmbedding]
     lm_head: Callable[[Embedding], LMHead]
     vocab_parallel_head: type[VocabParallelHead]
+    argmax: Argmax
+    """Of logits that are in memory."""
+
+
+def _plain_norm(name: str, size: int, eps: float, dtype: str, group: RankGroup, *, unit_offset: bool) -> RMSNorm:
+    """An RMSNorm, which needs no group: a PartialSum brings its own."""
+    return RMSNorm(name, size, eps, dtype, unit_offset=unit_offset)
 
 
 PLAIN = LayerClasses(
     linear_kernel=PlainKernel,
     gated_activation=gated_activation,
-    norm=lambda name, size, eps, dtype, group: RMSNorm(name, size, eps, dtype),  # a PartialSum brings its group
+    norm=_plain_norm,
     rotary=Rotary,
     attention=Attention,
     vocab_parallel_embedding=VocabParallelEmbedding,
     lm_head=LMHead,
     vocab_parallel_head=VocabParallelHead,
+    argmax=plain_argmax,
 )

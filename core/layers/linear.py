@@ -10,6 +10,7 @@ import torch
 from attrs import evolve
 
 from engine.core.distributed.partial_sum import PartialSum
+from engine.core.errors import CheckpointError
 from engine.core.layers.activation import gated_activation
 from engine.core.layers.base import Layer, plain_tensor, torch_dtype
 from engine.core.layers.checked_kernel import CheckedFusedInputQuantization, CheckedKernel
@@ -23,6 +24,7 @@ from engine.core.quant.base import (
     LinearSpec,
     Parallel,
     QuantizedActivation,
+    StoredIn,
     TensorSpec,
 )
 
@@ -172,9 +174,9 @@ class Linear(Layer):
         if spec.bias:
             found |= {_bias(part): plain_tensor((part.out_features,), spec.dtype, shard_dim) for part in spec.parts}
         for part in spec.parts:
-            if part.replicas > 1:
+            if part.replicas > 1 or part.stored_in is not None:
                 mine = {name for name in found if name.startswith(f"{part.name}.")}
-                found |= {name: evolve(found[name], replicas=part.replicas) for name in mine}
+                found |= {name: _of_part(name, found[name], part) for name in mine}
         return found
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
@@ -224,6 +226,27 @@ class PartialLinear:
 def merge(tensors: list[torch.Tensor], dtype: str) -> torch.Tensor:
     """Concatenate along the first dimension, in `dtype`; a single tensor of that dtype is not copied."""
     return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(torch_dtype(dtype))
+
+
+def _of_part(name: str, spec: TensorSpec, part: LinearPart) -> TensorSpec:
+    """The spec of a part's tensor, with the part's replicas and the tensor that it is stored in."""
+    spec = evolve(spec, replicas=part.replicas)
+    if part.stored_in is None:
+        return spec
+    start, size = 0, 0
+    if spec.shard_dim is not None:
+        units = spec.shape[spec.shard_dim]  # may be words or blocks of outputs
+        start, size = part.stored_in.start * units, part.stored_in.size * units
+        if units < 1 or start % part.out_features or size % part.out_features:
+            raise CheckpointError(
+                f"{part.stored_name} holds {part.name} among its outputs, of which {name} packs several into a number"
+                " or a scale that others share; use a checkpoint of another format"
+            )
+    stored = f"{part.stored_name}{name.removeprefix(part.name)}"
+    return evolve(
+        spec,
+        stored_in=StoredIn(name=stored, start=start // part.out_features, size=size // part.out_features),
+    )
 
 
 def _weight(part: LinearPart) -> str:

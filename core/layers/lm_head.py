@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
+from attrs import frozen
 
 from engine.core.errors import ConfigError
 from engine.core.layers.base import Layer
@@ -14,8 +15,16 @@ from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.matmul import multiply, pack
 from engine.core.quant.base import TensorSpec
 
+if TYPE_CHECKING:
+    from engine.core.distributed.rank_group import RankGroup
+    from engine.core.layers.linear import Linear
+
 MAX_VOCAB_SIZE = 2**24
 """Of vocab-parallel ranks, which exchange tokens as float32: float32 holds every integer up to here."""
+
+
+Argmax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Logits [rows, columns] to the max logit of each row, and its column."""
 
 
 class OutputLayer(Protocol):
@@ -30,6 +39,38 @@ class OutputLayer(Protocol):
         The logits are those of `__call__`, rounded to its dtype. hidden: [rows, hidden_size]. A row with a NaN logit
         has the max logit NaN and an arbitrary token.
         """
+
+
+def plain_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The max logit of each row, [rows] float32, and its column, [rows] int64: the first of equals."""
+    max_logits, tokens = logits.max(dim=-1)
+    return max_logits.float(), tokens
+
+
+class AdjustedHead(OutputLayer):
+    """An output layer whose logits are scaled, or soft-capped, or both."""
+
+    def __init__(self, head: OutputLayer, argmax: Argmax, *, scale: float = 1.0, softcap: float | None = None) -> None:
+        """scale: factor on the logits. softcap: logits then become softcap * tanh(logit / softcap). argmax: as
+        `plain_argmax`.
+        """
+        self._head = head
+        self._argmax = argmax
+        self._scale = scale
+        self._softcap = softcap
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As OutputLayer; this rank's tokens if the head is this rank's."""
+        logits = self._head(hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap).mul_(self._softcap)
+        return logits
+
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # Of the adjusted logits: two that differ may be rounded to one.
+        return self._argmax(self(hidden))
 
 
 class LMHead(Layer):
@@ -47,8 +88,7 @@ class LMHead(Layer):
 
     def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As OutputLayer.greedy over the table's tokens, numbered from the table's first."""
-        max_logits, tokens = self(hidden).max(dim=-1)
-        return max_logits.float(), tokens
+        return plain_argmax(self(hidden))
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         return {}
@@ -67,22 +107,58 @@ class LMHead(Layer):
         return frozenset({tuple(self._weight.shape)} if self._weight.is_mkldnn else ())
 
 
+class LinearHead(OutputLayer):
+    """The output layer as a linear layer by any kernel, for quantized weights."""
+
+    def __init__(self, linear: Linear, argmax: Argmax) -> None:
+        """linear: without a reduction. argmax: as `plain_argmax`."""
+        self.linear = linear
+        self._argmax = argmax
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's tokens."""
+        return self.linear(hidden)
+
+    def greedy(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._argmax(self.linear(hidden))
+
+
+@frozen(kw_only=True, eq=False)
+class VocabShards:
+    """How ranks share a vocabulary: contiguous ranges of tokens."""
+
+    group: RankGroup
+    vocab_size: int
+    shard_size: int
+    """Tokens per rank; the last rank may have fewer."""
+
+    @classmethod
+    def of(cls, table: VocabParallelEmbedding) -> VocabShards:
+        """The shards of an embedding."""
+        return cls(group=table.group, vocab_size=table.shape[0], shard_size=table.shard_size)
+
+    @property
+    def first_token(self) -> int:
+        """The first token of this rank."""
+        return self.group.rank * self.shard_size
+
+
 class VocabParallelHead(OutputLayer):
     """The output layer of vocab-parallel ranks. Every rank has the results for the whole vocabulary."""
 
-    def __init__(self, local: LMHead, table: VocabParallelEmbedding) -> None:
-        """local: this rank's head, which multiplies by `table`. Raises ConfigError if the vocabulary is too large."""
+    def __init__(self, local: OutputLayer, shards: VocabShards) -> None:
+        """local: this rank's head, of its shard. Raises ConfigError if the vocabulary is too large."""
         self._local = local
-        self._table = table
-        self._group = table.group
-        self._vocab_size = table.shape[0]
+        self._shards = shards
+        self._group = shards.group
+        self._vocab_size = shards.vocab_size
         if self._vocab_size > MAX_VOCAB_SIZE:
             raise ConfigError(
                 f"ranks share a vocabulary of {MAX_VOCAB_SIZE} tokens at most; this one is {self._vocab_size}"
             )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits, shard_size = self._local(hidden), self._table.shard_size
+        logits, shard_size = self._local(hidden), self._shards.shard_size
         if logits.shape[1] < shard_size:
             logits = F.pad(logits, (0, shard_size - logits.shape[1]))
         parts = list(self._group.all_gather(logits))
@@ -97,7 +173,7 @@ class VocabParallelHead(OutputLayer):
     def _place(self, max_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[ranks, rows, 2] float32: this rank's max logits and tokens in its slot, zeros in the others."""
         slots = max_logits.new_zeros((self._group.ranks, len(max_logits), 2))
-        tokens = (tokens + self._table.first_token).to(max_logits.dtype)
+        tokens = (tokens + self._shards.first_token).to(max_logits.dtype)
         torch.stack((max_logits, tokens), 1, out=slots[self._group.rank])
         return slots
 

@@ -1,9 +1,9 @@
-"""Root mean square norms (arXiv:1910.07467); the mean is taken in float32 or better."""
+"""Norms: root mean square norms (arXiv:1910.07467) and layer norms; means are taken in float32 or better."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,26 @@ from engine.core.quant.base import TensorSpec
 if TYPE_CHECKING:
     from engine.core.layers.linear import Linear, TensorOrQuantized
 
+NormKind = Literal["rms", "rms_unit_offset", "layer", "layer_bias"]
+"""rms: root mean square norm. rms_unit_offset: the same, with weights that are stored minus 1. layer: layer norm
+without bias. layer_bias: layer norm with bias."""
+
 
 class RMSNorm(TensorLayer):
     """Norm over the hidden size, after the residual addition."""
 
-    def __init__(self, name: str, size: int, eps: float, dtype: str) -> None:
+    def __init__(self, name: str, size: int, eps: float, dtype: str, *, unit_offset: bool = False) -> None:
+        """unit_offset: the checkpoint has the weight minus 1."""
         super().__init__(name, (size,), dtype)
         self.eps = eps
+        self.unit_offset = unit_offset
+        """Whether `weight` is in float32: 1 plus a small number has no room in 16 bits."""
+
+    def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
+        if self.unit_offset:
+            self.weight = 1.0 + loaded[self.name].float()
+        else:
+            super().fill(loaded)
 
     def __call__(
         self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
@@ -33,6 +46,8 @@ class RMSNorm(TensorLayer):
         if isinstance(x, PartialSum):
             x = x.reduce()
         total = x if residual is None else x + residual
+        if self.unit_offset:
+            return F.rms_norm(total.float(), self.shape, self.weight, self.eps).to(total.dtype), total
         return F.rms_norm(total, self.shape, self.weight, self.eps), total
 
     def quantized_for(
@@ -48,30 +63,66 @@ class RMSNorm(TensorLayer):
         return self.quantized_for(following, x, residual)
 
 
-class HeadNorm(Layer):
-    """Norm over each head of queries and keys in one call; query heads share one weight, key heads another."""
+class LayerNorm(Layer):
+    """Layer norm over the hidden size, after the residual addition; called as an RMSNorm."""
 
     weight: torch.Tensor
-    """[heads, head_dim], in the order of the heads."""
+    bias: torch.Tensor | None = None
 
-    def __init__(self, parts: tuple[tuple[str, int], ...], head_dim: int, eps: float, dtype: str) -> None:
-        """parts: (tensor's name, number of heads that it is for), in the order of the heads."""
-        self._parts = parts
-        self._shape = (head_dim,)
+    def __init__(self, name: str, size: int, eps: float, dtype: str, *, bias: bool) -> None:
+        """name: of the module in the checkpoint."""
+        self._names = (f"{name}.weight", f"{name}.bias") if bias else (f"{name}.weight",)
+        self._shape = (size,)
         self.eps = eps
         self._dtype = dtype
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [tokens, heads, head_dim], the heads of all parts concatenated -> the same shape."""
-        return F.rms_norm(x, self._shape, None, self.eps) * self.weight
-
     def tensors(self) -> Mapping[str, TensorSpec]:
-        return {name: plain_tensor(self._shape, self._dtype) for name, _ in self._parts}
+        return {name: plain_tensor(self._shape, self._dtype) for name in self._names}
 
     def fill(self, loaded: Mapping[str, torch.Tensor]) -> None:
-        rows = [loaded[name].expand(heads, -1) for name, heads in self._parts]
-        self.weight = torch.cat(rows).to(torch_dtype(self._dtype))
+        self.weight, *bias = (loaded[name].to(torch_dtype(self._dtype)) for name in self._names)
+        self.bias = bias[0] if bias else None
+
+    def __call__(
+        self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As RMSNorm."""
+        if isinstance(x, PartialSum):
+            x = x.reduce()
+        total = x if residual is None else x + residual
+        return F.layer_norm(total, self._shape, self.weight, self.bias, self.eps), total
+
+    def quantized_for(
+        self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[TensorOrQuantized, torch.Tensor]:
+        """As RMSNorm; never quantized."""
+        return self(x, residual)
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes if hasattr(self, "weight") else 0
+        if not hasattr(self, "weight"):
+            return 0
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class ResidualAddition:
+    """What a sublayer without an input norm has in its place: the residual addition alone; called as an RMSNorm."""
+
+    def __call__(
+        self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + residual, twice. A partial sum x is reduced first."""
+        if isinstance(x, PartialSum):
+            x = x.reduce()
+        total = x if residual is None else x + residual
+        return total, total
+
+    def quantized_for(
+        self, linear: Linear, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
+    ) -> tuple[TensorOrQuantized, torch.Tensor]:
+        """As the call."""
+        return self(x, residual)
+
+
+Norm = RMSNorm | LayerNorm
+"""A norm over the hidden size."""

@@ -23,7 +23,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 DEFAULT_THETA = 10000.0
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope"]
 
 T = TypeVar("T", int, float, bool)
 
@@ -37,9 +37,14 @@ class RotarySpec:
     type: RopeType
     parameters: Mapping[str, Any]
     """config.json's rope_parameters (rope_scaling in older files), including rope_theta."""
+    interleaved: bool = False
+    """Whether dimensions 2 i and 2 i + 1 rotate together, and not i and i + rotary_dim / 2."""
+    max_len: int | None = None
+    """Longest context that is served, by which the types dynamic and longrope choose their frequencies. None: the
+    model's. All contexts are rotated alike, as keys in the cache cannot be rotated again when a context grows."""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], head_dim: int) -> RotarySpec:
+    def from_config(cls, config: Mapping[str, Any], head_dim: int, *, interleaved: bool = False) -> RotarySpec:
         """Read either layout of config.json. Raises CheckpointError if the type is unknown or a key is missing."""
         refusal = refuses_rope(config)
         if refusal is not None:
@@ -51,7 +56,8 @@ class RotarySpec:
                 f"config.json asks for a rotary embedding over {rotary_dim} of {head_dim} dimensions a head;"
                 " it must be an even number of them"
             )
-        spec = cls(rotary_dim=rotary_dim, type=cast("RopeType", rope_type(parameters)), parameters=parameters)
+        kind = cast("RopeType", rope_type(parameters))
+        spec = cls(rotary_dim=rotary_dim, type=kind, parameters=parameters, interleaved=interleaved)
         spec.frequencies()  # raises for a missing key here, before weights are read
         return spec
 
@@ -59,7 +65,14 @@ class RotarySpec:
         """Radians per token of each pair of dimensions, [rotary_dim / 2] float32, and the factor on cosine and sine."""
         theta = _read(self.parameters, "rope_theta", float, DEFAULT_THETA, least=2)
         powers = theta ** (torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
-        return ROPE_TYPES[self.type](powers, theta, self.parameters)
+        parameters = self.parameters if self.max_len is None else {**self.parameters, "served_len": self.max_len}
+        return ROPE_TYPES[self.type](powers, theta, parameters)
+
+    def extended(self, max_position_embeddings: int) -> int:
+        """Longest context to which --max-len may extend the model, tokens: with dynamic, the trained one by factor."""
+        if self.type != "dynamic":
+            return max_position_embeddings
+        return int(max_position_embeddings * _read(self.parameters, "factor", float, least=1))
 
     def longest(self, max_position_embeddings: int) -> int:
         """Longest context, tokens. With yarn, some files give the original context as max_position_embeddings."""
@@ -151,6 +164,42 @@ def _yarn_attention_factor(factor: float, parameters: Mapping[str, Any]) -> floa
     return _read(parameters, "attention_factor", float, default)
 
 
+def _dynamic(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+    """Dynamic NTK scaling: beyond the trained context, a larger theta, by the longest context that is served."""
+    factor = _read(parameters, "factor", float, least=1)
+    trained = _read(parameters, "max_position_embeddings", int, least=1)
+    served = max(int(parameters.get("served_len") or 0), trained)
+    size = 2 * len(powers)
+    if size == 2:
+        raise CheckpointError("config.json: the rope type dynamic needs more than 2 rotary dimensions")
+    theta *= (factor * served / trained - (factor - 1)) ** (size / (size - 2))
+    return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
+
+
+def _longrope(powers: torch.Tensor, theta: float, parameters: Mapping[str, Any]) -> tuple[torch.Tensor, float]:
+    """LongRoPE (arXiv:2402.13753): a factor per pair; other factors if longer contexts than the original are served."""
+    original = _read(parameters, "original_max_position_embeddings", int, least=1)
+    longest = _read(parameters, "max_position_embeddings", int, original)
+    served = int(parameters.get("served_len") or longest)
+    factor = _read(parameters, "factor", float, longest / original) if parameters.get("factor") else longest / original
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    attention_factor = default
+    if parameters.get("attention_factor") is not None:
+        attention_factor = _read(parameters, "attention_factor", float)
+    key = "long_factor" if served > original else "short_factor"
+    factors = parameters.get(key)
+    if not (isinstance(factors, list) and len(factors) == len(powers) and all(_is_positive(one) for one in factors)):
+        raise CheckpointError(
+            f"config.json's table of rope parameters needs {key}: a list of {len(powers)} positive numbers, one for"
+            " each pair of rotary dimensions"
+        )
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers), attention_factor
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int | float) and not isinstance(number, bool) and number > 0
+
+
 def _read(parameters: Mapping[str, Any], key: str, kind: type[T], default: T | None = None, *, least: float = 0) -> T:
     return read_key(parameters, key, kind, default, least=least, where="config.json's table of rope parameters")
 
@@ -160,6 +209,8 @@ ROPE_TYPES: Mapping[RopeType, Callable[[torch.Tensor, float, Mapping[str, Any]],
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "dynamic": _dynamic,
+    "longrope": _longrope,
 }
 
 
@@ -190,7 +241,7 @@ class Rotary(RotaryEmbedding):
 
 
 def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Rotate x: [tokens, heads, head_dim]. Dimension i pairs with i + rotary_dim / 2.
+    """Rotate x: [tokens, heads, head_dim]. Dimension i rotates with i + rotary_dim / 2.
 
     Adds the second half times -sin to the first, and the first half times sin to the second.
     """
@@ -200,3 +251,13 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
         return torch.addcmul(x * cos, x.roll(size // 2, -1), sin)
     rotary = x[..., :size]
     return torch.cat((torch.addcmul(rotary * cos, rotary.roll(size // 2, -1), sin), x[..., size:]), dim=-1)
+
+
+def rotate_interleaved(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Rotate x: [tokens, heads, head_dim]. Dimension 2 i rotates with 2 i + 1."""
+    cos, sin = angles
+    size = cos.shape[-1]
+    cos, sin = cos[..., : size // 2], sin[..., size // 2 :]  # of each pair, the sine as it is
+    first, second = x[..., :size:2], x[..., 1:size:2]
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), -1)

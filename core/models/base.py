@@ -30,6 +30,8 @@ class ModelSpec:
     vocab_size: int
     max_len: int
     """Longest context that the model was trained for, tokens."""
+    extended_max_len: int = 0
+    """Longest context that --max-len may ask for, where that exceeds `max_len`, as with dynamic rope scaling."""
     sliding_windows: tuple[int | None, ...]
     """Per layer, tokens; None: full attention."""
     scale: float

@@ -63,11 +63,11 @@ def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
 
 def max_len(config: EngineConfig, model_spec: ModelSpec) -> int:
     """Longest context in tokens. Raises ConfigError for one beyond what the model supports."""
-    wanted = config.model.max_len
-    if wanted > model_spec.max_len:
+    wanted, most = config.model.max_len, max(model_spec.max_len, model_spec.extended_max_len)
+    if wanted > most:
         raise ConfigError(
-            f"model.max_len (--max-len) is {wanted}, but this model was made for {model_spec.max_len} tokens; "
-            f"give at most {model_spec.max_len}, or 0 for all of them"
+            f"model.max_len (--max-len) is {wanted}, but this model was made for {most} tokens; "
+            f"give at most {most}, or 0 for {'all of them' if most == model_spec.max_len else model_spec.max_len}"
         )
     return wanted or model_spec.max_len
 
@@ -118,7 +118,7 @@ def resolve_kv_dtype(
     wanted = config.cache.dtype
     if wanted != AUTO:
         return KV_DTYPES.get(wanted, wanted)
-    if device.capability is not None and not has_float8(device):
+    if device.type == "cuda" and not has_float8(device):
         return dtype
     asked = quant.kv_dtype(checkpoint.get("quantization_config"))
     known = (*DTYPES, FLOAT8)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Parallel as Parallel,
         QuantizedActivation as QuantizedActivation,
         QuantMethod as QuantMethod,
+        StoredIn as StoredIn,
         TensorSpec as TensorSpec,
     )
     from engine.core.quant.float8 import (
@@ -39,6 +40,7 @@ __getattr__, __dir__, __all__ = exports(
         "Parallel",
         "QuantMethod",
         "QuantizedActivation",
+        "StoredIn",
         "TensorSpec",
     ),
     float8=(

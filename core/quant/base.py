@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
 
 API = "2"
-"""Version of this contract. "2": layers say their activation, which was always silu in "1"."""
+"""Version of this contract. "2": layers say their activation, which was always silu in "1"; `QuantMethod.lm_head`."""
 
 Parallel = Literal["none", "column", "row"]
 """How tensor-parallel ranks share a linear layer. column: each rank has some of the outputs. row: each rank has some of
@@ -33,6 +33,18 @@ OptionsT = TypeVar("OptionsT")
 
 
 @frozen(kw_only=True)
+class StoredIn:
+    """Where the checkpoint has a layer, or a tensor, as a part of a larger one."""
+
+    name: str
+    """Of the larger one."""
+    start: int
+    """Its first output that belongs to the part. Of a tensor: first index in the dimension of the outputs."""
+    size: int
+    """Its outputs. Of a tensor: the size of that dimension."""
+
+
+@frozen(kw_only=True)
 class LinearPart:
     """One linear layer of the checkpoint. Parts with the same input are merged into one `LinearSpec`."""
 
@@ -43,6 +55,14 @@ class LinearPart:
     replicas: int = 1
     """Of a column-parallel layer: number of adjacent ranks that hold the same shard. More than 1 where there are fewer
     KV heads than ranks."""
+    stored_in: StoredIn | None = None
+    """The larger layer of the checkpoint that this one is a part of, as queries are of a qkv_proj. The layer reads from
+    there what a kernel asks for by `name`. None: the checkpoint has the layer under `name`."""
+
+    @property
+    def stored_name(self) -> str:
+        """Name of the layer in the checkpoint, which a quantization_config knows."""
+        return self.name if self.stored_in is None else self.stored_in.name
 
 
 @frozen(kw_only=True)
@@ -90,7 +110,7 @@ class TensorSpec:
     """A tensor expected in the checkpoint."""
 
     shape: tuple[int, ...]
-    """Over all ranks. -1: any size. (1,): also accepts a scalar, which is read as one element."""
+    """Over all ranks. -1: any size. (1,): one number, which the checkpoint may store with any number of dimensions."""
     dtypes: tuple[str, ...]
     """Accepted types, by their names in torch ("bfloat16", "float8_e4m3fn", "int32")."""
     shard_dim: int | None = None
@@ -101,6 +121,9 @@ class TensorSpec:
     """Number of adjacent ranks that hold the same shard. The layer sets it from its parts; a kernel leaves it at 1."""
     shard_size: int | None = None
     """Size of a rank's shard along shard_dim; the last ranks' shards may be smaller. None: an even division."""
+    stored_in: StoredIn | None = None
+    """The larger tensor of the checkpoint that this one is a slice of, along shard_dim; all of it without a shard_dim.
+    The layer sets it from its parts; a kernel leaves it at None."""
 
 
 @frozen(kw_only=True)
@@ -133,6 +156,9 @@ class FusedInputQuantization(ABC):
 
     activations: ClassVar[tuple[Activation, ...]] = ("silu",)
     """The `LinearSpec.input_activation`s that `activate_and_quantize` computes; for others it is not called."""
+    reads_float32_norm_weight: ClassVar[bool] = False
+    """Whether `norm_and_quantize` takes a norm_weight in float32 next to x in 16 bits, as norms with an offset have it;
+    if not, it is not called for those norms."""
 
     @abstractmethod
     def supports_rows(self, rows: int) -> bool:
@@ -149,7 +175,8 @@ class FusedInputQuantization(ABC):
     ) -> tuple[QuantizedActivation, torch.Tensor]:
         """RMSNorm of x + residual, quantized; and the sum x + residual, which may overwrite `residual`.
 
-        x, residual: [rows, in_features]; norm_weight: [in_features]; all of one dtype. residual: None counts as zeros.
+        x, residual: [rows, in_features]; norm_weight: [in_features]; all of one dtype, but for
+        `reads_float32_norm_weight`. residual: None counts as zeros.
         weights: as in `LinearKernel.apply`.
         """
 
@@ -273,3 +300,11 @@ class QuantMethod(ABC, Generic[OptionsT]):
     @abstractmethod
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """Make the kernel of one linear layer. None: the layer is not quantized, and core's own kernel computes it."""
+
+    def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
+        """Make the kernel of the output layer, as for a linear layer. None: the output layer is not quantized.
+
+        Called for models whose output layer has a weight of its own. Column-parallel ranks have equal numbers of
+        tokens.
+        """
+        return None

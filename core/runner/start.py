@@ -148,6 +148,7 @@ class RunnerStart:
             group=self._group,
             fused=self._fused,
             owners={point: parts.owner(point) for point in ("quant", "models")},
+            max_len=self._spec.max_len,
         )
         cls = self.checks.model(parts.model, self._model_spec, self._dtype)
         model = cls(self._checkpoint.config, layers, options["models"])

@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 from engine.core.lazy import exports
 
 if TYPE_CHECKING:
-    from engine.core.weights.checkpoint import Checkpoint as Checkpoint, read_json as read_json, read_key as read_key
+    from engine.core.weights.checkpoint import (
+        FILES as FILES,
+        QUANTIZATION_FILES as QUANTIZATION_FILES,
+        Checkpoint as Checkpoint,
+        read_json as read_json,
+        read_key as read_key,
+    )
     from engine.core.weights.loader import (
         INDEX as INDEX,
         PICKLES as PICKLES,
@@ -21,6 +27,8 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     checkpoint=(
         "Checkpoint",
+        "FILES",
+        "QUANTIZATION_FILES",
         "read_json",
         "read_key",
     ),

@@ -15,6 +15,11 @@ from engine.core.weights.generation_config import default_params
 
 T = TypeVar("T", int, float, bool)
 
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files next to config.json in which some programs describe how they have quantized a checkpoint."""
+FILES = "files"
+"""Key of a quantization_config under which the QUANTIZATION_FILES of the checkpoint are found, by name."""
+
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -24,7 +29,7 @@ class Checkpoint:
 
     path: Path
     config: Mapping[str, Any]
-    """config.json."""
+    """config.json. Its quantization_config also holds the checkpoint's QUANTIZATION_FILES, under "files"."""
     generation_config: Mapping[str, Any]
     """generation_config.json; empty without that file."""
 
@@ -41,7 +46,7 @@ class Checkpoint:
         wanted = generation_config != "none" and generation.is_file()
         return cls(
             path=directory,
-            config=read_json(directory / "config.json"),
+            config=_with_quantization_files(read_json(directory / "config.json"), directory),
             generation_config=read_json(generation) if wanted else {},
         )
 
@@ -73,6 +78,15 @@ class Checkpoint:
                 )
             return frozenset(tokens)
         return frozenset()
+
+
+def _with_quantization_files(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """config.json with the QUANTIZATION_FILES of the directory in its quantization_config."""
+    files = {name: read_json(directory / name) for name in QUANTIZATION_FILES if (directory / name).is_file()}
+    stored = config.get("quantization_config") or {}
+    if not files or not isinstance(stored, Mapping):
+        return config
+    return {**config, "quantization_config": {**stored, FILES: files}}
 
 
 def model_directory(path: str | Path) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.core.layers.factory import LayerFactory
+from engine.core.layers.layer_factory import LayerFactory
 from engine.core.plugin_host.faults import blame
 from engine.core.quant.base import TensorSpec
 from engine.core.weights.checkpoint import Checkpoint, read_json
@@ -26,6 +26,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
+ONE = (1,)
+"""Shape of a TensorSpec of one number, which a checkpoint may store with any number of dimensions."""
 READ_AHEAD_BYTES = 512 << 20
 """Bytes of tensors (512 MiB) that are read ahead of the layer being filled. A larger layer is read alone."""
 Progress = Callable[[int, int], None]
@@ -34,6 +36,12 @@ Progress = Callable[[int, int], None]
 
 class WeightSource(ABC):
     """Source of a model's tensors."""
+
+    def rename(self, former: Mapping[str, str]) -> None:  # noqa: B027  (a default)
+        """Let tensors be found whose names begin with a former prefix (`former`: prefix -> former prefix).
+
+        Called before `check`. This default is for sources that have every name.
+        """
 
     @abstractmethod
     def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
@@ -65,6 +73,7 @@ def load_weights(
     """
     with blame(layers.model_owner, "tensors() of a layer"):
         wanted = {name: spec for layer in layers.layers for name, spec in layer.tensors().items()}
+    source.rename(layers.former_prefixes)
     sizes = {
         name: _rank_bytes(name, wanted[name], size, layers.rank, layers.ranks)
         for name, size in source.check(wanted, layers.ignored).items()
@@ -133,30 +142,46 @@ class SafetensorsSource(WeightSource):
         """Open the files and read their headers. Raises CheckpointError if a file is missing or damaged."""
         self._directory = checkpoint.path
         self._file_of = self._locate()
+        self._stored_as: dict[str, str] = {}
+        """Tensor -> its name in the file, where that has a former prefix."""
         self._files = {name: TensorFile(checkpoint.path / name) for name in sorted(set(self._file_of.values()))}
         for tensor, name in self._file_of.items():
             if tensor not in self._files[name].tensors:
                 raise CheckpointError(f"{INDEX} says that {name} holds {tensor}, but it does not; fetch both again")
 
+    def rename(self, former: Mapping[str, str]) -> None:
+        """As WeightSource.rename, for prefixes that no tensor has."""
+        for prefix, old in former.items():
+            names = [name for name in self._file_of if name.startswith(old)]
+            if any(name.startswith(prefix) for name in self._file_of):
+                continue
+            for name in names:
+                renamed = prefix + name.removeprefix(old)
+                self._file_of[renamed], self._stored_as[renamed] = self._file_of.pop(name), name
+
     def check(self, specs: Mapping[str, TensorSpec], ignored: Sequence[str]) -> Mapping[str, int]:
         """Check names, shapes and dtypes against the files' headers."""
-        missing = [name for name, spec in specs.items() if not spec.optional and name not in self._file_of]
+        stored = {name: _stored_name(name, spec) for name, spec in specs.items()}
+        missing = sorted(
+            {stored[name] for name, spec in specs.items() if not spec.optional and stored[name] not in self._file_of}
+        )
         if missing:
             raise CheckpointError(
                 f"{self._directory} lacks {len(missing)} tensor(s) that the model needs: {_listed(missing)};"
                 f" it has {len(self._file_of)} in {_listed(sorted(self._files))}"
             )
+        wanted = set(stored.values())
         left_over = [
             name
             for name in self._file_of
-            if name not in specs and not any(fnmatchcase(name, pattern) for pattern in ignored)
+            if name not in wanted and not any(fnmatchcase(name, pattern) for pattern in ignored)
         ]
         if left_over:
             raise CheckpointError(
                 f"{self._directory} has {len(left_over)} tensor(s) that the model does not know: {_listed(left_over)};"
                 " config.json or the architecture may not be those of these weights"
             )
-        return {name: self._check(name, spec) for name, spec in specs.items() if name in self._file_of}
+        return {name: self._check(stored[name], spec) for name, spec in specs.items() if stored[name] in self._file_of}
 
     def check_tied(self, tied: Mapping[str, str]) -> None:
         """Compares the stored bytes."""
@@ -164,7 +189,7 @@ class SafetensorsSource(WeightSource):
             if name not in self._file_of or used not in self._file_of:
                 continue
             file, other = self._files[self._file_of[name]], self._files[self._file_of[used]]
-            if not file.holds_equal(name, other, used):
+            if not file.holds_equal(self._in_file(name), other, self._in_file(used)):
                 raise CheckpointError(
                     f"config.json has tie_word_embeddings: true, but {name} and {used} in {self._directory} differ; set"
                     f" tie_word_embeddings to false to compute with both, or remove {name} from the checkpoint"
@@ -175,17 +200,24 @@ class SafetensorsSource(WeightSource):
     ) -> tuple[torch.Tensor, Iterable[ReadTask]]:
         # On a CPU, too, tensors are copied into new memory: those in a mapped file are not aligned, and would change
         # when the file is written to.
+        name = _stored_name(name, spec)
         file = self._files[self._file_of[name]]
-        stored = file.tensors[name]
-        shape, dim, index = list(stored.shape or spec.shape), 0, 0
+        stored = file.tensors[self._in_file(name)]
+        shape, dim, index = list(spec.shape if spec.shape == ONE else stored.shape), 0, 0
         if spec.shard_dim is not None:
             dim = spec.shard_dim
-            part = _shard_range(name, spec, shape[dim], rank, ranks)
-            shape[dim], index = len(part), part.start
+            size, start = shape[dim], 0
+            if spec.stored_in is not None:
+                size, start = spec.shape[dim], spec.stored_in.start
+            part = _shard_range(name, spec, size, rank, ranks)
+            shape[dim], index = len(part), start + part.start
         dtype = _torch_type(stored.dtype)
         on_cpu = torch.device(device).type == "cpu"
         tensor = host_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
-        return tensor, file.read_tasks(name, dim, index, tensor)
+        return tensor, file.read_tasks(self._in_file(name), dim, index, tensor)
+
+    def _in_file(self, name: str) -> str:
+        return self._stored_as.get(name, name)
 
     def _locate(self) -> dict[str, str]:
         """Tensor -> file. Raises CheckpointError where one file and an index of others are two sets of weights."""
@@ -228,18 +260,18 @@ class SafetensorsSource(WeightSource):
         return file_of
 
     def _check(self, name: str, spec: TensorSpec) -> int:
-        stored = self._files[self._file_of[name]].tensors[name]
+        stored = self._files[self._file_of[name]].tensors[self._in_file(name)]
         shape, dtype = stored.shape, stored.dtype
+        expected = _stored_shape(spec)
         where = f"tensor {name} in {self._directory / self._file_of[name]}"
-        fits = (not shape and spec.shape == (1,)) or (
-            len(shape) == len(spec.shape)
-            and all(want in (-1, size) for want, size in zip(spec.shape, shape, strict=True))
+        fits = (math.prod(shape) == 1 and expected == ONE) or (
+            len(shape) == len(expected) and all(want in (-1, size) for want, size in zip(expected, shape, strict=True))
         )
         if not fits:
-            raise CheckpointError(f"{where} has shape {list(shape)}; the model expects {list(spec.shape)}")
+            raise CheckpointError(f"{where} has shape {list(shape)}; the model expects {list(expected)}")
         if dtype not in spec.dtypes:
             raise CheckpointError(f"{where} is of type {dtype}; the model expects {' or '.join(spec.dtypes)}")
-        return _nbytes(shape, dtype)
+        return _nbytes(shape if spec.stored_in is None else spec.shape, dtype)
 
 
 class DummySource(WeightSource):
@@ -269,6 +301,20 @@ class DummySource(WeightSource):
         dtype = _torch_type(spec.dtypes[0])
         generator = torch.Generator(device).manual_seed(_seed_of(f"{self._seed} {shard} {name}"))
         return _random_tensor(name, shape, dtype, generator, device), ()
+
+
+def _stored_name(name: str, spec: TensorSpec) -> str:
+    """The name of the tensor that has this one in the checkpoint."""
+    return name if spec.stored_in is None else spec.stored_in.name
+
+
+def _stored_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """The shape of the tensor that has this one in the checkpoint."""
+    if spec.stored_in is None or spec.shard_dim is None:
+        return spec.shape
+    shape = list(spec.shape)
+    shape[spec.shard_dim] = spec.stored_in.size
+    return tuple(shape)
 
 
 def _random_tensor(

@@ -1,4 +1,5 @@
-"""Quantizes activations per row to float8 or int8, for the W8A8 GEMM: values and a scale per row, in one kernel."""
+"""Quantizes activations to float8 or int8, for the W8A8 GEMM: values, and a scale per row or per block of 128 inputs of
+a row, in one kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 import triton.language as tl
+from attrs import frozen
 
 from engine.ops.common.launch import dependent_launch, release, wait
 from engine.ops.common.limits import max_quantized
@@ -27,6 +29,33 @@ MAX_WARPS = 16
 MIN_MAX_ABS = tl.constexpr(1e-30)
 HALF = tl.constexpr(BLOCK // 2)
 """Half a block. A W8Layout stores inputs i and i + HALF of a block next to each other."""
+ROW_MULTIPLE = 4
+"""Scales of blocks have room for a multiple of this many rows, as cuBLAS needs."""
+
+
+@frozen(kw_only=True)
+class Scaling:
+    """What shares a scale that is computed from the activations, and how."""
+
+    per_block: bool = False
+    """Whether each block of 128 inputs of a row has a scale of its own. False: each row has."""
+    powers_of_two: bool = False
+    """Whether scales are rounded up to powers of two."""
+    max_activation: float = 0.0
+    """Numbers beyond +-max_activation are clamped to it. 0: none are."""
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """Constexprs of the kernels."""
+        return {"PER_BLOCK": self.per_block, "POWERS": self.powers_of_two, "MAX": self.max_activation}
+
+    def __str__(self) -> str:
+        shared = "a scale per 128 inputs" if self.per_block else "a scale per row"
+        bound = f", clamped to {self.max_activation:g}" if self.max_activation else ""
+        return f"{shared}{', a power of two' if self.powers_of_two else ''}{bound}"
+
+
+PER_ROW = Scaling()
 
 
 @triton.jit
@@ -36,10 +65,24 @@ def abs_or_inf(values):
 
 
 @triton.jit
-def row_scale(max_abs, LIMIT: tl.constexpr):
-    """The scale that maps a row's max_abs to LIMIT. 1 for rows of (nearly) zeros, whose scale has no inverse in
-    float32."""
-    return tl.where(max_abs > MIN_MAX_ABS, tl.div_rn(max_abs, tl.full([], LIMIT, tl.float32)), 1.0)
+def row_scale(max_abs, LIMIT: tl.constexpr, POWERS: tl.constexpr):
+    """The scale that maps max_abs of a row or block to LIMIT, with POWERS rounded up to a power of two.
+
+    1 for (nearly) zeros, whose scale has no inverse in float32.
+    """
+    scale = tl.where(max_abs > MIN_MAX_ABS, tl.div_rn(max_abs, tl.full([], LIMIT, tl.float32)), 1.0)
+    if POWERS:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def clamped(values, MAX: tl.constexpr):
+    """Values clamped to +-MAX, unless that is 0. NaN stays NaN."""
+    if MAX > 0:
+        values = tl.where(values > MAX, MAX, tl.where(values < -MAX, -MAX, values))
+    return values
 
 
 @triton.jit
@@ -78,22 +121,33 @@ def store_row(
     right,
     static_scale,
     inputs,
+    scale_stride,
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
     BLOCKS: tl.constexpr,
     STATIC_SCALE: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    POWERS: tl.constexpr,
+    MAX: tl.constexpr,
 ):
     """Quantize and store a row in the order of a W8Layout.
 
     left, right: the halves of the row's blocks, [BLOCKS, HALF] float32 each, 0 beyond its inputs. static_scale: the
-    row's scale if STATIC_SCALE, else unused and the scale is computed from the row's maximum.
+    row's scale if STATIC_SCALE, else unused and scales are computed from maxima. scale_stride: between the scales of a
+    row's blocks, if PER_BLOCK. The rest: see `Scaling`.
     """
+    left = clamped(left, MAX)
+    right = clamped(right, MAX)
     larger = tl.maximum(tl.abs(left), tl.abs(right), propagate_nan=tl.PropagateNan.ALL)
-    max_abs = tl.max(tl.max(abs_or_inf(larger), axis=1), axis=0)
+    max_abs = tl.max(abs_or_inf(larger), axis=1)
+    if not PER_BLOCK:
+        max_abs = tl.max(max_abs, axis=0)
     scale = static_scale
     if not STATIC_SCALE:
-        scale = row_scale(max_abs, LIMIT)
+        scale = row_scale(max_abs, LIMIT, POWERS)
     inverse = inverse_scale(scale)
+    if PER_BLOCK:
+        inverse = inverse[:, None]
     pairs = tl.join(
         to_quantized(left, inverse, LIMIT, INT8, STATIC_SCALE), to_quantized(right, inverse, LIMIT, INT8, STATIC_SCALE)
     )
@@ -102,26 +156,33 @@ def store_row(
     place = block[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
     stored = tl.reshape(pairs, [BLOCKS, 2 * HALF]).to(quantized.dtype.element_ty)
     tl.store(quantized + row * count * (2 * HALF) + place, stored, mask=(block < count)[:, None])
-    tl.store(scales + row, scale_or_nan(scale, max_abs))
+    if PER_BLOCK:
+        tl.store(scales + block * scale_stride + row, scale_or_nan(scale, max_abs), mask=block < count)
+    else:
+        tl.store(scales + row, scale_or_nan(scale, max_abs))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _quantize_kernel(
     quantized,
     scales,
     x,
     static_scale,
     inputs,
+    scale_stride,
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
     BLOCKS: tl.constexpr,
     STATIC_SCALE: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    POWERS: tl.constexpr,
+    MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Quantize x by rows. A program computes a row, as [BLOCKS, 128]. Grid: (rows,).
 
-    quantized: [rows, inputs padded to 128], float8 or int8; scales: [rows] float32; x: [rows, inputs]. STATIC_SCALE:
-    all rows use the scale at `static_scale`, [1] float32.
+    quantized: [rows, inputs padded to 128], float8 or int8; scales: [rows] float32, with PER_BLOCK [blocks,
+    scale_stride]; x: [rows, inputs]. STATIC_SCALE: all rows use the scale at `static_scale`, [1] float32.
     """
     release(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -134,19 +195,37 @@ def _quantize_kernel(
     here = x + row * inputs
     left = tl.load(here + left_column, mask=left_column < inputs, other=0.0).to(tl.float32)
     right = tl.load(here + right_column, mask=right_column < inputs, other=0.0).to(tl.float32)
-    store_row(quantized, scales, row, left, right, scale, inputs, LIMIT, INT8, BLOCKS, STATIC_SCALE)
+    store_row(
+        quantized,
+        scales,
+        row,
+        left,
+        right,
+        scale,
+        inputs,
+        scale_stride,
+        LIMIT,
+        INT8,
+        BLOCKS,
+        STATIC_SCALE,
+        PER_BLOCK,
+        POWERS,
+        MAX,
+    )
 
 
 def quantize_rows(
-    x: torch.Tensor, dtype: torch.dtype, *, scale: torch.Tensor | None = None
+    x: torch.Tensor, dtype: torch.dtype, *, scale: torch.Tensor | None = None, scaling: Scaling = PER_ROW
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize activations: x [rows, inputs], contiguous -> values of `dtype` and scales, [rows] float32.
+    """Quantize activations: x [rows, inputs], contiguous -> values of `dtype` and scales, float32.
 
-    Values are [rows, inputs padded with zeros to a multiple of 128], in the order of a W8Layout. scale: [1] float32,
-    the static scale of all rows; values beyond the dtype's range are clamped. None: a row's largest number maps to the
-    dtype's largest value. A row with a NaN or infinity gets a scale of NaN, and unspecified values.
+    Values are [rows, inputs padded with zeros to a multiple of 128], in the order of a W8Layout. Scales are [rows], or
+    with scaling.per_block [blocks, rows rounded up to ROW_MULTIPLE], and then values have memory for as many rows, too.
+    scale: [1] float32, the static scale of all rows; values beyond the dtype's range are clamped. None: the largest
+    number of a row or block maps to the dtype's largest value. A row or block with a NaN or infinity gets a scale of
+    NaN, and unspecified values.
     """
-    return launch_by_rows(_quantize_kernel, x, x.shape[1], dtype, scale)
+    return launch_by_rows(_quantize_kernel, x, x.shape[1], dtype, scale, scaling)
 
 
 def launch_by_rows(
@@ -155,6 +234,7 @@ def launch_by_rows(
     inputs: int,
     dtype: torch.dtype,
     scale: torch.Tensor | None,
+    scaling: Scaling,
     **constants: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch a kernel with the arguments of `_quantize_kernel`: one program per row of x. Returns values and scales.
@@ -162,7 +242,7 @@ def launch_by_rows(
     inputs: quantized numbers per row. constants: more constexprs of the kernel.
     """
     rows = x.shape[0]
-    quantized, scales = empty_quantized(rows, inputs, dtype, x.device)
+    quantized, scales = empty_quantized(rows, inputs, dtype, x.device, per_block=scaling.per_block)
     if rows:
         kernel[(rows,)](
             quantized,
@@ -170,10 +250,12 @@ def launch_by_rows(
             x,
             scales if scale is None else scale,
             inputs,
+            scales.shape[-1],
             LIMIT=max_quantized(dtype),
             INT8=dtype == torch.int8,
             BLOCKS=triton.next_power_of_2(quantized.shape[1] // BLOCK),
             STATIC_SCALE=scale is not None,
+            **scaling.constants,
             num_warps=row_warps(rows, inputs),
             **constants,
             **dependent_launch(x.device),
@@ -188,9 +270,13 @@ def row_warps(rows: int, inputs: int) -> int:
 
 
 def empty_quantized(
-    rows: int, inputs: int, dtype: torch.dtype, device: torch.device
+    rows: int, inputs: int, dtype: torch.dtype, device: torch.device, *, per_block: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate values and scales for a number of rows."""
-    padded = -(-inputs // BLOCK) * BLOCK
-    quantized = torch.empty((rows, padded), dtype=dtype, device=device)
-    return quantized, torch.empty((rows,), dtype=torch.float32, device=device)
+    """Allocate values and scales for a number of rows, in the shapes that quantize_rows describes."""
+    blocks = -(-inputs // BLOCK)
+    if not per_block:
+        quantized = torch.empty((rows, blocks * BLOCK), dtype=dtype, device=device)
+        return quantized, torch.empty((rows,), dtype=torch.float32, device=device)
+    padded = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    quantized = torch.empty((padded, blocks * BLOCK), dtype=dtype, device=device)[:rows]
+    return quantized, torch.empty((blocks, padded), dtype=torch.float32, device=device)

@@ -95,6 +95,8 @@ def _rotate_and_write_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     FLOAT8_MAX: tl.constexpr,
     PDL: tl.constexpr,
@@ -107,24 +109,28 @@ def _rotate_and_write_kernel(
     is_key = (head >= HEADS)[:, None] & rotated
     is_value = (head >= HEADS + KV_HEADS)[:, None] & (head < HEADS + 2 * KV_HEADS)[:, None]
 
-    # A head has three parts: two halves that rotate against each other, and the dimensions that do not rotate.
+    # A head has three parts: two halves that rotate against each other, and the dimensions that do not rotate. With
+    # INTERLEAVED the halves are the even and the odd dimensions.
     pair = tl.arange(0, BLOCK_HALF)[None, :]
+    first_dim = pair * 2 if INTERLEAVED else pair
+    second_dim = first_dim + (1 if INTERLEAVED else HALF)
     rest = tl.arange(0, BLOCK_REST)[None, :]
     start = head[:, None] * DIM
     in_pair = (pair < HALF) & (head < HEADS + 2 * KV_HEADS)[:, None]
     in_rest = (rest < DIM - 2 * HALF) & (head < HEADS + 2 * KV_HEADS)[:, None]
     if HAS_NORM:  # weights have the layout of the query and key heads
-        first_weight = tl.load(weight + start + pair, mask=in_pair & rotated, other=0.0).to(tl.float32)
-        second_weight = tl.load(weight + start + HALF + pair, mask=in_pair & rotated, other=0.0).to(tl.float32)
+        first_weight = tl.load(weight + start + first_dim, mask=in_pair & rotated, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight + start + second_dim, mask=in_pair & rotated, other=0.0).to(tl.float32)
     wait(PDL)
 
     row = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + start
     slot = tl.load(slots + token)
-    angle = token * HALF + pair
-    c = tl.load(cos + angle, mask=pair < HALF, other=0.0)
-    s = tl.load(sin + angle, mask=pair < HALF, other=0.0)
-    first_as_is = tl.load(row + pair, mask=in_pair, other=0.0)
-    second_as_is = tl.load(row + HALF + pair, mask=in_pair, other=0.0)
+    if ROTATED:
+        angle = token * HALF + pair
+        c = tl.load(cos + angle, mask=pair < HALF, other=0.0)
+        s = tl.load(sin + angle, mask=pair < HALF, other=0.0)
+    first_as_is = tl.load(row + first_dim, mask=in_pair, other=0.0)
+    second_as_is = tl.load(row + second_dim, mask=in_pair, other=0.0)
     first = first_as_is.to(tl.float32)
     second = second_as_is.to(tl.float32)
     if DIM > 2 * HALF:
@@ -140,20 +146,24 @@ def _rotate_and_write_kernel(
         if DIM > 2 * HALF:
             rest_weight = tl.load(weight + start + 2 * HALF + rest, mask=in_rest & rotated, other=0.0).to(tl.float32)
             third = third * scale * rest_weight
-    new_first = tl.where(rotated, first * c - second * s, first_as_is.to(tl.float32))
-    new_second = tl.where(rotated, second * c + first * s, second_as_is.to(tl.float32))
+    if ROTATED:
+        turned_first = first * c - second * s
+        second = second * c + first * s
+        first = turned_first
+    new_first = tl.where(rotated, first, first_as_is.to(tl.float32))
+    new_second = tl.where(rotated, second, second_as_is.to(tl.float32))
 
-    tl.store(row + pair, new_first.to(qkv.dtype.element_ty), mask=in_pair & rotated)
-    tl.store(row + HALF + pair, new_second.to(qkv.dtype.element_ty), mask=in_pair & rotated)
+    tl.store(row + first_dim, new_first.to(qkv.dtype.element_ty), mask=in_pair & rotated)
+    tl.store(row + second_dim, new_second.to(qkv.dtype.element_ty), mask=in_pair & rotated)
     scale_of = tl.where(is_value, value_scale, key_scale)
     new_first = _quantize(new_first, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
     new_second = _quantize(new_second, scale_of, FLOAT8_MAX).to(keys.dtype.element_ty)
     key_row = keys + slot * (KV_HEADS * DIM) + (start - HEADS * DIM)
     value_row = values + slot * (KV_HEADS * DIM) + (start - (HEADS + KV_HEADS) * DIM)
-    tl.store(key_row + pair, new_first, mask=in_pair & is_key)
-    tl.store(key_row + HALF + pair, new_second, mask=in_pair & is_key)
-    tl.store(value_row + pair, new_first, mask=in_pair & is_value)
-    tl.store(value_row + HALF + pair, new_second, mask=in_pair & is_value)
+    tl.store(key_row + first_dim, new_first, mask=in_pair & is_key)
+    tl.store(key_row + second_dim, new_second, mask=in_pair & is_key)
+    tl.store(value_row + first_dim, new_first, mask=in_pair & is_value)
+    tl.store(value_row + second_dim, new_second, mask=in_pair & is_value)
     if DIM > 2 * HALF:
         third = tl.where(rotated, third, rest_as_is.to(tl.float32))
         if HAS_NORM:
@@ -177,35 +187,37 @@ def rotate_and_write(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     num_heads: int,
     weight: torch.Tensor | None = None,
     eps: float = 0.0,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    *,
+    interleaved: bool = False,
 ) -> None:
     """Rotate queries and keys in place in `qkv`, after their norm if `weight` is given; cache keys and values.
 
     qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], dense; keys, values: [blocks, block_size, kv_heads, head_dim];
-    slots: [tokens] int64, block * block_size + offset; cos, sin: [tokens, rotary_dim / 2] float32, dense;
-    weight: [num_heads + kv_heads, head_dim]. Dimension i rotates with dimension i + rotary_dim / 2. The cache may have
-    another type; a float8 cache stores keys / key_scale and values / value_scale. All arithmetic is float32, and each
-    number is rounded once.
+    slots: [tokens] int64, block * block_size + offset; cos, sin: [tokens, rotary_dim / 2] float32, dense, or None for
+    no rotation; weight: [num_heads + kv_heads, head_dim], of any dtype. Dimension i rotates with dimension
+    i + rotary_dim / 2; interleaved: dimension 2 i with dimension 2 i + 1. The cache may have another type; a float8
+    cache stores keys / key_scale and values / value_scale. All arithmetic is float32, and each number is rounded once.
     """
     tokens = qkv.shape[0]
     if tokens == 0:
         return
     kv_heads, dim = keys.shape[-2:]
-    half = cos.shape[1]
+    half = dim // 2 if cos is None else cos.shape[1]
     heads, block_half, block_rest = _tile(num_heads + 2 * kv_heads, dim, half)
     _rotate_and_write_kernel[(tokens, -(-(num_heads + 2 * kv_heads) // heads))](
         qkv,
         keys,
         values,
         slots,
-        cos,
-        sin,
+        qkv if cos is None else cos,
+        qkv if sin is None else sin,
         qkv if weight is None else weight,
         eps,
         key_scale,
@@ -217,6 +229,8 @@ def rotate_and_write(
         BLOCK_HEADS=heads,
         BLOCK_HALF=block_half,
         BLOCK_REST=block_rest,
+        ROTATED=cos is not None,
+        INTERLEAVED=interleaved,
         HAS_NORM=weight is not None,
         FLOAT8_MAX=FLOAT8_MAX if keys.dtype == torch.float8_e4m3fn else 0.0,
         num_warps=2,

@@ -39,19 +39,31 @@ def release(PDL: tl.constexpr):
 
 
 @cache
+def has_capability(device: torch.device, minimum: tuple[int, int]) -> bool:
+    """Whether a device is a CUDA GPU of at least this compute capability.
+
+    False for a ROCm GPU, which torch calls "cuda" too: its numbers are those of another architecture (9.4 of a MI300).
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= minimum
+
+
+def has_tma(device: torch.device) -> bool:
+    """Whether tensor descriptors are loaded by TMA. True for a CPU, where the interpreter runs the kernels."""
+    return device.type == "cpu" or has_capability(device, (9, 0))
+
+
+@cache
 def dependent_launch(device: torch.device) -> Mapping[str, bool]:
     """Keyword arguments for a kernel with a `PDL` flag; on where the device supports dependent launch."""
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if has_capability(device, (9, 0)) else {"PDL": False}
 
 
 @cache
 def has_wgmma(device: torch.device) -> bool:
     """Whether a GPU has wgmma, Hopper's matrix instruction, which older and newer GPUs lack."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return has_capability(device, (9, 0)) and not has_capability(device, (10, 0))
 
 
 @cache

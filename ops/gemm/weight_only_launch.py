@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from engine.ops.activation.act_and_mul import act_and_mul
-from engine.ops.common.launch import dependent_launch, num_sms, shared_memory
+from engine.ops.common.launch import dependent_launch, has_capability, num_sms, shared_memory
 from engine.ops.gemm import skinny, weight_only, weight_only_vector
 from engine.ops.gemm.packed_layout import PackedMatrix
 from engine.ops.gemm.skinny_launch import Workspace, gated_epilogue
@@ -219,9 +219,7 @@ class WeightOnlyMatmul:
 
     def _supports_ptx(self) -> bool:
         """Whether the kernels' PTX runs on this device: fma.bf16x2 needs compute capability 8.0."""
-        if self.device.type != "cuda" or torch.version.hip is not None:
-            return False
-        return torch.cuda.get_device_capability(self.device) >= (8, 0)
+        return has_capability(self.device, (8, 0))
 
 
 def _outputs(matrix: PackedMatrix, gated: bool) -> int:

@@ -8,7 +8,10 @@ import triton.language as tl
 
 from engine.ops.activation.quantize_rows import (
     HALF,
+    PER_ROW,
+    Scaling,
     abs_or_inf,
+    clamped,
     empty_quantized,
     inverse_scale,
     row_scale,
@@ -20,7 +23,7 @@ from engine.ops.common.limits import max_quantized
 from engine.ops.norm.rms_norm import add_norm, norm_tile
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
 def _norm_quantize_kernel(
     codes,
     scales,
@@ -29,6 +32,7 @@ def _norm_quantize_kernel(
     weight,
     given,
     rows,
+    scale_stride,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -37,6 +41,9 @@ def _norm_quantize_kernel(
     LIMIT: tl.constexpr,
     INT8: tl.constexpr,
     STATIC_SCALE: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    POWERS: tl.constexpr,
+    MAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     release(PDL)
@@ -51,11 +58,18 @@ def _norm_quantize_kernel(
     wait(PDL)
     normed = add_norm(x, residual, place, mask, factor, eps, SIZE, HAS_RESIDUAL)
     # Rounded as if the norm had been stored, so that quantized values equal those of two separate kernels.
-    values = normed.to(x.dtype.element_ty).to(tl.float32)
-    peak = tl.max(abs_or_inf(values), axis=1)
-    if not STATIC_SCALE:
-        scale = row_scale(peak, LIMIT)
-    found = to_quantized(values, inverse_scale(scale)[:, None], LIMIT, INT8, STATIC_SCALE).to(codes.dtype.element_ty)
+    values = clamped(normed.to(x.dtype.element_ty).to(tl.float32), MAX)
+    if PER_BLOCK:
+        blocks = tl.reshape(values, [ROWS, BLOCK // (2 * HALF), 2 * HALF])
+        peak = tl.max(abs_or_inf(blocks), axis=2)
+        scale = row_scale(peak, LIMIT, POWERS)
+        quantized = to_quantized(blocks, inverse_scale(scale)[:, :, None], LIMIT, INT8, STATIC_SCALE)
+    else:
+        peak = tl.max(abs_or_inf(values), axis=1)
+        if not STATIC_SCALE:
+            scale = row_scale(peak, LIMIT, POWERS)
+        quantized = to_quantized(values, inverse_scale(scale)[:, None], LIMIT, INT8, STATIC_SCALE)
+    found = quantized.to(codes.dtype.element_ty)
     # Stored in another shape than loaded, so that the compiler does not lay out the row for this store: the order of
     # summation must stay that of add_rms_norm.
     halves = tl.reshape(found, [ROWS, BLOCK // (2 * HALF), 2, HALF])
@@ -65,7 +79,10 @@ def _norm_quantize_kernel(
     target = (row.to(tl.int64)[:, None] * count + block[None, :])[:, :, None] * (2 * HALF)
     present = (row < rows)[:, None] & (block < count)[None, :]
     tl.store(codes + target + tl.arange(0, 2 * HALF)[None, None, :], pairs, mask=present[:, :, None])
-    tl.store(scales + row, scale_or_nan(scale, peak), mask=row < rows)
+    if PER_BLOCK:
+        tl.store(scales + block[None, :] * scale_stride + row[:, None], scale_or_nan(scale, peak), mask=present)
+    else:
+        tl.store(scales + row, scale_or_nan(scale, peak), mask=row < rows)
 
 
 def add_rms_norm_quantize(
@@ -76,17 +93,18 @@ def add_rms_norm_quantize(
     dtype: torch.dtype,
     *,
     scale: torch.Tensor | None = None,
+    scaling: Scaling = PER_ROW,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantized values and scales of add_rms_norm's result, as quantize_rows computes them, and the sum x + residual.
 
     x, residual: [rows, size] of one 16-bit dtype; weight: [size]. The sum overwrites `residual`; without one it is x
-    itself. dtype, scale: as in quantize_rows.
+    itself. dtype, scale, scaling: as in quantize_rows.
     """
     if not x.is_contiguous():
         x = x.contiguous()
     rows, size = x.shape
     total = x if residual is None else residual if residual.is_contiguous() else residual.contiguous()
-    codes, scales = empty_quantized(rows, size, dtype, x.device)
+    codes, scales = empty_quantized(rows, size, dtype, x.device, per_block=scaling.per_block)
     if rows:
         block, per_program, warps = norm_tile(size, rows)
         _norm_quantize_kernel[(-(-rows // per_program),)](
@@ -97,6 +115,7 @@ def add_rms_norm_quantize(
             weight,
             scales if scale is None else scale,
             rows,
+            scales.shape[-1],
             eps,
             SIZE=size,
             BLOCK=block,
@@ -105,6 +124,7 @@ def add_rms_norm_quantize(
             LIMIT=max_quantized(dtype),
             INT8=dtype == torch.int8,
             STATIC_SCALE=scale is not None,
+            **scaling.constants,
             num_warps=warps,
             **dependent_launch(x.device),
         )

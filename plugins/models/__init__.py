@@ -2,23 +2,26 @@
 
 from engine.core.hooks import Register, hookimpl, lazy
 
+CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Granite", "SmolLM3", "Glm4")
+"""Classes of language models, each in a module of its name."""
+TEXT_TOWERS = (
+    ("gemma3-multimodal", "Gemma3Text", "Gemma3ForConditionalGeneration"),
+    ("mistral3", "Mistral3Text", "Mistral3ForConditionalGeneration"),
+    ("qwen3-vl", "Qwen3VLText", "Qwen3VLForConditionalGeneration"),
+)
+"""Name, class and architecture of checkpoints whose language model is loaded alone."""
+
 
 @hookimpl
 def register_models(register: Register) -> None:
     """Register the built-in models."""
-    for name, module, cls in (
-        ("llama", "llama", "Llama"),
-        ("mistral", "mistral", "Mistral"),
-        ("qwen2", "qwen2", "Qwen2"),
-        ("qwen3", "qwen3", "Qwen3"),
-    ):
-        register(
-            name,
-            lazy(f"engine.plugins.models.{module}:{cls}"),
-            api="2",
-            summary=f"native: {cls}ForCausalLM checkpoints",
-            preference=10,
-        )
+    for cls in CAUSAL:
+        name = cls.lower()
+        loader = lazy(f"engine.plugins.models.{name}:{cls}")
+        register(name, loader, api="2", summary=f"native: {cls}ForCausalLM checkpoints", preference=10)
+    for name, cls, architecture in TEXT_TOWERS:
+        loader = lazy(f"engine.plugins.models.text_tower:{cls}")
+        register(name, loader, api="2", summary=f"native: {architecture} checkpoints, text only", preference=10)
     register(
         "transformers",
         lazy("engine.plugins.models.transformers:Transformers"),

@@ -13,6 +13,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from engine.core.layers import refuses_rope
+from engine.plugins.models.decoder_config import LAYER_TYPES, rope_config
 
 CORE = frozenset({"architectures", "dtype", "eos_token_id", "model_type", "quantization_config", "torch_dtype"})
 """Read by core, for any architecture."""
@@ -113,6 +114,10 @@ WITHOUT_EFFECT = frozenset(
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "longrope": frozenset(
+        {"attention_factor", "factor", "long_factor", "original_max_position_embeddings", "short_factor"}
+    ),
     "llama3": frozenset({"factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset(
         {
@@ -145,10 +150,25 @@ class ConfigKeys:
     neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
     """Keys that the architecture accepts with these values only."""
     without_effect: frozenset[str] = WITHOUT_EFFECT
+    ropes_by_type: bool = False
+    """Whether rope parameters are tables by kind of layer."""
 
-    def reading(self, *keys: str) -> ConfigKeys:
-        """This table, and more keys that are read."""
-        return evolve(self, read=self.read.union(keys))
+    def reading(self, *keys: str, nullable: Sequence[str] = ()) -> ConfigKeys:
+        """This table, and more keys that are read. nullable: those of them that may be null."""
+        neutral = {key: values for key, values in self.neutral.items() if key not in keys}
+        return evolve(self, read=self.read.union(keys), nullable=self.nullable.union(nullable), neutral=neutral)
+
+    def accepting(self, **values: tuple[Any, ...]) -> ConfigKeys:
+        """This table, and more keys that are accepted with these values only."""
+        return evolve(self, neutral={**self.neutral, **values})
+
+    def ignoring(self, *keys: str) -> ConfigKeys:
+        """This table, and more keys that do not change logits."""
+        return evolve(self, read=self.read.difference(keys), without_effect=self.without_effect.union(keys))
+
+    def with_ropes_by_type(self) -> ConfigKeys:
+        """This table, for rope parameters by kind of layer."""
+        return evolve(self, ropes_by_type=True)
 
     @property
     def known(self) -> frozenset[str]:
@@ -163,18 +183,56 @@ class ConfigKeys:
         for key in sorted(self.read - self.nullable):
             if key in config and config[key] is None:
                 return f"config.json has {key}: null, which says nothing; give a value, or leave the key out"
-        return refuses_rope(config) or _refuses_rope_table(config)
+        if self.ropes_by_type:
+            return self._refuses_ropes_by_type(config)
+        return refuses_rope(config) or self._refuses_rope_table(config)
 
     def unknown(self, config: Mapping[str, Any]) -> Sequence[str]:
         """Keys of a config.json that nothing is computed with, sorted; those of its rope parameters too."""
         found = {key for key in config if key not in self.known and not key.startswith("_")}
+        if self.ropes_by_type:
+            tables = config.get("rope_parameters") or {}
+            found |= {key for kind in tables for key in _unknown_rope_keys(f"rope_parameters.{kind}", tables[kind])}
+            return sorted(found | _unknown_rope_keys("rope_scaling", config.get("rope_scaling")))
         for name in ("rope_scaling", "rope_parameters"):
-            table = config.get(name)
-            if table:
-                known = EVERY_ROPE_TYPE | ROPE_KEYS[str(table.get("rope_type") or table.get("type") or "default")]
-                found |= {f"{name}.{key}" for key in table if key not in known and table[key] is not None}
+            if config.get(name):
+                found |= _unknown_rope_keys(name, config[name])
                 break  # the other table is not read
         return sorted(found)
+
+    def _refuses_ropes_by_type(self, config: Mapping[str, Any]) -> str | None:
+        tables = config.get("rope_parameters") or {}
+        if not isinstance(tables, Mapping) or not all(kind in LAYER_TYPES for kind in tables):
+            return f"config.json must have rope_parameters by kind of layer ({', '.join(LAYER_TYPES)}), not {tables!r}"
+        for kind in LAYER_TYPES:
+            if not isinstance(tables.get(kind) or {}, Mapping):
+                return f"the rope parameters of {kind} must be a table, not {tables[kind]!r}"
+            own = rope_config(config, kind, 1.0)
+            refusal = refuses_rope(own) or self._refuses_rope_table(own)
+            if refusal is not None:
+                return refusal
+        return None
+
+    def _refuses_rope_table(self, config: Mapping[str, Any]) -> str | None:
+        """Refuses what is null or partial in the rope parameters."""
+        table = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        accepted = self.neutral.get("partial_rotary_factor")
+        if accepted is not None and table.get("partial_rotary_factor") not in accepted:
+            return _not_computed("partial_rotary_factor", table["partial_rotary_factor"], accepted)
+        if table.get("rope_type", table.get("type", "default")) is None:
+            return "config.json has rope_type: null; give default, or the type that the model was trained with"
+        theta = table["rope_theta"] if "rope_theta" in table else config.get("rope_theta", ...)
+        if theta is None:
+            return "config.json has rope_theta: null; give the number that the model was trained with"
+        return None
+
+
+def _unknown_rope_keys(name: str, table: Mapping[str, Any] | None) -> set[str]:
+    """Keys of a table of rope parameters that are not read, as NAME.KEY."""
+    if not table:
+        return set()
+    known = EVERY_ROPE_TYPE | ROPE_KEYS[str(table.get("rope_type") or table.get("type") or "default")]
+    return {f"{name}.{key}" for key in table if key not in known and table[key] is not None}
 
 
 def _not_computed(key: str, value: Any, accepted: tuple[Any, ...]) -> str:
@@ -184,16 +242,3 @@ def _not_computed(key: str, value: Any, accepted: tuple[Any, ...]) -> str:
         f"config.json has {key}: {text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + '...'}, which this"
         f" architecture does not compute; use a checkpoint that has {choices} there, or lacks the key"
     )
-
-
-def _refuses_rope_table(config: Mapping[str, Any]) -> str | None:
-    """Refuses what is null or partial in the rope parameters."""
-    table = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if table.get("partial_rotary_factor") not in NEUTRAL["partial_rotary_factor"]:
-        return _not_computed("partial_rotary_factor", table["partial_rotary_factor"], NEUTRAL["partial_rotary_factor"])
-    if table.get("rope_type", table.get("type", "default")) is None:
-        return "config.json has rope_type: null; give default, or the type that the model was trained with"
-    theta = table["rope_theta"] if "rope_theta" in table else config.get("rope_theta", ...)
-    if theta is None:
-        return "config.json has rope_theta: null; give the number that the model was trained with"
-    return None

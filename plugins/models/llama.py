@@ -8,7 +8,8 @@ from attrs import evolve
 from engine.core.errors import CheckpointError
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
-from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder, windows_by_type
+from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder, windows_by_type
 
 
 class Llama(Decoder):

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from attrs import evolve
 
-from engine.core.weights import read_key
-from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder, windows_by_type
+from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder, read_window, windows_by_type
 
 DEFAULT_WINDOW = 4096
 """Sliding window if config.json has no key for it, as in the first release. null: no window."""
@@ -22,8 +22,6 @@ class Mistral(Decoder):
     def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """sliding_window: a number of tokens or null."""
         shape = parse_decoder(config)
-        window = None
-        if config.get("sliding_window", DEFAULT_WINDOW) is not None:
-            window = read_key(config, "sliding_window", int, DEFAULT_WINDOW, least=1)
+        window = read_window(config, DEFAULT_WINDOW)
         by_type = windows_by_type(config, shape.num_layers, window, "sliding_window is null")
         return evolve(shape, sliding_windows=by_type or (window,) * shape.num_layers)

@@ -7,7 +7,8 @@ from attrs import evolve
 
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
-from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder, windows_by_type
+from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder, windows_by_type
 
 DEFAULT_WINDOW = 4096
 """Sliding window if use_sliding_window is set and config.json lacks sliding_window."""

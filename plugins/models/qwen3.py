@@ -7,7 +7,8 @@ from attrs import evolve
 
 from engine.core.weights import read_key
 from engine.plugins.models.config_keys import ConfigKeys
-from engine.plugins.models.decoder import Decoder, DecoderConfig, parse_decoder
+from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.decoder_config import DecoderConfig, parse_decoder
 from engine.plugins.models.qwen2 import WINDOW_KEYS, layer_windows
 
 

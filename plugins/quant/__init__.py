@@ -17,7 +17,7 @@ def register_quant(register: Register) -> None:
         "fp8",
         lazy("engine.plugins.quant.fp8:Fp8"),
         api="2",
-        summary="float8 weights: fp8 and compressed-tensors checkpoints, or quantized while loading",
+        summary="float8 weights: fp8, fbgemm_fp8 and compressed-tensors checkpoints, or quantized while loading",
         preference=5,
     )
     register(
@@ -43,8 +43,22 @@ def register_quant(register: Register) -> None:
     )
     register(
         "compressed-tensors",
-        lazy("engine.plugins.quant.pack_quantized:PackQuantized"),
+        lazy("engine.plugins.quant.compressed_tensors:CompressedTensors"),
         api="2",
-        summary="weights of 4 or 8 bits: compressed-tensors checkpoints of format pack-quantized (W4A16, W8A16)",
+        summary="weights of 4 or 8 bits: packed compressed-tensors checkpoints, also mixed with fp8 or int8",
         preference=6,
+    )
+    register(
+        "auto-round",
+        lazy("engine.plugins.quant.auto_round:AutoRound"),
+        api="2",
+        summary="weights of 4 or 8 bits: checkpoints in AutoRound's own format",
+        preference=3,
+    )
+    register(
+        "modelopt",
+        lazy("engine.plugins.quant.modelopt:ModelOpt"),
+        api="2",
+        summary="float8 weights, or of 4 bits (W4A16_AWQ): NVIDIA ModelOpt's checkpoints",
+        preference=2,
     )

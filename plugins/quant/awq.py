@@ -15,11 +15,14 @@ from engine.core.errors import CheckpointError
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.groups import check_scales
 from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
+from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, with_file
 from engine.plugins.quant.quantization_config import is_listed, same_for_all, unquantized_modules
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
+FILE = "quant_config.json"
+"""In which older programs describe the quantization, instead of in config.json."""
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = 4
 PACK = len(AWQ_ORDER)
@@ -29,6 +32,16 @@ class Awq(W4A16Method):
     """Reads AWQ checkpoints."""
 
     reads: ClassVar[str] = "with quant_method awq in config.json"
+    keys: ClassVar[QuantKeys] = QuantKeys(
+        read=frozenset(
+            {"bits", "format", "group_size", "modules_to_not_convert", "q_group_size", "version", "w_bit", "zero_point"}
+        ),
+        without_effect=BY_PROGRAM | {"do_fuse", "fuse_max_seq_len", "modules_to_fuse"},
+    )
+
+    @classmethod
+    def settings(cls, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        return with_file(checkpoint, FILE, "awq")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config that is not AWQ's or not supported."""

@@ -18,7 +18,7 @@ class QuantizedRows(QuantizedActivation):
     __slots__ = ("scales", "values")
 
     def __init__(self, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """values: [rows, inputs padded to a multiple of 128], float8 or int8; scales: [rows] float32."""
+        """values: [rows, inputs padded to a multiple of 128], float8 or int8; scales: as quantize_rows returns them."""
         self.values = values
         self.scales = scales
 
@@ -27,6 +27,7 @@ class NormAndActivationQuantization(FusedInputQuantization):
     """Quantizes in the norm or activation kernel. Results equal those of two kernels, bit for bit."""
 
     activations = ACTIVATIONS
+    reads_float32_norm_weight = True
 
     def __init__(
         self, matmul: W8A8Matmul, supports_rows: Callable[[int], bool], input_activation: Activation = "silu"
@@ -47,13 +48,17 @@ class NormAndActivationQuantization(FusedInputQuantization):
         eps: float,
         weights: Mapping[str, torch.Tensor],
     ) -> tuple[QuantizedRows, torch.Tensor]:
-        dtype, scale = self._matmul.weight_dtype, weights.get("input_scale")
-        values, scales, total = add_rms_norm_quantize(x, residual, norm_weight, eps, dtype, scale=scale)
+        matmul, scale = self._matmul, weights.get("input_scale")
+        values, scales, total = add_rms_norm_quantize(
+            x, residual, norm_weight, eps, matmul.weight_dtype, scale=scale, scaling=matmul.scaling
+        )
         return QuantizedRows(values, scales), total
 
     def activate_and_quantize(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> QuantizedRows:
-        dtype, scale = self._matmul.weight_dtype, weights.get("input_scale")
-        values, scales = act_and_mul_quantize(x, dtype, self._input_activation, scale=scale)
+        matmul, scale = self._matmul, weights.get("input_scale")
+        values, scales = act_and_mul_quantize(
+            x, matmul.weight_dtype, self._input_activation, scale=scale, scaling=matmul.scaling
+        )
         return QuantizedRows(values, scales)
 
     def apply(

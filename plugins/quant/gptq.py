@@ -19,15 +19,20 @@ from engine.core.layers import BIAS_SHARD_DIM
 from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.packing import WORD, gptq_zeros, unpack
-from engine.plugins.quant.quantization_config import is_listed, same_for_all, unquantized_modules
+from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, with_file
+from engine.plugins.quant.quantization_config import flat_names, is_listed, same_for_all, unquantized_modules
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
 
+FILE = "quantize_config.json"
+"""In which older programs describe the quantization, instead of in config.json."""
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
 LESS_ONE = {"gptq": True, "gptq_v2": False}
 """checkpoint_format -> whether zero points are stored minus one."""
+LAYERS = "layers"
+"""The modules of decoder layers, of which modules_in_block_to_quantize speaks, are in modules of this name."""
 LEFT_ALONE, OVERRIDDEN = "-:", "+:"
 """Prefixes of a pattern in `dynamic`: leave unquantized, override. No prefix means override."""
 
@@ -50,6 +55,58 @@ class Gptq(W4A16Method):
     """Reads GPTQ checkpoints."""
 
     reads: ClassVar[str] = "with quant_method gptq in config.json"
+    keys: ClassVar[QuantKeys] = QuantKeys(
+        read=frozenset(
+            {
+                "bits",
+                "checkpoint_format",
+                "desc_act",
+                "dynamic",
+                "format",
+                "group_size",
+                "lm_head",
+                "modules_in_block_to_quantize",
+                "modules_to_not_convert",
+                "q_group_size",
+                "sym",
+                "w_bit",
+                "wbits",
+            }
+        ),
+        neutral={
+            "activation": (None,),
+            "adapter": (None,),
+            "is_marlin_format": (None, False),
+            "pack_dtype": (None, "int32"),
+            "rotation": (None,),
+        },
+        without_effect=BY_PROGRAM
+        | {
+            # how weights were rounded
+            "act_group_aware",
+            "block_name_to_quantize",
+            "damp_auto_increment",
+            "damp_percent",
+            "group_aware",
+            "hyb_act",
+            "model_seqlen",
+            "module_name_preceding_first_block",
+            "mse",
+            "quantizer",
+            "static_groups",
+            "true_sequential",
+            "v2",
+            # how another program runs
+            "cache_block_outputs",
+            "disable_exllama",
+            "pad_token_id",
+            "use_cuda_fp16",
+        },
+    )
+
+    @classmethod
+    def settings(cls, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        return with_file(checkpoint, FILE, "gptq")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config that is not GPTQ's or not supported."""
@@ -63,15 +120,12 @@ class Gptq(W4A16Method):
             raise CheckpointError(
                 f"the checkpoint's checkpoint_format is {stored!r}; this reads {' and '.join(LESS_ONE)}"
             )
-        if config.get("lm_head"):
-            raise CheckpointError(
-                "the checkpoint's output layer is quantized too (lm_head), which is not supported; quantize with"
-                " lm_head false"
-            )
         scheme = GroupScheme(bits=4, group_size=128)
         self._default = GptqConfig(scheme=scheme, symmetric=True, less_one=LESS_ONE[stored], ordered=False)
         self._default = self._read(config, "quantization_config")
         self._unquantized = unquantized_modules(config)
+        self._quantizes_head = bool(config.get("lm_head"))
+        self._quantized = tuple(flat_names(config, "modules_in_block_to_quantize"))
         dynamic = config.get("dynamic") or {}
         if not isinstance(dynamic, Mapping):
             raise CheckpointError(f"quantization_config: dynamic is {dynamic!r}, not a table")
@@ -86,9 +140,15 @@ class Gptq(W4A16Method):
         config = same_for_all(spec, self.config_of)
         return None if config is None else W4A16Kernel(spec, GptqReader(config), self._matmuls)
 
+    def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
+        """As `linear`, where quantization_config has lm_head: true."""
+        return self.linear(spec) if self._quantizes_head else None
+
     def config_of(self, name: str) -> GptqConfig | None:
         """How a module is quantized. None: it is not."""
         if is_listed(name, self._unquantized):
+            return None
+        if self._quantized and f".{LAYERS}." in name and not is_listed(name, self._quantized):
             return None
         for pattern, config in self._dynamic.items():
             if self._patterns[pattern].match(name):

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from engine.core.errors import CheckpointError
+from engine.plugins.quant.w8_formats import CompressedFormats, FormatSource
 from engine.plugins.quant.w8_kernel import TOKEN, W8Dtype, W8Format
-from engine.plugins.quant.w8_method import ActivationOptions, CompressedFormats, FormatSource, W8Method
+from engine.plugins.quant.w8_method import ActivationOptions, W8Method
 
 DTYPE: W8Dtype = "int8"
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec, QuantMethod
+from engine.plugins.quant.conversions import advice
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 
 
@@ -28,7 +29,7 @@ class Unquantized(QuantMethod[None]):
         return (
             f"the checkpoint's weights are quantized ({method}), and this reads only unquantized ones; choose the"
             f" plugin for {method} with --quant (engine plugins list shows those installed), or an unquantized"
-            " checkpoint of the model"
+            f" checkpoint of the model{advice(method)}"
         )
 
     @classmethod

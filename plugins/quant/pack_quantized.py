@@ -1,4 +1,4 @@
-"""The compressed-tensors method: checkpoints of format pack-quantized, weights of 4 or 8 bits (W4A16, W8A16).
+"""Reads modules of compressed-tensors' format pack-quantized: weights of 4 or 8 bits (W4A16, W8A16).
 
 A module has weight_packed [outputs, inputs * bits / 32] int32, lowest field first, of q + 2^(bits - 1); weight_scale
 [outputs, groups]; if asymmetric weight_zero_point [outputs * bits / 32, groups], packed along outputs; with act-order
@@ -8,66 +8,22 @@ weight_g_idx [inputs]; weight_shape, [outputs, inputs]. W = scale * (q - zero po
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
 
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.core.quant import KVScaleNames, LinearKernel, LinearPart, LinearSpec, TensorSpec
+from engine.core.quant import LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant import quantization_config as quant_config
+from engine.plugins.quant.conversions import instead_of
 from engine.plugins.quant.groups import check_scales, group_of
-from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.packing import WORD, unpack
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
-from engine.plugins.quant.w4a16_kernel import W4A16Kernel
-from engine.plugins.quant.w4a16_method import W4A16Method
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 BITS = (4, 8)
 FORMAT = "pack-quantized"
 STRATEGIES = ("group", "channel")
-
-
-class PackQuantized(W4A16Method):
-    """Reads pack-quantized checkpoints."""
-
-    reads: ClassVar[str] = "that llm-compressor has packed (W4A16, W8A16)"
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises CheckpointError for a quantization_config of another format, or an unsupported one."""
-        super().__init__(config)
-        if config.get("quant_method") != "compressed-tensors":
-            raise CheckpointError(
-                f"the checkpoint's quant_method is {config.get('quant_method')!r}; this reads compressed-tensors only"
-            )
-        self._config = quant_config.CompressedConfig.parse(config)
-        for scheme in self._config.schemes:
-            _check(scheme)
-        self._kv_cache = KVCacheScheme.parse(config)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> Self:
-        """As W4A16Method.from_checkpoint. Logs a warning if the checkpoint asks for an unsupported KV cache."""
-        found = super().from_checkpoint(checkpoint, options)
-        found._kv_cache.warn_unsupported()
-        return found
-
-    @classmethod
-    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
-        return KVCacheScheme.parse(checkpoint).dtype
-
-    def kv_scales(self, attention: str) -> KVScaleNames | None:
-        return self._kv_cache.names(attention)
-
-    def ignored(self) -> Sequence[str]:
-        """KV cache scales under other names, or of an unsupported kind."""
-        return self._kv_cache.ignored()
-
-    def linear(self, spec: LinearSpec) -> LinearKernel | None:
-        """A W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
-        scheme = quant_config.same_for_all(spec, self._config.scheme)
-        return None if scheme is None else W4A16Kernel(spec, PackedReader(scheme.weights), self._matmuls)
 
 
 class PackedReader(Reader):
@@ -107,7 +63,7 @@ class PackedReader(Reader):
     def read(self, part: LinearPart, spec: LinearSpec, loaded: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         name, bits = part.name, self.scheme.bits
         shape = loaded.get(f"{name}.weight_shape")
-        expected = [part.out_features, spec.in_features]
+        expected = [part.out_features if part.stored_in is None else part.stored_in.size, spec.in_features]
         if shape is not None and shape.tolist() != expected:
             raise CheckpointError(
                 f"tensor {name}.weight_shape says that the weight is {shape.tolist()}; the model expects {expected}"
@@ -123,19 +79,16 @@ class PackedReader(Reader):
         return QuantizedWeight(values=unpack(packed, bits, 1, inputs), scales=scales, zeros=zeros, group_of=group)
 
 
-def _check(scheme: quant_config.Scheme) -> None:
-    """Raises CheckpointError for a scheme other than packed weights with unquantized activations."""
+def check_packed(scheme: quant_config.Scheme) -> None:
+    """Raise CheckpointError for a scheme of packed weights with other bits, or with quantized activations."""
     weights = scheme.weights
-    if scheme.format != FORMAT:
-        raise CheckpointError(
-            f"the checkpoint's format is {scheme.format!r} ({scheme}); this reads {FORMAT} only; leave --quant out, and"
-            " a method that reads it is chosen if there is one"
-        )
     if scheme.inputs is not None:
         raise CheckpointError(
-            f"the checkpoint's {scheme} quantizes activations too; use one with weights only (W4A16, W8A16)"
+            f"the checkpoint's {scheme} quantizes activations too; use one with weights only (W4A16, W8A16):"
+            f" {instead_of('llm-compressor')}"
         )
     if weights.type != "int" or weights.num_bits not in BITS or weights.strategy not in STRATEGIES:
         raise CheckpointError(
-            f"the checkpoint's {scheme} is not supported: use weights of 4 or 8 bits, per channel or in groups"
+            f"the checkpoint's {scheme} is not supported: use weights of 4 or 8 bits, per channel or in groups:"
+            f" {instead_of('llm-compressor')}"
         )

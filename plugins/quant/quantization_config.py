@@ -14,6 +14,7 @@ from attrs import frozen
 
 from engine.core.errors import CheckpointError
 from engine.core.quant import LinearSpec
+from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys
 
 T = TypeVar("T")
 
@@ -21,6 +22,11 @@ REGEX = "re:"
 """Prefix of a target that is a regular expression, matched from the beginning of the name."""
 CLASS = "Linear"
 """The class, as targets name it, of every module that is quantized here."""
+COMPRESSED_KEYS = QuantKeys(
+    read=frozenset({"config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config"}),
+    without_effect=BY_PROGRAM | {"global_compression_ratio", "quantization_status"},
+)
+"""Of quant_method compressed-tensors."""
 _ACTORDERS = {"static": "weight", "dynamic": "group"}
 """Aliases."""
 
@@ -59,12 +65,22 @@ def unquantized_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(entry for key in keys for entry in _strings(config, key))
 
 
+def flat_names(config: Mapping[str, Any], key: str) -> Sequence[str]:
+    """The names in a list, or in a list of lists, of a quantization_config. Raises CheckpointError for other values."""
+    found = config.get(key) or ()
+    lists = found if isinstance(found, list | tuple) else [None]
+    names: list[Any] = [name for one in lists for name in (one if isinstance(one, list | tuple) else [one])]
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"quantization_config: {key} is {found!r}, not a list of names")
+    return names
+
+
 def same_for_all(spec: LinearSpec, lookup: Callable[[str], T]) -> T:
     """The value of `lookup` for all parts of a merged layer.
 
     Raises CheckpointError where the parts differ: they are multiplied as one matrix.
     """
-    found = [lookup(part.name) for part in spec.parts]
+    found = [lookup(part.stored_name) for part in spec.parts]
     for part, other in zip(spec.parts, found, strict=True):
         if other != found[0]:
             raise CheckpointError(

@@ -42,6 +42,8 @@ class QuantizedWeight:
     """[groups, outputs] uint8; None: all are 2^(bits - 1)."""
     group_of: torch.Tensor | None
     """[inputs] int32, the group of each input. None: groups are consecutive inputs."""
+    input_factors: torch.Tensor | None = None
+    """[inputs], a float dtype: x is multiplied by these numbers first. None: by none."""
 
     def sorted(self, scheme: GroupScheme, unit: int) -> SortedWeight:
         """Sort the inputs so that groups are consecutive.
@@ -52,6 +54,8 @@ class QuantizedWeight:
         group_of = self.group_of
         if group_of is None:
             return SortedWeight(weight=self, order=None, group_size=scheme.group_size)
+        if self.input_factors is not None:
+            raise CheckpointError("weights with act-order and factors of their inputs are not supported")
         order = torch.argsort(group_of, stable=True)
         inputs = len(order)
         size = inputs if scheme.group_size == -1 else scheme.group_size
@@ -82,14 +86,15 @@ class QuantizedWeight:
         return self.zeros is not None and bool((self.zeros != 2 ** (scheme.bits - 1)).any())
 
     def dequantize(self, scheme: GroupScheme) -> torch.Tensor:
-        """The weight, [outputs, inputs] float32."""
+        """The weight that multiplies x itself, [outputs, inputs] float32."""
         inputs = self.values.shape[1]
         group_of = self.group_of
         if group_of is None:
             size = inputs if scheme.group_size == -1 else scheme.group_size
             group_of = torch.arange(inputs, device=self.values.device, dtype=torch.int32) // size
         centre = 2 ** (scheme.bits - 1) if self.zeros is None else self.zeros.float()[group_of].T
-        return (self.values.float() - centre) * self.scales.float()[group_of].T
+        weight = (self.values.float() - centre) * self.scales.float()[group_of].T
+        return weight if self.input_factors is None else weight * self.input_factors.float()
 
 
 @frozen(kw_only=True, eq=False)

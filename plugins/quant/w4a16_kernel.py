@@ -44,12 +44,20 @@ class WeightOnlyMatmuls:
 
 @frozen(kw_only=True, eq=False)
 class Section:
-    """Consecutive outputs whose inputs have one order."""
+    """Consecutive outputs whose inputs have one order and the same factors."""
 
     matrix: PackedMatrix
     order: torch.Tensor | None
     """The input of x that each of its inputs reads. None: x's order."""
+    factors: torch.Tensor | None
+    """[inputs], in x's dtype: x is multiplied by these numbers first. None: by none."""
     outputs: slice
+
+    def inputs_of(self, x: torch.Tensor, matmul: WeightOnlyMatmul) -> torch.Tensor:
+        """What the matrix multiplies. x: [rows, inputs]."""
+        if self.factors is not None:
+            return x * self.factors
+        return x if self.order is None else matmul.gather(x, self.order)
 
     def part_of(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The slice of the layer's bias for these outputs."""
@@ -59,8 +67,8 @@ class Section:
 class W4A16Kernel(LinearKernel):
     """A linear layer whose parts a Reader reads.
 
-    Parts whose inputs have the same order form one matrix. Matrices of different orders are multiplied one after the
-    other, each by its own permutation of x.
+    Parts whose inputs have the same order and factors form one matrix. Other matrices are multiplied one after the
+    other, each by its own permutation or multiple of x.
     """
 
     activations = ACTIVATIONS
@@ -102,8 +110,8 @@ class W4A16Kernel(LinearKernel):
         return {"weight": pack(torch.cat(parts) if len(parts) > 1 else parts[0])}
 
     def pack_weights(self, loaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Packed weights and scales of each matrix, and the order of its inputs where that is not x's; see
-        GroupedLayout.
+        """Packed weights and scales of each matrix, and the order and factors of its inputs where these are not x's;
+        see GroupedLayout.
 
         Names end in the number of the matrix.
         """
@@ -116,14 +124,16 @@ class W4A16Kernel(LinearKernel):
         weights: dict[str, torch.Tensor] = {}
         number = 0
         while parts:
-            order = parts[0].order
+            order, factors = parts[0].order, parts[0].weight.input_factors
             packed = []
-            while parts and _is_same(parts[0].order, order):
+            while parts and _is_same(parts[0].order, order) and _is_same(parts[0].weight.input_factors, factors):
                 packed.append(self._pack(parts.pop(0), scale_dtype, has_zeros))
             weights[f"packed{number}"] = torch.cat([packed for packed, _ in packed], 1)
             weights[f"scales{number}"] = torch.cat([scales for _, scales in packed], 2)
             if order is not None:
                 weights[f"order{number}"] = order.to(torch.int32)
+            if factors is not None:
+                weights[f"factors{number}"] = factors.to(torch_dtype(self.spec.dtype))
             number += 1
         return weights
 
@@ -159,7 +169,7 @@ class W4A16Kernel(LinearKernel):
         fuse_gating = gated and len(sections) == 1
         results = [
             matmul(
-                rows if one.order is None else matmul.gather(rows, one.order),
+                one.inputs_of(rows, matmul),
                 one.matrix,
                 one.part_of(bias),
                 gated=fuse_gating,
@@ -210,7 +220,12 @@ class W4A16Kernel(LinearKernel):
         while (packed := weights.get(f"packed{number}")) is not None:
             last = first + packed.shape[1]
             matrix = PackedMatrix(packed=packed, scales=weights[f"scales{number}"], layout=self.layout)
-            yield Section(matrix=matrix, order=weights.get(f"order{number}"), outputs=slice(first, last))
+            yield Section(
+                matrix=matrix,
+                order=weights.get(f"order{number}"),
+                factors=weights.get(f"factors{number}"),
+                outputs=slice(first, last),
+            )
             first, number = last, number + 1
 
 

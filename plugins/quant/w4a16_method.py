@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.quant import QuantMethod
+from engine.plugins.quant.quant_keys import QuantKeys
 from engine.plugins.quant.w4a16_kernel import WeightOnlyMatmuls
 
 
@@ -18,10 +19,17 @@ class W4A16Method(QuantMethod[None]):
     api: ClassVar[str] = "2"
     reads: ClassVar[str]
     """What a checkpoint must be, as the end of the sentence "it needs one ..."."""
+    keys: ClassVar[QuantKeys]
+    """The keys of a quantization_config."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError for a quantization_config of another method, or an unsupported one."""
         self._matmuls = WeightOnlyMatmuls()
+
+    @classmethod
+    def settings(cls, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The quantization_config to construct the method from: as stored, or of another file of the checkpoint."""
+        return checkpoint
 
     @classmethod
     def refuses(cls, checkpoint: Mapping[str, Any] | None, device: DeviceInfo) -> str | None:
@@ -29,7 +37,7 @@ class W4A16Method(QuantMethod[None]):
         if checkpoint is None:
             return f"the checkpoint is not quantized; it needs one {cls.reads}"
         try:
-            cls(checkpoint)
+            cls._construct(checkpoint)
         except CheckpointError as error:
             return str(error)
         if device.type == "cuda" and find_spec("triton") is None:
@@ -38,5 +46,14 @@ class W4A16Method(QuantMethod[None]):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Mapping[str, Any] | None, options: None) -> Self:
-        """Raises CheckpointError for a checkpoint that `refuses` refuses."""
-        return cls(checkpoint or {})
+        """Raises CheckpointError for a checkpoint that `refuses` refuses. Logs a warning if it has unknown keys."""
+        found = cls._construct(checkpoint or {})
+        cls.keys.warn_unknown(cls.settings(checkpoint or {}))
+        return found
+
+    @classmethod
+    def _construct(cls, checkpoint: Mapping[str, Any]) -> Self:
+        config = cls.settings(checkpoint)
+        found = cls(config)
+        cls.keys.check(config)
+        return found

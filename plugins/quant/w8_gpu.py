@@ -2,8 +2,7 @@
 
 With few rows the time is that of reading the weights, and activations stay 16-bit (W8A16). With more rows activations
 are quantized too, by one kernel, and the GEMM is W8A8, at twice the rate of 16-bit numbers. The number of rows alone
-decides which of the two computes, so results do not depend on autotuning, which only chooses tiles. Scales of blocks
-must be applied to the sums of every 128 products; as this makes W8A8 slower than W8A16, such layers are W8A16 always.
+decides which of the two computes, so results do not depend on autotuning, which only chooses tiles.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from engine.core.autotune import AutotunedCall, Operands
 from engine.core.errors import CheckpointError
 from engine.core.quant import ACTIVATIONS, FLOAT8_CAPABILITY, FusedInputQuantization, LinearSpec
 from engine.ops.activation.act_and_mul import act_and_mul
+from engine.ops.activation.quantize_rows import Scaling
 from engine.ops.gemm.packed_layout import PackedMatrix, W8Layout
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
 from engine.ops.gemm.weight_only_tiles import WEIGHT_ONLY_MAX_ROWS, WeightOnlyShape
 from engine.plugins.quant.fused_quantization import NormAndActivationQuantization
 from engine.plugins.quant.rounding import dequantize
 from engine.plugins.quant.w8_kernel import NONE, W8Format, W8Kernel
-from engine.plugins.quant.w8a8_matmul import HOPPER, W8A8Matmul, has_capability
+from engine.plugins.quant.w8a8_matmul import W8A8Matmul, has_tensor_cores_for
 from engine.plugins.quant.w8a8_tuning import W8A8Op
 from engine.plugins.quant.weight_only_tuning import WeightOnlyOp
 
@@ -42,10 +42,22 @@ class W8GpuKernel(W8Kernel):
         super().__init__(spec, form)
         self._w8a16 = w8a16
         self._layout = W8Layout(dtype=form.dtype, scale_rows=self.scale_rows)
-        slow_tiles = self.scale_rows > 0 or is_without_tma(torch.device(spec.device))
-        self._quantizes = form.activations != NONE and not slow_tiles
+        self._quantizes = form.activations != NONE and has_tensor_cores_for(w8a16.device, form.torch_dtype)
         outputs = sum(spec.rank_outputs(part) for part in spec.parts)
-        self._w8a8 = W8A8Matmul(w8a16.workspace, form.torch_dtype, outputs, spec.rank_inputs, self.compute_dtype)
+        scaling = Scaling(
+            per_block=self.scale_rows > 0,
+            powers_of_two=form.powers_of_two,
+            max_activation=form.max_activation or 0.0,
+        )
+        self._w8a8 = W8A8Matmul(
+            w8a16.workspace,
+            form.torch_dtype,
+            outputs,
+            spec.rank_inputs,
+            self.compute_dtype,
+            scale_rows=self.scale_rows,
+            scaling=scaling,
+        )
         self._last: tuple[Mapping[str, torch.Tensor], PackedMatrix] | None = None
         """The weights of the last call, and their matrix."""
 
@@ -56,7 +68,9 @@ class W8GpuKernel(W8Kernel):
             names = ", ".join(part.name for part in self.spec.parts)
             raise CheckpointError(f"the weights of {names} have a NaN; fetch the checkpoint again")
         static = {} if merged.input_scale is None else {"input_scale": merged.input_scale}
-        return {"weight": self._layout.pack(merged.weight), "scale": merged.scale.contiguous(), **static}
+        scale = merged.scale.contiguous()
+        library = self._w8a8.library_weights(scale) if self._quantizes else {}
+        return {"weight": self._layout.pack(merged.weight), "scale": scale, **static, **library}
 
     def apply(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         return self._multiply(x, weights, bias, gated=False)
@@ -165,8 +179,3 @@ class DequantizeEachCallKernel(W8GpuKernel):
             f"this GPU has no float8 (compute capability below {capability}): weights take less memory but multiplying"
             " takes longer; an int8 checkpoint would be faster"
         )
-
-
-def is_without_tma(device: torch.device) -> bool:
-    """Whether a GPU lacks TMA: the W8A8 GEMM would then load its tiles without overlap."""
-    return device.type == "cuda" and not has_capability(device, HOPPER)

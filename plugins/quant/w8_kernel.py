@@ -41,6 +41,12 @@ class W8Format:
     load."""
     input_scale_names: tuple[str, ...] = ()
     """Names of the scales of activations; read if `activations` is static, else ignored."""
+    scale_vector: bool = False
+    """Whether stored scales per channel have one dimension, [out], instead of [out, 1]."""
+    powers_of_two: bool = False
+    """Whether scales of blocks and of their activations are powers of two, stored as such or as float8_e8m0fnu."""
+    max_activation: float | None = None
+    """Activations beyond +-max_activation are clamped to it before they are quantized. None: none are."""
 
     @property
     def is_stored(self) -> bool:
@@ -99,10 +105,11 @@ class W8Kernel(LinearKernel):
         scale_shape: tuple[int, ...] = (1,)
         scale_shard = None
         if form.granularity == "channel":
-            scale_shape, scale_shard = (part.out_features, 1), 0 if shard_dim == 0 else None
+            channels = (part.out_features,) if form.scale_vector else (part.out_features, 1)
+            scale_shape, scale_shard = channels, 0 if shard_dim == 0 else None
         elif form.granularity == "block":
             scale_shape, scale_shard = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK)), shard_dim
-            dtypes = (*SCALE_DTYPES, "float8_e8m0fnu")  # powers of two
+            dtypes = (*SCALE_DTYPES, "float8_e8m0fnu", *(("uint8",) if form.powers_of_two else ()))
         inputs = form.input_scale_names
         return {
             weight: TensorSpec(shape=shape, dtypes=(form.dtype,), shard_dim=shard_dim),
@@ -157,7 +164,9 @@ class W8Kernel(LinearKernel):
             raise CheckpointError(
                 f"the checkpoint has {'two' if found else 'no'} scales for {part.name}: want {wanted}"
             )
-        scale = loaded[found[0]].float()
+        stored = loaded[found[0]]
+        # Some programs store powers of two as the bytes of float8_e8m0fnu.
+        scale = (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()
         if not bool((scale.isfinite() & (scale != 0)).all()):
             raise CheckpointError(
                 f"tensor {found[0]} has scales that are zero or not finite; fetch the checkpoint again"
@@ -197,6 +206,8 @@ class W8Kernel(LinearKernel):
         """
         if self.form.activations != TOKEN:
             return "by a stored scale"
+        if self.scale_rows:
+            return f"per token and {BLOCK} inputs"
         return "per token and rank" if self.spec.parallel == "row" and self.spec.ranks > 1 else "per token"
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""W8A8 GEMM of one layer: default tiles, candidates, and the choice between our kernels and torch._scaled_mm."""
+"""W8A8 GEMM of one layer: default tiles, candidates, and the choice between our kernels and torch's."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from attrs import evolve
 
-from engine.ops.activation.quantize_rows import quantize_rows
-from engine.ops.common.launch import has_wgmma, num_sms
+from engine.core.quant import FLOAT8_CAPABILITY
+from engine.ops.activation.quantize_rows import BLOCK, PER_ROW, Scaling, empty_quantized, quantize_rows
+from engine.ops.common.launch import has_capability, has_wgmma, num_sms, shared_memory
 from engine.ops.gemm.persistent_matmul import ALIGNMENT
 from engine.ops.gemm.scaled_matmul import W8A8Tile, compile_matmul, matmul
 from engine.ops.gemm.skinny_launch import Workspace
@@ -45,6 +47,14 @@ SHAPES = {
     4096: ((128, 256, 8, 4), (256, 128, 8, 3)),
 }  # fmt: skip
 """(rows of x, outputs, warps, stages) of the candidates, by row class."""
+BLOCK_SCALED_SHAPES = {
+    64: ((64, 32, 4, 6), (64, 64, 4, 5), (64, 64, 4, 8), (64, 128, 4, 4)),
+    128: ((64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4)),
+    256: ((64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 6), (128, 128, 8, 4), (128, 128, 8, 6)),
+    512: ((64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)),
+    4096: ((64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)),
+}
+"""The same of candidates with scales of blocks: a thread keeps its sums twice, before and after scaling."""
 PERSISTENT_SHAPES = {
     64: (),
     128: ((128, 128, 8, 6),),
@@ -63,58 +73,82 @@ MIN_SCALED_MM_TILE = 128 * 128
 FAST_ACCUMULATION = True
 """Whether torch's float8 kernel may accumulate in the tensor cores only, at lower precision."""
 HOPPER = (9, 0)
-"""From this compute capability on there is TMA, and torch._scaled_mm takes a scale per row."""
+"""From this compute capability on torch._scaled_mm takes a scale per row."""
+INT8_CAPABILITY = (8, 0)
+"""From this compute capability on, tensor cores multiply int8."""
+BLOCK_SCALED_CUDA = (12, 9)
+"""From this version of CUDA on, cuBLAS takes scales of blocks, on Hopper."""
+BLOCK_MULTIPLE = 4
+"""cuBLAS reads the scales of an output's blocks in steps of this many: there must be memory for them."""
+RESERVED_SHARED = 1024
+"""Bytes of shared memory that the compiler needs besides a tile's stages, for barriers."""
 
 
 class W8A8Matmul:
     """W8A8 GEMM by one layer's weight, with the kernel chosen per number of rows."""
 
     def __init__(
-        self, workspace: Workspace, weight_dtype: torch.dtype, outputs: int, inputs: int, dtype: torch.dtype
+        self,
+        workspace: Workspace,
+        weight_dtype: torch.dtype,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        *,
+        scale_rows: int = 0,
+        scaling: Scaling = PER_ROW,
     ) -> None:
         """weight_dtype: float8_e4m3fn or int8; outputs, inputs: rows and columns of W; dtype: of x before
-        quantization."""
+        quantization.
+
+        scale_rows: outputs per scale of a block of W; 0: each output has a scale. scaling: of x; per block if W's is.
+        """
         self.device = device = workspace.device
         self.weight_dtype = weight_dtype
         self.outputs = outputs
         self.inputs = inputs
         self.dtype = dtype
-        self.has_scaled_mm = (
-            weight_dtype != torch.int8
-            and dtype == torch.bfloat16
-            and outputs % 16 == 0
-            and has_capability(device, HOPPER)
-        )
-        """Whether torch._scaled_mm can compute it."""
-        self.persistent = outputs % ALIGNMENT == 0 and has_wgmma(device)
+        self.scale_rows = scale_rows
+        self.scaling = scaling
+        if scale_rows:
+            torch_can = scale_rows == BLOCK and outputs % BLOCK == 0 and has_block_scaled_mm(device)
+        else:
+            torch_can = outputs % 16 == 0 and has_capability(device, HOPPER)
+        self.has_scaled_mm = weight_dtype != torch.int8 and dtype == torch.bfloat16 and torch_can
+        """Whether torch's kernel can compute it."""
+        self.persistent = not scale_rows and outputs % ALIGNMENT == 0 and has_wgmma(device)
         """Whether persistent tiles can be used."""
+        self._shared = shared_memory(device) - RESERVED_SHARED
         self._workspace = workspace
         self._chosen: dict[int, W8A8Tile | None] = {}
 
     def __call__(self, x: torch.Tensor, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """Quantize x and multiply: [rows, inputs], contiguous -> [rows, outputs], in x's dtype.
 
-        weights: `weight` (in a W8Layout), `scale` ([outputs] float32), and `input_scale` ([1] float32) where
-        activations have a stored scale.
+        weights: `weight` (in a W8Layout), `scale` ([outputs] float32, or [blocks of outputs, blocks of inputs]),
+        `input_scale` ([1] float32) where activations have a stored scale, and what `library_weights` adds.
         """
         return self.multiply(x, weights, bias, self.tile(x.shape[0]))
 
     def tile(self, rows: int) -> W8A8Tile | None:
-        """The tile chosen for this many rows, else the default. None: torch._scaled_mm."""
+        """The tile chosen for this many rows, else the default. None: torch's kernel."""
         row_class = next((size for size in ROW_CLASSES if size >= rows), ROW_CLASSES[-1])
         return self._chosen[row_class] if row_class in self._chosen else self.default_tile(rows)
 
     def default_tile(self, rows: int) -> W8A8Tile | None:
-        """The tile used unless another was chosen. None: torch._scaled_mm."""
+        """The tile used unless another was chosen. None: torch's kernel."""
         tile = matmul_tile(rows, self.outputs, num_sms(self.device))
+        if self.scale_rows and tile is LARGE_TILE:
+            tile = MEDIUM_TILES[-1]
+        tile = self._fitting(tile)
         return None if self.has_scaled_mm and tile.rows * tile.outputs >= MIN_SCALED_MM_TILE else tile
 
     def candidates(self, rows: int) -> list[W8A8Tile | None]:
         """Tiles to measure for one of ROW_CLASSES, the default first."""
         found = [self.default_tile(rows)]
         split: set[tuple[int, int]] = set()
-        for tile_rows, outputs, warps, stages in SHAPES[rows]:
-            tile = W8A8Tile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages)
+        for tile_rows, outputs, warps, stages in (BLOCK_SCALED_SHAPES if self.scale_rows else SHAPES)[rows]:
+            tile = self._fitting(W8A8Tile(rows=tile_rows, outputs=outputs, warps=warps, stages=stages))
             found.append(tile)
             if (tile_rows, outputs) not in split:  # once, whatever the stages
                 found += split_tiles(tile, rows, self.outputs, self.inputs, num_sms(self.device))
@@ -124,8 +158,24 @@ class W8A8Matmul:
             found += [tile, *split_tiles(tile, rows, self.outputs, self.inputs, num_sms(self.device))]
         return list(dict.fromkeys([*found, None] if self.has_scaled_mm else found))
 
+    def _fitting(self, tile: W8A8Tile) -> W8A8Tile:
+        """The tile with as many stages as a multiprocessor has shared memory for, at most its own."""
+        if tile.shared_memory <= self._shared:
+            return tile
+        return evolve(tile, stages=max(self._shared * tile.stages // tile.shared_memory, 1))
+
+    def library_weights(self, scale: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """What torch's kernel needs besides W and its scales: those of blocks with room for a BLOCK_MULTIPLE of inputs.
+
+        scale: [blocks of outputs, blocks of inputs], contiguous; returned itself where there is room.
+        """
+        if not self.scale_rows or not self.has_scaled_mm:
+            return {}
+        lacking = -scale.shape[1] % BLOCK_MULTIPLE
+        return {"library_scale": F.pad(scale, (0, lacking)) if lacking else scale}
+
     def choose(self, rows: int, tile: W8A8Tile | None) -> None:
-        """Use a tile for one of ROW_CLASSES from now on. None: torch._scaled_mm."""
+        """Use a tile for one of ROW_CLASSES from now on. None: torch's kernel."""
         self._chosen[rows] = tile
 
     def multiply(
@@ -136,7 +186,8 @@ class W8A8Matmul:
         tile: W8A8Tile | None,
     ) -> torch.Tensor:
         """As the call, by a given tile."""
-        quantized, x_scale = quantize_rows(x, weights["weight"].dtype, scale=weights.get("input_scale"))
+        dtype, scale = weights["weight"].dtype, weights.get("input_scale")
+        quantized, x_scale = quantize_rows(x, dtype, scale=scale, scaling=self.scaling)
         return self.multiply_quantized(quantized, x_scale, weights, bias, tile)
 
     def multiply_quantized(
@@ -150,7 +201,19 @@ class W8A8Matmul:
         """As `multiply`, of rows that are already quantized (quantize_rows)."""
         weight, scale = weights["weight"], weights["scale"]
         if tile is not None:
-            return matmul(quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace)
+            return matmul(
+                quantized,
+                x_scale,
+                weight,
+                scale,
+                bias,
+                self.dtype,
+                tile,
+                self._workspace,
+                scale_rows=self.scale_rows,
+            )
+        if self.scale_rows:
+            return self._block_scaled_mm(quantized, x_scale, weights, bias)
         return torch._scaled_mm(
             quantized,
             weight.t(),
@@ -161,13 +224,40 @@ class W8A8Matmul:
             use_fast_accum=FAST_ACCUMULATION,
         )
 
+    def _block_scaled_mm(
+        self,
+        quantized: torch.Tensor,
+        x_scale: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """By torch's kernel for 1 x 128 and 128 x 128 blocks.
+
+        x_scale: [blocks, rows rounded up]. The kernel reads as many rows of x as there are scales.
+        """
+        rows = quantized.shape[0]
+        all_rows = quantized.as_strided((x_scale.shape[1], quantized.shape[1]), quantized.stride())
+        y = F.scaled_mm(
+            all_rows,
+            weights["weight"].t(),
+            x_scale.t(),
+            F.ScalingType.BlockWise1x128,
+            weights["library_scale"].t(),
+            F.ScalingType.BlockWise128x128,
+            output_dtype=self.dtype,
+        )[:rows]
+        return y if bias is None else y + bias
+
     def compile(
         self, rows: int, weights: Mapping[str, torch.Tensor], bias: torch.Tensor | None, tile: W8A8Tile
     ) -> None:
         """Compile what `multiply` would launch, in the threads of an active triton.AsyncCompileMode."""
         weight, scale = weights["weight"], weights["scale"]
-        quantized = torch.empty((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
-        compile_matmul(quantized, scale.new_empty(rows), weight, scale, bias, self.dtype, tile, self._workspace)
+        per_block = self.scaling.per_block
+        quantized, x_scale = empty_quantized(rows, self.inputs, weight.dtype, weight.device, per_block=per_block)
+        compile_matmul(
+            quantized, x_scale, weight, scale, bias, self.dtype, tile, self._workspace, scale_rows=self.scale_rows
+        )
 
 
 def matmul_tile(rows: int, outputs: int, sms: int) -> W8A8Tile:
@@ -192,6 +282,14 @@ def split_tiles(tile: W8A8Tile, rows: int, outputs: int, inputs: int, sms: int) 
 
 
 @cache
-def has_capability(device: torch.device, minimum: tuple[int, int]) -> bool:
-    """Whether a device is a GPU of at least this compute capability."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= minimum
+def has_block_scaled_mm(device: torch.device) -> bool:
+    """Whether torch multiplies matrices with scales of blocks on a GPU: by cuBLAS, on Hopper alone."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return has_wgmma(device) and version >= BLOCK_SCALED_CUDA and hasattr(F, "scaled_mm")
+
+
+def has_tensor_cores_for(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GPU multiplies quantized values of a dtype on tensor cores, by the kernels here. True for a CPU, where
+    the interpreter runs the kernels."""
+    minimum = INT8_CAPABILITY if dtype == torch.int8 else FLOAT8_CAPABILITY
+    return device.type == "cpu" or has_capability(device, minimum)

@@ -16,7 +16,7 @@ from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul
 
 
 class W8A8Op(AutotunedOp[W8A8Tile | None]):
-    """W8A8 GEMM including the quantization of x, which is the same for all candidates. None: torch._scaled_mm.
+    """W8A8 GEMM including the quantization of x, which is the same for all candidates. None: torch's kernel.
 
     Operands' weights: as of W8A8Matmul. A gated layer's activation is left out.
     """
@@ -29,8 +29,9 @@ class W8A8Op(AutotunedOp[W8A8Tile | None]):
     @property
     def key(self) -> str:
         names = [str(dtype).removeprefix("torch.") for dtype in (self._matmul.weight_dtype, self.dtype)]
-        scale = "a stored scale" if self._static else "a scale per row"
-        return f"w8a8 {self._matmul.outputs}x{self.inputs} {names[0]}, {names[1]} with {scale}"
+        scale = "a stored scale" if self._static else str(self._matmul.scaling)
+        blocks = f" and blocks of {self._matmul.scale_rows} outputs" if self._matmul.scale_rows else ""
+        return f"w8a8 {self._matmul.outputs}x{self.inputs} {names[0]}, {names[1]} with {scale}{blocks}"
 
     @property
     def version(self) -> str:

@@ -216,6 +216,15 @@ def test_shards_and_bfloat16_are_read(calibration: Any, tmp_path: Path) -> None:
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
 
 
+def test_fused_projections_are_quantized_as_they_are_stored(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "phi3", tokenizer=True)
+    quantize(plain, tmp_path / "out", Settings.choose("rtn", group_size=32), device="cpu")
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert {name.split(".")[-1] for name in names if "qkv_proj" in name} >= {"weight_packed", "weight_shape"}
+    with Engine(str(tmp_path / "out"), executor__device="cpu", cache__memory="8MiB") as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
+
+
 def test_calibrated_methods_have_smaller_errors_than_rounding(model: Path, calibration: Any, tmp_path: Path) -> None:
     errors = {}
     for method in ("rtn", "gptq", "awq"):

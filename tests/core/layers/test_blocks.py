@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.core.distributed import PartialSum, RankGroup
+from engine.core.errors import ConfigError
 from engine.core.layers import LayerFactory, RotarySpec, silu_and_mul
 from engine.core.quant import TensorSpec
 from engine.testing.ranks import LoneRank, run_ranks
@@ -131,6 +132,48 @@ def test_gated_mlp_equals_its_layers(ranks: int, bias: bool) -> None:
             torch.testing.assert_close(one, other)
         expected = on_ranks(1, work)[0]["layers"] if expected is None else expected
         torch.testing.assert_close(found["block"][0], expected[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_norm_their_result_after_the_reduction(ranks: int) -> None:
+    spec = RotarySpec(rotary_dim=HEAD_DIM, type="default", parameters={})
+
+    def work(group: RankGroup | None) -> Any:
+        layers = factory(group)
+        settings = {"output_norm": "after", "norm_kind": "rms_unit_offset"}
+        blocks = attention_block(layers, **settings), gated_mlp(layers, **settings, activation="gelu_tanh")
+        plain = (
+            attention_block(layers, norm_kind="rms_unit_offset"),
+            gated_mlp(layers, norm_kind="rms_unit_offset", activation="gelu_tanh"),
+        )
+        after = layers.norm("after", HIDDEN, EPS, "rms_unit_offset")
+        angles = layers.rotary(spec).angles(torch.tensor([0, 7, 300]))
+        fill(layers)
+        arguments = (forward_pass(), *inputs(), angles), inputs()
+        found = [block(*given) for block, given in zip(blocks, arguments, strict=True)]
+        expected = [block(*given) for block, given in zip(plain, arguments, strict=True)]
+        return found, [(after(hidden)[0], residual) for hidden, residual in expected]
+
+    for found, expected in on_ranks(ranks, work):
+        torch.testing.assert_close(found, expected)
+
+
+def test_block_without_an_input_norm_takes_the_residual_and_scales_its_result() -> None:
+    layers = factory()
+    settings = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "eps": EPS}
+    scaled = layers.gated_mlp("mlp", **settings, norm="", output_scale=0.25)
+    gate_up = layers.linear([("mlp.gate_proj", INTERMEDIATE), ("mlp.up_proj", INTERMEDIATE)], HIDDEN)
+    down = layers.linear([("mlp.down_proj", HIDDEN)], INTERMEDIATE)
+    fill(layers)
+    hidden, residual = inputs()
+    found, total = scaled(hidden, residual)
+    assert torch.equal(total, hidden + residual)
+    torch.testing.assert_close(found.reduce(), 0.25 * down(silu_and_mul(gate_up(total))))
+
+
+def test_block_with_both_a_norm_and_a_factor_of_its_result_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a norm of its result \(after\) or a factor"):
+        gated_mlp(factory(), output_norm="after", output_scale=0.5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -60,6 +60,14 @@ def test_norm_equals_plain() -> None:
     close(fused(x)[0], plain(x)[0])
 
 
+def test_norm_with_an_offset_equals_plain_and_its_weight_is_in_float32() -> None:
+    plain, fused = both(lambda layers: layers.norm("norm", 48, 1e-5, "rms_unit_offset"))
+    x, residual = randn(3, 48), randn(3, 48) + 1
+    for one, other in zip(fused(x, residual.clone()), plain(x, residual), strict=True):
+        close(one, other)
+    assert fused.weight.dtype == plain.weight.dtype == torch.float32
+
+
 class Reaching(Doubling):
     """A rank that reads the memory of another, which has already written its rows to both buffers."""
 
@@ -104,6 +112,7 @@ class NextLinear:
     """A layer whose kernel fuses input quantization from three rows on."""
 
     weights = "its weights"
+    reads_float32_norm_weight = False
 
     def fused_input_quantization(self, x: Any) -> Any:
         return self if len(x) >= 3 else None
@@ -120,6 +129,16 @@ def test_norm_is_quantized_for_the_next_layer() -> None:
     normed, total = norm.quantized_for(NextLinear(), x[:2], residual[:2].clone())
     assert torch.equal(total, x[:2] + residual[:2])
     assert torch.equal(normed, norm(total)[0])
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_norm_with_an_offset_is_quantized_by_kernels_that_read_its_weight(reads: bool) -> None:
+    norm = both(lambda layers: layers.norm("norm", 48, 1e-5, "rms_unit_offset"))[1]
+    linear = NextLinear()
+    linear.reads_float32_norm_weight = reads
+    x = randn(3, 48)
+    normed, _ = norm.quantized_for(linear, x)
+    assert normed == "made" if reads else torch.equal(normed, norm(x)[0])
 
 
 def test_norm_of_a_partial_sum_is_quantized_unless_its_kernel_reduces() -> None:
@@ -202,11 +221,36 @@ def test_greedy_is_the_first_of_the_largest_logits_bit_for_bit(rows: int) -> Non
 @pytest.mark.parametrize("normed", [False, True])
 def test_attention_equals_plain(rotary_dim: int, scaling: Any, normed: bool) -> None:
     spec = RotarySpec(rotary_dim=rotary_dim, type=scaling.get("rope_type", "default"), parameters=scaling)
+    check_attention(spec, lambda layers: layers.head_norm(NORMED, 16, 1e-6) if normed else None)
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+def test_interleaved_attention_equals_plain(rotary_dim: int) -> None:
+    spec = RotarySpec(rotary_dim=rotary_dim, type="default", parameters={}, interleaved=True)
+    check_attention(spec, lambda layers: layers.head_norm(NORMED, 16, 1e-6, unit_offset=True))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_without_rotation_equals_plain(normed: bool) -> None:
+    check_attention(None, lambda layers: layers.head_norm(NORMED, 16, 1e-6) if normed else None)
+
+
+def test_attention_with_a_norm_over_whole_projections_equals_plain() -> None:
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "eps": 1e-6}
+    spec = RotarySpec(rotary_dim=16, type="default", parameters={})
+    check_attention(spec, lambda layers: layers.projection_norm("q_norm", "k_norm", **shape))
+
+
+NORMED = [("q_norm", 4), ("k_norm", 2)]
+
+
+def check_attention(spec: RotarySpec | None, make_norm: Any) -> None:
+    """Outputs and what is in the cache, of 4 query heads and 2 KV heads of 16 numbers."""
 
     def build(layers: Any) -> Any:
-        parts = [("q_norm", 4), ("k_norm", 2)]
-        norm = layers.head_norm(parts, 16, 1e-6) if normed else None
-        return layers.rotary(spec), layers.attention(1, 4, 2, 16, norm)
+        interleaved = spec is not None and spec.interleaved
+        attention = layers.attention(1, 4, 2, 16, make_norm(layers), interleaved=interleaved)
+        return None if spec is None else layers.rotary(spec), attention
 
     found = []
     for rotary, attention in both(build):
@@ -228,7 +272,7 @@ def test_attention_equals_plain(rotary_dim: int, scaling: Any, normed: bool) -> 
             attention=SimpleNamespace(forward=lambda layer, q, k, v, plan: torch.cat((q, k, v), 1)),
         )
         positions = torch.tensor([0, 7, 300], device=DEVICE)
-        out = attention(run, randn(3, 8 * 16), rotary.angles(positions))
+        out = attention(run, randn(3, 8 * 16), None if rotary is None else rotary.angles(positions))
         found.append((out, pool.keys, pool.values))
     for one, other in zip(found[1], found[0], strict=True):
         close(one, other)
@@ -236,7 +280,7 @@ def test_attention_equals_plain(rotary_dim: int, scaling: Any, normed: bool) -> 
 
 def test_attention_quantizes_by_the_scales_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("engine.core.layers.fused.rotate_and_write", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("engine.core.layers.fused.rotate_and_write", lambda *arguments, **_: calls.append(arguments))
     layers = LayerFactory(dtype="float32", device=DEVICE, fused=True)
     pool = SimpleNamespace(keys="kK", values="vV", scales=(UNSCALED, KVScales(key=0.5, value=0.25)))
     run = SimpleNamespace(

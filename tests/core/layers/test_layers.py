@@ -61,6 +61,40 @@ def test_head_norm_equals_the_reference() -> None:
     torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("over_heads", [False, True])
+def test_norm_with_an_offset_equals_transformers_in_bfloat16_to_the_last_bit(over_heads: bool) -> None:
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 2, 64).to(torch.bfloat16), (torch.randn(64) * 0.003).to(torch.bfloat16)
+    theirs = Gemma2RMSNorm(64, 1e-6)
+    theirs.weight.data = weight
+    if over_heads:
+        norm: Any = HeadNorm((("norm.weight", 2),), 64, 1e-6, "bfloat16", unit_offset=True)
+    else:
+        norm = RMSNorm("norm.weight", 64, 1e-6, "bfloat16", unit_offset=True)
+    norm.fill({"norm.weight": weight})
+    found = norm(x) if over_heads else norm(x)[0]
+    assert torch.equal(found, theirs(x))
+    norm.weight = norm.weight.to(torch.bfloat16).float()  # 1 plus so little is 1 in bfloat16
+    assert not torch.equal(norm(x) if over_heads else norm(x)[0], theirs(x))
+
+
+@pytest.mark.parametrize("kind", ["layer", "layer_bias"])
+def test_layer_norm_equals_torch(kind: Any) -> None:
+    layers = LayerFactory(dtype="float32", device="cpu")
+    norm = layers.norm("norm", 8, 1e-5, kind)
+    weights = {name: torch.randn(8) for name in norm.tensors()}
+    assert sorted(weights) == ["norm.bias", "norm.weight"][kind == "layer" :]
+    norm.fill(weights)
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    found, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    expected = F.layer_norm(total, (8,), weights["norm.weight"], weights.get("norm.bias"), 1e-5)
+    torch.testing.assert_close(found, expected)
+    assert norm.nbytes == len(weights) * 32
+
+
 def test_silu_and_mul_does_not_change_its_input() -> None:
     x = torch.randn(3, 10)
     kept = x.clone()
@@ -101,6 +135,31 @@ def test_embedding_with_tied_and_own_lm_head() -> None:
     torch.testing.assert_close(own(x), x @ head.T)
     tables, packed_heads = 2 * 6 * 4 * 4, 2 * 6 * 4 * 4
     assert layers.nbytes == tables + packed_heads
+
+
+def test_embedding_is_scaled_by_a_factor_of_the_dtype_and_the_tied_head_is_not() -> None:
+    layers = LayerFactory(dtype="bfloat16", device="cpu")
+    embedding = layers.embedding("embed", 6, 4, scale=61.97)  # 62 in bfloat16
+    head = layers.lm_head("lm_head", 6, 4, embedding)
+    table = torch.randn(6, 4).to(torch.bfloat16)
+    for layer in layers.layers:
+        layer.fill({"embed.weight": table})
+    tokens = torch.tensor([5, 0])
+    assert torch.equal(embedding(tokens), table[tokens] * torch.tensor(62.0, dtype=torch.bfloat16))
+    torch.testing.assert_close(head(table[:2]), table[:2] @ table.T)
+
+
+def test_greedy_is_the_first_of_the_largest_capped_logits() -> None:
+    layers = LayerFactory(dtype="float32", device="cpu")
+    head = layers.lm_head("lm_head", 3, 2, scale=0.5, softcap=4.0)
+    for layer in layers.layers:
+        layer.fill({"lm_head.weight": torch.tensor([[1.0, 0.0], [900.0, 0.0], [1000.0, 1.0]])})
+    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    logits = head(hidden)
+    torch.testing.assert_close(logits, 4 * torch.tanh(torch.tensor([[0.5, 450.0, 500.0], [0.0, 0.0, 0.5]]) / 4))
+    max_logits, tokens = head.greedy(hidden)
+    assert tokens.tolist() == [1, 2]  # 450 and 500 are both capped to 4
+    assert torch.equal(max_logits, logits.amax(-1))
 
 
 def test_attention_rotates_writes_to_the_cache_and_attends() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.errors import ConfigError
+from engine.core.errors import CheckpointError, ConfigError
 from engine.core.layers import LayerFactory, Linear, gated_activation, silu_and_mul
 from engine.core.layers.linear import PlainKernel
 from engine.core.quant.base import (
@@ -142,6 +142,33 @@ def test_activation_is_quantized_only_if_the_next_layer_was_made_for_it(made: An
         down = Linear(layers.partial_linear("down", 8, 8, input_activation=made).linear.spec, kernel)
         down.weights = {"factor": torch.tensor(0.5)}
         assert isinstance(gate_up.gated_quantized_for(down, torch.randn(3, 8)), QuantizedActivation) is expected
+
+
+def test_parts_of_one_stored_layer_are_read_from_slices_of_its_tensors() -> None:
+    layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(3, 4))
+    layer = layers.qkv(("q", "k", "v"), 6, num_heads=8, num_kv_heads=2, head_dim=4, bias=True, stored="qkv")
+    found = {
+        name: (spec.stored_in.name, spec.stored_in.start, spec.stored_in.size, spec.shape[0], spec.replicas)
+        for name, spec in layer.tensors().items()
+    }
+    assert found == {
+        **{f"q.{end}": (f"qkv.{end}", 0, 48, 32, 1) for end in ("weight", "bias")},
+        **{f"k.{end}": (f"qkv.{end}", 32, 48, 8, 2) for end in ("weight", "bias")},
+        **{f"v.{end}": (f"qkv.{end}", 40, 48, 8, 2) for end in ("weight", "bias")},
+    }
+    assert [part.stored_name for part in layer.spec.parts] == ["qkv"] * 3
+
+
+def test_parts_that_share_a_number_of_the_stored_tensor_are_refused() -> None:
+    class Packed(Doubled):
+        def tensors(self) -> Any:
+            return {"b.zeros": TensorSpec(shape=(2, 1), dtypes=("int32",), shard_dim=1)}
+
+    spec = make().linear([("a", 12), ("b", 8)], 4, parallel="column", stored="ab").spec
+    with pytest.raises(CheckpointError, match=r"ab holds b among its outputs, of which b\.zeros packs several"):
+        Linear(spec, Packed()).tensors()
+    with pytest.raises(ConfigError, match="ab can only be stored in one with others if it is column-parallel"):
+        make().linear([("a", 12), ("b", 8)], 4, stored="ab")
 
 
 def test_unknown_activation_is_refused_by_name() -> None:

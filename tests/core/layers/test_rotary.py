@@ -4,12 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from engine.core.errors import CheckpointError
-from engine.core.layers.rotary import Rotary, RotarySpec, refuses_rope, rotate
+from engine.core.layers.rotary import Rotary, RotarySpec, refuses_rope, rotate, rotate_interleaved
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + 0.01 * pair for pair in range(64)],
+    "long_factor": [1 + 0.5 * pair for pair in range(64)],
+}
 
 TABLES = [
     {"rope_type": "default", "rope_theta": 1e6},
@@ -21,6 +28,9 @@ TABLES = [
     {**YARN, "rope_theta": 10000.0, "beta_fast": 8, "beta_slow": 8, "truncate": False},
     {**YARN, "rope_theta": 10000.0, "mscale": 0.707, "mscale_all_dim": 1.0},
     {**YARN, "rope_theta": 10000.0, "factor": 1.0},
+    {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    {**LONGROPE, "original_max_position_embeddings": 16384, "rope_theta": 10000.0},
+    {**LONGROPE, "original_max_position_embeddings": 20000, "rope_theta": 10000.0, "attention_factor": 1.2},
 ]
 
 
@@ -56,6 +66,42 @@ def test_frequencies_equal_transformers_to_the_last_bit(kind: Any) -> None:
     ours, factor = RotarySpec.from_config({"rope_parameters": parameters}, 128).frequencies()
     assert torch.equal(ours, theirs.inv_freq)
     assert factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "served"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0}, 4096),
+        ({"rope_type": "dynamic", "factor": 4.0}, 9000),
+        ({**LONGROPE, "original_max_position_embeddings": 1024}, 1024),
+        ({**LONGROPE, "original_max_position_embeddings": 1024}, 1025),
+    ],
+    ids=["dynamic, trained", "dynamic, extended", "longrope, short", "longrope, long"],
+)
+def test_frequencies_of_the_longest_served_context_equal_transformers(parameters: Any, served: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    table = {**parameters, "rope_theta": 10000.0}
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, max_position_embeddings=4096, rope_parameters=table)
+    theirs, their_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, seq_len=served)
+    spec = RotarySpec.from_config({"max_position_embeddings": 4096, "rope_parameters": table}, 128)
+    ours, factor = evolve(spec, max_len=served).frequencies()
+    torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=0)
+    assert factor == pytest.approx(their_factor)
+
+
+def test_rotate_interleaved_turns_adjacent_dimensions_and_leaves_the_rest() -> None:
+    spec = RotarySpec(rotary_dim=8, type="default", parameters={"rope_theta": 100.0}, interleaved=True)
+    frequencies, _ = spec.frequencies()
+    positions = torch.tensor([0, 3, 1000])
+    x = torch.randn(3, 2, 10, generator=torch.Generator().manual_seed(0))
+    turned = rotate_interleaved(x, Rotary(spec, "float32", "cpu").angles(positions))
+    plane = torch.view_as_complex(x[..., :8].unflatten(-1, (4, 2)).contiguous())
+    angle = (positions[:, None].float() * frequencies)[:, None]
+    expected = torch.view_as_real(plane * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+    torch.testing.assert_close(turned[..., :8], expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(turned[..., 8:], x[..., 8:])
 
 
 def test_rotate_turns_each_pair_by_its_angle() -> None:
@@ -107,7 +153,7 @@ def test_missing_parameters_mean_the_default_type(config: Any) -> None:
 
 
 def test_unknown_types_are_refused_by_name() -> None:
-    for kind in ("dynamic", "longrope", "mrope"):
+    for kind in ("mrope", "proportional"):
         config = {"rope_scaling": {"type": kind, "factor": 2.0}}
         assert f"{kind!r}" in (refuses_rope(config) or "")
         with pytest.raises(CheckpointError, match=kind):

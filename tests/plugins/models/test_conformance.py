@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from engine.plugins.models.gemma2 import Gemma2
+from engine.plugins.models.gemma3 import Gemma3
+from engine.plugins.models.glm4 import Glm4
+from engine.plugins.models.granite import Granite
 from engine.plugins.models.llama import Llama
 from engine.plugins.models.mistral import Mistral
+from engine.plugins.models.olmo2 import Olmo2
+from engine.plugins.models.phi3 import Phi3
 from engine.plugins.models.qwen2 import Qwen2
 from engine.plugins.models.qwen3 import Qwen3
+from engine.plugins.models.smollm3 import SmolLM3
 from engine.testing.models import ModelConformance
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -39,3 +46,38 @@ class TestQwen3(ModelConformance):
     model = Qwen3
     architecture = "qwen3"
     config = TIED
+
+
+class TestGemma2(ModelConformance):
+    model = Gemma2
+    architecture = "gemma2"
+
+
+class TestGemma3(ModelConformance):
+    model = Gemma3
+    architecture = "gemma3_text"
+
+
+class TestPhi3(ModelConformance):
+    model = Phi3
+    architecture = "phi3"
+
+
+class TestOlmo2(ModelConformance):
+    model = Olmo2
+    architecture = "olmo2"
+
+
+class TestGranite(ModelConformance):
+    model = Granite
+    architecture = "granite"
+
+
+class TestSmolLM3(ModelConformance):
+    model = SmolLM3
+    architecture = "smollm3"
+
+
+class TestGlm4(ModelConformance):
+    model = Glm4
+    architecture = "glm4"

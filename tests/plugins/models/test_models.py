@@ -16,11 +16,11 @@ from engine.core.weights.loader import DummySource
 from engine.plugins.models.llama import Llama
 from engine.plugins.models.mistral import Mistral
 from engine.plugins.models.qwen2 import Qwen2
-from engine.plugins.models.qwen3 import Qwen3
-from engine.testing.checkpoints import TINY, make_checkpoint
+from engine.testing.checkpoints import LONGROPE, TINY, make_checkpoint
 from engine.testing.model_bench import ModelBench
 
-MODELS = {"llama": Llama, "mistral": Mistral, "qwen2": Qwen2, "qwen3": Qwen3}
+from .architectures import MODELS, PRE_NORM
+
 LENGTH = 100
 
 LLAMA3 = {
@@ -68,6 +68,14 @@ CASES = {
         "qwen3",
         {"rope_parameters": {**YARN, "attention_factor": 1.2, "beta_fast": 16, "beta_slow": 2, "truncate": False}},
     ),
+    "phi3-long": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {key: value for key, value in LONGROPE.items() if key != "attention_factor"},
+        },
+    ),
     "qwen3-window": (
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 10, "max_window_layers": 0},
@@ -114,6 +122,16 @@ def test_logits_equal_transformers(case: Any, tmp_path: Path) -> None:
     chunked = bench.prompt_logits(0, [37, 1, 1, 30, 1, 30])
     assert difference(whole, expected) < 1e-5
     assert difference(chunked, expected) < 1e-5
+
+
+def test_longrope_chooses_its_factors_by_the_longest_context_that_is_served(tmp_path: Path) -> None:
+    architecture, config = CASES["phi3-long"]
+    directory = make_checkpoint(tmp_path, architecture, **config)
+    short = prompt()[:60]
+    expected = reference(directory, short)
+    found = {served: ModelBench(MODELS[architecture], directory, [short], max_len=served) for served in (64, 65)}
+    assert difference(found[64].prompt_logits(0), expected) < 1e-5
+    assert difference(found[65].prompt_logits(0), expected) > 1e-3
 
 
 def test_comparison_fails_for_a_wrong_model(tmp_path: Path) -> None:
@@ -188,7 +206,7 @@ def config_of(architecture: str, **changes: Any) -> dict:
     return {key: value for key, value in config.items() if value is not ...}
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", PRE_NORM)
 def test_each_model_accepts_only_its_own_architecture(architecture: str) -> None:
     config = config_of(architecture)
     assert [name for name, model in MODELS.items() if model.refuses(config) is None] == [architecture]
@@ -200,9 +218,8 @@ def test_each_model_accepts_only_its_own_architecture(architecture: str) -> None
     ("architecture", "changes", "said"),
     [
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ("llama", {"architectures": ["LlamaForCausalLM"], "hidden_act": "gelu"}, "'gelu'"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ("qwen2", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+        ("llama", {"architectures": ["LlamaForCausalLM"], "hidden_act": "relu"}, "'relu'"),
+        ("llama", {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "'mrope'"),
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ("llama", {"rope_parameters": "yarn"}, "'yarn'"),
         ("qwen3", {"num_experts": 8}, "num_experts"),
@@ -225,6 +242,8 @@ def test_refusals_name_the_reason(architecture: str, changes: Any, said: str) ->
         ("llama", {"attention_bias": "yes"}, "'attention_bias'"),
         ("llama", {"head_dim": 15}, "15 dimensions"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "'factor'"),
+        ("llama", {"rope_scaling": {"type": "dynamic"}}, "'factor'"),
+        ("qwen2", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "short_factor: a list of 8"),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}}, "'low_freq_factor'"),
         ("qwen3", {"head_dim": ...}, "'head_dim'"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "'max_window_layers'"),

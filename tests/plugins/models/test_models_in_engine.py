@@ -12,6 +12,8 @@ import transformers
 from engine.core import Engine, SamplingParams
 from engine.testing.checkpoints import make_checkpoint
 
+from .architectures import OTHERS
+
 STEPS = 64
 PROMPTS = [[(11 * row + 5 * column + row * column) % 500 for column in range(3 + 17 * row)] for row in range(4)]
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -54,6 +56,7 @@ def expected(path: Path) -> list[list[int]]:
         ("qwen2", {}),
         ("qwen3", {}),
         ("qwen3", {"rope_parameters": YARN}),
+        *((architecture, {}) for architecture in OTHERS),
     ],
 )
 def test_greedy_tokens_equal_transformers(tmp_path: Path, architecture: str, config: dict[str, Any]) -> None:

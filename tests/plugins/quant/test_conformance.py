@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from engine.plugins.quant.awq import Awq
+from engine.plugins.quant.compressed_tensors import CompressedTensors
 from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.int8 import Int8
 from engine.plugins.quant.none import Unquantized
-from engine.plugins.quant.pack_quantized import PackQuantized
 from engine.plugins.quant.w8_method import ActivationOptions
 from engine.testing.quant import QuantConformance
 
@@ -157,7 +157,7 @@ class TestAwq(Packed):
 
 
 class TestPackQuantized(Packed):
-    method = PackQuantized
+    method = CompressedTensors
     checkpoint = compressed("pack-quantized", PACKED, None)
 
     def store(self, name: Any, weight: Any) -> Any:

@@ -34,8 +34,8 @@ class W8OnGpu(Int8):
     """The GPU kernels, which Triton's interpreter runs on a CPU. Weights are int8: the interpreter rounds float8
     wrongly."""
 
-    def _kernel(self, spec: Any, form: Any) -> Any:
-        return W8GpuKernel(spec, form, self._matmuls.setdefault(spec.device, WeightOnlyMatmul(DEVICE)))
+    def linear(self, spec: Any) -> Any:
+        return W8GpuKernel(spec, self.online(None), WeightOnlyMatmul(DEVICE))
 
 
 @pytest.fixture
@@ -158,8 +158,8 @@ def test_which_kernels_fuse_input_quantization(monkeypatch: pytest.MonkeyPatch) 
             spec, W8Format(dtype=codes, granularity=granularity, activations=activations), WeightOnlyMatmul(DEVICE)
         )
 
-    monkeypatch.setattr(w8_gpu, "is_without_tma", lambda device: False)
-    for one in (kernel(), kernel(codes="int8"), kernel(activations="static")):
+    monkeypatch.setattr(w8_gpu, "has_tensor_cores_for", lambda device, dtype: True)
+    for one in (kernel(), kernel(codes="int8"), kernel(activations="static"), kernel(granularity="block")):
         assert [
             one.fused_input_quantization().supports_rows(rows) for rows in (0, W8A16_MAX_ROWS, W8A16_MAX_ROWS + 1)
         ] == [
@@ -170,12 +170,11 @@ def test_which_kernels_fuse_input_quantization(monkeypatch: pytest.MonkeyPatch) 
         assert [one.fuses_gating(rows) for rows in (0, W8A16_MAX_ROWS, W8A16_MAX_ROWS + 1)] == [True, True, False]
     tensors = [
         {"activations": "none"},
-        {"granularity": "block"},
         {"dtype": "float32"},
         {"cls": DequantizeEachCallKernel},
     ]
     assert all(kernel(**changes).fused_input_quantization() is None for changes in tensors)
-    monkeypatch.setattr(w8_gpu, "is_without_tma", lambda device: True)
+    monkeypatch.setattr(w8_gpu, "has_tensor_cores_for", lambda device, dtype: False)
     assert kernel().fused_input_quantization() is None
 
 

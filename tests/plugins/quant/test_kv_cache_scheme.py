@@ -9,12 +9,12 @@ import pytest
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.layers import LayerFactory
+from engine.plugins.quant.compressed_tensors import CompressedTensors
 from engine.plugins.quant.fp8 import Fp8
 from engine.plugins.quant.gptq import Gptq
 from engine.plugins.quant.int8 import Int8
 from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
 from engine.plugins.quant.none import Unquantized
-from engine.plugins.quant.pack_quantized import PackQuantized
 
 from .w8_packers import compressed, number
 
@@ -79,7 +79,7 @@ def test_names() -> None:
         (Fp8, compressed("float-quantized", number("float", "channel"), None, kv_cache_scheme=SCHEME)),
         (Fp8, {"quant_method": "fp8", "kv_cache_scheme": "static"}),
         (Int8, compressed("int-quantized", number("int", "channel"), None, kv_cache_scheme=SCHEME)),
-        (PackQuantized, PACKED | {"kv_cache_scheme": SCHEME}),
+        (CompressedTensors, PACKED | {"kv_cache_scheme": SCHEME}),
         (Unquantized, ALONE),
     ],
 )
@@ -102,7 +102,7 @@ def test_methods_without_a_kv_cache_scheme() -> None:
 
 
 def test_none_reads_a_checkpoint_that_quantizes_only_the_kv_cache() -> None:
-    for method in (Fp8, Int8, PackQuantized):
+    for method in (Fp8, Int8, CompressedTensors):
         assert "config_groups" in (method.refuses(ALONE, CPU) or "")
     assert Unquantized.refuses({**ALONE, "kv_cache_scheme": None}, CPU)
     with pytest.raises(CheckpointError, match="quantization_config"):

@@ -15,6 +15,7 @@ from engine.core.autotune.cache import TuningCache
 from engine.core.autotune.tuner import collect_tasks, tune_tasks
 from engine.core.layers import LayerFactory
 from engine.core.quant.base import LinearPart, LinearSpec
+from engine.ops.activation.quantize_rows import Scaling
 from engine.ops.gemm import scaled_matmul
 from engine.ops.gemm.packed_layout import GroupedLayout, W8Layout
 from engine.ops.gemm.skinny_launch import Workspace
@@ -25,7 +26,7 @@ from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
 from engine.plugins.quant.w8_gpu import W8A16_MAX_ROWS, DequantizeEachCallKernel, W8GpuKernel
 from engine.plugins.quant.w8_kernel import W8Format
-from engine.plugins.quant.w8a8_matmul import HOPPER, ROW_CLASSES, W8A8Matmul, has_capability
+from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, W8A8Matmul, has_tensor_cores_for
 from engine.plugins.quant.w8a8_tuning import W8A8Op
 from engine.testing.checkpoints import make_checkpoint
 
@@ -75,7 +76,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         WeightOnlyMatmul, "multiply_by_tile", lambda *given: names.append(str(given[-1])) or multiply_by_tile(*given)
     )
-    monkeypatch.setattr(w8a8_matmul, "matmul", lambda *given: names.append(str(given[6])) or matmul(*given))
+    monkeypatch.setattr(
+        w8a8_matmul, "matmul", lambda *given, **more: names.append(str(given[6])) or matmul(*given, **more)
+    )
     return names
 
 
@@ -93,9 +96,13 @@ def test_the_number_of_rows_alone_decides_between_w8a16_and_w8a8(multiplier: Any
     kernel = w8_kernel(multiplier, "none")
     assert described(kernel, prepared(kernel)) == [(FEW, MEASURED_CLASSES)]
     kernel = w8_kernel(multiplier, "token", kind="fp8", granularity="block")
-    [(key, classes)] = described(kernel, prepared(kernel))
-    assert "a scale per block of 32 outputs" in key
-    assert classes == MEASURED_CLASSES
+    few, many = described(kernel, prepared(kernel))
+    assert "a scale per block of 32 outputs" in few[0]
+    assert few[1] == (16, 32)
+    assert many == (
+        f"w8a8 64x256 float8_e4m3fn, {HALF} with a scale per 128 inputs and blocks of 32 outputs",
+        ROW_CLASSES,
+    )
 
 
 def test_layers_with_one_implementation_are_not_autotuned(multiplier: Any) -> None:
@@ -178,6 +185,29 @@ def test_w8a8_candidates_are_few_and_begin_with_the_default(
         assert (None in found) == has_scaled_mm
     other = W8A8Matmul(workspace, torch.int8, outputs, 4096, torch.bfloat16)
     assert not other.has_scaled_mm
+
+
+@pytest.mark.parametrize("shared", [99 * 1024, 227 * 1024])
+@pytest.mark.parametrize("scale_rows", [0, 128])
+def test_w8a8_candidates_fit_the_shared_memory_and_registers(
+    shared: int, scale_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(w8a8_matmul, "num_sms", lambda device: 132)
+    monkeypatch.setattr(w8a8_matmul, "shared_memory", lambda device: shared)
+    scaling = Scaling(per_block=scale_rows > 0)
+    workspace = Workspace(torch.device("cpu"))
+    codes = W8A8Matmul(
+        workspace, torch.float8_e4m3fn, 4096, 4096, torch.bfloat16, scale_rows=scale_rows, scaling=scaling
+    )
+    for rows in ROW_CLASSES:
+        tiles = codes.candidates(rows)
+        assert tiles[0] == codes.default_tile(rows)
+        assert len(tiles) > 1
+        for tile in tiles:
+            assert tile is not None
+            assert tile.stages >= 2
+            assert tile.stages * (tile.rows + tile.outputs) * tile.block_k < shared
+            assert not scale_rows or tile.rows * tile.outputs // (32 * tile.warps) <= 64
 
 
 @pytest.mark.parametrize(("rows", "static"), [(40, False), (40, True), (66, False)])
@@ -305,5 +335,5 @@ def test_an_engine_is_tuned_and_generates(tmp_path: Path, quant: str) -> None:
     results = json.loads(written[0][0])["results"]
     kinds = {result["op"].split()[0] for result in results}
     assert "weight-only" in kinds
-    assert ("w8a8" in kinds) == has_capability(DEVICE, HOPPER)
+    assert ("w8a8" in kinds) == has_tensor_cores_for(DEVICE, torch.float8_e4m3fn if quant == "fp8" else torch.int8)
     assert all(0 < result["seconds"] < 1e-2 for result in results)

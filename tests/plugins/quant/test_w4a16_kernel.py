@@ -16,8 +16,8 @@ from engine.core.quant.base import LinearPart, LinearSpec
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import DummySource, SafetensorsSource, load_weights
 from engine.plugins.quant.awq import Awq
+from engine.plugins.quant.compressed_tensors import CompressedTensors
 from engine.plugins.quant.gptq import Gptq
-from engine.plugins.quant.pack_quantized import PackQuantized
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.testing.ranks import LoneRank
 
@@ -32,7 +32,7 @@ COMPRESSED = {
     "format": "pack-quantized",
     "config_groups": {"group_0": GROUP},
 }
-METHODS = {"gptq": (Gptq, GPTQ | {"sym": False}), "awq": (Awq, AWQ), "compressed": (PackQuantized, COMPRESSED)}
+METHODS = {"gptq": (Gptq, GPTQ | {"sym": False}), "awq": (Awq, AWQ), "compressed": (CompressedTensors, COMPRESSED)}
 CPU = DeviceInfo(type="cpu")
 
 
@@ -177,7 +177,7 @@ def test_even_shards_that_cut_words_or_groups(parallel: str, outputs: int, input
 ORDERED = {
     "gptq": (Gptq, GPTQ | {"sym": False, "desc_act": True}),
     "compressed": (
-        PackQuantized,
+        CompressedTensors,
         COMPRESSED | {"config_groups": {"group_0": GROUP | {"weights": WEIGHTS | {"actorder": "group"}}}},
     ),
 }
@@ -294,26 +294,25 @@ REFUSED = {
     "gptq of another method": (Gptq, AWQ, "quant_method is 'awq'"),
     "gptq, 3 bits": (Gptq, GPTQ | {"bits": 3}, "3 bits; use a checkpoint with 4 or 8"),
     "gptq, marlin": (Gptq, GPTQ | {"checkpoint_format": "marlin"}, "'marlin'; this reads gptq and gptq_v2"),
-    "gptq, lm_head": (Gptq, GPTQ | {"lm_head": True}, "output layer is quantized too"),
     "gptq, group size": (Gptq, GPTQ | {"group_size": 0}, "group_size is 0"),
     "gptq, dynamic width": (Gptq, GPTQ | {"dynamic": {"+:a": {"bits": 2}}}, r"dynamic \+:a: the weights have 2 bits"),
     "gptq, dynamic pattern": (Gptq, GPTQ | {"dynamic": {"-:*a": {}}}, r"'-:\*a' is no regular expression"),
     "awq of another method": (Awq, GPTQ, "quant_method is 'gptq'"),
     "awq, gemv": (Awq, AWQ | {"version": "GEMV"}, "awq version is 'gemv'"),
     "awq, 8 bits": (Awq, AWQ | {"bits": 8}, "8 bits; awq has 4"),
-    "compressed of another method": (PackQuantized, GPTQ, "quant_method is 'gptq'"),
-    "compressed, format": (PackQuantized, COMPRESSED | {"format": "int-quantized"}, "format is 'int-quantized'"),
+    "compressed of another method": (CompressedTensors, GPTQ, "quant_method is 'gptq'"),
+    "compressed, format": (CompressedTensors, COMPRESSED | {"format": "int-quantized"}, "format is 'int-quantized'"),
     "compressed, width": (
-        PackQuantized,
+        CompressedTensors,
         COMPRESSED | {"config_groups": {"group_0": GROUP | {"weights": WEIGHTS | {"num_bits": 3}}}},
         "group_0.* is not supported: use weights of 4 or 8 bits",
     ),
     "compressed, activations": (
-        PackQuantized,
+        CompressedTensors,
         COMPRESSED | {"config_groups": {"group_0": GROUP | {"input_activations": {"num_bits": 8}}}},
         "quantizes activations too",
     ),
-    "nothing": (PackQuantized, COMPRESSED | {"config_groups": {}}, "no config_groups"),
+    "nothing": (CompressedTensors, COMPRESSED | {"config_groups": {}}, "no config_groups"),
 }
 
 
@@ -379,7 +378,7 @@ def test_pack_quantized_reads_as_compressed_tensors_does(
     written = PackedQuantizationCompressor.compress(state, scheme)
     expected = PackedQuantizationCompressor.decompress(written, scheme)["weight"]
     config = COMPRESSED | {"config_groups": {"group_0": GROUP | {"weights": args}}}
-    kernel = PackQuantized.from_checkpoint(config, None).linear(one_part("a", 48, 96, "float32"))
+    kernel = CompressedTensors.from_checkpoint(config, None).linear(one_part("a", 48, 96, "float32"))
     assert set(kernel.tensors()) >= {f"a.{end}" for end in written}
     read = kernel.reader.read(
         kernel.spec.parts[0], kernel.spec, {f"a.{end}": tensor for end, tensor in written.items()}

@@ -92,13 +92,18 @@ def quantized(
     config: Mapping,
     *,
     unquantized: Callable[[str], bool] = lambda name: False,
+    head: bool = False,
 ) -> tuple[Path, Path]:
-    """The checkpoint at `source` quantized, and its twin with the weights that the codes stand for."""
+    """The checkpoint at `source` quantized, and its twin with the weights that the codes stand for.
+
+    head: quantize the output layer too.
+    """
     stored: Tensors = {}
     meant: Tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.endswith("_proj") and tensor.dim() == 2 and not unquantized(module):
+        is_projection = module.endswith("_proj") or (head and module == "lm_head")
+        if is_projection and tensor.dim() == 2 and not unquantized(module):
             tensors, weight = packer(module, tensor)
             stored |= {f"{module}.{suffix}": made.contiguous() for suffix, made in tensors.items()}
             meant[name] = weight.contiguous()

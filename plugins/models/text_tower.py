@@ -1,0 +1,88 @@
+"""The language models of checkpoints that also read images: Gemma 3, Mistral Small 3.1 and later, Qwen3-VL.
+
+The language model is loaded alone, and computes what the whole model computes for text.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from attrs import evolve
+
+from engine.core.layers import LayerFactory
+from engine.plugins.models.decoder import Decoder
+from engine.plugins.models.decoder_config import DecoderConfig, with_theta
+from engine.plugins.models.gemma3 import Gemma3
+from engine.plugins.models.mistral import Mistral
+from engine.plugins.models.qwen3 import Qwen3
+
+PREFIX, FORMER_PREFIX = "model.language_model.", "language_model.model."
+"""Of the names of the language model's tensors, now and in older checkpoints."""
+IMAGES = ("vision_tower.*", "multi_modal_projector.*", "visual.*")
+"""Names of the tensors that read images, which may also begin with "model."."""
+SHARED_KEYS = ("architectures", "dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
+"""Keys next to text_config that concern the language model, if they are there."""
+
+
+class TextTower(Decoder):
+    """Derive from this class and from the language model's, which is then built from text_config."""
+
+    tied: ClassVar[bool]
+    """Whether a file without tie_word_embeddings means a tied LM head."""
+
+    @classmethod
+    def refuses(cls, config: Mapping[str, Any]) -> str | None:
+        refusal = super().refuses({**config, "text_config": config.get("text_config") or {}})
+        if refusal is None and not isinstance(config.get("text_config"), Mapping):
+            return "config.json lacks text_config, the table of the language model; fetch it again"
+        return refusal
+
+    @classmethod
+    def normalized(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """text_config, and the SHARED_KEYS next to it."""
+        shared = {key: config[key] for key in SHARED_KEYS if key in config}
+        return super().normalized({"tie_word_embeddings": cls.tied, **config["text_config"], **shared})
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        return evolve(super().parse(config), prefix=PREFIX)
+
+    @classmethod
+    def prepare(cls, layers: LayerFactory) -> None:
+        layers.accept_prefix(PREFIX, FORMER_PREFIX)
+        layers.accept_prefix("lm_head.", "language_model.lm_head.")
+        for pattern in IMAGES:
+            layers.ignore(pattern)
+            layers.ignore(f"model.{pattern}")
+
+
+class Gemma3Text(TextTower, Gemma3):
+    """Gemma 3 without its vision tower."""
+
+    architecture: ClassVar[str] = "Gemma3ForConditionalGeneration"
+    model_type: ClassVar[str] = "gemma3"
+    tied: ClassVar[bool] = True
+
+
+class Mistral3Text(TextTower, Mistral):
+    """Mistral Small 3.1 and its successors without their vision tower."""
+
+    architecture: ClassVar[str] = "Mistral3ForConditionalGeneration"
+    model_type: ClassVar[str] = "mistral3"
+    tied: ClassVar[bool] = False
+
+
+class Qwen3VLText(TextTower, Qwen3):
+    """Qwen3-VL, the dense models, without their vision tower. The positions of text are those of a plain rotation."""
+
+    architecture: ClassVar[str] = "Qwen3VLForConditionalGeneration"
+    model_type: ClassVar[str] = "qwen3_vl"
+    tied: ClassVar[bool] = False
+
+    @classmethod
+    def normalized(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Without the sections of the rotation by time, height and width, which text has in common."""
+        config = dict(super().normalized(config))
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(config.get(name), Mapping):
+                config[name] = {key: value for key, value in config[name].items() if not key.startswith("mrope_")}
+        return with_theta(config, 500000.0)
