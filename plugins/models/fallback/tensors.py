@@ -103,12 +103,12 @@ def make_buffers(model: Any, device: str, loaded: frozenset[str]) -> list[str]:
             if buffer is not None and buffer.is_meta and qualified not in loaded:
                 made[qualified] = module, attribute
     owners = {id(module): module for module, _ in made.values()}
-    results = []
+    results: list[dict[str, torch.Tensor]] = []
     for value in (0, 1):
         for module, attribute in made.values():
-            module._buffers[attribute] = torch.full_like(module._buffers[attribute], value, device=device)
+            module._buffers[attribute] = torch.full_like(getattr(module, attribute), value, device=device)
         for module in owners.values():
             model._init_weights(module)
-        results.append({name: module._buffers[attribute] for name, (module, attribute) in made.items()})
+        results.append({name: getattr(module, attribute) for name, (module, attribute) in made.items()})
     first, second = results
     return [name for name in made if not torch.equal(first[name], second[name])]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from engine.plugins.models.fallback.attention import AttentionCall, attend, read_arguments, serve_attention
@@ -69,7 +70,7 @@ def _blueprint(text: str) -> Blueprint:
         raise RefusedError(f"has its output layer inside another module ({name}), which is not served")
     return Blueprint(
         calls=tuple(masked.calls),
-        linears=frozenset(plain.inputs) - plain.other_dtypes,
+        linears=frozenset(plain.inputs) - plain.kept,
         siblings=plain.siblings(),
         hidden_size=plain.hidden_size,
         vocab_size=head.out_features,
@@ -89,8 +90,8 @@ class _Noted:
     calls: list[AttentionCall] = field(factory=list)
     inputs: dict[str, list[torch.Tensor]] = field(factory=dict)
     """Linear module -> its inputs."""
-    other_dtypes: set[str] = field(factory=set)
-    """Linear modules that were given an input of another dtype than the model's."""
+    kept: set[str] = field(factory=set)
+    """Linear modules that are more than linear layers: of another dtype than the model's, or whose weight is read."""
     waits: str | None = None
     hidden_size: int = 0
 
@@ -98,7 +99,7 @@ class _Noted:
         """Groups of linear modules of one module with one input tensor, in the order of their calls."""
         groups: dict[tuple[int, str], list[str]] = {}
         for name, inputs in self.inputs.items():
-            if len(inputs) == 1 and name not in self.other_dtypes:
+            if len(inputs) == 1 and name not in self.kept:
                 groups.setdefault((id(inputs[0]), name.rpartition(".")[0]), []).append(name)
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
@@ -111,11 +112,13 @@ def _run(model: Any, max_len: int, *, masked: bool) -> _Noted:
     serve_attention(model, functools.partial(_note_call, noted, names, masked))
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     given: dict[str, Any] = {"attention_mask": torch.ones_like(tokens)} if masked else {}
+    linears: dict[str, Any] = {name: one for name, one in model.named_modules() if type(one) is torch.nn.Linear}
     hooks = [
-        module.register_forward_pre_hook(functools.partial(_note_linear, noted, name))
-        for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear
+        one.register_forward_pre_hook(functools.partial(_note_linear, noted, name)) for name, one in linears.items()
     ]
+    for name, one in linears.items():
+        one.note_read = functools.partial(noted.kept.add, name)
+        one.__class__ = _WatchedLinear
     try:
         with torch.inference_mode(), _Waits(noted):
             out = decoder_of(model)(input_ids=tokens, position_ids=tokens, use_cache=False, **given)[0]
@@ -128,16 +131,35 @@ def _run(model: Any, max_len: int, *, masked: bool) -> _Noted:
     finally:
         for hook in hooks:
             hook.remove()
+        for module in linears.values():
+            module.__class__ = torch.nn.Linear
     if out.dim() != 3 or out.shape[:2] != tokens.shape:
         raise RefusedError(f"returns hidden states of shape {tuple(out.shape)} for {TOKENS} tokens")
     noted.hidden_size = out.shape[2]
     return noted
 
 
+class _WatchedLinear(torch.nn.Linear):
+    """A linear module that says when its weight is read, other than by its own forward."""
+
+    note_read: Callable[[], None]
+
+    def __getattr__(self, name: str) -> Any:
+        """As of any module."""
+        if name == "weight":
+            self.note_read()
+        return super().__getattr__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As of any linear module."""
+        return functional.linear(x, self._parameters["weight"], self._parameters["bias"])
+
+
 def _note_linear(noted: _Noted, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     noted.inputs.setdefault(name, []).append(inputs[0])
-    if inputs[0].dtype != torch.float32 or module.weight.dtype != torch.float32:
-        noted.other_dtypes.add(name)
+    weight = module._parameters["weight"]
+    if inputs[0].dtype != torch.float32 or weight is None or weight.dtype != torch.float32:
+        noted.kept.add(name)
 
 
 def _note_call(
@@ -186,11 +208,11 @@ def _note_call(
     return query.new_empty(1, TOKENS, query.shape[1], value.shape[3])
 
 
-class _Waits(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _Waits(TorchFunctionMode):
     """Answers what the host reads of tensors without numbers with zeros, and notes that the forward waits for them."""
 
     def __init__(self, noted: _Noted) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._noted = noted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
