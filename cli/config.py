@@ -11,7 +11,7 @@ import typer
 
 from engine.cli.options import configured
 from engine.cli.tables import print_table
-from engine.core.config import PATHS, Resolved, describe, flatten
+from engine.core.config import HUB_NAMES, PATHS, Resolved, describe, flatten, is_hub_name
 from engine.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def to_toml(config: EngineConfig) -> str:
     sections: dict[str, list[str]] = {}
     for key, value in flatten(config).items():
         section, _, name = key.partition(".")
-        path = str(Path(value).absolute()) if key in PATHS and value else value
+        is_path = key in PATHS and value and not (key in HUB_NAMES and is_hub_name(value))
+        path = str(Path(value).absolute()) if is_path else value
         line = f"# {name}: {HIDDEN}" if key in hidden else f"{name} = {_toml(path)}"
         sections.setdefault(section, []).append(line)
     return "\n\n".join("\n".join([f"[{section}]", *lines]) for section, lines in sections.items())

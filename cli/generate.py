@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.core.types import SamplingParams
 
 
-@configured(without=OFFLINE)
+@configured(without=OFFLINE, before="prompt")
 @sampled(without=("prompt_logprobs",))
 def generate(
     resolved: Resolved,
@@ -41,7 +41,7 @@ def generate(
         raise InvalidRequestError("--logprobs needs --json, where they are printed", "logprobs")
 
     if as_json:
-        with only_json() as print_json, open_engine(resolved) as engine:
+        with only_json() as print_json, open_engine(resolved, live=False) as engine:
             print_json(completion(engine, text, attrs.evolve(engine.default_params, **sampling)))
         return
     with open_engine(resolved) as engine:
@@ -51,7 +51,9 @@ def generate(
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, the file or standard input. Raises InvalidRequestError if there is none."""
     if prompt is not None and file is not None:
-        raise InvalidRequestError("PROMPT and --prompt-file exclude each other; give one of them", "prompt")
+        raise InvalidRequestError(
+            "PROMPT and --prompt-file exclude each other; give one of them (and the model by --model)", "prompt"
+        )
     if prompt is not None and prompt != "-":
         return prompt
     if file is None and prompt is None and sys.stdin.isatty():

@@ -42,10 +42,13 @@ class Builtin(NamedTuple):
 
 BUILTINS = {
     "serve": Builtin(
-        "serve:serve", "Serve the OpenAI protocol over HTTP, with the demo model unless --model names another."
+        "serve:serve", "Serve the OpenAI protocol over HTTP, with the demo model unless another is named."
     ),
     "generate": Builtin("generate:generate", "Continue a prompt, printing the text as it comes."),
     "chat": Builtin("chat:chat", "Talk to a model. Piped in, each line is one message; /reset and /exit work in both."),
+    "download": Builtin(
+        "download:download", "Download a model from the hub, as far as it is not on disk, and print its directory."
+    ),
     "quantize": Builtin("quantize:quantize", "Write a quantized copy of a checkpoint, layer by layer."),
     "bench": Builtin("bench:app", "Measure speed on this machine."),
     "config": Builtin("config:app", "Show the settings and the origin of each."),

@@ -1,8 +1,10 @@
-"""Starts the engine of a command without a server."""
+"""Finds the model of a command, and starts the engine of a command without a server."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import attrs
 
 from engine.core.config import Resolved
 
@@ -10,10 +12,26 @@ if TYPE_CHECKING:
     from engine.core.engine import Engine
 
 
-def open_engine(resolved: Resolved) -> Engine:
-    """Make the engine, showing the progress on a terminal. Raises what Engine raises."""
+def open_engine(resolved: Resolved, *, live: bool = True) -> Engine:
+    """Make the engine, showing the progress on a terminal. Raises what Engine raises.
+
+    live: whether to update one line of the terminal; False: print lines for a download, and nothing else.
+    """
     from engine.core.engine import Engine
     from engine.core.startup_display import show_startup
 
-    with show_startup(lines=False) as listener:
+    with show_startup(lines=False, live=live) as listener:
         return Engine(config=resolved.config, on_progress=listener)
+
+
+def located(resolved: Resolved, *, config_only: bool = False) -> Resolved:
+    """The settings with directories in place of names on the hub, whose files are downloaded where they are missing.
+
+    config_only: only config.json and its like are wanted. Raises what `engine.core.hub.locate` raises.
+    """
+    from engine.core.hub import locate
+    from engine.core.startup_display import show_startup
+
+    with show_startup(lines=False, prefix="") as listener:
+        model = locate(resolved.config.model, listener, config_only=config_only)
+    return attrs.evolve(resolved, config=attrs.evolve(resolved.config, model=model))

@@ -16,7 +16,16 @@ from typing import Annotated, Any
 import attrs
 import typer
 
-from engine.core.config import EngineConfig, Resolved, Setting, canonical_key, demo_model, describe, load_config
+from engine.core.config import (
+    EngineConfig,
+    Resolved,
+    Setting,
+    canonical_key,
+    demo_model,
+    describe,
+    is_hub_name,
+    load_config,
+)
 from engine.core.errors import ConfigError, InvalidRequestError
 from engine.core.types import SamplingParams
 
@@ -26,6 +35,8 @@ DEMO_MODEL = "default (demo model)"
 KEY_VARIABLE = "ENGINE_API_KEY"
 """Environment variable that gives server.api_key, so that keys need no option, which other users could see."""
 
+MODEL = "model"
+"""Parameter of the argument that names the model."""
 SECTIONS = tuple(attrs.fields_dict(EngineConfig))
 OFFLINE = ("server",)
 """Sections without meaning for a command without a server: `configured(without=OFFLINE)`."""
@@ -48,13 +59,15 @@ def _default_text(setting: Setting) -> str:
     return str(setting.default) if setting.default not in ("", {}) else ""
 
 
-def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Decorator: builds the command's parameter `resolved` from --config, --set and one option per setting.
+def configured(*, without: Collection[str] = (), before: str = "") -> Callable[[Command], Command]:
+    """Decorator: builds the command's parameter `resolved` from MODEL, --config, --set and one option per setting.
 
-    without: sections that get no options.
+    without: sections that get no options; without "model", there is no MODEL either. before: an argument of the command
+    that follows MODEL, and that a single argument is.
     """
     offered = {name: one for name, one in _setting_options().items() if one.setting.path[0] not in without}
     parameters = [
+        *([] if "model" in without else [_model_argument(before)]),
         _option("files", list[Path] | None, "--config", help="TOML or YAML file of settings.", metavar="FILE"),
         _option(
             "assignments",
@@ -85,6 +98,11 @@ def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]
         for text in given["assignments"] or ():
             key, typed = key_value(text, "--set")
             override(canonical_key(key), typed, "--set")
+        if model := given.get(MODEL):
+            other, origin = overrides.get("model.path", (model, MODEL.upper()))
+            if other != model:
+                raise ConfigError(f"MODEL ({model}) and {origin} ({other}) name two models; give one of them")
+            overrides["model.path"] = (model, MODEL.upper())
         files = given["files"] or [None]
         if len(files) > 1:
             raise ConfigError(
@@ -96,7 +114,32 @@ def configured(*, without: Collection[str] = ()) -> Callable[[Command], Command]
             defaults["server.api_key"] = ([key.strip() for key in keys.split(",")], KEY_VARIABLE)
         return load_config(files[0], overrides, defaults)
 
-    return lambda command: _with_options(command, "resolved", parameters, resolve)
+    return lambda command: _with_options(command, "resolved", parameters, resolve, before)
+
+
+def _model_argument(before: str) -> inspect.Parameter:
+    """The parameter MODEL."""
+    alone = f" A single argument is {before.upper()}." if before else ""
+    text = f"Directory of the model, or its name on the hub (ORG/NAME); by default that of --model.{alone}"
+    return inspect.Parameter(
+        MODEL,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None,
+        annotation=Annotated[str | None, typer.Argument(help=text, show_default=False)],
+    )
+
+
+def _shift(given: dict[str, Any], before: str) -> None:
+    """Make a single argument that of the command, not MODEL. Raises ConfigError for one that looks like a model."""
+    only = given[MODEL]
+    if only is None or given[before] is not None:
+        return
+    if is_hub_name(only) and given["model_setting"] is None:
+        raise ConfigError(
+            f"{only} is the only argument, so it is {before.upper()}, but it looks like a model; give both, with - for"
+            f" standard input: {only} - (or name the model by --model)"
+        )
+    given[before], given[MODEL] = only, None
 
 
 def sampled(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
@@ -136,17 +179,25 @@ def _with_options(
     parameter: str,
     options: Sequence[inspect.Parameter],
     build: Callable[[Mapping[str, Any]], object],
+    before: str = "",
 ) -> Command:
-    """Replace the `parameter` of a command by `options`; `build` makes the argument from their values."""
+    """Replace the `parameter` of a command by `options`; `build` makes the argument from their values.
+
+    before: see `configured`.
+    """
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
+    arguments = [option for option in options if option.kind is not inspect.Parameter.KEYWORD_ONLY]
     names = [option.name for option in options]
 
     @functools.wraps(command)
     def run(**given: Any) -> Any:
+        if before:
+            _shift(given, before)
         argument = build({name: given.pop(name) for name in names})
         return command(**given, **{parameter: argument})
 
-    signature = inspect.Signature([*own, *options])
+    others = [option for option in options if option not in arguments]
+    signature = inspect.Signature(sorted([*arguments, *own, *others], key=lambda parameter: parameter.kind))
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
     return run

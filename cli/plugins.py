@@ -146,6 +146,7 @@ def _ask(point: str, name: str, cls: Any, question: Asked) -> Verdict:
 def _questions(config: EngineConfig, plugins: Plugins, models: list[type[Any]]) -> dict[str, Asked]:
     """Extension point -> how to ask its classes whether they refuse."""
     from engine.core.device import find_device
+    from engine.core.hub import locate
     from engine.core.plugin_host import (
         EXTENSION_POINTS,
         attention_question,
@@ -159,7 +160,8 @@ def _questions(config: EngineConfig, plugins: Plugins, models: list[type[Any]]) 
     device = find_device(config.executor.device)
     questions: dict[str, Asked] = dict(questions_of_machine(config, device))
     try:
-        checkpoint = Checkpoint.open(config.model.path, generation_config=config.model.generation_config).config
+        directory = locate(config.model, config_only=True).path
+        checkpoint = Checkpoint.open(directory, generation_config=config.model.generation_config).config
         questions["model"] = ask_model = model_question(checkpoint)
         model = next((cls for cls in models if _ask("models", "", cls, ask_model).status == "usable"), None)
         if model is None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.tables import print_table
-from engine.core.config import parse_bytes
+from engine.core.config import ModelConfig, parse_bytes
 from engine.core.errors import ConfigError
+from engine.core.hub import locate
+from engine.core.startup_display import show_startup
 from engine.quantize.progress import Progress
 from engine.quantize.settings import Settings
 
@@ -26,7 +28,10 @@ REPORT_SECONDS = 10.0
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(help="Directory of the checkpoint, unquantized.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(help="Directory of the checkpoint, unquantized, or its name on the hub.", show_default=False),
+    ],
     output: Annotated[
         Path, typer.Argument(help="Directory to write: a new one, or that of an unfinished run.", show_default=False)
     ],
@@ -135,6 +140,17 @@ def quantize(
         ),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens per window of held-out text.", rich_help_panel=TEXT)] = 1024,
+    revision: Annotated[
+        str, typer.Option(help="Branch, tag or commit of a model on the hub; by default main.", show_default=False)
+    ] = "",
+    download_dir: Annotated[
+        str,
+        typer.Option(
+            help="Directory of the models from the hub; by default the cache of huggingface_hub.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     max_shard_size: Annotated[
         str, typer.Option(help="Maximum size of a safetensors file, as 500MB or 2GiB.", rich_help_panel=FILES)
@@ -171,6 +187,9 @@ def quantize(
     except ConfigError as error:
         raise ConfigError(f"--max-shard-size: {error}") from error
 
+    with show_startup(lines=False, prefix="") as listener:
+        source = locate(ModelConfig(path=model, revision=revision, download_dir=download_dir), listener).path
+
     from engine.quantize.calibration import Calibration, read_text
     from engine.quantize.run import HeldOut, quantize as run
 
@@ -179,7 +198,7 @@ def quantize(
         text = Calibration(files=tuple(calibration), samples=samples, length=sample_length, seed=seed)
     held = None if held_out is None else HeldOut(text=read_text(held_out, "--held-out"), context=context)
     report = run(
-        model,
+        source,
         output,
         settings,
         calibration=text,

@@ -10,7 +10,7 @@ from engine.core.config import Resolved
 
 @configured()
 def serve(resolved: Resolved) -> None:
-    """Serve the OpenAI protocol over HTTP, with the demo model unless --model names another."""
+    """Serve the OpenAI protocol over HTTP, with the demo model unless another is named."""
     from engine.core.plugin_host import check_names, load_plugins
     from engine.server import run
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from os import PathLike, fspath
 from reprlib import repr as shortened
@@ -20,6 +21,7 @@ from engine.core.async_generation import AsyncGenerator
 from engine.core.attention.base import AttentionBackend
 from engine.core.config.default_model import demo_model
 from engine.core.config.load import flatten, load_config
+from engine.core.config.model_name import is_hub_name
 from engine.core.config.tree import EngineConfig
 from engine.core.device import find_device
 from engine.core.errors import ConfigError, EngineError, ExecutorError, InvalidRequestError
@@ -27,6 +29,7 @@ from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
 from engine.core.generation import Completion, generate, stream
+from engine.core.hub.names import locate
 from engine.core.models.base import ModelSpec
 from engine.core.phase_timer import PhaseTimer
 from engine.core.plugin_host.derived import max_len, settle, shape_of
@@ -34,10 +37,11 @@ from engine.core.plugin_host.faults import PluginCall, name_fault
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import check_names
 from engine.core.quant.base import QuantMethod
-from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.grouped_block_manager import make_block_manager
 from engine.core.schedulers.policy import SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
 from engine.core.startup import Listener, Phases
+from engine.core.startup_display import show_startup
 from engine.core.text.detokenizer import TextDelta
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import EngineStats, Output, Request, SamplingParams, Step, StepResult
@@ -59,7 +63,8 @@ class Engine:
         engine = Engine(model="path/to/checkpoint", scheduler="priority", cache__memory="1GiB")
         print(engine.generate("def read_lines(path):")[0].text)
 
-    model: directory of a Hugging Face checkpoint; None, unless `config` or a setting names one: the demo model.
+    model: directory of a Hugging Face checkpoint, or name of a model on the hub (ORG/NAME), which is downloaded; None,
+        unless `config` or a setting names one: the demo model.
     config: a whole configuration, over which `settings` take precedence.
     attention, quant, scheduler, executor: a plugin's name, or an unregistered class that implements the contract of
         the extension point (for the scheduler an instance too).
@@ -94,6 +99,9 @@ class Engine:
             raise ConfigError(f"on_progress must be a function, not {shortened(on_progress)}")
 
         phases = Phases(on_progress)
+        on_hub = any(map(is_hub_name, (self.config.model.path, self.config.model.tokenizer)))
+        with phases.phase("download" if on_hub else "checkpoint"), _listening(on_progress) as listener:
+            self.config = attrs.evolve(self.config, model=locate(self.config.model, listener))
         with phases.phase("checkpoint"):
             path, generation = self.config.model.path, self.config.model.generation_config
             self.checkpoint = Checkpoint.open(path, generation_config=generation)
@@ -147,8 +155,10 @@ class Engine:
         """Build the scheduler over the executor's KV cache, and the state of the step loop."""
         self._scheduler = Scheduler(
             self.parts.policy,
-            BlockManager(
-                self.cache_info.num_blocks, self.cache_info.block_size, prefix_caching=self.config.cache.prefix_caching
+            make_block_manager(
+                self.cache_info,
+                max_chunk=self.config.scheduler.max_batch_tokens,
+                prefix_caching=self.config.cache.prefix_caching,
             ),
             max_batch_tokens=self.config.scheduler.max_batch_tokens,
             max_running=self.config.scheduler.max_running,
@@ -349,6 +359,11 @@ class Engine:
         self.close()
 
 
+def _listening(on_progress: Listener | None) -> AbstractContextManager[Listener]:
+    """The listener; None: one that shows a download, which may take long, and nothing else."""
+    return show_startup(lines=False, prefix="") if on_progress is None else nullcontext(on_progress)
+
+
 def _merged_config(
     config: EngineConfig | None,
     model: str | PathLike[str] | None,
@@ -371,5 +386,5 @@ def _merged_config(
     if not merged.model.path:
         merged = attrs.evolve(merged, model=attrs.evolve(merged.model, path=demo_model()))
     if not merged.model.path:
-        raise ConfigError("no model is named; give the directory of a checkpoint as model.path (--model)")
+        raise ConfigError("no model is named; give a directory, or a name on the hub, as model.path (--model)")
     return merged

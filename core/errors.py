@@ -23,6 +23,10 @@ class CheckpointError(EngineError):
     """A model directory lacks a file or a tensor, or a tensor has an unexpected shape or data type."""
 
 
+class DownloadError(CheckpointError):
+    """A model cannot be fetched from the hub, or lacks files that the engine reads."""
+
+
 class CapacityError(EngineError):
     """The model or its KV cache does not fit into the memory available."""
 

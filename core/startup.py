@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from attrs import frozen
 
 BYTES = "bytes"
+MAX_SECONDS_LEFT = 100 * 3600.0
+"""A longer time is not named: so slow a transfer has hardly begun."""
 
 
 @frozen(kw_only=True)
@@ -23,6 +25,8 @@ class Progress:
     """Unit of `done` and `total`: "bytes", or a plural noun for what is counted."""
     seconds: float = 0.0
     """Seconds since the phase began."""
+    rate: float | None = None
+    """Of a transfer: units per second, of late; 0: nothing comes. None: the phase is no transfer."""
     rank: int | None = None
     """Rank of the worker, if there are several; None: the engine process."""
 
@@ -84,12 +88,44 @@ class Phases:
 
 
 def format_progress(progress: Progress) -> str:
-    """Format as, for example, "rank 1: weights: 12.3 of 16.1 GB, 3.1 GB/s"."""
+    """Format as, for example, "rank 1: weights: 12.3 of 16.1 GB, 3.1 GB/s"; a transfer also as share and time left."""
     phase = progress.phase if progress.rank is None else f"rank {progress.rank}: {progress.phase}"
     if not progress.total:
         return phase
     if progress.unit != BYTES:
         return f"{phase}: {progress.done} of {progress.total} {progress.unit}"
+    if progress.rate is not None:
+        return f"{phase}: {_format_transfer(progress, progress.rate)}"
     done, total = (f"{count / 1e9:.1f}" for count in (progress.done, progress.total))
     speed = f", {progress.done / progress.seconds / 1e9:.1f} GB/s" if progress.seconds else ""
     return f"{phase}: {done} of {total} GB{speed}"
+
+
+def _format_transfer(progress: Progress, rate: float) -> str:
+    """Format as, for example, "431 MB of 1.52 GB (28%), 45.1 MB/s, 24 s left"."""
+    text = f"{format_size(progress.done)} of {format_size(progress.total)} ({progress.done / progress.total:.0%})"
+    if progress.done >= progress.total:
+        return text
+    if not rate:
+        return f"{text}, waiting"
+    seconds = (progress.total - progress.done) / rate
+    left = f", {format_duration(seconds)} left" if seconds < MAX_SECONDS_LEFT else ""
+    return f"{text}, {format_size(rate)}/s{left}"
+
+
+def format_size(count: float) -> str:
+    """Format a number of bytes in three digits: 45.1 MB."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.5 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.0f} {units[0]}" if units[0] == "B" else f"{count:.3g} {units[0]}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in its two largest units: 24 s, 3 min 10 s, 1 h 5 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -13,34 +13,40 @@ from engine.core.startup import Listener, Progress, format_progress
 
 INTERVAL = 5.0
 """Seconds between two lines without a terminal; a faster start prints nothing."""
+TRANSFER_INTERVAL = 30.0
+"""The same for a download, whose begin and end also have a line."""
 
 
 @contextmanager
-def show_startup(stream: TextIO | None = None, *, lines: bool = True) -> Iterator[Listener]:
+def show_startup(
+    stream: TextIO | None = None, *, lines: bool = True, live: bool = True, prefix: str = "starting: "
+) -> Iterator[Listener]:
     """A listener that prints the progress reported to it on `stream` (None: standard error).
 
-    lines: whether to print if `stream` is not a terminal.
+    lines: whether to print more than downloads if `stream` is not a terminal. live: whether to update the line of a
+    terminal; False: print as if it were none.
     """
     stream = stream or sys.stderr
-    if stream.isatty():
-        terminal = _Terminal(stream)
+    if live and stream.isatty():
+        terminal = _Terminal(stream, prefix)
         try:
             yield terminal
         finally:
             terminal.clear()
     else:
-        yield _Lines(stream) if lines else _silent
+        yield _Lines(stream, prefix, startup=lines)
 
 
 class _Terminal:
     """Overwrites its own line. The cursor stays visible: a killed process could not show it again."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
+        self._prefix = prefix
 
     def __call__(self, progress: Progress) -> None:
         width = shutil.get_terminal_size().columns - 1
-        self._write(f"starting: {format_progress(progress)}"[:width])
+        self._write(f"{self._prefix}{format_progress(progress)}"[:width])
 
     def clear(self) -> None:
         """Erase the line."""
@@ -50,19 +56,24 @@ class _Terminal:
         print(f"\r\x1b[2K{text}", end="", file=self._stream, flush=True)
 
 
-def _silent(progress: Progress) -> None:
-    """Ignore progress."""
-
-
 class _Lines:
-    """Prints at most one line per INTERVAL."""
+    """Prints at most one line per interval, and the begin and end of a download."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, prefix: str, *, startup: bool) -> None:
         self._stream = stream
+        self._prefix = prefix
+        self._startup = startup
         self._last_printed = time.monotonic()
+        self._download: tuple[str, bool] | None = None
+        """The download printed last, and whether it had ended."""
 
     def __call__(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self._last_printed >= INTERVAL:
+        is_download = progress.rate is not None
+        if not (is_download or self._startup):
+            return
+        now, download = time.monotonic(), (progress.phase, progress.done == progress.total)
+        due = now - self._last_printed >= (TRANSFER_INTERVAL if is_download else INTERVAL)
+        if due or (is_download and download != self._download):
             self._last_printed = now
-            print(f"starting: {format_progress(progress)}", file=self._stream, flush=True)
+            self._download = download if is_download else None
+            print(f"{self._prefix}{format_progress(progress)}", file=self._stream, flush=True)

@@ -260,7 +260,9 @@ class Step:
     scheduler."""
     new: tuple[NewSequence, ...] = ()
     blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(sequence, KV blocks to append to its block table), for all iterations."""
+    """(block table, KV blocks to append to it), for all iterations. A table is numbered sequence * kinds + kind, where
+    `kinds` counts CacheInfo.kinds: with one kind as its sequence. Each index of the table takes BlockKind.groups
+    blocks. -n in front skips n indices, which are behind the window of a cached prefix."""
     finished: tuple[int, ...] = ()
     """Sequences to forget before anything else is done; their blocks may belong to other sequences in this step."""
 
@@ -320,6 +322,26 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
 
 
 @frozen(kw_only=True)
+class BlockKind:
+    """Layers of one kind of KV cache, whose blocks a sequence gets and gives up together.
+
+    The layers are divided into cache groups of at most as many layers as a block has room for. A block table of the
+    kind holds, for each index, one block per group.
+    """
+
+    name: str
+    """As shown to users: "full" or "window 1024"."""
+    window: int | None = None
+    """The number of tokens that a token attends to, itself included; None: the whole context."""
+    groups: int = 1
+    """Cache groups, and so blocks per index of the table."""
+    layers: int = 0
+
+
+FULL = BlockKind(name="full")
+
+
+@frozen(kw_only=True)
 class CacheInfo:
     """The KV cache that an executor has allocated, and the memory used, in bytes."""
 
@@ -340,8 +362,22 @@ class CacheInfo:
     """Maximum of the token counts for penalties; used only as long as requests have penalties."""
     kernel_bytes: int = 0
     """The most that kernels compiled while serving take, on a CPU."""
+    kinds: tuple[BlockKind, ...] = (FULL,)
+    """The kinds of layers that share the blocks."""
+    states: int = 0
+    """Layers that keep a state per sequence instead of blocks. If there are any, no prefix can be reused."""
+    state_bytes: int = 0
+    """Of the states of all running sequences."""
+    blocks_per_context: int = 0
+    """Maximum blocks of one context of full length."""
     phases: tuple[tuple[str, float], ...] = ()
     """(start-up phase, seconds): from an executor the phases of its `start`, from an engine all phases."""
+
+    @property
+    def reusable_indices(self) -> int:
+        """How many indices of block tables the prefix cache can hold; 0: no prefix can be reused."""
+        groups = sum(kind.groups for kind in self.kinds)
+        return self.num_blocks // groups if groups and not self.states else 0
 
 
 @frozen(kw_only=True)
@@ -353,6 +389,8 @@ class EngineStats:
     blocks_used: int = 0
     blocks_cached: int = 0
     blocks_total: int = 0
+    blocks_by_kind: tuple[tuple[str, int, int], ...] = ()
+    """(BlockKind.name, blocks used, blocks cached) of each kind, if there are several."""
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0

@@ -221,7 +221,7 @@ class AttentionConformance:
         case = self.make(spec, BATCHES["mixed"])
         batch = attrs.asdict(case.batch, recurse=False).values()
         tensors = [*case.pool.keys, *case.pool.values, *(tensor for layer in case.inputs for tensor in layer)]
-        tensors += [torch.as_tensor(part) for part in batch if not isinstance(part, int)]
+        tensors += [torch.as_tensor(part) for part in batch if isinstance(part, torch.Tensor | np.ndarray)]
         before = [tensor.clone() for tensor in tensors]
         self.run(spec, case)
         for old, new in zip(before, tensors, strict=True):

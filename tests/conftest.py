@@ -36,7 +36,7 @@ GROUPS = {
         "testing/test_executors.py",
     ),
     # These start servers, which share fixtures and mostly wait.
-    "servers": ("cli", "scripts", "server", "test_sample_plugin.py"),
+    "servers": ("cli", "core/hub/test_commands.py", "scripts", "server", "test_sample_plugin.py"),
 }
 """Tests that one pytest-xdist worker runs one after the other; all other tests go to any worker."""
 

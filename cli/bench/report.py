@@ -15,6 +15,7 @@ import typer
 from attrs import asdict, frozen
 
 from engine.cli.bench.load import say
+from engine.core.config import served_name
 
 if TYPE_CHECKING:
     from engine.core.engine import Engine
@@ -47,7 +48,7 @@ def engine_settings(engine: Engine) -> dict[str, object]:
     """The settings that the figures of this engine depend on."""
     config = engine.config
     return {
-        "model": Path(config.model.path).name,
+        "model": served_name(config),
         "dtype": engine.cache_info.dtype,
         "plugins": {choice.extension_point: choice.name for choice in engine.parts.choices},
         "kernels": config.executor.kernels,

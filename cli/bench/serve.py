@@ -22,6 +22,7 @@ from engine.cli.bench.load import TOKENS, parse_counts, say
 from engine.cli.bench.report import Json, Plot, report, write
 from engine.cli.bench.roofline import Roofline, configured_roofline
 from engine.cli.bench.server_process import Server, cpu_seconds, first_api_key, running
+from engine.cli.opening import located
 from engine.cli.options import DEMO_MODEL, configured
 from engine.core.config import DEFAULT, Resolved
 from engine.core.errors import ConfigError, ExecutorError
@@ -202,6 +203,7 @@ def serve(
         from engine.cli.bench.plot import check_plot
 
         check_plot(plot)
+    resolved = located(resolved, config_only=bool(url))
     config = resolved.config
     common: dict[str, Any] = {"input_len": input_len, "output_len": output_len, "timeout": timeout}
     loads = [

@@ -15,9 +15,10 @@ from attrs import frozen
 from engine.cli.bench.ceilings import Bandwidth, copy_rate
 from engine.cli.bench.load import say
 from engine.cli.bench.report import Json, Plot, Row, report, write
+from engine.cli.opening import located
 from engine.cli.options import OFFLINE, configured
 from engine.cli.tables import print_table
-from engine.core.config import Resolved
+from engine.core.config import Resolved, served_name
 from engine.core.errors import ExecutorError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def startup(
         from engine.cli.bench.plot import check_plot
 
         check_plot(plot)
-    config = resolved.config
+    config = located(resolved).config
     Checkpoint.open(config.model.path)
     starts = []
     for number in range(repeat):
@@ -90,7 +91,7 @@ def startup(
         *(Row(metric=phase, case="phase", value=spent, unit="s") for phase, spent in median.phases),
     ]
     settings = {
-        "model": config.model.path.rstrip("/").rpartition("/")[2],
+        "model": served_name(config),
         "load_format": config.model.load_format,
         "quant": config.quant.name,
         "graphs": config.executor.graphs,

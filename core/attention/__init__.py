@@ -13,8 +13,14 @@ if TYPE_CHECKING:
         layers_by_window as layers_by_window,
     )
     from engine.core.attention.batch import ForwardBatch as ForwardBatch
+    from engine.core.attention.groups import (
+        CacheGroup as CacheGroup,
+        CacheLayout as CacheLayout,
+        StateGroup as StateGroup,
+    )
     from engine.core.attention.kv_pool import KVPool as KVPool
     from engine.core.attention.pair import AttentionPair as AttentionPair
+    from engine.core.attention.state_pool import StatePool as StatePool
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -26,6 +32,12 @@ __getattr__, __dir__, __all__ = exports(
         "layers_by_window",
     ),
     batch=("ForwardBatch",),
+    groups=(
+        "CacheGroup",
+        "CacheLayout",
+        "StateGroup",
+    ),
     kv_pool=("KVPool",),
     pair=("AttentionPair",),
+    state_pool=("StatePool",),
 )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
 
 API = "2"
-"""Version of this contract, which a backend names in `api`. "2": layers may have attention sinks."""
+"""Version of this contract, which a backend names in `api`. "2": attention sinks, values of another size than keys."""
 
 KVLayout = Literal["NHD"]
 """Layout of the KV cache's tensors; NHD: [blocks, block_size, kv_heads, head_dim]."""
@@ -56,8 +56,22 @@ class AttentionSpec:
     """Per layer: the number of tokens that a token attends to, itself included; None: the whole context."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap); None: no soft cap."""
+    value_head_dim: int | None = None
+    """Size of a value and of a head's output; None: head_dim."""
+    latent: bool = False
+    """Whether a value is the first `value_head_dim` numbers of its key, so that the cache holds keys only (MLA)."""
     sinks: tuple[bool, ...] = ()
     """Per layer: whether its query heads have attention sinks, which `AttentionBackend.set_sinks` sets. Empty: none."""
+
+    @property
+    def output_dim(self) -> int:
+        """Size of a value and of a head's output."""
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
+
+    @property
+    def numbers_per_token(self) -> tuple[int, int]:
+        """How many numbers a layer caches per token, of keys and of values."""
+        return self.num_kv_heads * self.head_dim, 0 if self.latent else self.num_kv_heads * self.output_dim
 
     @property
     def page_size(self) -> int:
@@ -77,10 +91,14 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
 
     OptionsT: the backend's own settings; PlanT: the result of `plan`, opaque to core.
 
+    A backend serves one cache group: layers of one shape that share block tables. Layers count from 0 in each group. A
+    model of several groups has an instance per group.
+
     A KVPool holds keys and values per layer in the layout `kv_layout`; NHD is [blocks, block_size, kv_heads, head_dim].
     Before `forward`, core has rotated q and k and has written k and v of the whole batch into the pool; the context of
     a sequence may include what another sequence of the batch has just written. A backend must not write to the pool,
-    and must not read a slot beyond a sequence's context length: such a slot may hold NaN.
+    and must not read a slot beyond a sequence's context length: such a slot may hold NaN. Blocks behind a layer's
+    sliding window may belong to other sequences: their slots hold any finite numbers, which no result may depend on.
 
     A float8 pool holds quantized values. A key is its quantized value times pool.scales[layer].key; a value is its
     quantized value times pool.scales[layer].value. Both scales are 1 in other pools. The key scale may be multiplied
@@ -98,6 +116,9 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
     """KV block sizes that the backend can read, the preferred one first; None: any."""
     reads_float8: ClassVar[bool] = False
     """Whether the backend reads a float8 cache, with pool.scales; if not, it is never given one."""
+    reads_latent: ClassVar[bool] = False
+    """Whether the backend reads a cache whose values have another size than keys or are a part of them
+    (AttentionSpec.value_head_dim, latent); if not, it is never given one."""
     reads_sinks: ClassVar[bool] = False
     """Whether the backend computes attention sinks (`set_sinks`); if not, it is never given a model that has them."""
     options_class: ClassVar[type | None] = None
@@ -138,13 +159,13 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], those of the new tokens, which are in the pool
         already. All three may be strided views whose last two dimensions are dense.
-        Returns [tokens, heads, head_dim] in the dtype of q.
+        Returns [tokens, heads, spec.output_dim] in the dtype of q.
         """
 
     def forward_into(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PlanT, out: torch.Tensor
     ) -> None:
-        """Compute `forward` into `out`: [tokens, heads, head_dim], dense, in the dtype of q.
+        """Compute `forward` into `out`: [tokens, heads, spec.output_dim], dense, in the dtype of q.
 
         Called where two backends share a batch (pair.py) and at the graph breaks of piecewise CUDA graphs. Override to
         save the copy.

@@ -14,13 +14,21 @@ from engine.core.weights.host_memory import host_tensor
 class KVPool:
     """The KV cache's tensors: per layer, keys and values [num_blocks + 1, block_size, kv_heads, head_dim].
 
-    The last block is scratch: padding is written there and never read.
+    The last block is scratch: padding is written there and never read. Values may have another size than keys; those of
+    a latent cache are views of the keys.
     """
 
     def __init__(
-        self, spec: AttentionSpec, num_blocks: int, device: torch.device | str, scales: Sequence[KVScales] = ()
+        self,
+        spec: AttentionSpec,
+        num_blocks: int,
+        device: torch.device | str,
+        scales: Sequence[KVScales] = (),
+        shared: KVPool | None = None,
     ) -> None:
-        """Allocate the tensors. scales: per layer of a float8 cache; empty: all scales are 1."""
+        """Allocate the tensors. scales: per layer of a float8 cache; empty: all scales are 1. shared: the pool of
+        another cache group, with at least as many layers and blocks of the same size, whose memory this one uses too.
+        """
         self.num_blocks = num_blocks
         self.block_size = spec.block_size
         self.is_float8 = spec.kv_dtype == FLOAT8
@@ -28,21 +36,30 @@ class KVPool:
         if scales and (not self.is_float8 or len(scales) != spec.num_layers):
             raise ValueError(f"{len(scales)} scales for {spec.num_layers} layers in {spec.kv_dtype}")
         self.scales = tuple(scales) or (UNSCALED,) * spec.num_layers
-        shape = (num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        dtype = getattr(torch, spec.kv_dtype)
+        rows = (num_blocks + 1, spec.block_size, spec.num_kv_heads)
 
-        def tensor() -> torch.Tensor:
-            dtype = getattr(torch, spec.kv_dtype)
+        def tensor(size: int) -> torch.Tensor:
             if torch.device(device).type == "cpu":  # zeroed memory takes no space until it is written
-                return host_tensor(shape, dtype, zeroed=True)
-            return torch.empty(shape, dtype=dtype, device=device)
+                return host_tensor((*rows, size), dtype, zeroed=True)
+            return torch.empty((*rows, size), dtype=dtype, device=device)
 
-        def tensors() -> list[torch.Tensor]:
-            return [tensor() for _ in range(spec.num_layers)]
+        def tensors(size: int, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if others:
+                return [each.view(*rows, size) for each in others[: spec.num_layers]]
+            return [tensor(size) for _ in range(spec.num_layers)]
 
-        self.keys = tensors()
-        self.values = tensors()
+        self.keys: list[torch.Tensor] = tensors(spec.head_dim, () if shared is None else shared.keys)
+        self.values: list[torch.Tensor] = (
+            [keys[..., : spec.output_dim] for keys in self.keys]
+            if spec.latent
+            else tensors(spec.output_dim, () if shared is None else shared.values)
+        )
+        self.output_dim = spec.output_dim
+        """Size of a value and of a head's output."""
+        self._is_latent = spec.latent
         self._flat_keys = [self._flat(tensor) for tensor in self.keys]
-        self._flat_values = [self._flat(tensor) for tensor in self.values]
+        self._flat_values = [] if spec.latent else [self._flat(tensor) for tensor in self.values]
 
     @property
     def scratch_block(self) -> int:
@@ -53,10 +70,16 @@ class KVPool:
     def bytes_per_block(spec: AttentionSpec) -> int:
         """Bytes of one block, keys and values of all layers."""
         dtype: torch.dtype = getattr(torch, spec.kv_dtype)
-        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        return spec.num_layers * spec.block_size * sum(spec.numbers_per_token) * dtype.itemsize
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store k and v: [tokens, kv_heads, head_dim] at `slots`: [tokens] int64, block * block_size + offset."""
+        """Store k and v: [tokens, kv_heads, size] at `slots`: [tokens] int64, block * block_size + offset.
+
+        A latent cache stores k alone.
+        """
+        if self._is_latent:
+            self._flat_keys[layer].index_copy_(0, slots, k.to(self._flat_keys[layer].dtype))
+            return
         keys, values = self._flat_keys[layer], self._flat_values[layer]
         if self.is_float8:
             scales = self.scales[layer]

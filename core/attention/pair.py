@@ -68,6 +68,11 @@ class AttentionPair:
         """Whether both backends read a float8 cache."""
         return all(part.reads_float8 for part in self.parts)
 
+    @property
+    def reads_latent(self) -> bool:
+        """Whether both backends read a cache whose values differ from keys in size or are a part of them."""
+        return all(part.reads_latent for part in self.parts)
+
     @cached_property
     def options_class(self) -> type:
         """Attrs class with two fields, prefill and decode: the options of each backend."""
@@ -106,7 +111,7 @@ class AttentionPair:
             part(spec, pool, getattr(options, role) if part.options_class is not None else None)
             for role, part in zip(ROLES, self.parts, strict=True)
         )
-        return PairedAttention(prefill, decode)
+        return PairedAttention(prefill, decode, spec.output_dim)
 
 
 @frozen
@@ -127,9 +132,12 @@ class PairedAttention(AttentionBackend[Any, PairPlan]):
     def refuses(cls, spec: AttentionSpec, device: DeviceInfo) -> str | None:
         return None  # AttentionPair.refuses has asked both backends
 
-    def __init__(self, prefill: AttentionBackend[Any, Any], decode: AttentionBackend[Any, Any]) -> None:
+    def __init__(
+        self, prefill: AttentionBackend[Any, Any], decode: AttentionBackend[Any, Any], output_dim: int
+    ) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._output_dim = output_dim
         self.graphs = _common_graphs(prefill.graphs, decode.graphs)
 
     def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
@@ -150,7 +158,7 @@ class PairedAttention(AttentionBackend[Any, PairPlan]):
             return self._decode.forward(layer, q, k, v, plan.decode)
         if plan.decode is None:
             return self._prefill.forward(layer, q, k, v, plan.prefill)
-        out = q.new_empty(q.shape)
+        out = q.new_empty((*q.shape[:2], self._output_dim))
         self.forward_into(layer, q, k, v, plan, out)
         return out
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from engine.core.config.default_model import demo_model as demo_model
     from engine.core.config.load import (
         DEFAULT as DEFAULT,
+        HUB_NAMES as HUB_NAMES,
         PATHS as PATHS,
         Resolved as Resolved,
         Setting as Setting,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         load_config as load_config,
         parse_bytes as parse_bytes,
     )
+    from engine.core.config.model_name import is_hub_name as is_hub_name, served_name as served_name
     from engine.core.config.structure import show as show
     from engine.core.config.tree import (
         AUTO as AUTO,
@@ -32,6 +34,7 @@ __getattr__, __dir__, __all__ = exports(
     default_model=("demo_model",),
     load=(
         "DEFAULT",
+        "HUB_NAMES",
         "PATHS",
         "Resolved",
         "Setting",
@@ -41,6 +44,7 @@ __getattr__, __dir__, __all__ = exports(
         "load_config",
         "parse_bytes",
     ),
+    model_name=("is_hub_name", "served_name"),
     structure=("show",),
     tree=(
         "AUTO",

@@ -14,6 +14,7 @@ import attrs
 from attrs import frozen
 
 from engine.core.config.limits import BOUNDS, check_together, parse_bytes
+from engine.core.config.model_name import is_hub_name
 from engine.core.config.structure import load_yaml, show, structure, structure_options
 from engine.core.config.tree import EngineConfig
 from engine.core.errors import ConfigError, near_misses
@@ -33,6 +34,7 @@ __all__ = [
 DEFAULT = "default"
 PATHS = (
     "model.path",
+    "model.download_dir",
     "model.tokenizer",
     "model.chat_template",
     "executor.kernel_cache",
@@ -42,6 +44,8 @@ PATHS = (
     "server.uds",
 )
 """Settings that name a file or directory; in a file of settings, a relative path starts from that file's directory."""
+HUB_NAMES = ("model.path", "model.tokenizer")
+"""Settings among them that may name a model on the hub instead."""
 
 _TYPES: Mapping[type, str] = {
     bool: "true or false",
@@ -304,8 +308,11 @@ def _sections(content: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
 
 def _from_file(path: _Path, value: Any, file: Path) -> Any:
     """The value; if it is a relative path, relative to the file's directory."""
-    is_path = ".".join(_canonical(path)) in PATHS
-    return str(file.parent / value) if is_path and isinstance(value, str) and value else value
+    key = ".".join(_canonical(path))
+    if key not in PATHS or not isinstance(value, str) or not value:
+        return value
+    found = file.parent / value
+    return value if key in HUB_NAMES and is_hub_name(value, found) else str(found)
 
 
 def _typed(value: Any, setting: Setting | None) -> Any:

@@ -44,11 +44,23 @@ def setting(
 class ModelConfig:
     """[model]: which checkpoint, and how to read it."""
 
-    path: str = setting("", "Directory of a Hugging Face checkpoint.", flag="--model")
+    path: str = setting(
+        "",
+        "Directory of a Hugging Face checkpoint, or name of a model on the hub (ORG/NAME), which is downloaded.",
+        flag="--model",
+    )
+    revision: str = setting("", "Branch, tag or commit of a model on the hub; empty: main.", flag="--revision")
+    download_dir: str = setting(
+        "",
+        "Directory of models from the hub; empty: huggingface_hub's cache ($HF_HUB_CACHE, else hub in $HF_HOME).",
+        flag="--download-dir",
+    )
     name: str = setting(AUTO, "Architecture plugin; auto: by the checkpoint's config.json.", flag="--architecture")
     options: Mapping[str, Any] = setting({}, "Settings of the architecture plugin.")
-    served_name: str = setting("", "Name in the HTTP interface; empty: the directory's.", flag="--served-model-name")
-    tokenizer: str = setting("", "Directory of the tokenizer; empty: the checkpoint's.", flag="--tokenizer")
+    served_name: str = setting(
+        "", "Name in the HTTP interface; empty: the name on the hub, else the directory's.", flag="--served-model-name"
+    )
+    tokenizer: str = setting("", "Directory or hub name of the tokenizer; empty: the checkpoint's.", flag="--tokenizer")
     chat_template: str = setting("", "File of a Jinja chat template; empty: the tokenizer's.", flag="--chat-template")
     dtype: str = setting(
         AUTO,

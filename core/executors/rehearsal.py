@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, Health
 from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
+from engine.core.schedulers.block_kinds import longest_context
 from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step, StepResult
 
 STEP = 0
@@ -27,14 +29,17 @@ def rehearse(
     owner: how errors name the executor's plugin. max_tokens: of a step.
     Raises ExecutorError or PluginFaultError for what the first request would have met.
     """
-    length = min(cache.block_size + 1, max_len - 1, max_tokens, cache.num_blocks * cache.block_size - 1)
+    fits = longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens)
+    length = min(cache.block_size + 1, max_len - 1, max_tokens, fits - 1)
     if length < 1:
         return  # there is no room for a prompt and a token
     params = SamplingParams(temperature=0.0, seed=0)
     prompt = NewSequence(sequence=SEQUENCE, tokens=(0,) * length, prompt_len=length, params=params)
-    blocks = tuple(range(-(-(length + 1) // cache.block_size)))
+    indices, free = -(-(length + 1) // cache.block_size), itertools.count()
+    tables = tuple(tuple(itertools.islice(free, indices * kind.groups)) for kind in cache.kinds)
+    blocks = tuple((SEQUENCE * len(tables) + number, table) for number, table in enumerate(tables))
     first = PrefillChunk(SEQUENCE, 0, 1, length == 1)
-    steps = [Step(id=STEP, decodes=(), chunks=(first,), new=(prompt,), blocks=((SEQUENCE, blocks),))]
+    steps = [Step(id=STEP, decodes=(), chunks=(first,), new=(prompt,), blocks=blocks)]
     if length > 1:
         steps.append(Step(id=STEP, decodes=(), chunks=(PrefillChunk(SEQUENCE, 1, length - 1, True),)))
     steps.append(Step(id=STEP, decodes=(SEQUENCE,), chunks=()))

@@ -60,3 +60,16 @@ class Attention:
         v = heads.narrow(1, num_qk, self.num_kv_heads)
         run.pool.write(self.layer, k, v, run.batch.slots)
         return q, k, v
+
+
+class GroupedAttention:
+    """Attention of one decoder layer in a model of several cache groups."""
+
+    def __init__(self, attention: Attention, group: int) -> None:
+        """attention: of the layer, numbered by its index in the group."""
+        self._attention = attention
+        self._group = group
+
+    def __call__(self, run: ForwardPass, qkv: torch.Tensor, angles: Angles | None) -> torch.Tensor:
+        """See Attention."""
+        return self._attention(run.of_group(self._group), qkv, angles)

@@ -16,7 +16,7 @@ from engine.core.layers.linear import PartialLinear
 
 if TYPE_CHECKING:
     from engine.core.distributed.rank_group import RankGroup
-    from engine.core.layers.attention import Attention
+    from engine.core.layers.attention import Attention, GroupedAttention
     from engine.core.layers.linear import Linear, TensorOrQuantized
     from engine.core.layers.norm import Norm, ResidualAddition
     from engine.core.layers.rotary import Angles
@@ -60,7 +60,11 @@ class AttentionBlock:
     """Input norm, projections to queries, keys and values, attention, output projection."""
 
     def __init__(
-        self, norm: Norm | ResidualAddition, qkv: Linear, attention: Attention, output: OutputProjection
+        self,
+        norm: Norm | ResidualAddition,
+        qkv: Linear,
+        attention: Attention | GroupedAttention,
+        output: OutputProjection,
     ) -> None:
         self._norm = norm
         self._qkv = qkv

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from attrs import evolve
 
+from engine.core.attention.groups import CacheLayout
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import ConfigError, near_misses
-from engine.core.layers.attention import Attention
+from engine.core.layers.attention import Attention, GroupedAttention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm
@@ -55,10 +56,11 @@ class SingleLayerFactory:
         fused: bool = False,
         owners: Mapping[str, str] = {},
         max_len: int | None = None,
+        cache: CacheLayout | None = None,
     ) -> None:
         """group: the ranks that share the model; None: a single rank. fused: use Triton kernels (fused.py) where they
         exist. owners: extension point (quant, models) -> how errors name its plugin. max_len: longest context that is
-        served, tokens; None: the model's.
+        served, tokens; None: the model's. cache: which layers share block tables; None: all.
         """
         torch_dtype(dtype)
         self.model_owner = owners.get("models", "the model")
@@ -87,6 +89,7 @@ class SingleLayerFactory:
         self.sinks: list[SinkReader] = []
         """Readers of the attention sinks of layers that have them."""
         self._quant = quant
+        self._cache = None if cache is None or cache.one else cache
         self._classes = PLAIN
         if fused:  # imported here: it imports Triton
             from engine.core.layers.fused import fused_classes
@@ -366,7 +369,7 @@ class SingleLayerFactory:
         *,
         sinks: str = "",
         interleaved: bool = False,
-    ) -> Attention:
+    ) -> Attention | GroupedAttention:
         """Attention of one decoder layer. Numbers of heads are this rank's.
 
         norm: of the heads of queries and keys. name: of the module in the checkpoint, to read KV scales by; without a
@@ -383,7 +386,16 @@ class SingleLayerFactory:
             self.kv_scales.append(self._record(KVScaleReader(layer, names)))
         if sinks:
             self.sinks.append(self._record(SinkReader(layer, sinks, num_heads * self.ranks, self.dtype)))
-        return self._classes.attention(layer, num_heads, num_kv_heads, head_dim, norm, interleaved=interleaved)
+        group, index = self.cache_place(layer)
+        attention = self._classes.attention(index, num_heads, num_kv_heads, head_dim, norm, interleaved=interleaved)
+        return attention if self._cache is None else GroupedAttention(attention, group)
+
+    def cache_place(self, layer: int) -> tuple[int, int]:
+        """The number of the layer's cache group (ForwardPass.of_group) and its index in the group.
+
+        For layers of a model's own that call the attention backend or read a StatePool.
+        """
+        return (0, layer) if self._cache is None else self._cache.places[layer]
 
     def _record(self, layer: L) -> L:
         self.layers.append(layer)

@@ -15,7 +15,31 @@ if TYPE_CHECKING:
     from engine.core.models.forward_pass import ForwardPass
 
 API = "2"
-"""Version of this contract. "2": attention sinks in ModelSpec."""
+"""Version of this contract. "2": attention sinks and layer_caches in ModelSpec."""
+
+
+@frozen(kw_only=True)
+class KVShape:
+    """The attention of one layer whose keys and values are cached. Numbers of heads are over all ranks."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int | None = None
+    """Size of a value; None: head_dim."""
+    latent: bool = False
+    """Whether a value is the first `value_head_dim` numbers of its key, so that only keys are cached (MLA). Every rank
+    caches the key and value heads of all ranks."""
+    scale: float | None = None
+    """Factor on q.k before the softmax; None: ModelSpec.scale."""
+
+
+@frozen(kw_only=True)
+class StateShape:
+    """A layer that keeps a state of constant size per sequence instead of keys and values: linear attention, Mamba."""
+
+    tensors: tuple[tuple[tuple[int, ...], str], ...]
+    """(shape, dtype) of each tensor of one sequence's state, over all ranks, which share the first size evenly."""
 
 
 @frozen(kw_only=True)
@@ -38,6 +62,8 @@ class ModelSpec:
     """Factor on q.k before the softmax."""
     softcap: float | None = None
     """Attention scores become softcap * tanh(score / softcap). None: unchanged."""
+    layer_caches: tuple[KVShape | StateShape, ...] = ()
+    """Per layer, what it caches; empty: all layers have the numbers and sizes of heads above."""
     sinks: tuple[bool, ...] = ()
     """Per layer: whether its attention has sinks (`LayerFactory.attention`). Empty: none has."""
 

@@ -18,5 +18,13 @@ class ForwardPass:
 
     batch: ForwardBatch
     attention: AttentionBackend[Any, Any]
+    """None in a group of states."""
     plan: Any
     pool: KVPool
+    """In a group of states a StatePool."""
+    groups: tuple[ForwardPass, ...] = ()
+    """The passes of several cache groups; this one is then the first group's. Empty: all layers are of one group."""
+
+    def of_group(self, number: int) -> ForwardPass:
+        """The pass of a layer's cache group. number: from LayerFactory.cache_place."""
+        return self.groups[number] if self.groups else self

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from engine.core.lazy import exports
 
 if TYPE_CHECKING:
+    from engine.core.plugin_host.cache_groups import cache_layout as cache_layout
     from engine.core.plugin_host.derived import (
         DTYPES as DTYPES,
         attention_spec as attention_spec,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
+    cache_groups=("cache_layout",),
     derived=(
         "DTYPES",
         "attention_spec",

@@ -13,7 +13,7 @@ from engine.core.attention.base import AttentionSpec, GraphSupport
 from engine.core.config.tree import AUTO, KV_DTYPES, EngineConfig
 from engine.core.errors import ConfigError, PluginError
 from engine.core.extras import install_command
-from engine.core.models.base import ModelSpec
+from engine.core.models.base import ModelSpec, StateShape
 from engine.core.plugin_host.faults import expect
 from engine.core.plugin_host.guard import owner_of
 from engine.core.quant.float8 import FLOAT8, has_float8
@@ -53,6 +53,11 @@ def shape_of(model: type[Model], checkpoint: Mapping[str, Any]) -> ModelSpec:
             f"{owner_of(model)} answers spec() with sliding_windows of {len(shape.sliding_windows)} layers for "
             f"{shape.num_layers}; give one number or None for each layer"
         )
+    if len(shape.layer_caches) not in (0, shape.num_layers):
+        raise PluginError(
+            f"{owner_of(model)} answers spec() with layer_caches of {len(shape.layer_caches)} layers for "
+            f"{shape.num_layers}; give a KVShape or a StateShape for each layer, or none at all"
+        )
     if shape.sinks and len(shape.sinks) != shape.num_layers:
         raise PluginError(
             f"{owner_of(model)} answers spec() with sinks of {len(shape.sinks)} layers for {shape.num_layers}; give"
@@ -78,9 +83,18 @@ def refuses_ranks(model_spec: ModelSpec, ranks: int) -> str | None:
     Query heads are sharded evenly; KV heads are sharded evenly too, or replicated evenly over the ranks.
     """
     heads, kv_heads = model_spec.num_heads, model_spec.num_kv_heads
+    shapes = {(heads, kv_heads)} if not model_spec.layer_caches else set()
+    divided = set()
+    for cache in model_spec.layer_caches:
+        if isinstance(cache, StateShape):
+            divided |= {shape[0] for shape, _ in cache.tensors}
+        else:
+            shapes.add((cache.num_heads, cache.num_heads if cache.latent else cache.num_kv_heads))
 
     def fits(number: int) -> bool:
-        return heads % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0)
+        return all(size % number == 0 for size in divided) and all(
+            heads % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0) for heads, kv_heads in shapes
+        )
 
     if fits(ranks):
         return None

@@ -18,6 +18,7 @@ from engine.core.plugin_host.guard import owner_of
 if TYPE_CHECKING:
     import torch
 
+    from engine.core.attention.groups import CacheLayout
     from engine.core.models.base import ModelSpec
     from engine.core.models.forward_pass import ForwardPass
 
@@ -55,14 +56,16 @@ class ResultChecks:
 
         return self._checked(cls, {"forward": forward, "logits": logits, "greedy": greedy})
 
-    def attention(self, cls: Any) -> Any:
+    def attention(self, cls: Any, layout: CacheLayout | None = None) -> Any:
         """A subclass of an attention backend's class whose results are checked, or a pair of such classes."""
         if isinstance(cls, AttentionPair):
-            prefill, decode = map(self.attention, cls.parts)
+            prefill, decode = (self.attention(part, layout) for part in cls.parts)
             return evolve(cls, parts=(prefill, decode))
+        resized = layout is not None and any(group.spec.value_head_dim is not None for group in layout.groups)
 
         def forward(result: object, layer: int, q: torch.Tensor, *others: object, **named: object) -> str | None:
-            return tensor_error(result, tuple(q.shape), (_name(q.dtype),), q.device)
+            shape = (*q.shape[:-1], None if resized else q.shape[-1])
+            return tensor_error(result, shape, (_name(q.dtype),), q.device)
 
         def forward_into(result: object, *arguments: object, **named: object) -> str | None:
             return None if result is None else f"{describe(result)}, which is ignored; write to `out` and return None"

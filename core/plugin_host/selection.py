@@ -13,8 +13,8 @@ from engine.core.attention.pair import AttentionPair
 from engine.core.config.structure import structure_options
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.errors import ConfigError, EngineError, PluginError, PluginFaultError, near_misses
+from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import (
-    attention_spec,
     max_len,
     refuses_ranks,
     resolve_dtype,
@@ -215,8 +215,14 @@ def attention_question(
         raise ConfigError(refusal)
     dtype = resolve_dtype(config, checkpoint, device)
     kv_dtype = resolve_kv_dtype(config, dtype, checkpoint, quant, device)
-    spec = attention_spec(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
-    return lambda cls: cls.refuses(spec, device) or _core_refusal(cls, spec)
+    layout = cache_layout(shape, config, dtype, max_len(config, shape), kv_dtype, ranks)
+    specs = tuple(dict.fromkeys(group.spec for group in layout.groups))
+
+    def question(cls: Any) -> str | None:
+        refusals = (cls.refuses(spec, device) or _core_refusal(cls, spec) for spec in specs)
+        return next(filter(None, refusals), None)
+
+    return question
 
 
 def find_quant(
@@ -361,6 +367,11 @@ def _core_refusal(cls: type[AttentionBackend[Any, Any]] | AttentionPair, spec: A
         return f"it reads no KV cache in {FLOAT8}; use --kv-dtype {spec.dtype} or another backend"
     if any(spec.sinks) and not cls.reads_sinks:
         return "it does not compute attention sinks, which this model has; use --attention auto or another backend"
+    if (spec.latent or spec.value_head_dim is not None) and not cls.reads_latent:
+        return (
+            f"it reads no values of {spec.output_dim} numbers with keys of {spec.head_dim}, as this model has; use "
+            "another backend"
+        )
     if cls.block_sizes is None or spec.block_size in cls.block_sizes:
         return None
     sizes = " or ".join(map(str, cls.block_sizes))

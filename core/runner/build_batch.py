@@ -14,12 +14,15 @@ from engine.core.transfer import to_device
 from engine.core.types import Step
 
 
-def build_batch(persistent_batch: PersistentBatch, step: Step) -> tuple[ForwardBatch, torch.Tensor]:
+def build_batch(
+    persistent_batch: PersistentBatch, step: Step, num_groups: int = 1
+) -> tuple[ForwardBatch, torch.Tensor]:
     """Build the batch of one iteration of a step that `persistent_batch` was updated with; its tokens then count as
     computed.
 
     Returns the batch and the rows of the sequences that sample: [sampling] int64 on the device. Everything goes to the
-    device in one copy, except the tokens to decode, which are there already.
+    device in one copy, except the tokens to decode, which are there already. num_groups: cache groups, of which those
+    with states come last and have no block tables.
     """
     num_decodes = len(step.decodes)
     rows = persistent_batch.rows([*step.decodes, *(chunk.sequence for chunk in step.chunks)])
@@ -52,6 +55,10 @@ def build_batch(persistent_batch: PersistentBatch, step: Step) -> tuple[ForwardB
         ends.astype(np.int32),
         *persistent_batch.take_changes(),
     ]
+    if num_groups > 1:
+        group_tables = persistent_batch.group_host_tables[:, rows, :width]
+        group_slots = group_tables[:, owners, positions // size].astype(np.int64) * size + positions % size
+        arrays.append(group_slots)
     (
         device_rows,
         sampling_rows,
@@ -63,6 +70,7 @@ def build_batch(persistent_batch: PersistentBatch, step: Step) -> tuple[ForwardB
         context_lens,
         *changes,
     ) = to_device(arrays, persistent_batch.tables.device)
+    device_group_slots = changes.pop() if num_groups > 1 else None
     persistent_batch.apply(changes)
     tokens = chunk_tokens
     if num_decodes:
@@ -81,4 +89,40 @@ def build_batch(persistent_batch: PersistentBatch, step: Step) -> tuple[ForwardB
         context_lens_host=ends.astype(np.int32),
         block_tables_host=tables,
     )
+    if device_group_slots is not None:
+        batch.groups = tuple(
+            group_batch(
+                batch,
+                slots=device_group_slots[table],
+                block_tables=persistent_batch.group_tables[table, device_rows, :width],
+                block_tables_host=group_tables[table],
+                state_rows=device_rows,
+            )
+            for table in (min(number, len(group_tables) - 1) for number in range(num_groups))
+        )
     return batch, sampling_rows
+
+
+def group_batch(
+    batch: ForwardBatch,
+    *,
+    slots: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_tables_host: npt.NDArray[np.int32],
+    state_rows: torch.Tensor,
+) -> ForwardBatch:
+    """The batch as one of several cache groups sees it."""
+    return ForwardBatch(
+        tokens=batch.tokens,
+        positions=batch.positions,
+        slots=slots,
+        query_starts=batch.query_starts,
+        context_lens=batch.context_lens,
+        block_tables=block_tables,
+        logit_rows=batch.logit_rows,
+        num_decodes=batch.num_decodes,
+        query_lens_host=batch.query_lens_host,
+        context_lens_host=batch.context_lens_host,
+        block_tables_host=block_tables_host,
+        state_rows=state_rows,
+    )

@@ -6,7 +6,7 @@ same sequences follow each other, the host sends nothing but newly assigned bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from attrs import define
 from engine.core.attention.base import GraphSlot
 from engine.core.attention.batch import ForwardBatch
 from engine.core.models.forward_pass import ForwardPass
+from engine.core.runner.build_batch import group_batch
 from engine.core.sampling.sampled_tokens import SampledTokens
 from engine.core.schedulers.policy import MAX_DECODE_STEPS
 from engine.core.transfer import to_device
@@ -134,11 +135,11 @@ class DecodeGraphs:
         hidden_size: int,
         dtype: torch.dtype,
         fused: bool,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
-        """hidden_size, dtype: of the hidden states that the model returns."""
+        """hidden_size, dtype: of the hidden states that the model returns. windows: of each cache group with blocks."""
         self._model = state.model
-        self._attention = state.attention
-        self._pool = state.pool
+        self._state = state
         self._persistent_batch = persistent_batch = state.persistent_batch
         self._sampler = state.sampler
         self._max_len = max_len
@@ -154,10 +155,15 @@ class DecodeGraphs:
             return torch.zeros(max_running, *shape, dtype=dtype, device=device)
 
         self._rows, self._positions = tensor(torch.int64), tensor(torch.int64)
-        self._tokens, self._slots = tensor(torch.int64), tensor(torch.int64)
+        self._tokens = tensor(torch.int64)
         self._sampled, self._max_logits = tensor(torch.int64), tensor(torch.float32)
         self._context_lens = tensor(torch.int32)
-        self._tables = tensor(torch.int32, persistent_batch.tables.shape[1])
+        tables = persistent_batch.group_tables
+        self._slots = [tensor(torch.int64) for _ in tables]
+        """Per cache group with blocks."""
+        self._tables = [tensor(torch.int32, tables.shape[2]) for _ in tables]
+        """Per cache group with blocks."""
+        self._windows = list(windows) or [None]
         self._query_starts = torch.arange(max_running + 1, dtype=torch.int32, device=device)
         self._all_rows = torch.arange(max_running, device=device)
         self._rows.fill_(persistent_batch.padding_row)
@@ -257,8 +263,7 @@ class DecodeGraphs:
         self._rows[:size].fill_(self._persistent_batch.padding_row)
         self._positions[:size].zero_()
         batch = self._batch(size)
-        plan = self._attention.plan(batch, GraphSlot(num_sequences=size))
-        run = ForwardPass(batch=batch, attention=self._attention, plan=plan, pool=self._pool)
+        run = self._state.graph_pass(batch, GraphSlot(num_sequences=size))
         replay, logits = self._capturer.capture(lambda: self._step(run, size, path), self._warm_up(size, path))
         if logits is not None:
             logits = weak_ref_tensor(logits)
@@ -274,19 +279,32 @@ class DecodeGraphs:
         return lambda: path.capture(self._model, hidden, self._rows[:size])
 
     def _batch(self, size: int) -> ForwardBatch:
-        return ForwardBatch(
+        batch = ForwardBatch(
             tokens=self._tokens[:size],
             positions=self._positions[:size],
-            slots=self._slots[:size],
+            slots=self._slots[0][:size],
             query_starts=self._query_starts[: size + 1],
             context_lens=self._context_lens[:size],
-            block_tables=self._tables[:size],
+            block_tables=self._tables[0][:size],
             logit_rows=self._all_rows[:size],
             num_decodes=size,
             query_lens_host=np.ones(size, np.int32),
             context_lens_host=np.full(size, self._max_len, np.int32),
-            block_tables_host=np.zeros((size, self._tables.shape[1]), np.int32),
+            block_tables_host=np.zeros((size, self._tables[0].shape[1]), np.int32),
         )
+        num_groups = len(self._state.groups)
+        if num_groups > 1:
+            batch.groups = tuple(
+                group_batch(
+                    batch,
+                    slots=self._slots[table][:size],
+                    block_tables=self._tables[table][:size],
+                    block_tables_host=batch.block_tables_host,
+                    state_rows=self._rows[:size],
+                )
+                for table in (min(number, len(self._tables) - 1) for number in range(num_groups))
+            )
+        return batch
 
     def _step(self, run: ForwardPass, size: int, path: SamplingPath) -> torch.Tensor | None:
         """Run one decode step; returns the logits where the sampling path cannot finish inside the graph."""
@@ -302,28 +320,31 @@ class DecodeGraphs:
 
     def _begin(self, batch: ForwardBatch, rows: torch.Tensor) -> None:
         """Fill the batch's tensors from the persistent batch."""
-        persistent_batch = self._persistent_batch
+        persistent_batch, size = self._persistent_batch, len(rows)
         if self._fused:
             from engine.ops.sampling.decode_step import begin_decode
 
-            begin_decode(
-                rows,
-                batch.positions,
-                persistent_batch.last_tokens,
-                persistent_batch.tables,
-                tokens=batch.tokens,
-                slots=batch.slots,
-                context_lens=batch.context_lens,
-                tables=batch.block_tables,
-                block_size=persistent_batch.block_size,
-            )
+            for group, window in enumerate(self._windows):
+                begin_decode(
+                    rows,
+                    batch.positions,
+                    persistent_batch.last_tokens,
+                    persistent_batch.group_tables[group],
+                    tokens=batch.tokens,
+                    slots=self._slots[group][:size],
+                    context_lens=batch.context_lens,
+                    tables=self._tables[group][:size],
+                    block_size=persistent_batch.block_size,
+                    window=window,
+                )
             return
         blocks, offsets = batch.positions // persistent_batch.block_size, batch.positions % persistent_batch.block_size
-        batch.block_tables.copy_(persistent_batch.tables[rows])
+        for group in range(len(self._windows)):
+            tables = self._tables[group][:size]
+            tables.copy_(persistent_batch.group_tables[group, rows])
+            slots = tables.gather(1, blocks[:, None]).squeeze(1) * persistent_batch.block_size + offsets
+            self._slots[group][:size].copy_(slots)
         batch.tokens.copy_(persistent_batch.last_tokens[rows])
-        batch.slots.copy_(
-            batch.block_tables.gather(1, blocks[:, None]).squeeze(1) * persistent_batch.block_size + offsets
-        )
         batch.context_lens.copy_(batch.positions + 1)
 
     def _end(self, rows: torch.Tensor, captured: CapturedTokens) -> None:

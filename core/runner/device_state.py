@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
+
+from engine.core.models.forward_pass import ForwardPass
 
 if TYPE_CHECKING:
-    from engine.core.attention.base import AttentionBackend
+    from engine.core.attention.base import AttentionBackend, GraphSlot
+    from engine.core.attention.batch import ForwardBatch
     from engine.core.attention.kv_pool import KVPool
     from engine.core.models.base import Model
     from engine.core.runner.cuda_graphs import DecodeGraphs
@@ -17,14 +20,76 @@ if TYPE_CHECKING:
 
 
 @frozen(kw_only=True)
+class GroupState:
+    """The cache of one group, and the backend that reads it."""
+
+    pool: Any
+    """A KVPool, or a StatePool."""
+    attention: AttentionBackend[Any, Any] | None
+    """None for states."""
+
+
+@frozen(kw_only=True)
 class DeviceState:
     """The model and what one rank keeps between steps."""
 
     model: Model
-    pool: KVPool
-    attention: AttentionBackend[Any, Any]
+    groups: tuple[GroupState, ...]
+    """The cache groups, those with states last."""
     persistent_batch: PersistentBatch
     sampler: Sampler
+
+    pool: KVPool = field(init=False)
+    """Of the first group."""
+    attention: AttentionBackend[Any, Any] = field(init=False)
+    """Of the first group."""
+
+    @pool.default
+    def _first_pool(self) -> Any:
+        return self.groups[0].pool
+
+    @attention.default
+    def _first_backend(self) -> Any:
+        return self.groups[0].attention
+
+    def forward_pass(self, batch: ForwardBatch) -> ForwardPass:
+        """Plan a batch in every group, and return its pass."""
+        if not batch.groups:
+            plan = self.attention.plan(batch)
+            return ForwardPass(batch=batch, attention=self.attention, plan=plan, pool=self.pool)
+        return self._pass_of_groups(batch, None)
+
+    def graph_pass(self, batch: ForwardBatch, slot: GraphSlot) -> ForwardPass:
+        """As `forward_pass`, for the batch of a CUDA graph."""
+        if not batch.groups:
+            plan = self.attention.plan(batch, slot)
+            return ForwardPass(batch=batch, attention=self.attention, plan=plan, pool=self.pool)
+        return self._pass_of_groups(batch, slot)
+
+    def unplanned_pass(self, batch: ForwardBatch) -> ForwardPass:
+        """The pass of a batch that attention backends need not know."""
+        passes = tuple(
+            ForwardPass(batch=own, attention=_backend(group), plan=None, pool=group.pool)
+            for own, group in zip(batch.groups, self.groups, strict=False)
+        )
+        return ForwardPass(batch=batch, attention=self.attention, plan=None, pool=self.pool, groups=passes)
+
+    def _pass_of_groups(self, batch: ForwardBatch, slot: GraphSlot | None) -> ForwardPass:
+        passes = []
+        for own, group in zip(batch.groups, self.groups, strict=True):
+            attention = group.attention
+            plan = None
+            if attention is not None:
+                plan = attention.plan(own) if slot is None else attention.plan(own, slot)
+            passes.append(ForwardPass(batch=own, attention=_backend(group), plan=plan, pool=group.pool))
+        first = passes[0]
+        return ForwardPass(
+            batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=tuple(passes)
+        )
+
+
+def _backend(group: GroupState) -> Any:
+    return group.attention
 
 
 @frozen(kw_only=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from engine.core.attention.base import AttentionSpec
 from engine.core.config.limits import parse_bytes
 from engine.core.config.tree import AUTO, EngineConfig
 from engine.core.device import DeviceInfo
@@ -14,6 +13,8 @@ from engine.core.errors import CapacityError
 from engine.core.host import Host
 from engine.core.models.base import ModelSpec
 from engine.core.quant.float8 import FLOAT8
+from engine.core.schedulers.block_kinds import blocks_needed, longest_context
+from engine.core.types import BlockKind
 
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Share of the free memory that an engine uses by default."""
@@ -42,6 +43,10 @@ class MemoryPlan:
     num_blocks: int
     kernels: int = 0
     """Of kernels compiled while serving."""
+    states: int = 0
+    """Of the states of all running sequences."""
+    blocks_per_context: int = 0
+    """Maximum blocks of one context of full length."""
 
 
 def free_memory(device: DeviceInfo) -> int:
@@ -70,7 +75,8 @@ def logits_bytes(model: ModelSpec, rows: int) -> int:
 
 def plan_memory(
     config: EngineConfig,
-    spec: AttentionSpec,
+    max_len: int,
+    kinds: Sequence[BlockKind],
     *,
     budget: int,
     weights: int,
@@ -78,25 +84,32 @@ def plan_memory(
     bytes_per_block: int,
     penalties: int = 0,
     kernels: int = 0,
+    states: int = 0,
 ) -> MemoryPlan:
     """Divide `budget` bytes; the KV cache gets at most as many blocks as all running sequences can fill.
 
+    kinds: of the layers that have blocks.
     Raises CapacityError when the blocks do not hold one sequence of the longest context. Its message has a table of the
     budget, and the longest context that fits.
     """
-    needed = -(-spec.max_len // spec.block_size)
+    block_size, max_chunk = config.cache.block_size, config.scheduler.max_batch_tokens
+    needed = blocks_needed(kinds, -(-max_len // block_size), block_size, max_chunk)
     useful = needed * config.scheduler.max_running
+    others = weights + activations + penalties + kernels + states
     if config.cache.memory == AUTO:
-        available = budget - weights - activations - penalties - kernels
+        available = budget - others
     else:
         available = parse_bytes(config.cache.memory)
-        budget = weights + activations + penalties + kernels + available
-    num_blocks = min(available // bytes_per_block, useful)
-    if num_blocks < needed:
+        budget = others + available
+    num_blocks = min(available // bytes_per_block, useful) if kinds else 0
+    if num_blocks < needed or available < 0:
         used = {"weights": weights, "activations": activations, "penalties": penalties}
-        if kernels:
-            used["compiled kernels"] = kernels
-        raise CapacityError(_too_small(spec, budget, used, available, bytes_per_block))
+        used |= {"compiled kernels": kernels} if kernels else {}
+        used |= {"states": states} if states else {}
+        fits = 0
+        if kinds and available > 0:
+            fits = longest_context(kinds, available // bytes_per_block, block_size, max_chunk)
+        raise CapacityError(_too_small(max_len, budget, used, available, needed * bytes_per_block, fits))
     return MemoryPlan(
         budget=budget,
         weights=weights,
@@ -105,19 +118,20 @@ def plan_memory(
         kv=num_blocks * bytes_per_block,
         num_blocks=num_blocks,
         kernels=kernels,
+        states=states,
+        blocks_per_context=needed,
     )
 
 
-def _too_small(spec: AttentionSpec, budget: int, used: Mapping[str, int], available: int, bytes_per_block: int) -> str:
-    fits = max(available // bytes_per_block, 0) * spec.block_size
-    needed = -(-spec.max_len // spec.block_size) * bytes_per_block
+def _too_small(max_len: int, budget: int, used: Mapping[str, int], available: int, needed: int, fits: int) -> str:
+    """needed: bytes of one context of `max_len`. fits: tokens of the longest context that fits."""
     table = "\n".join(
         f"  {name:<26}{format_bytes(size):>12}"
         for name, size in (
             ("memory budget", budget),
             *used.items(),
             ("left for the KV cache", available),
-            (f"one context of {spec.max_len}", needed),
+            (f"one context of {max_len}", needed),
         )
     )
     advice = (
@@ -126,4 +140,4 @@ def _too_small(spec: AttentionSpec, budget: int, used: Mapping[str, int], availa
         if fits
         else "no context fits: give more memory with --kv-memory or --memory-fraction, or lower --max-batch-tokens"
     )
-    return f"the KV cache does not hold one context of {spec.max_len} tokens:\n{table}\n{advice}"
+    return f"the KV cache does not hold one context of {max_len} tokens:\n{table}\n{advice}"

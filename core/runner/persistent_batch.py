@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define
+from attrs import define, field
 
 from engine.core.types import Step
 
@@ -22,7 +22,9 @@ class _RunningSequence:
     tokens: npt.NDArray[np.int64]
     """[known tokens]: prompt, and output computed before a preemption."""
     num_blocks: int = 0
-    """Entries in the sequence's row of the block table."""
+    """Entries in the sequence's row of the block table, if there is one table."""
+    lengths: list[int] = field(factory=list)
+    """Per kind of layers, entries in the sequence's rows of the block tables, if there are several tables."""
 
 
 class PersistentBatch:
@@ -31,23 +33,40 @@ class PersistentBatch:
     Nothing here depends on which tokens are sampled, so that the host knows every position before the device has
     computed it; only the token itself stays on the device. One more row is for padding: its block table points to the
     scratch block, whose contents are never read.
+
+    A sequence has a row in the block table of every cache group. Entries behind a group's window stay as they were: any
+    valid blocks.
     """
 
     def __init__(
-        self, *, max_running: int, max_len: int, block_size: int, scratch_block: int, device: torch.device
+        self,
+        *,
+        max_running: int,
+        max_len: int,
+        block_size: int,
+        scratch_block: int,
+        device: torch.device,
+        groups_by_kind: Sequence[int] = (1,),
     ) -> None:
+        """groups_by_kind: BlockKind.groups of each kind of layers."""
         rows, width = max_running + 1, -(-max_len // block_size)
         self.padding_row = max_running
         self.block_size = block_size
         self.computed = np.zeros(rows, np.int64)
         """[rows]: tokens in the KV cache once all steps launched so far are done."""
-        self.host_tables = np.zeros((rows, width), np.int32)
-        """[rows, max blocks]: the block table of each sequence."""
-        self.tables = torch.full((rows, width), scratch_block, dtype=torch.int32, device=device)
+        num_groups = sum(groups_by_kind) or 1  # nothing is read from the tables of a model without blocks
+        self.group_host_tables = np.zeros((num_groups, rows, width), np.int32)
+        """[groups, rows, max blocks]: the block tables of each sequence."""
+        self.group_tables = torch.full((num_groups, rows, width), scratch_block, dtype=torch.int32, device=device)
         """The block tables on the device; beyond a sequence's blocks: any valid block."""
+        self.host_tables, self.tables = self.group_host_tables[0], self.group_tables[0]
+        """Those of the first group."""
+        self._has_one_table = num_groups == 1
+        self._groups_by_kind = tuple(groups_by_kind)
+        self._first_groups = tuple(itertools.accumulate(groups_by_kind, initial=0))
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         """[rows]: the token sampled last, the input of the next decode."""
-        self._flat_tables = self.tables.view(-1)
+        self._flat_tables = self.group_tables.view(-1)
         self._sequences: dict[int, _RunningSequence] = {}
         self._free_rows = list(range(max_running - 1, -1, -1))
         self._changed_entries: list[npt.NDArray[np.int64]] = []
@@ -63,14 +82,42 @@ class PersistentBatch:
             row = self._free_rows.pop()
             self.computed[row] = 0
             self._sequences[new.sequence] = _RunningSequence(row, np.asarray(new.tokens, np.int64))
+        if step.blocks:
+            if self._has_one_table:
+                self._append(step.blocks)
+            else:
+                for table, blocks in step.blocks:
+                    self._append_to_groups(table, blocks)
+
+    def _append(self, additions: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Append blocks to the only block tables of sequences."""
         width = self.host_tables.shape[1]
-        for sequence, blocks in step.blocks:
-            running = self._sequences[sequence]
+        for sequence, added in additions:
+            running, blocks = self._sequences[sequence], added
+            if blocks[0] < 0:  # indices behind the window
+                running.num_blocks, blocks = -blocks[0], blocks[1:]
             first = running.row * width + running.num_blocks
             running.num_blocks += len(blocks)
             self.host_tables[running.row, running.num_blocks - len(blocks) : running.num_blocks] = blocks
             self._changed_entries.append(np.arange(first, first + len(blocks)))
             self._changed_blocks.append(blocks)
+
+    def _append_to_groups(self, table: int, blocks: Sequence[int]) -> None:
+        """Append blocks to a sequence's tables of one kind, each index of which has one block per group."""
+        sequence, kind = divmod(table, len(self._groups_by_kind))
+        running, groups = self._sequences[sequence], self._groups_by_kind[kind]
+        running.lengths = running.lengths or [0] * len(self._groups_by_kind)
+        begin = running.lengths[kind]
+        if blocks[0] < 0:
+            begin, blocks = -blocks[0], blocks[1:]
+        running.lengths[kind] = end = begin + len(blocks) // groups
+        _, rows, width = self.group_host_tables.shape
+        for number in range(groups):
+            group, own = self._first_groups[kind] + number, blocks[number::groups]
+            self.group_host_tables[group, running.row, begin:end] = own
+            first = (group * rows + running.row) * width + begin
+            self._changed_entries.append(np.arange(first, first + len(own)))
+            self._changed_blocks.append(own)
 
     def take_changes(self) -> list[npt.NDArray[Any]]:
         """The block table entries changed since the last call, to be sent to the device and passed to `apply`.

@@ -14,10 +14,10 @@ import torch
 from attrs import define, evolve
 
 from engine.core.attention.batch import ForwardBatch
-from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.cuda_graphs import weak_ref_tensor
 
 if TYPE_CHECKING:
+    from engine.core.models.forward_pass import ForwardPass
     from engine.core.runner.cuda_graphs import GraphCapturer
     from engine.core.runner.device_state import DeviceState
 
@@ -36,7 +36,9 @@ def token_counts(max_batch_tokens: int) -> list[int]:
 class _AttentionCall:
     """One layer's attention between two segments; the tensors are views of the capture's memory."""
 
+    group: int
     layer: int
+    """Index in the cache group."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -54,17 +56,23 @@ class _CapturedStep:
 
 
 class _GraphBreak:
-    """Stands in for the attention backend during a capture: breaks the graph at each call."""
+    """Stands in for the attention backend of a cache group during a capture: breaks the graph at each call."""
 
-    def __init__(self, break_graph: Callable[[], None]) -> None:
-        self.calls: list[_AttentionCall] = []
+    def __init__(
+        self, break_graph: Callable[[], None], calls: list[_AttentionCall], group: int, output_dim: int
+    ) -> None:
+        """calls: to be filled, by all groups in turn."""
+        self._calls = calls
         self._break_graph = break_graph
+        self._group = group
+        self._output_dim = output_dim
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any) -> torch.Tensor:
         """Note the call, and return its output, which is filled before the next segment is replayed."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:2], self._output_dim), dtype=q.dtype, device=q.device)
         self._break_graph()
-        self.calls.append(_AttentionCall(layer, *(weak_ref_tensor(tensor) for tensor in (q, k, v, out))))
+        tensors = (weak_ref_tensor(tensor) for tensor in (q, k, v, out))
+        self._calls.append(_AttentionCall(self._group, layer, *tensors))
         return out
 
 
@@ -75,8 +83,8 @@ class PiecewiseGraphs:
         self, state: DeviceState, capturer: GraphCapturer, *, max_batch_tokens: int, device: torch.device
     ) -> None:
         self._model = state.model
+        self._state = state
         self._attention = state.attention
-        self._pool = state.pool
         self._capturer = capturer
         self._counts = token_counts(max_batch_tokens)
         self.max_tokens = self._counts[-1] if self._counts else 0
@@ -84,8 +92,9 @@ class PiecewiseGraphs:
         scratch = state.pool.scratch_block * state.pool.block_size
         self._tokens = torch.zeros(self.max_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
-        self._slots = torch.full_like(self._tokens, scratch)
-        self._padding = (0, 0, scratch)
+        self._slots = [torch.full_like(self._tokens, scratch) for _ in state.groups]
+        """Per cache group."""
+        self._padding = (0, 0, *(scratch for _ in state.groups))
         self._steps: dict[int, _CapturedStep] = {}
 
     def capture_all(self, on_progress: Callable[[int, int], None]) -> None:
@@ -97,30 +106,61 @@ class PiecewiseGraphs:
             on_progress(done, len(self._counts))
             self._steps[count] = self._capture(count)
 
-    def run(self, batch: ForwardBatch, plan: Any) -> torch.Tensor:
+    def run(self, run: ForwardPass) -> torch.Tensor:
         """Hidden states of a batch of at most `max_tokens`: [tokens, hidden_size], valid until the next call."""
+        batch, plan = run.batch, run.plan
         count = len(batch.tokens)
         size = self._counts[int(np.searchsorted(self._counts, count))]
         step = self._steps[size]
-        fixed = (self._tokens, self._positions, self._slots)
-        given = (batch.tokens, batch.positions, batch.slots)
+        fixed = (self._tokens, self._positions, *self._slots)
+        slots = (group.slots for group in batch.groups) if batch.groups else (batch.slots,)
+        given = (batch.tokens, batch.positions, *slots)
         for tensor, values, padding in zip(fixed, given, self._padding, strict=True):
             tensor[:count].copy_(values)
             if count < size:
                 tensor[count:size].fill_(padding)
-        forward_into = self._attention.forward_into
-        for segment, call in zip(step.segments, step.calls, strict=False):
-            segment()
-            forward_into(call.layer, call.q[:count], call.k[:count], call.v[:count], plan, call.out[:count])
+        if run.groups:
+            self._replay_groups(step, run, count)
+        else:
+            forward_into = self._attention.forward_into
+            for segment, call in zip(step.segments, step.calls, strict=False):
+                segment()
+                forward_into(call.layer, call.q[:count], call.k[:count], call.v[:count], plan, call.out[:count])
         step.segments[-1]()
         return step.hidden[:count]
 
+    def _replay_groups(self, step: _CapturedStep, run: ForwardPass, count: int) -> None:
+        """Replay all but the last segment, with the attention of each layer's group between them."""
+        for segment, call in zip(step.segments, step.calls, strict=False):
+            segment()
+            group = run.groups[call.group]
+            q, k, v, out = (tensor[:count] for tensor in (call.q, call.k, call.v, call.out))
+            group.attention.forward_into(call.layer, q, k, v, group.plan, out)
+
     def _capture(self, count: int) -> _CapturedStep:
+        batch = self._batch(count)
+        run = self._state.unplanned_pass(batch)
+        calls: list[_AttentionCall] = []
+
+        def work(break_graph: Callable[[], None]) -> torch.Tensor:
+            calls.clear()  # of the warm-up
+            breaks: list[Any] = [
+                _GraphBreak(break_graph, calls, number, group.pool.output_dim)
+                for number, group in enumerate(self._state.groups)
+            ]
+            groups = tuple(evolve(own, attention=one) for own, one in zip(run.groups, breaks, strict=False))
+            return self._model.forward(evolve(run, attention=breaks[0], groups=groups))
+
+        segments, hidden = self._capturer.capture_segments(work)
+        return _CapturedStep(segments, calls, weak_ref_tensor(hidden))
+
+    def _batch(self, count: int) -> ForwardBatch:
+        """The batch that a model sees during the capture."""
         empty: Any = torch.zeros(0, dtype=torch.int32, device=self._tokens.device)
         batch = ForwardBatch(
             tokens=self._tokens[:count],
             positions=self._positions[:count],
-            slots=self._slots[:count],
+            slots=self._slots[0][:count],
             query_starts=empty,
             context_lens=empty,
             block_tables=empty,
@@ -130,13 +170,6 @@ class PiecewiseGraphs:
             context_lens_host=np.zeros(0, np.int32),
             block_tables_host=np.zeros((0, 0), np.int32),
         )
-        run = ForwardPass(batch=batch, attention=self._attention, plan=None, pool=self._pool)
-        breaks: list[_GraphBreak] = []
-
-        def work(break_graph: Callable[[], None]) -> torch.Tensor:
-            breaks.append(_GraphBreak(break_graph))
-            attention: Any = breaks[-1]
-            return self._model.forward(evolve(run, attention=attention))
-
-        segments, hidden = self._capturer.capture_segments(work)
-        return _CapturedStep(segments, breaks[-1].calls, weak_ref_tensor(hidden))
+        if len(self._slots) > 1:
+            batch.groups = tuple(evolve(batch, slots=slots[:count]) for slots in self._slots)
+        return batch

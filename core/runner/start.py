@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from engine.core.attention.kv_pool import KVPool
+from engine.core.attention.groups import CacheLayout
+from engine.core.attention.state_pool import StatePool
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import OneRank, RankGroup
@@ -19,6 +21,7 @@ from engine.core.layers.linear import Linear
 from engine.core.layers.matmul import kernel_bytes
 from engine.core.layers.sinks import find_sinks
 from engine.core.models.base import Model
+from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import (
     attention_spec,
     fused_kernels,
@@ -35,7 +38,7 @@ from engine.core.plugin_host.selection import Parts
 from engine.core.quant.base import QuantMethod
 from engine.core.quant.float8 import KVScales
 from engine.core.runner.cuda_graphs import DecodeGraphs, GraphCapturer
-from engine.core.runner.device_state import DeviceState, StepGraphs
+from engine.core.runner.device_state import DeviceState, GroupState, StepGraphs
 from engine.core.runner.first_uses import FirstUses
 from engine.core.runner.memory import (
     MEMORY_SHARE,
@@ -78,7 +81,6 @@ class RunnerStart:
         """Of what the plugins return; to be ended after the first steps."""
         self._sinks: tuple[torch.Tensor | None, ...] = ()
         """Attention sinks per layer, once the weights are loaded; empty if the model has none."""
-        self._attention = self.checks.attention(parts.attention)
         self._model_spec = shape_of(parts.model, checkpoint.config)
         self._dtype = resolve_dtype(config, checkpoint.config, device)
         self._fused = fused_kernels(config, device)
@@ -86,14 +88,11 @@ class RunnerStart:
         refusal = refuses_ranks(self._model_spec, ranks)
         if refusal is not None:
             raise ConfigError(refusal)
-        self._spec = attention_spec(
-            self._model_spec,
-            config,
-            self._dtype,
-            max_len(config, self._model_spec),
-            resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device),
-            ranks,
-        )
+        kv_dtype = resolve_kv_dtype(config, self._dtype, checkpoint.config, parts.quant, device)
+        shape = (self._model_spec, config, self._dtype, max_len(config, self._model_spec), kv_dtype, ranks)
+        self._spec = attention_spec(*shape)
+        self._layout = cache_layout(*shape)
+        self._attention = self.checks.attention(parts.attention, self._layout)
 
     @torch.inference_mode()
     def run(self, phases: Phases) -> tuple[StepLauncher, CacheInfo]:
@@ -147,6 +146,7 @@ class RunnerStart:
             quant=quant,
             group=self._group,
             fused=self._fused,
+            cache=self._layout,
             owners={point: parts.owner(point) for point in ("quant", "models")},
             max_len=self._spec.max_len,
         )
@@ -185,7 +185,7 @@ class RunnerStart:
 
     def _measure_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...], tokens: int) -> int:
         """Peak bytes of one step of `tokens` prompt tokens, run on a device state of its own, which is then freed."""
-        step = _trial_step(tokens, self._spec.max_len, self._spec.block_size)
+        step = _trial_step(tokens, self._spec.max_len, self._spec.block_size, self._layout)
         state = self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
         torch.cuda.reset_peak_memory_stats(self._name)
         before = torch.cuda.memory_allocated(self._name)
@@ -202,29 +202,40 @@ class RunnerStart:
         share = self._config.cache.memory_fraction or MEMORY_SHARE[self._device.type]
         return plan_memory(
             self._config,
-            self._spec,
+            self._spec.max_len,
+            self._layout.kinds,
             budget=int(free * share),
             weights=weights,
             activations=activations,
             kernels=kernels,
-            bytes_per_block=KVPool.bytes_per_block(self._spec),
+            states=self._layout.state_bytes(self._config.scheduler.max_running),
+            bytes_per_block=self._layout.bytes_per_block,
             penalties=TokenCounts.max_bytes(self._model_spec.vocab_size, self._config.scheduler.max_running),
         )
 
     def _make_state(self, model: Model, num_blocks: int, kv_scales: tuple[KVScales, ...]) -> DeviceState:
-        """A KV pool of `num_blocks` blocks, and all else that is kept between steps."""
+        """The caches, with `num_blocks` blocks, and all else that is kept between steps."""
         max_running, device = self._config.scheduler.max_running, torch.device(self._name)
-        pool = KVPool(self._spec, num_blocks, self._name, kv_scales)
-        attention = self._attention(self._spec, pool, self._parts.options["attention"])
-        if self._sinks:
-            with blame(self._parts.owner("attention"), "set_sinks()"):
-                attention.set_sinks(self._sinks)
+        options, layout = self._parts.options["attention"], self._layout
+        pools = layout.make_pools(num_blocks, self._name, kv_scales)
+        groups = []
+        for group, pool in zip(layout.groups, pools, strict=True):
+            attention = self._attention(group.spec, pool, options)
+            if any(group.spec.sinks):
+                with blame(self._parts.owner("attention"), "set_sinks()"):
+                    attention.set_sinks([self._sinks[layer] for layer in group.layers])
+            groups.append(GroupState(pool=pool, attention=attention))
+        groups += [
+            GroupState(pool=StatePool(state.tensors, len(state.layers), max_running, self._name), attention=None)
+            for state in layout.states
+        ]
         persistent_batch = PersistentBatch(
             max_running=max_running,
             max_len=self._spec.max_len,
             block_size=self._spec.block_size,
-            scratch_block=pool.scratch_block,
+            scratch_block=num_blocks,
             device=device,
+            groups_by_kind=[kind.groups for kind in layout.kinds],
         )
         sampler = Sampler(
             self._model_spec.vocab_size,
@@ -234,13 +245,14 @@ class RunnerStart:
             fused=self._fused,
             same_on_all_ranks=self._group.broadcast,
         )
-        return DeviceState(
-            model=model, pool=pool, attention=attention, persistent_batch=persistent_batch, sampler=sampler
-        )
+        return DeviceState(model=model, groups=tuple(groups), persistent_batch=persistent_batch, sampler=sampler)
 
     def _capture_graphs(self, state: DeviceState, phases: Phases) -> StepGraphs:
         """Capture the CUDA graphs that the configuration, the device and the attention backend allow."""
-        if not use_graphs(self._config, state.attention, state.model, self._device):
+        backends = [group.attention for group in state.groups if group.attention is not None]
+        if not backends or not all(
+            use_graphs(self._config, backend, state.model, self._device) for backend in backends
+        ):
             return StepGraphs()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches
@@ -254,9 +266,10 @@ class RunnerStart:
             hidden_size=self._model_spec.hidden_size,
             dtype=torch_dtype(self._dtype),
             fused=self._fused,
+            windows=[kind.window for kind in self._layout.kinds for _ in range(kind.groups)],
         )
         decode.capture_all(lambda done, total: phases.progress(done, total, "decode graphs"))
-        if self._config.executor.graphs == "decode":
+        if self._config.executor.graphs == "decode" or self._layout.states:  # a state is computed by sequence
             return StepGraphs(decode=decode)
         piecewise = PiecewiseGraphs(
             state, capturer, max_batch_tokens=scheduler.max_batch_tokens, device=torch.device(self._name)
@@ -274,11 +287,15 @@ class RunnerStart:
         return CacheInfo(
             num_blocks=num_blocks,
             block_size=self._spec.block_size,
+            kinds=self._layout.kinds,
+            states=sum(len(group.layers) for group in self._layout.states),
+            state_bytes=plan.states,
+            blocks_per_context=plan.blocks_per_context,
             weights_bytes=plan.weights,
             activation_bytes=plan.activations,
             penalty_bytes=plan.penalties,
             kernel_bytes=plan.kernels,
-            kv_bytes=num_blocks * KVPool.bytes_per_block(self._spec),
+            kv_bytes=num_blocks * self._layout.bytes_per_block,
             budget_bytes=plan.budget,
             device=f"{self._name} ({self._device.name})" if self._device.name else self._name,
             dtype=self._dtype,
@@ -298,11 +315,11 @@ class RunnerStart:
                 raise
 
 
-def _trial_step(tokens: int, max_len: int, block_size: int) -> Step:
+def _trial_step(tokens: int, max_len: int, block_size: int, layout: CacheLayout) -> Step:
     """A step of `tokens` prompt tokens, in sequences of at most `max_len`."""
     lengths = [max_len] * (tokens // max_len) + ([tokens % max_len] if tokens % max_len else [])
-    max_blocks = -(-max_len // block_size)
     greedy = SamplingParams(temperature=0.0, seed=0)
+    free = itertools.count()
     return Step(
         id=0,
         decodes=(),
@@ -312,7 +329,8 @@ def _trial_step(tokens: int, max_len: int, block_size: int) -> Step:
             for i, length in enumerate(lengths)
         ),
         blocks=tuple(
-            (i, tuple(range(i * max_blocks, i * max_blocks - (-length // block_size))))
+            (i * len(layout.kinds) + kind, tuple(itertools.islice(free, -(-length // block_size) * own.groups)))
             for i, length in enumerate(lengths)
+            for kind, own in enumerate(layout.kinds)
         ),
     )

@@ -9,7 +9,6 @@ from attrs import define
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import ExecutorError
-from engine.core.models.forward_pass import ForwardPass
 from engine.core.runner.build_batch import build_batch
 from engine.core.runner.device_state import DeviceState, StepGraphs
 from engine.core.runner.first_uses import NOTHING, FirstUse, FirstUses
@@ -98,11 +97,11 @@ class StepLauncher:
         samples: list[SampledTokens | None] = []
         prompt_logprobs: StepPromptLogprobs = ()
         for _ in range(step.iterations):
-            batch, sampling_rows = build_batch(state.persistent_batch, step)
-            run = ForwardPass(batch=batch, attention=state.attention, plan=state.attention.plan(batch), pool=state.pool)
+            batch, sampling_rows = build_batch(state.persistent_batch, step, len(state.groups))
+            run = state.forward_pass(batch)
             timer.end("prepare")
             if self._piecewise_graphs is not None and len(batch.tokens) <= self._piecewise_graphs.max_tokens:
-                hidden = self._piecewise_graphs.run(batch, run.plan)
+                hidden = self._piecewise_graphs.run(run)
             else:
                 hidden = state.model.forward(run)
             logits = None

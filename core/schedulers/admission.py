@@ -85,6 +85,8 @@ class Admission:
         while True:
             if shortage is None and self._may_fit(search):
                 cached = self._lookup(search)
+                if self.uses_cache(state) and self._blocks.awaits(state.tokens, state.chain, cached):
+                    return None
                 shortage = self._count(search, cached)
             if shortage is not None and self._fits(search, shortage.blocks):
                 if any(plan.feeds_another(victim) for victim in search.victims):
@@ -105,7 +107,7 @@ class Admission:
                 shortage.release(victim.sequence)
                 search.short = shortage.blocks
             else:
-                search.short -= victim.capacity // self._blocks.block_size
+                search.short -= self._blocks.num_held(victim.sequence)
 
     def uses_cache(self, state: RequestState) -> bool:
         """Whether a request may begin with the blocks of others: prompt logprobs need the logits of every position."""
@@ -142,8 +144,7 @@ class Admission:
             return []
         tokens = search.state.tokens
         cached = self._blocks.lookup(tokens, search.state.chain)
-        if len(cached) < (len(tokens) - 1) // self._blocks.block_size:
-            search.next_block = len(cached)
+        search.next_block = self._blocks.next_block(tokens, cached)
         return cached
 
     def _count(self, search: _Search, cached: list[int]) -> Shortage:
@@ -171,4 +172,4 @@ class Admission:
     def _fits(self, search: _Search, short: int) -> bool:
         """Whether the request fits if `short` blocks are missing for its tokens once the victims are preempted."""
         others = len(self._queues.running) - len(search.victims)
-        return others < self._max_running and short + others <= 0
+        return others < self._max_running and short + others * self._blocks.blocks_per_extension <= 0

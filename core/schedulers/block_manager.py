@@ -90,7 +90,14 @@ class BlockManager:
     A used block may be indexed before it is computed (`index_pending`). Sequences that share such a block compute it
     once: whichever is planned first claims its tokens (`claim`), and the others continue behind them. A claimed token
     counts as computed, since steps run in the order planned.
+
+    This class serves a cache whose layers all keep the whole context; GroupedBlockManager serves all others.
     """
+
+    slides = False
+    """Whether prefilling sequences get and give up blocks as they go (`slide`)."""
+    blocks_per_extension = 1
+    """Blocks that a sequence takes when its blocks are full."""
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -105,6 +112,13 @@ class BlockManager:
         self._tables: dict[int, _Table] = {}
         self.releases = 0
         """How often a sequence has given up a block: if not since a shortage was counted, it is no smaller now."""
+        self.updates: dict[int, list[int]] = {}
+        """Sequence -> blocks that it has got and the runner does not know yet, in the form of Step.blocks."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that the blocks hold."""
+        return self.num_blocks * self.block_size
 
     @property
     def num_available(self) -> int:
@@ -126,6 +140,10 @@ class BlockManager:
         """Blocks in the block tables of sequences."""
         return self.num_blocks - len(self._free) - len(self._cached)
 
+    def usage_by_kind(self) -> tuple[tuple[str, int, int], ...]:
+        """Name, used and cached blocks of each kind of layers; empty for one kind."""
+        return ()
+
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
@@ -133,6 +151,14 @@ class BlockManager:
     def table(self, sequence: int) -> tuple[int, ...]:
         """The block table of a sequence."""
         return tuple(self._tables[sequence].blocks)
+
+    def num_held(self, sequence: int) -> int:
+        """Number of blocks in the block table of a sequence."""
+        return len(self._tables[sequence].blocks)
+
+    def capacity(self, sequence: int) -> int:
+        """Tokens that the blocks of a sequence hold."""
+        return len(self._tables[sequence].blocks) * self.block_size
 
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
         """Blocks that hold, or will hold, the longest indexed prefix of `tokens`; changes nothing.
@@ -160,9 +186,18 @@ class BlockManager:
         """Count the blocks missing for a new sequence of `num_tokens` that begins with the blocks `cached`."""
         return Shortage(self, self.blocks_for(num_tokens), cached, self._references, self._tables)
 
+    def next_block(self, tokens: Sequence[int], cached: Sequence[int]) -> int | None:
+        """Index of the first block behind `cached` (from `lookup`) that may be indexed later; None: there is none."""
+        return len(cached) if len(cached) < (len(tokens) - 1) // self.block_size else None
+
     def indexes(self, tokens: Sequence[int], chain: HashChain, block: int) -> bool:
         """Whether the full block at index `block` of `tokens` is indexed, and so may extend what `lookup` finds."""
         return chain.digest(tokens, block) in self._by_digest
+
+    def awaits(self, tokens: Sequence[int], chain: HashChain, cached: Sequence[int]) -> bool:
+        """Whether running sequences are about to compute a longer prefix than `cached` (from `lookup`), which a new
+        sequence can share only then."""
+        return False
 
     def allocate(self, sequence: int, num_tokens: int, cached: Sequence[int] = ()) -> list[int] | None:
         """Allocate blocks for the first `num_tokens` of a new sequence; `cached` (from `lookup`) come first.
@@ -174,6 +209,7 @@ class BlockManager:
         for block in cached:
             self._reference(block)
         self._tables[sequence] = _Table(list(cached), indexed=len(cached))
+        self.updates[sequence] = list(cached)
         self.extend(sequence, num_tokens)
         return list(self._tables[sequence].blocks)
 
@@ -197,7 +233,14 @@ class BlockManager:
             return None
         added = [self._take() for _ in range(missing)]
         blocks += added
+        if added:
+            self.updates.setdefault(sequence, []).extend(added)
         return added
+
+    def slide(self, sequence: int, position: int) -> bool:
+        """Exchange the blocks that a prefilling sequence no longer needs, once it computes `position`, for those of the
+        next chunk. False if there are not enough."""
+        raise NotImplementedError
 
     def index_pending(self, sequence: int, tokens: Sequence[int], chain: HashChain) -> None:
         """Index the sequence's full blocks of `tokens` before they are computed, so that `lookup` finds them.
@@ -263,6 +306,7 @@ class BlockManager:
         # Last block first, so that a prefix is evicted from its end: `lookup` finds no block without its predecessor.
         for block in reversed(self._tables.pop(sequence).blocks):
             self._dereference(block)
+        self.updates.pop(sequence, None)
 
     def check(self) -> None:
         """Raise AssertionError unless each block is in exactly one state."""

@@ -33,7 +33,6 @@ class Queues:
         self._running_views: tuple[StateView, ...] | None = ()
         # Not sent to the runner yet:
         self._new: dict[int, NewSequence] = {}
-        self._new_blocks: dict[int, list[int]] = {}
         self._finished: list[int] = []
 
     @property
@@ -75,14 +74,13 @@ class Queues:
         assert blocks is not None, "admitted without enough blocks"
         if not state.wants_prompt_logprobs:  # else it computes all its tokens, so that no other may compute them for it
             self.blocks.index_pending(number, state.tokens, state.chain)
-        state.admit(number, len(blocks) * self.blocks.block_size)
+        state.admit(number, self.blocks.capacity(number))
         self._dequeue(state)
         self.running[number] = self.prefilling[number] = state
         self._running_views = None
         self._new[number] = NewSequence(
             sequence=number, tokens=tuple(state.tokens), prompt_len=state.prompt_len, params=state.params
         )
-        self._new_blocks[number] = blocks
 
     def move_to_prefill_end(self, states: Iterable[RequestState]) -> None:
         """Plan the chunks of these prefilling requests after those of all others, from the next step on."""
@@ -96,10 +94,8 @@ class Queues:
 
     def add_block(self, state: RequestState) -> bool:
         """Give a decoding request one more block; False, with nothing changed, if none is available."""
-        added = self.blocks.extend(state.sequence, state.capacity + 1)
-        if added is None:
+        if self.blocks.extend(state.sequence, state.capacity + 1) is None:
             return False
-        self._new_blocks.setdefault(state.sequence, []).extend(added)
         state.capacity += self.blocks.block_size
         self.decoding.schedule_event(state)
         return True
@@ -125,11 +121,11 @@ class Queues:
         """What changed since the last call and the runner does not know: Step.new, Step.blocks and Step.finished."""
         updates = (
             tuple(self._new.values()),
-            tuple((number, tuple(added)) for number, added in self._new_blocks.items()),
+            tuple((number, tuple(added)) for number, added in self.blocks.updates.items()),
             tuple(self._finished),
         )
         self._new.clear()
-        self._new_blocks.clear()
+        self.blocks.updates.clear()
         self._finished.clear()
         return updates
 
@@ -143,7 +139,7 @@ class Queues:
         assert not any(state.sequence for state in self.waiting), "a waiting request has a sequence number"
         for number, state in self.running.items():
             assert state.sequence == number, "a running request is filed under another sequence number"
-            capacity = len(self.blocks.table(number)) * self.blocks.block_size
+            capacity = self.blocks.capacity(number)
             assert capacity == state.capacity >= state.computed, "a running request has too few blocks"
         for number, state in self.prefilling.items():
             assert self.running.get(number) is state, "a request prefills but does not run"
@@ -168,7 +164,6 @@ class Queues:
         self.decoding.remove(state)
         del self.running[number]
         self._running_views = None
-        self._new_blocks.pop(number, None)
         if self._new.pop(number, None) is None:
             self._finished.append(number)
 

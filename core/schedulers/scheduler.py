@@ -117,6 +117,7 @@ class Scheduler:
             blocks_used=self._blocks.num_used,
             blocks_cached=self._blocks.num_cached,
             blocks_total=self._blocks.num_blocks,
+            blocks_by_kind=self._blocks.usage_by_kind(),
             prefix_queries=self._planner.prefix_queries,
             prefix_hits=self._prefix_hits,
             preemptions=self._planner.preemptions,
@@ -131,7 +132,7 @@ class Scheduler:
         if request.id in self._queues.requests:
             raise InvalidRequestError(f"request id {request.id!r} is already in use; choose another id", "id")
         block_size = self._blocks.block_size
-        limit = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.num_blocks * block_size)
+        limit = max_output(request, max_len=self._max_len, cache_tokens=self._blocks.max_tokens)
         params = request.params
         if params.seed is None:
             params = attrs.evolve(params, seed=secrets.randbelow(MAX_SEED))

@@ -47,8 +47,9 @@ class StepPlanner:
             if plan.empty and idle:  # whatever the policy says, there must be progress
                 plan = StepPlan(self._max_batch_tokens, self._unrestricted, queues.decoding, self._blocks)
                 self._plan_decodes(plan)
-                for state in queues.prefilling.values():
-                    plan.add_chunk(state)
+                for state in list(queues.prefilling.values()):
+                    if self._has_blocks(state, plan):
+                        plan.add_chunk(state)
                 if not queues.running:
                     self._admit(queues.waiting[:1], plan, now)
         except BaseException:  # of Ctrl-C while the policy runs
@@ -66,7 +67,7 @@ class StepPlanner:
         while count < wanted:
             iteration = self._counter.iterations + count
             states = queues.decoding.events_at(iteration)
-            if len(states) > self._blocks.num_available:
+            if len(states) * self._blocks.blocks_per_extension > self._blocks.num_available:
                 break
             if any(state.output_planned_at == iteration for state in states):
                 break
@@ -115,8 +116,12 @@ class StepPlanner:
 
         candidate: a waiting request. The deferred requests keep their blocks; only the candidate's chunk comes first.
         """
+        if not plan.deferred:
+            return
         deferred = []
-        for state in plan.deferred:
+        for state in tuple(plan.deferred):
+            if state in plan.preempted:
+                continue
             if (
                 candidate is not None
                 and state.preemptions_for_waiting < MAX_PREEMPTIONS_FOR_WAITING
@@ -125,7 +130,7 @@ class StepPlanner:
                 deferred.append(state)
             else:
                 self._add_chunk(state, plan)
-        plan.deferred = deferred
+        plan.deferred = [state for state in deferred if state not in plan.preempted]
 
     def _add_chunk(self, state: RequestState, plan: StepPlan) -> None:
         """Add a prefill chunk, which the policy may limit if the prompt is longer than a step and others wait."""
@@ -139,7 +144,22 @@ class StepPlanner:
             prefilling = (other.view for other in queues.prefilling.values() if other is not state)
             others = (*prefilling, *queues.waiting_views)
             limit = self._policy.prefill_limit(state.view, plan.prefill_tokens_left, others)
-        plan.add_chunk(state, limit)
+        if self._has_blocks(state, plan):
+            plan.add_chunk(state, limit)
+
+    def _has_blocks(self, state: RequestState, plan: StepPlan) -> bool:
+        """Whether a prefilling request has the blocks of its next chunk, for which others may be preempted, or, if the
+        policy says so, itself. It lacks blocks only if it shared those that are now behind its window."""
+        if not self._blocks.slides or plan.prefill_tokens_left <= 0:
+            return True
+        if state in plan.preempted:
+            return False
+        while not self._blocks.slide(state.sequence, state.computed):
+            victim = self._policy.victim(self._queues.running_views)
+            self._preempt(victim, plan)
+            if victim is state:
+                return False
+        return True
 
     def _preempt(self, state: RequestState, plan: StepPlan) -> None:
         plan.remove(state)

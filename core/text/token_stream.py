@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,12 +36,23 @@ class TokenStream:
         self._incomplete = False
         """Whether the UTF-8 decoder holds the beginning of a character; unused without a byte table."""
         self._table = tokenizer.byte_table(skip_special_tokens)
+        if self._table is not None and tokenizer.drops_space:
+            self._table = _TextStart(self, self._table)
         self._window: list[int] = []
         """The last tokens that have text; unused with a byte table."""
         last = itertools.islice(reversed(context), _MAX_CONTEXT_READ)
         with_text = (token for token in last if not self._is_silent(token))
         for token in reversed(list(itertools.islice(with_text, _CONTEXT))):
             self.push(token)
+
+    def first_bytes(self, token: int, table: Mapping[int, bytes]) -> bytes:
+        """The bytes of a token before which there is no text; once there is, those in `table` count."""
+        if token in self._skipped:
+            return b""
+        data, begun = self._tokenizer.first_bytes(token)
+        if begun:
+            self._table = table
+        return data
 
     def push(self, token: int) -> str:
         """Decode one more token; returns the new text that no later token can change."""
@@ -95,3 +106,15 @@ class TokenStream:
     def _certain(self, text: str) -> int:
         """Number of leading characters of `text` that no further token can change."""
         return len(text) - (self._tokenizer.splits_characters and text.endswith(REPLACEMENT))
+
+
+class _TextStart(dict[int, bytes]):
+    """The byte table of a stream until its text has begun, for tokenizers that drop a space there."""
+
+    def __init__(self, stream: TokenStream, table: Mapping[int, bytes]) -> None:
+        super().__init__()
+        self._stream = stream
+        self._later = table
+
+    def __missing__(self, token: int) -> bytes:
+        return self._stream.first_bytes(token, self._later)

@@ -2,56 +2,52 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.config.tree import ModelConfig
 from engine.core.errors import CheckpointError, ConfigError, InvalidRequestError
+from engine.core.text.sentencepiece_vocabulary import has_sentencepiece_model, open_sentencepiece
 from engine.core.text.token_stream import REPLACEMENT, TokenStream
+from engine.core.text.vocabulary import LibraryVocabulary, Vocabulary
 from engine.core.weights.checkpoint import model_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _RENDERING = frozenset(
     {"conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
 """Arguments of transformers' apply_chat_template; not available as variables of the template."""
-_NO_ID = "a token id is negative or above 2**32"
 _PIECE = 2**15
 """Characters of a long text that are tokenized at a time while only the number of tokens is in question."""
 
 _CUT = 8
 """Tokens that cutting a text at one place may add."""
-_MANY = 1024
-"""Tokens from which on decoding them takes long enough to let other threads run."""
 
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template. Safe to use from several threads."""
 
-    def __init__(self, wrapped: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
-        """wrapped: transformers' tokenizer; chat_template: Jinja source, instead of the checkpoint's own."""
+    def __init__(
+        self,
+        wrapped: PreTrainedTokenizerFast,
+        chat_template: str | None = None,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
+        """wrapped: transformers' tokenizer; chat_template: Jinja source, instead of the checkpoint's own.
+
+        vocabulary: converts text and tokens; None: `wrapped` does.
+        """
         self._wrapped = wrapped
         self._chat_template = chat_template
-        self._backend = wrapped.backend_tokenizer
-        # transformers sets both per call, which is not thread-safe; this class never truncates or pads.
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder is not None else {}
-        parts = decoder.get("decoders", [decoder])
-        self._byte_level = [part.get("type") for part in parts] == ["ByteLevel"]
-        self._byte_fallback = any(part.get("type") == "ByteFallback" for part in parts)
+        self._vocabulary = vocabulary or LibraryVocabulary(wrapped.backend_tokenizer)
         self._own_bytes: dict[int, bytes | None] = {}
         self._tables: dict[bool, Mapping[int, bytes]] = {}
-        added = self._backend.get_added_tokens_decoder()
-        self.special_tokens = frozenset(token for token, about in added.items() if about.special)
+        self.special_tokens = self._vocabulary.special_tokens
         """Tokens left out of the text if `skip_special_tokens`."""
 
     @classmethod
@@ -68,11 +64,16 @@ class Tokenizer:
             )
         loader: Any
         try:
+            if has_sentencepiece_model(directory) and not trust_remote_code:
+                templates, vocabulary = open_sentencepiece(directory)
+                return cls(templates, chat_template, vocabulary)
             if (directory / "tokenizer.json").is_file() and not trust_remote_code:
                 from transformers import PreTrainedTokenizerFast as loader  # noqa: N813
             else:
                 from transformers import AutoTokenizer as loader  # noqa: N813
             wrapped = loader.from_pretrained(str(directory), trust_remote_code=trust_remote_code, local_files_only=True)
+        except CheckpointError:
+            raise
         except Exception as error:  # transformers raises errors of many types for files it cannot parse
             raise CheckpointError(f"the tokenizer in {directory} cannot be read: {error}") from error
         if getattr(wrapped, "backend_tokenizer", None) is None:
@@ -101,8 +102,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added tokens included."""
-        size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        return size
+        return self._vocabulary.size
 
     @property
     def has_chat_template(self) -> bool:
@@ -114,13 +114,7 @@ class Tokenizer:
 
         Raises InvalidRequestError for text that is not Unicode.
         """
-        try:
-            # A batch of one, since the library releases the GIL only for batches, and a long text takes seconds.
-            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError as error:  # raised for a lone surrogate, which JSON can contain
-            raise InvalidRequestError("the text has half of a surrogate pair, so it is not Unicode") from error
-        ids: list[int] = encoding.ids
-        return ids
+        return self._vocabulary.encode(text, add_special_tokens)
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
         """Whether a text surely has more than `max_tokens` tokens. The cost is bounded by `max_tokens`.
@@ -142,7 +136,7 @@ class Tokenizer:
         byte-fallback tokenizer, the `tokenizers` library replaces a whole run of bytes if one of them is invalid.)
         """
         text = self.decode_plainly(ids, skip_special_tokens)
-        if self._byte_fallback and REPLACEMENT in text:
+        if self._vocabulary.has_byte_tokens and REPLACEMENT in text:
             stream = TokenStream(self, skip_special_tokens)
             text = "".join(map(stream.push, ids)) + stream.flush()
         return text
@@ -214,53 +208,38 @@ class Tokenizer:
         Empty for an id outside the vocabulary.
         """
         if token not in self._own_bytes:
-            content = self._content(token)
-            if content is None:
-                return b""
-            self._own_bytes[token] = self._find_own_bytes(content)
+            own = self._vocabulary.own_bytes(token)
+            if own == b"":  # ids outside the vocabulary are not kept: there is no limit to their number
+                return own
+            self._own_bytes[token] = own
         return self._own_bytes[token]
 
     def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes] | None:
         """The bytes by token, empty for skipped ones; None unless every token has bytes of its own (`own_bytes`)."""
-        if not self._byte_level:
+        if not self._vocabulary.has_bytes:
             return None
         if skip_special_tokens not in self._tables:
             silent = self.special_tokens if skip_special_tokens else frozenset[int]()
             self._tables[skip_special_tokens] = _ByteTable(self, silent)
         return self._tables[skip_special_tokens]
 
+    @property
+    def drops_space(self) -> bool:
+        """Whether a text loses a space at its beginning: tokens have other bytes there (`first_bytes`)."""
+        return self._vocabulary.drops_space
+
+    def first_bytes(self, token: int) -> tuple[bytes, bool]:
+        """The bytes of a token before which there is no text, and whether there is text after it."""
+        return self._vocabulary.first_bytes(token)
+
     def decode_plainly(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Decode by the `tokenizers` library alone, which may replace more than the invalid bytes."""
-        try:
-            if len(ids) < _MANY:
-                text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-            else:  # a batch of one, since the library releases the GIL only for batches
-                [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
-        except OverflowError:
-            raise InvalidRequestError(_NO_ID) from None
-        return text
+        """Decode by the library alone, which may replace more than the invalid bytes."""
+        return self._vocabulary.decode(ids, skip_special_tokens)
 
     @property
     def splits_characters(self) -> bool:
         """Whether a token may be part of a character although `own_bytes` is None: so for unknown decoders."""
-        return not (self._byte_level or self._byte_fallback)
-
-    def _content(self, token: int) -> str | None:
-        """A token as spelled in the vocabulary; None for an id outside the vocabulary."""
-        try:
-            content: str | None = self._backend.id_to_token(token)
-        except OverflowError:
-            raise InvalidRequestError(_NO_ID) from None
-        return content
-
-    def _find_own_bytes(self, content: str) -> bytes | None:
-        if self._byte_level:
-            if all(character in _BYTE_OF for character in content):
-                return bytes(_BYTE_OF[character] for character in content)
-            return content.encode()
-        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(content)):
-            return bytes([int(match[1], 16)])
-        return None
+        return not (self._vocabulary.has_bytes or self._vocabulary.has_byte_tokens)
 
 
 class _ByteTable(dict[int, bytes]):
@@ -276,16 +255,3 @@ class _ByteTable(dict[int, bytes]):
         if own or token in self._silent:  # ids outside the vocabulary are not kept: there is no limit to their number
             self[token] = own
         return own
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte by character of a byte-level vocabulary, in the format of GPT-2.
-
-    Printable Latin-1 characters stand for their own bytes; characters from U+0100 on for the other bytes, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()

@@ -7,15 +7,15 @@ from engine.core.lazy import exports
 if TYPE_CHECKING:
     from engine.core.weights.checkpoint import (
         FILES as FILES,
+        INDEX as INDEX,
+        PICKLES as PICKLES,
         QUANTIZATION_FILES as QUANTIZATION_FILES,
+        SINGLE as SINGLE,
         Checkpoint as Checkpoint,
         read_json as read_json,
         read_key as read_key,
     )
     from engine.core.weights.loader import (
-        INDEX as INDEX,
-        PICKLES as PICKLES,
-        SINGLE as SINGLE,
         DummySource as DummySource,
         SafetensorsSource as SafetensorsSource,
         WeightSource as WeightSource,
@@ -28,15 +28,15 @@ __getattr__, __dir__, __all__ = exports(
     checkpoint=(
         "Checkpoint",
         "FILES",
+        "INDEX",
+        "PICKLES",
         "QUANTIZATION_FILES",
+        "SINGLE",
         "read_json",
         "read_key",
     ),
     loader=(
         "DummySource",
-        "INDEX",
-        "PICKLES",
-        "SINGLE",
         "SafetensorsSource",
         "WeightSource",
         "load_weights",

@@ -13,6 +13,11 @@ from engine.core.errors import CheckpointError, InvalidRequestError
 from engine.core.types import SamplingParams
 from engine.core.weights.generation_config import default_params
 
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
 T = TypeVar("T", int, float, bool)
 
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -40,13 +45,13 @@ class Checkpoint:
         Raises CheckpointError if `path` is not a directory or has no config.json.
         """
         directory = model_directory(path)
-        if not (directory / "config.json").is_file():
+        if not (directory / CONFIG).is_file():
             raise CheckpointError(f"{directory} has no config.json; it is not a model in the Hugging Face layout")
         generation = directory / "generation_config.json"
         wanted = generation_config != "none" and generation.is_file()
         return cls(
             path=directory,
-            config=_with_quantization_files(read_json(directory / "config.json"), directory),
+            config=_with_quantization_files(read_json(directory / CONFIG), directory),
             generation_config=read_json(generation) if wanted else {},
         )
 
@@ -95,8 +100,8 @@ def model_directory(path: str | Path) -> Path:
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         raise CheckpointError(
-            f"the model directory {directory} {what}; give a directory with config.json and safetensors files"
-            " (names of models on a hub are not downloaded: fetch the model first)"
+            f"the model directory {directory} {what}; give a directory with config.json and safetensors files, or the"
+            " name of a model on the hub, as Qwen/Qwen3-0.6B"
         )
     return directory
 

@@ -17,14 +17,10 @@ from engine.core.errors import CheckpointError
 from engine.core.layers.layer_factory import LayerFactory
 from engine.core.plugin_host.faults import blame
 from engine.core.quant.base import TensorSpec
-from engine.core.weights.checkpoint import Checkpoint, read_json
+from engine.core.weights.checkpoint import INDEX, PICKLES, SINGLE, Checkpoint, read_json
 from engine.core.weights.host_memory import host_tensor
 from engine.core.weights.readers import PendingReads, ReaderPool, ReadTask, auto_threads
 from engine.core.weights.tensor_file import TensorFile
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 ONE = (1,)
 """Shape of a TensorSpec of one number, which a checkpoint may store with any number of dimensions."""

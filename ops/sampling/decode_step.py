@@ -21,6 +21,7 @@ def _begin(
     tables,
     width,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -35,7 +36,10 @@ def _begin(
     last = position // BLOCK_SIZE
     block = tl.load(source + last).to(tl.int64)
     tl.store(slots + sequence, block * BLOCK_SIZE + position % BLOCK_SIZE)
-    for start in range(0, last + 1, COLUMNS):
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position + 1 - WINDOW, 0) // BLOCK_SIZE // COLUMNS * COLUMNS
+    for start in range(first, last + 1, COLUMNS):
         at = start + tl.arange(0, COLUMNS)
         inside = at <= last
         tl.store(target + at, tl.load(source + at, mask=inside, other=0), mask=inside)
@@ -52,12 +56,13 @@ def begin_decode(
     context_lens: torch.Tensor,
     tables: torch.Tensor,
     block_size: int,
+    window: int | None = None,
 ) -> None:
     """Fill a batch's tensors, the keyword arguments, for a decode of one token per sequence.
 
     rows, positions: [sequences] int64; last_tokens: [all rows] int64; all_tables: [all rows, width] int32, the block
     tables. tokens, slots: [sequences] int64; context_lens: [sequences] int32; tables: [sequences, width] int32, of
-    which only the blocks that the contexts fill are written.
+    which only the blocks that the contexts fill are written, or, with a window, its blocks.
     """
     _begin[(len(rows),)](
         rows,
@@ -70,6 +75,7 @@ def begin_decode(
         tables,
         all_tables.shape[1],
         BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
         COLUMNS=128,
         **dependent_launch(rows.device),
     )

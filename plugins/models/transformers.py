@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.core.models import Model, ModelSpec
+from engine.core.models import KVShape, Model, ModelSpec
 from engine.plugins.models.config_keys import NEUTRAL
 from engine.plugins.models.fallback.build import Built
 from engine.plugins.models.fallback.errors import RefusedError
@@ -74,29 +74,27 @@ class Transformers(Model):
 
 
 def _model_spec(shape: Blueprint) -> ModelSpec:
-    """The shape of attention. Raises RefusedError unless all layers have one."""
-    first = shape.calls[0]
-
-    def dims(call: Any) -> tuple[Any, ...]:
-        return call.heads, call.kv_heads, call.key_dim, call.arguments.scale, call.arguments.softcap
-
-    if any(dims(call) != dims(first) for call in shape.calls):
-        kinds = sorted({str(dims(call)) for call in shape.calls})
-        raise RefusedError(
-            f"has attention layers of several shapes ({'; '.join(kinds)}: heads, KV heads, head size, scale, soft cap)"
-        )
-    sinks = tuple(call.arguments.sinks is not None for call in shape.calls)
+    """The shape of attention. Raises RefusedError for soft caps that differ between layers."""
+    calls, first = shape.calls, shape.calls[0]
+    if any(call.arguments.softcap != first.arguments.softcap for call in calls):
+        raise RefusedError("has attention layers with different soft caps, which no backend computes")
+    sinks = tuple(call.arguments.sinks is not None for call in calls)
+    caches = tuple(
+        KVShape(num_heads=call.heads, num_kv_heads=call.kv_heads, head_dim=call.key_dim, scale=call.arguments.scale)
+        for call in calls
+    )
     return ModelSpec(
-        num_layers=len(shape.calls),
+        num_layers=len(calls),
         num_heads=first.heads,
         num_kv_heads=first.kv_heads,
         head_dim=first.key_dim,
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         max_len=shape.max_len,
-        sliding_windows=tuple(call.window for call in shape.calls),
+        sliding_windows=tuple(call.window for call in calls),
         scale=first.arguments.scale,
         softcap=first.arguments.softcap,
+        layer_caches=caches if len(set(caches)) > 1 else (),
         sinks=sinks if any(sinks) else (),
     )
 

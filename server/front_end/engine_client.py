@@ -150,7 +150,7 @@ class EngineClient:
         directory: the server's own. The router forgets the replica's prefixes: a new process has an empty cache.
         """
         self.links[started.replica].connect(directory, name, started)
-        self.router.reset(started.replica, started.cache.num_blocks if self._cache.prefix_caching else 0)
+        self.router.reset(started.replica, started.cache.reusable_indices if self._cache.prefix_caching else 0)
 
     def submit(self, requests: Sequence[Request], choices: int = 1) -> RequestGroup:
         """Send `choices` choices of each request to the engine; their indices in the group follow in this order.

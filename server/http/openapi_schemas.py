@@ -172,7 +172,12 @@ def _responses(service: Service) -> dict[str, Schema]:
         "Tokens": _object(tokens=_array(COUNT), count=COUNT, max_model_len=COUNT),
         "Text": _object(prompt=STRING),
         "Model": _object(
-            id=name, object={"const": "model"}, created=COUNT, owned_by={"const": "engine"}, max_model_len=COUNT
+            id=name,
+            object={"const": "model"},
+            created=COUNT,
+            owned_by={"const": "engine"},
+            max_model_len=COUNT,
+            revision=_nullable(STRING),
         ),
         "Models": _object(object={"const": "list"}, data=_array(ref("Model"))),
         "Health": {

@@ -49,6 +49,7 @@ class PrometheusExporter(Collector):
         yield engines.gauge("num_requests_waiting", "Requests not yet scheduled.", lambda report: report.stats.waiting)
         yield engines.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", _usage)
         yield engines.by_state()
+        yield from engines.by_kind()
         yield engines.counter(
             "prefix_cache_queries",
             "Prompt tokens looked up in the prefix cache.",
@@ -124,6 +125,13 @@ class _EngineMetrics:
         labels = [*self._label, "state"]
         return self._fill(GaugeMetricFamily("engine_kv_blocks", "KV blocks by state.", labels=labels), _blocks)
 
+    def by_kind(self) -> Iterator[Metric]:
+        """The number of KV blocks that each kind of layers holds, for models of several kinds."""
+        if any(report.stats.blocks_by_kind for _, report in self._engines):
+            labels = [*self._label, "kind", "state"]
+            text = "KV blocks held by each kind of layers, by state."
+            yield self._fill(GaugeMetricFamily("engine_kv_blocks_by_kind", text, labels=labels), _blocks_by_kind)
+
     def by_phase(self) -> Iterator[Metric]:
         """The time spent in each phase, of steps and of the start."""
         labels = [*self._label, "phase"]
@@ -148,6 +156,12 @@ def _blocks(engine: EngineReport) -> list[tuple[list[str], float]]:
     stats = engine.stats
     free = stats.blocks_total - stats.blocks_used - stats.blocks_cached
     return [(["used"], stats.blocks_used), (["cached"], stats.blocks_cached), (["free"], free)]
+
+
+def _blocks_by_kind(engine: EngineReport) -> Iterator[tuple[list[str], float]]:
+    for kind, used, cached in engine.stats.blocks_by_kind:
+        yield [kind, "used"], used
+        yield [kind, "cached"], cached
 
 
 def _usage(engine: EngineReport) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.core.config import EngineConfig, ServerConfig
+from engine.core.config import EngineConfig, ServerConfig, served_name
 from engine.core.text import Tokenizer
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
@@ -24,7 +24,6 @@ from engine.server.http.request_bodies import Body, Message
 from engine.server.http.text_threads import TextThreads
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Probe, Started
-from engine.server.shared.model_name import served_name
 
 TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 """Parameters of Tokenizer.chat, which chat_template_kwargs must not contain."""
@@ -60,6 +59,8 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.name = served_name(config)
+        self.revision = config.model.revision or None
+        """The commit of a model from the hub; None for another."""
         self.created = created
         self.max_len = started.max_len
         self.vocab_size = started.vocab_size

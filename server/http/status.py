@@ -60,4 +60,5 @@ def _model(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "engine",
         "max_model_len": service.max_len,
+        "revision": service.revision,
     }

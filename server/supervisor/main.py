@@ -17,9 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 from attrs import frozen
 
-from engine.core.config import EngineConfig, ServerConfig
+from engine.core.config import EngineConfig, ServerConfig, is_hub_name
+from engine.core.hub import locate
+from engine.core.startup_display import show_startup
 from engine.server.shared.descriptors import raise_descriptor_limit
 from engine.server.shared.messages import METRICS_FILE
 from engine.server.shared.metrics_table import MetricsTable
@@ -52,14 +55,24 @@ def serve(config: EngineConfig, *, announce: Callable[[str], None], commands: Co
     """Serve until SIGTERM or SIGINT; the exit code: 0, or 1 if an engine process was down then.
 
     announce: called with the summary when the server is ready.
-    Raises EngineError with the failing process's error when the server cannot start.
+    Raises EngineError with the failing process's error, or why a model is not downloaded, when the server cannot start.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s server: %(message)s")
     raise_descriptor_limit()
     logging.getLogger().setLevel(config.server.log_level.upper())
+    config = _located(config)
     replicas = replica_configs(config, count_gpus, finds_devices)
     become_subreaper()
     return asyncio.run(_Server(config, replicas, announce, commands).run())
+
+
+def _located(config: EngineConfig) -> EngineConfig:
+    """The configuration with directories in place of names on the hub; downloads what is not on disk."""
+    if not any(map(is_hub_name, (config.model.path, config.model.tokenizer))):
+        return attrs.evolve(config, model=locate(config.model))
+    # Bound for a moment, so that an address in use is reported before a long download.
+    with listener.bound(config.server), show_startup(prefix="") as on_progress:
+        return attrs.evolve(config, model=locate(config.model, on_progress))
 
 
 class _Server:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.core.config import EngineConfig
+from engine.core.config import EngineConfig, served_name
 from engine.core.runner import format_bytes
+from engine.core.types import CacheInfo
 from engine.server.shared.messages import Started
-from engine.server.shared.model_name import served_name
 
 MIN_PHASE_SECONDS = 0.05
 """Shorter phases of the start are left out."""
@@ -22,7 +22,10 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
     started: the message of the replica that took longest to load.
     """
     cache = started.cache
+    several = len(cache.kinds) > 1 or cache.states or cache.kinds[0].window is not None
     contexts = cache.num_blocks * cache.block_size / started.max_len
+    if several and cache.blocks_per_context:
+        contexts = cache.num_blocks / cache.blocks_per_context
     plugins = [
         (choice.extension_point, choice.name, f"{choice.provenance}: {choice.reason}") for choice in started.choices
     ]
@@ -37,11 +40,15 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
             format_bytes(cache.kv_bytes),
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {contexts:.1f} contexts of full length{stored}",
         ),
+        *(_kinds(cache) if several else []),
         ("budget", format_bytes(cache.budget_bytes), ""),
     ]
     phases = phase_times(cache.phases)
     replicas = "" if config.server.replicas == 1 else f"{config.server.replicas} replicas, each on "
-    title = f"{served_name(config)} on {replicas}{cache.device}, {cache.dtype}, context {started.max_len} tokens"
+    commit = f" (commit {config.model.revision[:8]})" if config.model.revision else ""
+    title = (
+        f"{served_name(config)}{commit} on {replicas}{cache.device}, {cache.dtype}, context {started.max_len} tokens"
+    )
     return "\n".join(
         (
             f"{title}, loaded in {started.seconds:.1f} s",
@@ -57,6 +64,19 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
             "",
         )
     )
+
+
+def _kinds(cache: CacheInfo) -> list[tuple[str, str, str]]:
+    """What each kind of layers takes of the cache."""
+    rows = []
+    for kind in cache.kinds:
+        kept = "the whole context" if kind.window is None else f"the last {kind.window} tokens"
+        each = "1 block" if kind.groups == 1 else f"{kind.groups} blocks"
+        rows.append((f"  {kind.name}", f"{kind.layers} layers", f"keep {kept}, {each} per {cache.block_size} tokens"))
+    if cache.states:
+        note = f"{cache.states} layers, a state per sequence; so no prefix is reused"
+        rows.append(("  states", format_bytes(cache.state_bytes), note))
+    return rows
 
 
 def phase_times(phases: Sequence[tuple[str, float]]) -> str:

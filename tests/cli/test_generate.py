@@ -54,6 +54,14 @@ def test_a_prompt_comes_from_argument_file_or_standard_input(generate: Any, tmp_
     assert generate("--json", input="def f(\n").stdout != expected, "the prompt is taken as it is"
 
 
+def test_two_arguments_are_the_model_and_the_prompt(run: Any, generate: Any, engine_checkpoint: Any) -> None:
+    both = run("generate", str(engine_checkpoint), "def f(", "--json", *SMALL)
+    assert both.stdout == generate("def f(", "--json").stdout
+    alone = run("generate", "Some/model", *SMALL)
+    assert (alone.exit_code, alone.stdout) == (2, "")
+    assert "it looks like a model; give both, with - for standard input: Some/model -" in alone.stderr
+
+
 def test_logprobs_are_printed_when_asked_for(generate: Any) -> None:
     done = json.loads(generate("def f(", "--json", "--logprobs", "2").stdout)
     assert [one["token"] for one in done["logprobs"]] == done["token_ids"]

@@ -48,7 +48,8 @@ def sample(*arguments: str) -> SamplingParams:
 def flags_of(command: object) -> set[str]:
     app = typer.Typer()
     app.command()(command)
-    return {flag for param in typer.main.get_command(app).params for flag in param.opts}
+    params = typer.main.get_command(app).params
+    return {flag for param in params if param.param_type_name == "option" for flag in param.opts}
 
 
 def test_each_setting_with_a_flag_is_an_option() -> None:
@@ -91,6 +92,24 @@ def test_the_model_is_the_demo_unless_named() -> None:
     assert resolve().origins["model.path"] == DEMO_MODEL
     named = resolve("--model", "somewhere")
     assert (named.config.model.path, named.origins["model.path"]) == ("somewhere", "--model")
+
+
+def test_model_is_the_first_argument_or_an_option_and_may_be_both() -> None:
+    for arguments in (("org/name",), ("org/name", "--model", "org/name"), ("--set", "model.path=org/name", "org/name")):
+        named = resolve(*arguments)
+        assert (named.config.model.path, named.origins["model.path"]) == ("org/name", "MODEL")
+    with pytest.raises(ConfigError, match=r"MODEL \(a\) and --model \(b\) name two models; give one of them"):
+        resolve("a", "--model", "b")
+
+
+def test_a_name_on_the_hub_in_a_file_of_settings_is_no_path(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[model]\npath = "org/name"\ntokenizer = "other/name"\ndownload_dir = "models"\n')
+    model = resolve("--config", str(file)).config.model
+    assert (model.path, model.tokenizer) == ("org/name", "other/name")
+    assert model.download_dir == str(tmp_path / "models")
+    (tmp_path / "org/name").mkdir(parents=True)
+    assert resolve("--config", str(file)).config.model.path == str(tmp_path / "org/name"), "a path that exists wins"
 
 
 def test_options_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:

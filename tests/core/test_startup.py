@@ -68,6 +68,21 @@ def test_format_progress_names_phase_amount_and_speed() -> None:
     assert format_progress(Progress(phase="graphs", rank=1)) == "rank 1: graphs"
 
 
+@pytest.mark.parametrize(
+    ("done", "rate", "text"),
+    [
+        (431_000_000, 45.1e6, "431 MB of 1.52 GB (28%), 45.1 MB/s, 24 s left"),
+        (0, 0.0, "0 B of 1.52 GB (0%), waiting"),
+        (1_000, 100e3, "1 kB of 1.52 GB (0%), 100 kB/s, 4 h 13 min left"),
+        (1_000, 10.0, "1 kB of 1.52 GB (0%), 10 B/s"),
+        (1_518_400_000, 12e6, "1.52 GB of 1.52 GB (100%), 12 MB/s, 0 s left"),
+        (1_519_000_000, 12e6, "1.52 GB of 1.52 GB (100%)"),
+    ],
+)
+def test_format_progress_of_a_download_names_share_speed_and_time_left(done: int, rate: float, text: str) -> None:
+    assert format_progress(Progress(phase="x", done=done, total=1_519_000_000, rate=rate)) == f"x: {text}"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -108,9 +123,17 @@ def test_show_startup_prints_nothing_for_a_fast_start_without_a_terminal() -> No
     assert stream.getvalue() == ""
 
 
-def test_show_startup_prints_nothing_when_lines_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_startup_prints_only_downloads_when_lines_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_display, "INTERVAL", 0.0)
-    stream = io.StringIO()
-    with show_startup(stream, lines=False) as listener:
+    seconds = itertools.count(0, 10)
+    monkeypatch.setattr(startup_display.time, "monotonic", lambda: next(seconds))
+    terminal = Terminal()
+    with show_startup(terminal, lines=False, live=False, prefix="") as listener:
         listener(Progress(phase="weights"))
-    assert stream.getvalue() == ""
+        for done in range(6):
+            listener(Progress(phase="model", done=min(done, 4), total=4, rate=1.0))
+    assert terminal.getvalue().splitlines() == [
+        "model: 0 B of 4 B (0%), 1 B/s, 4 s left",
+        "model: 3 B of 4 B (75%), 1 B/s, 1 s left",
+        "model: 4 B of 4 B (100%)",
+    ]

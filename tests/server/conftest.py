@@ -152,7 +152,7 @@ def fake_config() -> Callable[..., EngineConfig]:
 
     def make(options: dict[str, Any] | None = None, tokenizer: str = "", **server: Any) -> EngineConfig:
         return EngineConfig(
-            model=ModelConfig(path="somewhere/tiny", tokenizer=tokenizer),
+            model=ModelConfig(path="/somewhere/tiny", tokenizer=tokenizer),
             executor=ExecutorConfig(device="cpu", options=options or {}),
             server=attrs.evolve(ServerConfig(port=0, api_workers=1), **server),
         )

@@ -19,6 +19,7 @@ class ByteTokenizer:
 
     special_tokens = frozenset({256})
     splits_characters = False
+    drops_space = False
 
     def __init__(self, begin: str) -> None:
         self._begin = begin

@@ -100,14 +100,16 @@ class AttentionCalls:
 
     def __init__(self, calls: Sequence[AttentionCall]) -> None:
         self._traced = calls
-        self._calls: list[tuple[Any, AttentionCall]] = []
+        self._calls: list[tuple[Any, AttentionCall, tuple[int, int]]] = []
         self._run: ForwardPass | None = None
         self._layer = 0
         self._angles: Angles | None = None
 
-    def bind(self, modules: Mapping[str, Any]) -> None:
-        """Expect calls by these modules. modules: of the model, by name."""
-        self._calls = [(modules[call.module], call) for call in self._traced]
+    def bind(self, modules: Mapping[str, Any], places: Sequence[tuple[int, int]]) -> None:
+        """Expect calls by these modules. modules: of the model, by name. places: of each layer, its cache group and its
+        index in the group.
+        """
+        self._calls = [(modules[call.module], call, place) for call, place in zip(self._traced, places, strict=True)]
 
     def begin(self, run: ForwardPass) -> None:
         """Serve the calls of this pass from now on."""
@@ -125,16 +127,16 @@ class AttentionCalls:
                 f"the forward called attention {self._layer} times, and {len(self._calls)} times when it was traced"
             )
 
-    def next_call(self, module: Any) -> tuple[ForwardPass, int, AttentionCall]:
-        """The pass, the layer and the traced call, for a module that calls attention now."""
+    def next_call(self, module: Any) -> tuple[ForwardPass, AttentionCall, tuple[int, int]]:
+        """The pass, the traced call and the layer's place, for a module that calls attention now."""
         run, layer = self._run, self._layer
         if run is None or layer == len(self._calls):
             raise PluginError("the forward called attention more often than when it was traced")
-        expected, call = self._calls[layer]
+        expected, call, place = self._calls[layer]
         if module is not expected:
             raise PluginError(f"another module called attention than {call.module}, as when it was traced")
         self._layer += 1
-        return run, layer, call
+        return run, call, place
 
     def angles(self, rotary: RotaryEmbedding, run: ForwardPass) -> Angles:
         """The rotary embedding's angles of this pass, computed for the first layer that asks."""
@@ -152,7 +154,8 @@ class AttentionCalls:
         given: Mapping[str, Any],
     ) -> torch.Tensor:
         """query: [1, heads, tokens, key_dim]; key and value with KV heads -> [1, tokens, heads, value_dim]."""
-        run, layer, call = self.next_call(module)
+        run, call, (group, layer) = self.next_call(module)
+        run = run.of_group(group)
         alike = mask is None and key.shape[2] == query.shape[2]
         if not alike or read_arguments(module, call.key_dim, given) != call.arguments:
             raise PluginError(f"{call.module} calls attention otherwise than when it was traced")

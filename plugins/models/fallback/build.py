@@ -72,7 +72,8 @@ class Built:
         self._make_layers(config)
         # Before weights are there: the library's initialization would overwrite them.
         self._unmade = make_buffers(model, layers.device, frozenset(self._places))
-        self._calls.bind(self._modules)
+        self._cache_places = [layers.cache_place(layer) for layer in range(len(blueprint.calls))]
+        self._calls.bind(self._modules, self._cache_places)
         serve_attention(model, self._calls)
         self._say_what_serves()
 
@@ -321,23 +322,30 @@ class Built:
                 f"{self._name} of transformers has values that neither the checkpoint nor its own code gives:"
                 f" {', '.join([*self._unmade, *left][:5])}; it needs a model plugin of its own"
             )
-        check_locality(self.forward, self._spec(), self._blueprint.vocab_size, self._layers.device, self._name)
+        check_locality(self.forward, self._specs(), self._blueprint.vocab_size, self._layers.device, self._name)
 
-    def _spec(self) -> AttentionSpec:
-        """The attention of this rank."""
-        layers, calls = self._layers, self._blueprint.calls
-        return AttentionSpec(
-            num_layers=len(calls),
-            num_heads=layers.shard(calls[0].heads, "query heads"),
-            num_kv_heads=layers.shard_kv_heads(calls[0].kv_heads),
-            head_dim=calls[0].key_dim,
-            scale=calls[0].arguments.scale,
-            dtype=layers.dtype,
-            kv_dtype=layers.dtype,
-            block_size=1,
-            max_len=self._blueprint.max_len,
-            sliding_windows=tuple(call.window for call in calls),
-        )
+    def _specs(self) -> list[AttentionSpec]:
+        """The attention of each cache group on this rank, with blocks of one token."""
+        layers, made = self._layers, []
+        for group in range(1 + max(group for group, _ in self._cache_places)):
+            calls = [
+                call for call, place in zip(self._blueprint.calls, self._cache_places, strict=True) if place[0] == group
+            ]
+            made.append(
+                AttentionSpec(
+                    num_layers=len(calls),
+                    num_heads=layers.shard(calls[0].heads, "query heads"),
+                    num_kv_heads=layers.shard_kv_heads(calls[0].kv_heads),
+                    head_dim=calls[0].key_dim,
+                    scale=calls[0].arguments.scale,
+                    dtype=layers.dtype,
+                    kv_dtype=layers.dtype,
+                    block_size=1,
+                    max_len=self._blueprint.max_len,
+                    sliding_windows=tuple(call.window for call in calls),
+                )
+            )
+        return made
 
 
 def _tensors_of(module: nn.Module) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 
 from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
 from engine.core.errors import CheckpointError
@@ -31,21 +32,27 @@ class TokenwiseAttention:
 
 
 def check_locality(
-    forward: Callable[[ForwardPass], torch.Tensor], spec: AttentionSpec, vocab_size: int, device: str, name: str
+    forward: Callable[[ForwardPass], torch.Tensor],
+    specs: Sequence[AttentionSpec],
+    vocab_size: int,
+    device: str,
+    name: str,
 ) -> None:
     """Compare tokens computed in two batches of different size and order, without attention between tokens.
 
-    name: of the architecture. Raises CheckpointError if a token's hidden state depends on others.
+    specs: of each cache group, with blocks of one token. name: of the architecture. Raises CheckpointError if a token's
+    hidden state depends on others.
     """
     tokens = (torch.arange(len(POSITIONS), device=device) * 7919 + 13) % vocab_size
-    positions = torch.tensor(POSITIONS, device=device).clamp(max=spec.max_len - 1)
+    positions = torch.tensor(POSITIONS, device=device).clamp(max=specs[0].max_len - 1)
     again = torch.tensor(AGAIN, device=device)
-    pool = KVPool(spec, 1, device)
+    pools = [KVPool(spec, 1, device) for spec in specs]
     attention: Any = TokenwiseAttention()
 
     def hidden(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        batch = _batch(tokens, positions, pool.scratch_block * pool.block_size)
-        return forward(ForwardPass(batch=batch, attention=attention, plan=None, pool=pool))
+        batch = _batch(tokens, positions, pools[0].scratch_block)
+        passes = [ForwardPass(batch=batch, attention=attention, plan=None, pool=pool) for pool in pools]
+        return forward(evolve(passes[0], groups=tuple(passes) if len(passes) > 1 else ()))
 
     first = hidden(tokens, positions)[again]
     second = hidden(tokens[again], positions[again])

@@ -65,8 +65,12 @@ MESSAGES = [
         device="a device",
         dtype="float32",
         kv_dtype="float32",
+        kinds=(types.FULL, types.BlockKind(name="window 8", window=8, groups=2, layers=3)),
     ),
-    types.EngineStats(running=3, prefix_hits=2**40, seconds=(("schedule", 0.5), ("wait", 1.5))),
+    types.FULL,
+    types.EngineStats(
+        running=3, prefix_hits=2**40, blocks_by_kind=(("full", 1, 2),), seconds=(("schedule", 0.5), ("wait", 1.5))
+    ),
     EngineConfig(
         model=ModelConfig(path="/some/where", options={"a": [1, {"b": None}]}),
         scheduler=SchedulerConfig(max_running=3),

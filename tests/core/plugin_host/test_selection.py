@@ -23,6 +23,7 @@ from engine.core.errors import CheckpointError, ConfigError, PluginError
 from engine.core.executors.base import Executor
 from engine.core.hooks import hookimpl
 from engine.core.models.base import Model, ModelSpec
+from engine.core.plugin_host.cache_groups import cache_layout
 from engine.core.plugin_host.derived import attention_spec, max_len, resolve_dtype, resolve_kv_dtype, use_graphs
 from engine.core.plugin_host.registry import Plugins, load_plugins
 from engine.core.plugin_host.selection import Parts, find_quant, resolve
@@ -209,7 +210,7 @@ def test_refuses_is_asked_with_what_the_contract_says() -> None:
     resolve(config, plugins, GPU, checkpoint)
     assert asked == {
         "models": (checkpoint,),
-        "attention": (attention_spec(SHAPE, config, "float32", 512, "float32"), GPU),
+        "attention": (cache_layout(SHAPE, config, "float32", 512, "float32").groups[-1].spec, GPU),
         "quant": ({"bits": 4}, GPU),
         "schedulers": (),
         "executors": (config, GPU),
@@ -478,7 +479,7 @@ def test_the_checkpoint_s_kv_dtype_is_what_attention_is_asked_for() -> None:
     plugins = registry(("attention", "old", backend, 2), ("attention", "new", reading, 1), ("quant", "q", quant, 1))
     parts = resolve(EngineConfig(), plugins, GPU, {})
     assert parts.attention.__wrapped__ is reading
-    assert asked == [FLOAT8, FLOAT8]
+    assert asked == [FLOAT8] * 3  # of the first cache group, and by the one that reads it of the second
     [choice] = [choice for choice in parts.choices if choice.extension_point == "attention"]
     assert "old refuses: it reads no KV cache in float8_e4m3fn; use --kv-dtype float32" in choice.reason
 

@@ -8,6 +8,7 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import CapacityError
 from engine.core.models.base import ModelSpec
 from engine.core.runner.memory import DTYPE_BYTES, estimate_activations, format_bytes, free_memory, plan_memory
+from engine.core.types import FULL
 
 SPEC = AttentionSpec(
     num_layers=1,
@@ -21,26 +22,27 @@ SPEC = AttentionSpec(
     max_len=100,
     sliding_windows=(None,),
 )
+KINDS = (FULL,)
 CONFIG = EngineConfig(scheduler=SchedulerConfig(max_running=4))
 
 
 def test_plan_memory_gives_the_cache_what_weights_and_activations_leave() -> None:
-    plan = plan_memory(CONFIG, SPEC, budget=1000, weights=300, activations=200, bytes_per_block=50)
+    plan = plan_memory(CONFIG, 100, KINDS, budget=1000, weights=300, activations=200, bytes_per_block=50)
     assert (plan.num_blocks, plan.kv) == (10, 500)
 
 
 def test_plan_memory_leaves_room_for_penalties() -> None:
-    plan = plan_memory(CONFIG, SPEC, budget=1000, weights=300, activations=200, penalties=100, bytes_per_block=50)
+    plan = plan_memory(CONFIG, 100, KINDS, budget=1000, weights=300, activations=200, penalties=100, bytes_per_block=50)
     assert (plan.num_blocks, plan.penalties) == (8, 100)
     with pytest.raises(CapacityError, match=r"penalties +300 B\n  left for the KV cache +200 B"):
-        plan_memory(CONFIG, SPEC, budget=1000, weights=300, activations=200, penalties=300, bytes_per_block=50)
+        plan_memory(CONFIG, 100, KINDS, budget=1000, weights=300, activations=200, penalties=300, bytes_per_block=50)
 
 
 def test_plan_memory_leaves_room_for_compiled_kernels() -> None:
-    plan = plan_memory(CONFIG, SPEC, budget=1000, weights=200, activations=100, bytes_per_block=50, kernels=200)
+    plan = plan_memory(CONFIG, 100, KINDS, budget=1000, weights=200, activations=100, bytes_per_block=50, kernels=200)
     assert (plan.num_blocks, plan.kernels) == (10, 200)
     with pytest.raises(CapacityError, match=r"compiled kernels +600 B"):
-        plan_memory(CONFIG, SPEC, budget=1000, weights=200, activations=100, bytes_per_block=50, kernels=600)
+        plan_memory(CONFIG, 100, KINDS, budget=1000, weights=200, activations=100, bytes_per_block=50, kernels=600)
 
 
 def test_plan_memory_gives_a_float8_cache_twice_the_blocks() -> None:
@@ -51,25 +53,27 @@ def test_plan_memory_gives_a_float8_cache_twice_the_blocks() -> None:
         assert size == 2 * 16 * 8 * DTYPE_BYTES[dtype]
         budget = 1000 + 9 * 2 * 16 * 8 * 2
         counts.append(
-            plan_memory(CONFIG, spec, budget=budget, weights=600, activations=400, bytes_per_block=size).num_blocks
+            plan_memory(
+                CONFIG, 100, KINDS, budget=budget, weights=600, activations=400, bytes_per_block=size
+            ).num_blocks
         )
     assert counts == [9, 18]
 
 
 def test_plan_memory_makes_no_more_blocks_than_running_sequences_can_fill() -> None:
-    plan = plan_memory(CONFIG, SPEC, budget=10**9, weights=0, activations=0, bytes_per_block=50)
+    plan = plan_memory(CONFIG, 100, KINDS, budget=10**9, weights=0, activations=0, bytes_per_block=50)
     assert plan.num_blocks == 4 * 7
 
 
 def test_plan_memory_takes_a_given_size_for_the_cache_alone() -> None:
     config = attrs.evolve(CONFIG, cache=CacheConfig(memory="1kB"))
-    plan = plan_memory(config, SPEC, budget=0, weights=300, activations=200, bytes_per_block=50)
+    plan = plan_memory(config, 100, KINDS, budget=0, weights=300, activations=200, bytes_per_block=50)
     assert (plan.num_blocks, plan.budget) == (20, 1500)
 
 
 def test_plan_memory_says_what_would_fit_when_memory_is_short() -> None:
     with pytest.raises(CapacityError) as caught:
-        plan_memory(CONFIG, SPEC, budget=800, weights=300, activations=200, bytes_per_block=50)
+        plan_memory(CONFIG, 100, KINDS, budget=800, weights=300, activations=200, bytes_per_block=50)
     message = str(caught.value)
     assert "--max-len 96" in message
     assert "--kv-memory" in message
@@ -79,7 +83,7 @@ def test_plan_memory_says_what_would_fit_when_memory_is_short() -> None:
 
 def test_plan_memory_offers_no_length_without_any_memory() -> None:
     with pytest.raises(CapacityError, match="no context fits"):
-        plan_memory(CONFIG, SPEC, budget=100, weights=300, activations=200, bytes_per_block=50)
+        plan_memory(CONFIG, 100, KINDS, budget=100, weights=300, activations=200, bytes_per_block=50)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.core import Engine
+from engine.core.attention import kv_pool
 from engine.core.attention.kv_pool import KVPool
 from engine.core.device import DeviceInfo
 from engine.core.host import Host
@@ -71,7 +72,7 @@ def test_the_trial_step_frees_its_device_state(engine: Engine, monkeypatch: pyte
             super().__init__(*arguments)
             pools.append(weakref.ref(self))
 
-    monkeypatch.setattr(start, "KVPool", Noted)
+    monkeypatch.setattr(kv_pool, "KVPool", Noted)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1100 if pools[0]() else 0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from zlib import crc32
 
-from engine.core.types import Request, SamplingParams, Step, StepResult, TokenLogprobs
+from engine.core.types import FULL, BlockKind, Request, SamplingParams, Step, StepResult, TokenLogprobs
 
 EOS = 0
 VOCABULARY = 12
@@ -37,15 +37,22 @@ def sequences(step: Step) -> list[int]:
 
 
 class FakeRunner:
-    """Runs steps by nothing but the contract of Step."""
+    """Runs steps by nothing but the contract of Step. In each iteration it writes all tokens before it reads any, as a
+    layer does, and then checks the context of every running sequence."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, kinds: Sequence[BlockKind] = (FULL,), *, has_state: bool = False) -> None:
+        """has_state: whether layers keep a state per sequence, in a row that the sequence has while it runs."""
         self.block_size = block_size
-        self.pool: dict[tuple[int, int], tuple[int, int, int]] = {}  # (block, offset): (seed, position, token)
+        self.kinds = kinds
+        self.has_state = has_state
+        # (block, offset): (kind, group, seed, position, token)
+        self.pool: dict[tuple[int, int], tuple[int, int, int, int, int]] = {}
+        self.states: dict[int, tuple[int, list[int]]] = {}  # by row: seed, tokens
+        self.rows: dict[int, int] = {}
         self.known: dict[int, list[int]] = {}
         self.params: dict[int, SamplingParams] = {}
         self.prompt_len: dict[int, int] = {}
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[list[int]]] = {}  # per kind, the blocks of all indices; -1: skipped
         self.computed: dict[int, int] = {}
         self.numbers: set[int] = set()
         self.cached = 0  # tokens of prefills that other sequences have computed
@@ -54,7 +61,7 @@ class FakeRunner:
 
     def run(self, step: Step) -> StepResult:
         for sequence in step.finished:
-            for state in (self.known, self.params, self.prompt_len, self.tables):
+            for state in (self.known, self.params, self.prompt_len, self.tables, self.rows):
                 del state[sequence]
             self.computed.pop(sequence, None)
         for new in step.new:
@@ -63,10 +70,16 @@ class FakeRunner:
             self.known[new.sequence] = list(new.tokens)
             self.params[new.sequence] = new.params
             self.prompt_len[new.sequence] = new.prompt_len
-            self.tables[new.sequence] = []
-        for sequence, blocks in step.blocks:
+            self.tables[new.sequence] = [[] for _ in self.kinds]
+            self.rows[new.sequence] = next(row for row in range(10**6) if row not in self.rows.values())
+        for number, blocks in step.blocks:
             assert blocks
-            self.tables[sequence] += blocks
+            sequence, kind = divmod(number, len(self.kinds))
+            table, groups = self.tables[sequence][kind], self.kinds[kind].groups
+            skipped = -blocks[0] if blocks[0] < 0 else 0
+            assert not (skipped and table), "indices are skipped within a table"
+            table += [-1] * skipped * groups + list(blocks[skipped > 0 :])
+            assert len(table) % groups == 0
         assert len(set(sequences(step))) == len(sequences(step))
         assert step.iterations == 1 or not step.chunks
         assert (step.decodes is self.decodes) == (step.decodes == self.decodes), "same sequences, other tuple"
@@ -75,16 +88,26 @@ class FakeRunner:
         rows = []
         scores = []
         for _ in range(step.iterations):
-            rows.append([self.decode(sequence) for sequence in step.decodes])
+            for sequence in step.decodes:
+                position = self.computed[sequence]
+                assert position == len(self.known[sequence]) - 1 >= self.prompt_len[sequence]
+                self.write(sequence, position, position + 1)
+            for chunk in step.chunks:
+                assert chunk.sample == (chunk.start + chunk.count == len(self.known[chunk.sequence]))
+                self.cached += chunk.start - self.computed.get(chunk.sequence, 0)
+                self.chunk_tokens += chunk.count
+                self.write(chunk.sequence, chunk.start, chunk.start + chunk.count)
+            for chunk in step.chunks:
+                self.read(chunk.sequence, chunk.start)
+            for sequence in self.computed:
+                self.read(sequence, self.computed[sequence] - (sequence in step.decodes))
+            rows.append([self.sample(sequence) for sequence in step.decodes])
+            rows[-1] += [self.sample(chunk.sequence) for chunk in step.chunks if chunk.sample]
         for chunk in step.chunks:
-            sequence, known = chunk.sequence, self.known[chunk.sequence]
-            assert chunk.sample == (chunk.start + chunk.count == len(known))
-            self.compute(sequence, chunk.start, chunk.start + chunk.count)
-            if chunk.sample:
-                rows[0].append(self.sample(sequence))
+            sequence = chunk.sequence
             if self.params[sequence].prompt_logprobs is not None and chunk.start < self.prompt_len[sequence] - 1:
                 end = min(chunk.start + chunk.count, self.prompt_len[sequence] - 1)
-                targets = known[chunk.start + 1 : end + 1]
+                targets = self.known[sequence][chunk.start + 1 : end + 1]
                 scores.append((sequence, tuple(TokenLogprobs(token=token, logprob=0.0, rank=1) for token in targets)))
         return StepResult(
             step=step.id,
@@ -93,52 +116,64 @@ class FakeRunner:
             prompt_logprobs=tuple(scores),
         )
 
-    def decode(self, sequence: int) -> int:
-        """Compute the token sampled last, and sample the next."""
-        position = self.computed[sequence]
-        assert position == len(self.known[sequence]) - 1 >= self.prompt_len[sequence]
-        self.compute(sequence, position, position + 1)
-        return self.sample(sequence)
-
     def sample(self, sequence: int) -> int:
         """Sample the token that follows the computed ones."""
-        seed = self.params[sequence].seed
-        assert seed is not None
-        token = next_token(self.read(sequence, self.computed[sequence]), seed)
+        token = next_token(self.known[sequence][: self.computed[sequence]], self.seed(sequence))
         self.known[sequence].append(token)
         return token
 
-    def compute(self, sequence: int, start: int, end: int) -> None:
-        """Write positions to the pool, in order. Other sequences must have computed those skipped, and none of these.
+    def seed(self, sequence: int) -> int:
+        seed = self.params[sequence].seed
+        assert seed is not None
+        return seed
 
-        The chunks of a step are computed one after the other, so that one may read what those before it have written.
-        """
+    def write(self, sequence: int, start: int, end: int) -> None:
+        """Write positions to the pool. Other sequences must have computed those skipped, and none of these."""
         done = self.computed.get(sequence, 0)
         assert done <= start < end, "a position is computed twice, or a chunk is empty"
-        self.cached += start - done
-        self.read(sequence, start)
-        for position in range(start, end):
-            block = self.tables[sequence][position // self.block_size]
-            for other, table in self.tables.items():
-                assert other == sequence or block not in table or self.computed.get(other, 0) <= position, (
-                    "a position that another sequence has read is written again"
-                )
-            seed = self.params[sequence].seed
-            assert seed is not None
-            self.pool[block, position % self.block_size] = (seed, position, self.known[sequence][position])
+        seed, tokens = self.seed(sequence), self.known[sequence]
+        for kind, group, table in self.group_tables(sequence):
+            groups = self.kinds[kind].groups
+            for position in range(start, end):
+                index = position // self.block_size
+                for other, computed in self.computed.items():
+                    shares = self.tables[other][kind][index * groups + group :][:1] == [table[index]]
+                    assert other == sequence or not shares or not self.first(kind, computed) <= position < computed, (
+                        "a position that another sequence has read is written again"
+                    )
+                self.pool[table[index], position % self.block_size] = (kind, group, seed, position, tokens[position])
+        if self.has_state:
+            row = self.rows[sequence]
+            if start:
+                assert self.states[row] == (seed, tokens[:start]), "a state is that of another context"
+            self.states[row] = (seed, tokens[:end])
         self.computed[sequence] = end
-        if sequence not in self.decodes:
-            self.chunk_tokens += end - start
 
     def clear(self, block: int) -> None:
         """Forget the contents of a block."""
         for offset in range(self.block_size):
             self.pool.pop((block, offset), None)
 
-    def read(self, sequence: int, end: int) -> list[int]:
-        """The context in the pool. Seeds stand for salts: the context may hold no block of another seed."""
-        table, seed = self.tables[sequence], self.params[sequence].seed
-        cells = [self.pool.get((table[at // self.block_size], at % self.block_size)) for at in range(end)]
-        wanted = [(seed, at, token) for at, token in enumerate(self.known[sequence][:end])]
-        assert cells == wanted, "a block is read that holds another context, or that no step has computed yet"
-        return [token for _, _, token in wanted]
+    def read(self, sequence: int, query: int) -> None:
+        """Check that the pool holds what the token at `query` and the later computed ones attend to.
+
+        Seeds stand for salts: the context may hold no block of another seed.
+        """
+        seed, tokens, end = self.seed(sequence), self.known[sequence], self.computed[sequence]
+        for kind, group, table in self.group_tables(sequence):
+            first = self.first(kind, query)
+            cells = [self.pool.get((table[at // self.block_size], at % self.block_size)) for at in range(first, end)]
+            wanted = [(kind, group, seed, at, tokens[at]) for at in range(first, end)]
+            assert cells == wanted, "a block is read that holds another context, or that no step has computed yet"
+
+    def first(self, kind: int, query: int) -> int:
+        """The first position that the token at `query` attends to."""
+        window = self.kinds[kind].window
+        return 0 if window is None else max(0, query + 1 - window)
+
+    def group_tables(self, sequence: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Kind, group, and the group's block of every index."""
+        for kind, table in enumerate(self.tables[sequence]):
+            groups = self.kinds[kind].groups
+            for group in range(groups):
+                yield kind, group, table[group::groups]

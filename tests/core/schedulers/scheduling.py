@@ -8,7 +8,7 @@ from typing import Any
 from engine.core.schedulers.block_manager import BlockManager
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy
 from engine.core.schedulers.scheduler import Scheduler
-from engine.core.types import Output, Request, SamplingParams, Step, StepResult
+from engine.core.types import CacheInfo, Output, Request, SamplingParams, Step, StepResult
 
 BLOCK_SIZE = 4
 EOS = 2
@@ -41,6 +41,21 @@ def make_scheduler(
         BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching),
         eos_tokens=frozenset({EOS}),
         **{"max_batch_tokens": 64, "max_running": 8, "max_len": 1000, **limits},
+    )
+
+
+def cache_info(*, num_blocks: int, block_size: int, **fields: Any) -> CacheInfo:
+    """A KV cache of nothing but blocks and states."""
+    return CacheInfo(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        weights_bytes=0,
+        activation_bytes=0,
+        kv_bytes=0,
+        budget_bytes=0,
+        device="",
+        dtype="",
+        **fields,
     )
 
 

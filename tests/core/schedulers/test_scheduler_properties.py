@@ -12,21 +12,41 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from attrs import evolve
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core.schedulers.admission import Admission
-from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.grouped_block_manager import GroupedBlockManager, make_block_manager
 from engine.core.schedulers.policy import RequestView, SchedulingPolicy, Split
 from engine.core.schedulers.scheduler import Scheduler
-from engine.core.types import Output, Request, SamplingParams, Step, StepResult
+from engine.core.types import FULL, BlockKind, Output, Request, SamplingParams, Step, StepResult
 from engine.plugins.schedulers.fcfs import FirstComeFirstServed
 from engine.plugins.schedulers.multi_step import MultiStep, MultiStepOptions
 from engine.plugins.schedulers.priority import Priority
 
 from .fake_runner import EOS, VOCABULARY, FakeRunner, expected_output, sequences
+from .scheduling import cache_info
 
 BLOCK_SIZE = 2
+
+
+def window(size: int, groups: int = 1) -> BlockKind:
+    return BlockKind(name=f"window {size}", window=size, groups=groups)
+
+
+LAYOUTS = {
+    "full": ((FULL,), 0),
+    "full and window": ((FULL, window(3)), 0),
+    "window": ((window(4),), 0),
+    "window within a block": ((window(1, groups=2),), 0),
+    "full in two groups, windows in three": ((evolve(FULL, groups=2), window(5, groups=3)), 0),
+    "latent, full and two windows": ((FULL, evolve(FULL, name="latent"), window(2), window(7)), 0),
+    "full and states": ((FULL,), 2),
+    "window and states": ((window(3),), 1),
+    "states": ((), 3),
+}
+"""The kinds of layers that have blocks, and the number of layers with a state."""
 
 
 class Hostile(SchedulingPolicy):
@@ -77,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.policy(seed)
 
     @initialize(
+        layout=st.sampled_from(["full", *LAYOUTS]),
         num_blocks=st.integers(3, 12),
         max_batch_tokens=st.sampled_from([1, 3, 5, 8, 30]),
         max_running=st.integers(1, 6),
@@ -87,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def begin(
         self,
+        layout: str,
         num_blocks: int,
         max_batch_tokens: int,
         max_running: int,
@@ -95,7 +117,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps_ahead: int,
         seed: int,
     ) -> None:
-        self.blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
+        kinds, states = LAYOUTS[layout]
+        num_blocks *= sum(kind.groups for kind in kinds)
+        cache = cache_info(num_blocks=num_blocks, block_size=BLOCK_SIZE, kinds=kinds, states=states)
+        self.blocks = make_block_manager(cache, max_chunk=max_batch_tokens, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(
             self.make_policy(seed),
             self.blocks,
@@ -107,17 +132,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_remembered(self.scheduler._planner._admission)
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
-        self.longest = min(max_len, num_blocks * BLOCK_SIZE + 1)
+        self.longest = min(max_len, self.blocks.max_tokens + 1)
         self.steps_ahead = steps_ahead
-        self.runner = FakeRunner(BLOCK_SIZE)
+        self.runner = FakeRunner(BLOCK_SIZE, kinds, has_state=states > 0)
         take = self.blocks._take
 
-        def take_and_clear() -> int:  # so that nothing that a block held before can pass for its new content
-            block = take()
-            self.runner.clear(block)
-            return block
+        self.taken: list[int] = []
 
-        self.blocks._take = take_and_clear  # type: ignore[method-assign]
+        def note_taken() -> int:
+            self.taken.append(take())
+            return self.taken[-1]
+
+        self.blocks._take = note_taken  # type: ignore[method-assign]
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
         self.live: dict[str, Request] = {}
         self.outputs: dict[str, list[Output]] = {}
@@ -222,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work
         assert self.blocks.num_used == 0
         if not self.blocks.prefix_caching:
-            assert self.runner.cached == 0
+            assert self.runner.cached == 0, "a prefix was reused"
 
     def turn(self) -> None:
         """What Engine.step does."""
@@ -244,9 +270,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sequences(step)
         assert len(step.decodes) + sum(chunk.count for chunk in step.chunks) <= self.max_batch_tokens
         assert len(sequences(step)) <= self.max_running
+        if step.iterations == 1:  # nothing that a block held before can pass for its new content
+            for block in self.taken:
+                self.runner.clear(block)
+        self.taken.clear()  # a multi-step step reads blocks behind windows until its later iterations write to them
         result = self.runner.run(step)
         for sequence in sequences(step):
-            assert tuple(self.runner.tables[sequence]) == self.blocks.table(sequence)
+            self.check_tables(sequence)
         running = self.scheduler._queues.running
         assert set(self.runner.tables) == set(running)
         for new in step.new:
@@ -257,6 +287,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.admitted == sorted(self.admitted), "a request overtook an earlier one"
         self.in_flight.append((step, result))
         return True
+
+    def check_tables(self, sequence: int) -> None:
+        """The runner has the blocks that the block manager has given to a sequence, at the same indices."""
+        tables = self.runner.tables[sequence]
+        if not isinstance(self.blocks, GroupedBlockManager):
+            assert tables == [list(self.blocks.table(sequence))]
+            return
+        for kind, (first, blocks) in enumerate(self.blocks.tables(sequence)):
+            assert tuple(tables[kind][first * self.blocks.kinds[kind].groups :]) == blocks
 
     def commit(self) -> None:
         step, result = self.in_flight.popleft()

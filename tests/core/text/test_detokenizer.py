@@ -100,7 +100,7 @@ def test_decode_stream_of_the_library_loses_invalid_bytes_and_ours_does_not(name
     of = {BYTES_OF[name](token): token for token in range(tokenizer.vocab_size)}
     tokens = [of[b"x"], *[of[b"\xf0"]] * 5]
     theirs = decoders.DecodeStream(skip_special_tokens=True)
-    assert [theirs.step(tokenizer._backend, token) for token in tokens] == ["x", *[None] * 5]
+    assert [theirs.step(tokenizer._vocabulary.backend, token) for token in tokens] == ["x", *[None] * 5]
     stream = TokenStream(tokenizer, True)
     assert [stream.push(token) for token in tokens] == ["x", "", *[REPLACEMENT] * 4]
     assert stream.flush() == REPLACEMENT
@@ -145,16 +145,16 @@ def test_character_that_begins_in_the_prompt_is_emitted_whole(name: str) -> None
 
 def test_byte_token_of_a_leading_space_is_decoded_as_by_the_library() -> None:
     tokenizer = TOKENIZERS["byte_fallback"]
-    space, letter, wrong = (tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in b" x\xff")
+    space, letter, wrong = (tokenizer._vocabulary.backend.token_to_id(f"<0x{byte:02X}>") for byte in b" x\xff")
     for ids, text in (([space], ""), ([space, letter], "x"), ([space, space], " "), ([space, wrong], REPLACEMENT)):
         assert tokenizer.decode(ids) == joined(detokenize(tokenizer, ids)) == text
 
 
 def test_invalid_byte_does_not_affect_its_neighbours() -> None:
     tokenizer = TOKENIZERS["byte_fallback"]
-    ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in b"\xc3\xa9\xff\n"]
+    ids = [tokenizer._vocabulary.backend.token_to_id(f"<0x{byte:02X}>") for byte in b"\xc3\xa9\xff\n"]
     assert tokenizer.decode(ids) == joined(detokenize(tokenizer, ids)) == f"é{REPLACEMENT}\n"
-    assert tokenizer._backend.decode(ids) == REPLACEMENT * 4
+    assert tokenizer._vocabulary.backend.decode(ids) == REPLACEMENT * 4
 
 
 def test_stop_token_counts_as_output_but_has_no_text() -> None:

@@ -34,7 +34,7 @@ from .tokenizers_under_test import (
 def test_decode_agrees_with_the_tokenizers_library(tokenizer: Tokenizer) -> None:
     text = "the other"
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids) == text
+    assert tokenizer.decode(ids) == tokenizer._vocabulary.backend.decode(ids) == text
 
 
 def test_decode_keeps_special_tokens_on_request() -> None:
@@ -70,13 +70,13 @@ def test_token_bytes_add_up_to_the_text(ids: list[int]) -> None:
 
 def test_token_text_keeps_leading_spaces() -> None:
     llama, gpt, bert = TOKENIZERS["byte_fallback"], TOKENIZERS["byte_level"], TOKENIZERS["word_piece"]
-    find = llama._backend.token_to_id
+    find = llama._vocabulary.backend.token_to_id
     assert [llama.token_text(find(name)) for name in ("▁the", "the", "<s>", "<0x0A>")] == [" the", "the", "<s>", "\n"]
     assert llama.token_bytes(find("<0xE4>")) == b"\xe4"
     assert llama.token_text(find("<0xE4>")) == REPLACEMENT
     crab = gpt.encode("🦀x")
     assert b"".join(map(gpt.token_bytes, crab)) == "🦀x".encode()
-    assert [bert.token_text(bert._backend.token_to_id(name)) for name in ("the", "##ing", "</s>")] == [
+    assert [bert.token_text(bert._vocabulary.backend.token_to_id(name)) for name in ("the", "##ing", "</s>")] == [
         " the",
         "ing",
         " </s>",
@@ -141,7 +141,7 @@ def test_many_tokens_are_decoded_as_few_are(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode("the other thing 世é " * 400)
     assert len(ids) > 1024
-    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids)
+    assert tokenizer.decode(ids) == tokenizer._vocabulary.backend.decode(ids)
 
 
 def save(path: Path, backend: Backend, **config: Any) -> Path:

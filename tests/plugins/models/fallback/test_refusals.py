@@ -108,7 +108,7 @@ def test_a_forward_that_mixes_tokens_outside_of_attention_is_refused(mixes: bool
         return mix(run.attention.forward(0, heads, heads, heads, None)[:, 0], run.batch.positions)
 
     if not mixes:
-        check_locality(forward, SPEC, 50, "cpu", "Fine")
+        check_locality(forward, [SPEC], 50, "cpu", "Fine")
         return
     with pytest.raises(CheckpointError, match="Mixing of transformers mixes the tokens of a batch"):
-        check_locality(forward, SPEC, 50, "cpu", "Mixing")
+        check_locality(forward, [SPEC], 50, "cpu", "Mixing")
