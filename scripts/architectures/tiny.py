@@ -36,6 +36,7 @@ SIZES: dict[str, Any] = {
     r"query_pre_attn_scalar": HEAD_DIM,
     r"dim_model_base": 32,
     r"mup_base_width|attention_multiplier": ...,
+    r"per_layer_config": {},
     r"num_nextn_predict_layers|num_mtp_modules|num_kv_shared_layers": 0,
     r"attention_dropout|hidden_dropout|resid_pdrop|embd_pdrop|attn_pdrop|dropout|activation_dropout": 0.0,
 }

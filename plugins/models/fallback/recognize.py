@@ -74,7 +74,12 @@ def find_norms(model: Any) -> dict[str, FoundNorm]:
         given = [value for key, value in vars(module).items() if key.endswith(("eps", "epsilon"))]
         eps = given[0] if given else None
         weight = module._parameters.get("weight")
-        alone = list(module._parameters) == ["weight"] and not module._modules and not module._buffers
+        alone = (
+            weight is not None
+            and list(module._parameters) == ["weight"]
+            and not module._modules
+            and not module._buffers
+        )
         if alone and isinstance(eps, float) and weight.dim() == 1 and _is_norm(module, eps):
             found[name] = FoundNorm(name=name, size=len(weight), eps=eps)
     return found
