@@ -51,6 +51,17 @@ OWN_WAYS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "attention_bias": True,
     },
+    "olmo3": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    },
+    "ministral": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "starcoder2": {"sliding_window": 24, "hidden_act": "gelu_pytorch_tanh"},
+    "cohere2": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.3},
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 24},
 }
 """model_type -> keys of config.json, next to TINY, that make the architecture's own ways show."""

@@ -50,6 +50,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Numbers per head, of queries, keys and values alike, unless `layer_caches` says otherwise."""
     hidden_size: int
     vocab_size: int
     max_len: int

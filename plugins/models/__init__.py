@@ -2,7 +2,10 @@
 
 from engine.core.hooks import Register, hookimpl, lazy
 
-CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Granite", "SmolLM3", "Glm4")
+CAUSAL = (
+    *("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3"),
+    *("Olmo2", "Olmo3", "Granite", "SmolLM3", "Glm4", "Starcoder2", "Cohere2"),
+)
 """Classes of language models, each in a module of its name."""
 TEXT_TOWERS = (
     ("gemma3-multimodal", "Gemma3Text", "Gemma3ForConditionalGeneration"),

@@ -22,6 +22,11 @@ MLPBlock = Callable[
     ["torch.Tensor | PartialSum", "torch.Tensor | None"], "tuple[torch.Tensor | PartialSum, torch.Tensor]"
 ]
 """The MLP of a decoder layer with its norms: hidden and residual to the next two, as a GatedMLP."""
+Block = Callable[
+    ["ForwardPass", "torch.Tensor | PartialSum", "torch.Tensor | None", "Angles | None"],
+    "tuple[torch.Tensor | PartialSum, torch.Tensor]",
+]
+"""A decoder layer, as DecoderBlock."""
 
 
 class Decoder(Model):
@@ -93,9 +98,7 @@ class Decoder(Model):
         )
         ropes = [rope for index, rope in enumerate(shape.ropes) if rope not in shape.ropes[:index]]
         self._rotaries = [None if rope is None else layers.rotary(rope) for rope in ropes]
-        self._blocks = [
-            (DecoderBlock(index, shape, layers, self.mlp), ropes.index(rope)) for index, rope in enumerate(shape.ropes)
-        ]
+        self._blocks = [(self.block(index, shape, layers), ropes.index(rope)) for index, rope in enumerate(shape.ropes)]
         """Each decoder layer, and the number of its rotary embedding."""
         self._norm = layers.norm(f"{shape.prefix}norm", shape.hidden_size, shape.norm_eps, shape.norm_kind)
         tied = self._embedding if shape.tied else None
@@ -111,6 +114,11 @@ class Decoder(Model):
     @classmethod
     def prepare(cls, layers: LayerFactory) -> None:
         """Say what else the checkpoint has, before layers are made. Override it where there is something."""
+
+    @classmethod
+    def block(cls, index: int, shape: DecoderConfig, layers: LayerFactory) -> Block:
+        """Decoder layer `index`. Override it for layers that connect attention and MLP in another way."""
+        return DecoderBlock(index, shape, layers, cls.mlp)
 
     @classmethod
     def mlp(cls, index: int, shape: DecoderConfig, layers: LayerFactory) -> MLPBlock:

@@ -24,6 +24,7 @@ CLASS = "Linear"
 """The class, as targets name it, of every module that is quantized here."""
 COMPRESSED_KEYS = QuantKeys(
     read=frozenset({"config_groups", "format", "ignore", "kv_cache_scheme", "sparsity_config", "transform_config"}),
+    neutral={"moe_sparsity_config": (None, {})},
     without_effect=BY_PROGRAM | {"global_compression_ratio", "quantization_status"},
 )
 """Of quant_method compressed-tensors."""
@@ -167,6 +168,7 @@ class CompressedConfig:
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> CompressedConfig:
         """Parse a table. Raises CheckpointError for one that cannot be read, or that quantizes nothing."""
+        COMPRESSED_KEYS.check(config)
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise CheckpointError(f"quantization_config has no config_groups, but {groups!r}")

@@ -484,6 +484,14 @@ def test_the_checkpoint_s_kv_dtype_is_what_attention_is_asked_for() -> None:
     assert "old refuses: it reads no KV cache in float8_e4m3fn; use --kv-dtype float32" in choice.reason
 
 
+def test_max_len_may_exceed_the_trained_context_where_the_model_can_be_extended() -> None:
+    spec = evolve(SHAPE, extended_max_len=1024)
+    assert max_len(EngineConfig(), spec) == 512
+    assert max_len(evolve(EngineConfig(), model=ModelConfig(max_len=1024)), spec) == 1024
+    with pytest.raises(ConfigError, match="made for 1024 tokens; give at most 1024, or 0 for 512"):
+        max_len(evolve(EngineConfig(), model=ModelConfig(max_len=1025)), spec)
+
+
 def test_backend_without_sinks_is_not_given_a_model_that_has_them() -> None:
     spec = evolve(SHAPE, sinks=(True, False))
     old, new = concrete(AttentionBackend), concrete(AttentionBackend, reads_sinks=True)
