@@ -48,6 +48,7 @@ FILLED = r".*token_id|num_key_value_heads|head_dim|num_experts_per_tok|topk_grou
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "hrm_text": {"initializer_range": 0.02},  # a recurrence in depth, in which rounding grows
+    "gemma4_text": {"per_layer_config": {1: {"head_dim": 2 * HEAD_DIM}}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
 }
 """model_type -> keys that need other values."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.core.attention import AttentionSpec
 from engine.core.errors import CheckpointError, ConfigError
-from engine.core.layers import Attention, Embedding, HeadNorm, LayerFactory, RotaryEmbedding, torch_dtype
+from engine.core.layers import Embedding, HeadNorm, LayerFactory, RotaryEmbedding, torch_dtype
 from engine.core.models import ForwardPass
 from engine.plugins.models.fallback import attention, library
 from engine.plugins.models.fallback.attention import AttentionCall, AttentionCalls, serve_attention
@@ -135,7 +135,7 @@ class Built:
             if not isinstance(self._modules[call.module], AttentionModule):
                 self._attention(layer, call, None, call.module)
 
-    def _attention(self, layer: int, call: AttentionCall, norm: HeadNorm | None, stored: str) -> Attention:
+    def _attention(self, layer: int, call: AttentionCall, norm: HeadNorm | None, stored: str) -> Any:
         """The attention layer of one call. stored: name of the module in the checkpoint."""
         layers, sinks = self._layers, ""
         if call.arguments.sinks is not None:

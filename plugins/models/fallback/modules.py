@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.core.layers import Attention, Embedding, Linear, OutputLayer, PartialLinear, RMSNorm, RotaryEmbedding
+from engine.core.layers import Embedding, Linear, OutputLayer, PartialLinear, RMSNorm, RotaryEmbedding
 from engine.plugins.models.fallback.attention import AttentionCalls
 
 
@@ -120,8 +120,9 @@ class AttentionModule(nn.Module):
     """Attention of the engine: projections, norm of heads, rotary embedding, KV cache, output projection."""
 
     def __init__(
-        self, qkv: Linear, attention: Attention, output: Linear, rotary: RotaryEmbedding, calls: AttentionCalls
+        self, qkv: Linear, attention: Any, output: Linear, rotary: RotaryEmbedding, calls: AttentionCalls
     ) -> None:
+        """attention: of LayerFactory.attention."""
         super().__init__()
         self._qkv = qkv
         self._attention = attention

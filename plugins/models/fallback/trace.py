@@ -152,7 +152,8 @@ class _WatchedLinear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As of any linear module."""
-        return functional.linear(x, self._parameters["weight"], self._parameters["bias"])
+        weight: Any = self._parameters["weight"]
+        return functional.linear(x, weight, self._parameters["bias"])
 
 
 def _note_linear(noted: _Noted, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
