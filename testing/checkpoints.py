@@ -83,6 +83,7 @@ def make_checkpoint(
     tokenizer: bool = False,
     seed: int = 0,
     shards: bool = False,
+    stacked: bool = False,
     **config: Any,
 ) -> Path:
     """Write a tiny random float32 checkpoint with transformers' save_pretrained, and return its directory.
@@ -91,6 +92,7 @@ def make_checkpoint(
     tokenizer: also write a tokenizer of 512 tokens (256 bytes, pairs of letters, special tokens) with a chat template;
         <|endoftext|> is then the end-of-sequence token.
     shards: write several safetensors files and an index instead of one file.
+    stacked: write experts as transformers has them, in one tensor each for gate and up and for down.
     config: keys of config.json that differ from `TINY` and `OWN_WAYS`, rope_parameters or the older rope_scaling
         included.
     """
@@ -108,7 +110,7 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide errors
                 torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
-    model.save_pretrained(target, max_shard_size="100KB" if shards else "50GB")
+    model.save_pretrained(target, max_shard_size="100KB" if shards else "50GB", save_original_format=not stacked)
     if tokenizer:
         _write_tokenizer(target)
     return target

@@ -19,6 +19,7 @@ from engine.core.layers.factory import SingleLayerFactory
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm, ProjectionPart
 from engine.core.layers.linear import PartialLinear
 from engine.core.layers.norm import LayerNorm, Norm, NormKind, ResidualAddition, RMSNorm
+from engine.core.layers.sparse_mlp import SparseMLP, SparseMLPSpec
 from engine.core.quant.base import Activation
 
 
@@ -182,6 +183,10 @@ class LayerFactory(SingleLayerFactory):
         return GatedMLP(
             input_norm, gate_and_up, self._output(down, hidden_size, eps, norm_kind, output_norm, output_scale)
         )
+
+    def sparse_mlp(self, spec: SparseMLPSpec) -> SparseMLP:
+        """The mixture of experts of a decoder layer: input norm, router, experts, and perhaps a shared expert."""
+        return SparseMLP.make(spec, self)
 
     def mlp(
         self,

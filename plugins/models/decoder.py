@@ -88,6 +88,7 @@ class Decoder(Model):
             sliding_windows=shape.sliding_windows,
             scale=shape.head_dim**-0.5 if shape.scale is None else shape.scale,
             softcap=shape.softcap,
+            sinks=(True,) * shape.num_layers if shape.sinks else (),
         )
 
     def __init__(self, config: Mapping[str, Any], layers: LayerFactory, options: Any = None) -> None:
@@ -122,8 +123,10 @@ class Decoder(Model):
 
     @classmethod
     def mlp(cls, index: int, shape: DecoderConfig, layers: LayerFactory) -> MLPBlock:
-        """The MLP of decoder layer `index`. Override it for layers with another one, such as experts."""
+        """The MLP of decoder layer `index`, or its mixture of experts."""
         name = f"{shape.prefix}layers.{index}"
+        if shape.sparse is not None and index in shape.sparse.layers:
+            return shape.sparse.make(name, layers, shape.hidden_size, shape.norm_eps)
         return layers.gated_mlp(
             f"{name}.mlp",
             shape.hidden_size,
@@ -178,6 +181,7 @@ class DecoderBlock:
             qkv_bias=shape.qkv_bias,
             output_bias=shape.output_bias,
             qk_norm=shape.qk_norm,
+            sinks=shape.sinks,
             norm_kind=shape.norm_kind,
             output_norm=named(name, shape.norms.attention_output),
             output_scale=shape.residual_scale,

@@ -14,12 +14,19 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from engine.core.errors import CheckpointError
-from engine.core.quant import LinearKernel, LinearSpec
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSpec
 from engine.plugins.quant.awq import BITS as AWQ_BITS, AwqReader
 from engine.plugins.quant.conversions import instead_of
 from engine.plugins.quant.gptq import BITS, GptqConfig, GptqReader
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys
-from engine.plugins.quant.quantization_config import flat_names, is_listed, same_for_all, unquantized_modules
+from engine.plugins.quant.quantization_config import (
+    flat_names,
+    is_listed,
+    same_for_all,
+    same_for_experts,
+    unquantized_modules,
+)
+from engine.plugins.quant.w4_experts import w4_experts
 from engine.plugins.quant.w4a16 import GroupScheme, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
@@ -134,6 +141,11 @@ class AutoRound(W4A16Method):
         """A W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
         settings = same_for_all(spec, self.settings_of)
         return None if settings is None else W4A16Kernel(spec, self._reader(settings), self._matmuls)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """A kernel for the device. None for experts that the checkpoint leaves unquantized."""
+        settings = same_for_experts(spec, self.settings_of)
+        return None if settings is None else w4_experts(spec, self._reader(settings), self._matmuls)
 
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
         """As `linear`, where extra_config names the output layer."""
