@@ -23,7 +23,9 @@ def w8_experts(spec: ExpertsSpec, form: W8Format) -> ExpertsKernel:
 
     if spec.device == "cpu":
         return ExpertsByLinears(spec, on_cpu)
-    if form.dtype != "int8" and torch.cuda.get_device_capability(torch.device(spec.device)) < FLOAT8_CAPABILITY:
+    from engine.ops.common.launch import has_capability
+
+    if form.dtype != "int8" and not has_capability(torch.device(spec.device), FLOAT8_CAPABILITY):
         raise ConfigError(
             f"the experts {spec.name} have float8 weights, which this GPU does not read (that takes compute capability"
             f" {'.'.join(map(str, FLOAT8_CAPABILITY))}); use an int8 checkpoint, or an unquantized one and --quant int8"

@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from huggingface_hub import constants
@@ -18,8 +19,12 @@ from engine.core.errors import ConfigError, DownloadError
 from engine.core.hub import CONFIG_ONLY, Wanted, fetch, locate
 from engine.core.hub.cache import Cache
 from engine.core.startup import Progress
+from engine.core.types import SamplingParams
 
 from .hub_server import Hub
+
+if TYPE_CHECKING:
+    from engine.core.engine import Engine
 
 NAME = "Some-Org/tiny_model.1"
 WEIGHTS = os.urandom(300_000)
@@ -283,9 +288,17 @@ def test_fetch_names_a_server_that_is_no_hub(hub: Hub) -> None:
         fetch(NAME)
 
 
+def test_engine_takes_a_name_of_the_hub(hub: Hub, engine_checkpoint: Path, make_engine: Callable[..., Engine]) -> None:
+    commit = hub.add(NAME, {file.name: file.read_bytes() for file in engine_checkpoint.iterdir()})
+    engine = make_engine(model=NAME)
+    assert (engine.config.model.served_name, engine.config.model.revision) == (NAME, commit)
+    assert "download" in dict(engine.cache_info.phases)
+    assert len(engine.generate(["def f("], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
 def test_locate_replaces_names_by_directories(hub: Hub, tmp_path: Path) -> None:
     commit = hub.add(NAME, FILES)
-    hub.add("org/tokens", {"config.json": "{}", "tokenizer.json": "{}"})
+    hub.add("org/tokens", {"tokenizer.json": "{}"})
     settings = ModelConfig(path=NAME, tokenizer="org/tokens", download_dir=str(tmp_path / "models"))
     found = locate(settings)
     assert (found.revision, found.served_name) == (commit, NAME)
