@@ -79,6 +79,9 @@ class Model(ABC):
     """Version of this contract that the model implements (`API`)."""
     options_class: ClassVar[type | None] = None
     """Frozen attrs class of the model's settings. None: it has none."""
+    no_graphs: str | None = None
+    """Why CUDA graphs cannot hold `forward`, a clause to follow the model's name; None: they can. An instance may set
+    it in its constructor."""
 
     @classmethod
     @abstractmethod

@@ -261,7 +261,9 @@ class RunnerStart:
     def _capture_graphs(self, state: DeviceState, phases: Phases) -> StepGraphs:
         """Capture the CUDA graphs that the configuration, the device and the attention backend allow."""
         backends = [group.attention for group in state.groups if group.attention is not None]
-        if not backends or not all(use_graphs(self._config, backend, self._device) for backend in backends):
+        if not backends or not all(
+            use_graphs(self._config, backend, state.model, self._device) for backend in backends
+        ):
             return StepGraphs()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches

@@ -27,7 +27,15 @@ def register_models(register: Register) -> None:
     """Register the built-in models."""
     for name, cls in (*((cls.lower(), cls) for cls in CAUSAL), *SPARSE):
         loader = lazy(f"engine.plugins.models.{name}:{cls}")
-        register(name, loader, api="2", summary=f"{cls}ForCausalLM checkpoints", preference=10)
+        register(name, loader, api="2", summary=f"native: {cls}ForCausalLM checkpoints", preference=10)
     for name, cls, architecture in TEXT_TOWERS:
         loader = lazy(f"engine.plugins.models.text_tower:{cls}")
-        register(name, loader, api="2", summary=f"{architecture} checkpoints, text only", preference=10)
+        register(name, loader, api="2", summary=f"native: {architecture} checkpoints, text only", preference=10)
+    register(
+        "transformers",
+        lazy("engine.plugins.models.transformers:Transformers"),
+        api="2",
+        summary="any decoder of the transformers library, where no native model serves",
+        preference=1,
+        fallback=True,
+    )

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from huggingface_hub import constants
+from typer.testing import CliRunner
 
+from engine.cli.main import app
 from engine.core.config import ModelConfig
 from engine.core.errors import ConfigError, DownloadError
 from engine.core.hub import CONFIG_ONLY, Wanted, fetch, locate
@@ -251,6 +253,24 @@ def test_fetch_says_what_to_do_when_the_hub_refuses(hub: Hub, monkeypatch: pytes
         for word in words:
             assert word in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("generate", "org/gated", "x"), "org/gated is gated; accept its terms at"),
+        (("quantize", "org/missing", "out", "--method", "fp8"), "org/missing is neither a directory here nor"),
+        (("download", "org/gated", "--json"), "org/gated is gated"),
+        (("download", "missing"), "missing is no name of a model on the hub"),
+    ],
+)
+def test_commands_say_in_one_sentence_why_a_model_cannot_be_fetched(
+    hub: Hub, arguments: tuple[str, ...], sentence: str
+) -> None:
+    hub.add("org/gated", {"config.json": "{}", "model.safetensors": b"x"}, gated=True, token="secret")
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1].startswith(f"error: {sentence}")
 
 
 def test_fetch_reads_a_gated_model_with_its_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,20 @@ def test_auto_takes_the_most_preferred_that_does_not_refuse_and_says_why() -> No
     assert "shy" not in reason
 
 
+def test_auto_considers_a_fallback_after_all_others() -> None:
+    any_model, own = MODEL, concrete(Model, refuses=refusing(None), spec=MODEL.spec)
+
+    class Offers:
+        @staticmethod
+        @hookimpl
+        def register_models(register: Any) -> None:
+            register("any", lambda: any_model, api="1", summary="", preference=9, fallback=True)
+            register("own", lambda: own, api="1", summary="", preference=1)
+
+    plugins = load_plugins(PluginsConfig(deny=("builtin",)), extra=[Offers()])
+    assert [one.name for one in plugins.models.candidates()] == ["own", "any"]
+
+
 def test_equal_preference_keeps_the_order_of_loading() -> None:
     one, two = concrete(AttentionBackend), concrete(AttentionBackend)
     plugins = registry(("attention", "z-first", one, 1), ("attention", "a-second", two, 1))
@@ -409,13 +423,13 @@ def test_a_dtype_nobody_computes_in_is_refused() -> None:
 
 
 def test_graphs_that_an_instance_sets_must_be_among_those_there_are() -> None:
-    backend = concrete(AttentionBackend)()
-    assert not use_graphs(EngineConfig(), backend, GPU)
+    backend, model = concrete(AttentionBackend)(), concrete(Model)()
+    assert not use_graphs(EngineConfig(), backend, model, GPU)
     backend.graphs = "decode"
-    assert use_graphs(EngineConfig(), backend, GPU)
+    assert use_graphs(EngineConfig(), backend, model, GPU)
     backend.graphs = "decodes"
     with pytest.raises(PluginError, match="Filled has set graphs = 'decodes'; it must be one of none, decode, any"):
-        use_graphs(EngineConfig(), backend, GPU)
+        use_graphs(EngineConfig(), backend, model, GPU)
 
 
 def test_max_len() -> None:
