@@ -16,6 +16,7 @@ WORKERS ?= 3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 # The empty file that marks an extra of pyproject.toml as installed; make installs again when the requirements are newer.
+# The extra dev contains the others.
 installed = $(VENV)/.installed-$(1)
 
 .DEFAULT_GOAL := check
@@ -72,4 +73,4 @@ else
 	$(PIP) torch --index-url $(TORCH_INDEX) $(CONSTRAINTS:%=--constraint %)
 endif
 	$(PIP) --editable '.[$*]' $(CONSTRAINTS:%=--constraint %)
-	@touch $@
+	@touch $@ $(if $(filter dev,$*),$(foreach extra,docs test server,$(call installed,$(extra))))

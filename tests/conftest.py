@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.interpreter import quicken
 
 # Read when torch is first imported, here and in the processes that tests start; tiny models run fastest on few threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,6 +47,22 @@ GROUPS = {
 def pytest_configure() -> None:
     """Accept Ctrl-C: a shell starts its background jobs with SIGINT ignored, and their children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Imports make millions of objects that stay: passes of the garbage collector over them free nothing, here and later.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but not among what has been imported."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_runtest_setup() -> None:
+    """Make Triton's interpreter quicker, if it was imported."""
+    quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -97,6 +97,19 @@ def test_a_changed_list_of_requirements_is_installed_again(installed: Path) -> N
     assert "pip install" in make(installed, "--dry-run", "serve").stdout
 
 
+def test_the_extra_dev_brings_the_others(fresh: Path) -> None:
+    python = fresh / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    assert make(fresh, ".venv/.installed-dev").returncode == 0
+    for target in ("test", "site", "serve"):
+        assert "pip install" not in make(fresh, "--dry-run", target).stdout
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert "pluggable-llm-engine[docs,test]" in extras["dev"]
+    assert "server" in extras["test"][0]
+
+
 def test_the_constraints_can_be_dropped(fresh: Path) -> None:
     done = make(fresh, "--dry-run", "serve", "CONSTRAINTS=")
     assert done.returncode == 0

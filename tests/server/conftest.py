@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import socket
+import ssl
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,13 +32,12 @@ class RunningServer:
         """directory: for the server's temporary files."""
         self.directory = directory
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"TMPDIR": str(directory)} if directory else {})
+        # Rather than a pipe: what was written can be read immediately.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `kill`)
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
         )
-        self._errors: list[str] = []
-        self._reader = threading.Thread(target=self._read_errors, daemon=True)
-        self._reader.start()
-        self.output = ""
+        self._text = self.output = ""
         assert self.process.stdout is not None
         self.url = ""
         for line in self.process.stdout:
@@ -44,30 +46,39 @@ class RunningServer:
                 self.url = line.split()[-1]
                 break
         else:
-            self.process.wait(10)
-
-    def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._errors.append(line)
+            self.process.wait(30)
 
     @property
     def errors(self) -> str:
         """The server's standard error so far."""
-        if self.process.poll() is not None:
-            self._reader.join(5)
-        return "".join(self._errors)
+        if self._errors.closed:
+            return self._text
+        file = self._errors.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode()
 
     def client(self, **headers: str) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=headers, timeout=30)
 
+    @contextlib.contextmanager
+    def asked(self, body: Any, tls: ssl.SSLContext | None = None) -> Iterator[None]:
+        """A completion asked for on a connection that closes at the end, whatever has come."""
+        host, _, port = self.url.partition("://")[2].rpartition(":")
+        data = json.dumps(body).encode()
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            if tls is not None:
+                connection = stack.enter_context(tls.wrap_socket(connection, server_hostname=host))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
+            connection.sendall(head.encode() + data)
+            yield
+
     def metrics(self) -> dict[str, float]:
         """The samples of /metrics; keys are names with labels, as in the text."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
         pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
 
-    def until(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
         """Wait until `condition` holds; fail after `seconds`. A connection that breaks counts as not yet."""
         deadline = time.monotonic() + seconds
         while True:
@@ -115,7 +126,7 @@ class RunningServer:
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            return self.process.wait(20)
+            return self.process.wait(30)
         finally:
             self.kill()
 
@@ -123,10 +134,32 @@ class RunningServer:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdout, self.process.stderr):
-            if stream is not None:
-                self._reader.join(5)
-                stream.close()
+        self._text = self.errors
+        self._errors.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+class Gate:
+    """A file that holds requests of the fake engine after their first token; see fake_engine.py."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        file.touch()
+        self.options = {"hold": str(file)}
+        """Options of an engine all of whose requests are held."""
+        self.prompt = f"hold {file}"
+        """Prompt of a request that is held."""
+
+    def open(self) -> None:
+        """Let the requests go on."""
+        self._file.unlink()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """Holds requests until `gate.open()`."""
+    return Gate(tmp_path / "gate")
 
 
 def process_lives(pid: int) -> bool:
@@ -190,6 +223,23 @@ def serve_fake(
             server.kill()
 
     return start
+
+
+@pytest.fixture(scope="session")
+def server(serve_fake: Callable[..., contextlib.AbstractContextManager[RunningServer]]) -> Iterator[RunningServer]:
+    """A server for all tests that need no settings of their own and leave nothing behind but counts."""
+    limits = {"max_body_bytes": 100_000, "max_prompts": 3, "max_stop": 2, "max_logit_bias": 2}
+    with serve_fake(**limits, options={"delay": 0.002}) as running:
+        yield running
+        assert running.stop() == 0
+        assert "ERROR" not in running.errors
+
+
+@pytest.fixture(scope="module")
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    """A client of `server`."""
+    with server.client() as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,9 @@ executor.options of the configuration set its behaviour:
     start_error: fail at start with this sentence; exit: exit at start with this code; stuck: no step completes;
     silent_rank: rank of a worker whose loop iterated at the engine's start only;
     at_start: path of a file that controls the start: wait while the file exists, or fail if it contains "refuse";
+    hold: path of a file; while the file exists, a request gets its first token and no other;
     helper: start a child process.
+A request whose prompt is `hold PATH` is held in the same way by a file of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ from engine.core.types import CacheInfo, EngineStats, Output, Request, RequestTi
 HELPER = "import time; time.sleep(60)"
 EOS = 256
 MAX_LEN = 256
+HOLD = b"hold "
+HELD_SECONDS = 0.005
+"""Seconds of a step in which every request is held."""
 
 
 @define
@@ -43,6 +48,16 @@ class Sequence:
     request: Request
     made: int = 0
     scheduled: float = 0.0
+    gate: Path | None = None
+    """The file that holds the request, until it has been removed."""
+
+    def is_held(self) -> bool:
+        if self.gate is None or not self.made:
+            return False
+        if self.gate.exists():
+            return True
+        self.gate = None
+        return False
 
 
 class FakeEngine:
@@ -57,6 +72,7 @@ class FakeEngine:
         wait_or_refuse(Path(options["at_start"]) if "at_start" in options else None)
         if options.get("helper"):
             subprocess.Popen([sys.executable, "-c", HELPER])
+        self._hold = Path(options["hold"]) if "hold" in options else None
         self._stuck = options.get("stuck", False)
         self._silent_rank = options.get("silent_rank")
         self._started = time.monotonic()
@@ -85,7 +101,9 @@ class FakeEngine:
     def add(self, request: Request) -> None:
         if request.prompt == tuple(b"refuse me"):
             raise InvalidRequestError("this prompt is refused by the engine", "prompt")
-        self._sequences[request.id] = Sequence(request)
+        prompt = bytes(token for token in request.prompt if token != EOS)
+        gate = Path(prompt.removeprefix(HOLD).decode()) if prompt.startswith(HOLD) else self._hold
+        self._sequences[request.id] = Sequence(request, gate=gate)
 
     def abort(self, request_id: str) -> None:
         self._sequences.pop(request_id, None)
@@ -103,7 +121,10 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._stats.steps == self._raise_after:
             raise ExecutorError("the fake step failed")
-        outputs = [self._advance(sequence) for sequence in list(self._sequences.values())]
+        free = [sequence for sequence in self._sequences.values() if not sequence.is_held()]
+        if not free:
+            time.sleep(HELD_SECONDS)
+        outputs = [self._advance(sequence) for sequence in free]
         self._stats = evolve(self._stats, generation_tokens=self._stats.generation_tokens + len(outputs))
         return outputs
 

@@ -7,7 +7,6 @@ import shutil
 import socket
 import ssl
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -52,21 +51,21 @@ def test_tls_serves_streams_and_refuses_plain_clients(serve_fake: Serve, certifi
             with pytest.raises(httpx.HTTPError):
                 httpx.get(server.url.replace("https", "http"), timeout=5)
             with pytest.raises(httpx.ConnectError, match="certificate"):
-                httpx.get(server.url)
+                httpx.get(server.url, timeout=30)
             assert http.get("/health").status_code == 200
         assert server.stop() == 0
 
 
 @needs_openssl
 def test_a_client_that_leaves_a_tls_server_frees_its_requests(
-    serve_fake: Serve, certificate: tuple[Path, Path, Path]
+    serve_fake: Serve, gate: Any, certificate: tuple[Path, Path, Path]
 ) -> None:
     public, key, _ = certificate
-    with serve_fake(ssl_certfile=str(public), ssl_keyfile=str(key), options={"delay": 0.01}) as server:
+    with serve_fake(ssl_certfile=str(public), ssl_keyfile=str(key)) as server:
         trust = ssl.create_default_context(cafile=str(public))
         with httpx.Client(base_url=server.url, verify=trust) as http:
-            with pytest.raises(httpx.ReadTimeout):
-                http.post("/v1/completions", json=COMPLETION | {"max_tokens": 250}, timeout=0.3)
+            with server.asked(COMPLETION | {"prompt": gate.prompt}, trust):
+                server.until(lambda: "engine_num_requests_running 1.0" in http.get("/metrics").text)
             aborted = 'engine_requests_finished_total{finish_reason="abort"} 1.0'
             server.until(lambda: aborted in http.get("/metrics").text)
 
@@ -79,13 +78,13 @@ def test_connections_that_never_begin_tls_make_room(serve_fake: Serve, certifica
         with contextlib.ExitStack() as silent:
             for _ in range(3):
                 silent.enter_context(socket.create_connection(address))
-            time.sleep(1.2)
             with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(public))) as http:
+                server.until(lambda: http.get("/health").status_code == 200)  # refused before the others are old
                 metrics = http.get("/metrics").text
         assert 'engine_connections_dropped_total{reason="evicted"} 1.0' in metrics
         assert "engine_connections 3.0" in metrics
         assert server.stop() == 0
-        assert server.errors == ""
+        assert all("refused connections: " in line for line in server.errors.splitlines())
 
 
 @needs_openssl

@@ -45,12 +45,15 @@ def complete_many(
     return asyncio.run(all_of_them())
 
 
-def test_load_spreads_over_replicas_from_all_front_ends(serve_fake: Serve) -> None:
-    with serve_fake(replicas=2, api_workers=2, options={"delay": 0.01}) as server:
+def test_load_spreads_over_replicas_from_all_front_ends(serve_fake: Serve, gate: Any) -> None:
+    with serve_fake(replicas=2, api_workers=2, options=gate.options) as server:
         spread: list[float] = []
-        answers = complete_many(
-            server, 8, lambda: spread.extend(by_replica(server, "num_requests_running")), max_tokens=200
-        )
+
+        def during() -> None:
+            spread.extend(by_replica(server, "num_requests_running"))
+            gate.open()
+
+        answers = complete_many(server, 8, during)
         assert sum(spread) == 8
         assert min(spread) >= 3  # two front ends may choose at the same moment
         assert [answer.status_code for answer in answers] == [200] * 8
@@ -60,31 +63,34 @@ def test_load_spreads_over_replicas_from_all_front_ends(serve_fake: Serve) -> No
         assert server.errors == ""
 
 
-def test_choices_of_a_prompt_stay_together_and_prompts_of_a_request_spread(serve_fake: Serve) -> None:
-    with serve_fake(replicas=2, options={"delay": 0.01}) as server:
+def test_choices_of_a_prompt_stay_together_and_prompts_of_a_request_spread(serve_fake: Serve, gate: Any) -> None:
+    with serve_fake(replicas=2, options=gate.options) as server:
         spread: list[float] = []
 
         def during() -> None:
             spread.extend(by_replica(server, "num_requests_running"))
+            gate.open()
 
-        (answer,) = complete_many(server, 1, during, each=4, n=4, max_tokens=150)
+        (answer,) = complete_many(server, 1, during, each=4, n=4, max_tokens=50)
         assert sorted(spread) == [0, 4]
         assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2, 3]
         body = COMPLETION | {"prompt": [f"prompt {index}" for index in range(6)], "max_tokens": 3, "seed": 0}
-        texts = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+        texts = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()["choices"]
         assert [choice["text"] for choice in texts] == ["abc"] * 6
-        server.until(lambda: sum(by_replica(server, "generation_tokens_total")) == 4 * 150 + 6 * 3)
-        assert sorted(by_replica(server, "generation_tokens_total")) == [3 * 3, 4 * 150 + 3 * 3]
+        server.until(lambda: sum(by_replica(server, "generation_tokens_total")) == 4 * 50 + 6 * 3)
+        assert sorted(by_replica(server, "generation_tokens_total")) == [3 * 3, 4 * 50 + 3 * 3]
 
 
-def test_requests_fail_only_on_killed_replicas(serve_fake: Serve) -> None:
-    with serve_fake(replicas=2, api_workers=2, replica_restarts=0, options={"delay": 0.01}) as server:
+def test_requests_fail_only_on_killed_replicas(serve_fake: Serve, gate: Any) -> None:
+    with serve_fake(replicas=2, api_workers=2, replica_restarts=0, options=gate.options) as server:
         first, second = server.engine_pids()
 
         def kill() -> None:
             os.kill(second, signal.SIGKILL)
+            server.until(lambda: by_replica(server, "up") == [1, 0])
+            gate.open()
 
-        answers = complete_many(server, 8, kill, max_tokens=150)
+        answers = complete_many(server, 8, kill)
         statuses = [answer.status_code for answer in answers]
         assert set(statuses) == {200, 503}
         assert 3 <= statuses.count(503) <= 5
@@ -92,28 +98,29 @@ def test_requests_fail_only_on_killed_replicas(serve_fake: Serve) -> None:
         assert "replica 1 of the engine failed: its process was killed by SIGKILL" in message
         assert "try again" in message
         assert by_replica(server, "up") == [1, 0]
-        assert [answer.status_code for answer in complete_many(server, 4, max_tokens=100)] == [200] * 4
-        health = httpx.get(f"{server.url}/health", params={"deep": 1})
+        answers = [httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=30) for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200] * 4
+        health = httpx.get(f"{server.url}/health", params={"deep": 1}, timeout=30)
         assert (health.status_code, health.json()["status"]) == (200, "degraded")
         assert [each["status"] for each in health.json()["replicas"]] == ["ok", "failed"]
         os.kill(server.front_end_pids()[0], signal.SIGKILL)  # its successor must learn of the dead replica too
         server.until(lambda: len(server.front_end_pids()) == 2)
-        with httpx.Client() as one, httpx.Client() as other:
+        with httpx.Client(timeout=30) as one, httpx.Client() as other:
             for client in (one, other):
                 server.until(lambda client=client: health_status(client, server) == (200, "degraded"))
                 assert client.post(f"{server.url}/v1/completions", json=COMPLETION).status_code == 200
         os.kill(first, signal.SIGKILL)
-        server.until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
-        body = httpx.get(f"{server.url}/health").json()
+        server.until(lambda: httpx.get(f"{server.url}/health", timeout=30).status_code == 503)
+        body = httpx.get(f"{server.url}/health", timeout=30).json()
         assert (body["level"], [each["status"] for each in body["replicas"]]) == ("process", ["failed"] * 2)
-        refused = httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
+        refused = httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=30)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
         assert "restart the server" in refused.json()["error"]["message"]
         assert server.stop() == 1
 
 
-def test_a_killed_replica_ends_the_whole_request_with_several_prompts(serve_fake: Serve) -> None:
-    with serve_fake(replicas=2, options={"delay": 0.01}) as server:
+def test_a_killed_replica_ends_the_whole_request_with_several_prompts(serve_fake: Serve, gate: Any) -> None:
+    with serve_fake(replicas=2, options=gate.options) as server:
 
         def kill() -> None:
             assert by_replica(server, "num_requests_running") == [3, 3]
@@ -125,7 +132,7 @@ def test_a_killed_replica_ends_the_whole_request_with_several_prompts(serve_fake
         server.until(lambda: by_replica(server, "num_requests_running") == [0, 0])
         metrics = server.metrics()
         assert metrics['engine_requests_finished_total{finish_reason="error"}'] == 6
-        assert by_replica(server, "generation_tokens_total")[1] < 3 * 200
+        assert by_replica(server, "generation_tokens_total")[1] == 3  # and no more: the others are aborted
 
 
 def health_status(client: httpx.Client, server: Any) -> tuple[int, str]:
@@ -138,21 +145,21 @@ def health_status(client: httpx.Client, server: Any) -> tuple[int, str]:
 
 
 def test_a_stuck_replica_gets_no_new_requests(serve_fake: Serve) -> None:
-    with serve_fake(replicas=2, health_timeout=2.0) as server:
+    with serve_fake(replicas=2, health_timeout=3.0) as server:
         stopped = server.engine_pids()[0]
         os.kill(stopped, signal.SIGSTOP)
-        server.until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "degraded")
+        server.until(lambda: httpx.get(f"{server.url}/health", timeout=30).json()["status"] == "degraded")
         for index in range(8):  # some of these would be routed to the stuck replica
             body = COMPLETION | {"prompt": f"{index} is the beginning of the first block"}
-            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=5).status_code == 200
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
         os.kill(stopped, signal.SIGCONT)
-        server.until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "ok")
+        server.until(lambda: httpx.get(f"{server.url}/health", timeout=30).json()["status"] == "ok")
         assert server.stop() == 0
 
 
 def test_the_server_exits_when_a_replica_cannot_start(serve_fake: Serve) -> None:
     with serve_fake(replicas=2, options={"start_error": "no room"}) as server:
-        assert server.process.wait(10) == 1
+        assert server.process.wait(30) == 1
         assert "error: replica " in server.errors
         assert "no room" in server.errors
         assert server.leftovers() == []
@@ -218,15 +225,15 @@ def test_two_real_replicas_share_requests_and_one_is_restarted(
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
     ends = [final_error(stream) for stream in streams]
-    assert time.monotonic() - killed < 10
+    assert time.monotonic() - killed < 20
     assert sorted(end == "" for end in ends) == [False, True]
     assert "replica 1 of the engine failed" in max(ends)
-    health = httpx.get(f"{server.url}/health").json()
+    health = httpx.get(f"{server.url}/health", timeout=30).json()
     assert [(each["replica"], each["status"] == "ok") for each in health["replicas"]] == [(0, True), (1, False)]
     for prompt in prompts:
         openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
     assert alive(survivor)
-    server.until(lambda: httpx.get(f"{server.url}/health").json()["status"] == "ok", 60)
+    server.until(lambda: httpx.get(f"{server.url}/health", timeout=30).json()["status"] == "ok", 60)
     assert by_replica(server, "restarts_total") == [0, 1]
     streams = [openai_client.completions.create(prompt=each, **asked | {"max_tokens": 9}) for each in ("one", "two")]
     assert [final_error(stream) for stream in streams] == ["", ""]

@@ -289,11 +289,13 @@ def test_a_row_that_is_not_finite_has_no_token(value: float, asked: dict[str, An
 def test_a_row_that_processors_make_infinite_has_no_token(temperature: float, fused: bool) -> None:
     if fused:
         pytest.importorskip("triton")
-    sick = SamplingParams(seed=1, temperature=temperature, repetition_penalty=1e-39)
+    sick = SamplingParams(seed=1, temperature=temperature, repetition_penalty=0.01)
     banned = SamplingParams(seed=1, temperature=temperature, min_tokens=1, stop_token_ids=tuple(range(VOCAB)))
     sound = SamplingParams(seed=1, temperature=temperature, repetition_penalty=1.1)
     sampler = make_sampler(sick, banned, sound, fused=fused)
-    first, second, third = sample(sampler, torch.full((3, VOCAB), 5.0), (0, 1, 2)).to_host()[0]
+    logits = torch.full((3, VOCAB), 5.0)
+    logits[0] = 1e37  # a hundred times as much is beyond float32
+    first, second, third = sample(sampler, logits, (0, 1, 2)).to_host()[0]
     assert (first, second) == (NO_TOKEN, NO_TOKEN)
     assert 0 <= third < VOCAB
 

@@ -165,7 +165,7 @@ def test_an_empty_ring_makes_a_reader_wait(make: Callable[..., Ring]) -> None:
     begin = time.monotonic()
     with pytest.raises(RingTimeoutError, match=r"0\.05 s"):
         reader.receive(0.05)
-    assert 0.05 <= time.monotonic() - begin < 1
+    assert 0.05 <= time.monotonic() - begin < LONG
     with pytest.raises(RingTimeoutError):
         reader.receive(0)
 
@@ -518,7 +518,7 @@ def test_a_signal_is_handled_in_a_wait(make: Callable[..., Ring]) -> None:
     begin = time.monotonic()
     child.send_signal(signal.SIGINT)
     assert finish(child) == "interrupted"
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < LONG
 
 
 def test_a_reader_that_waits_takes_no_processor_time(make: Callable[..., Ring]) -> None:
@@ -529,7 +529,7 @@ def test_a_reader_that_waits_takes_no_processor_time(make: Callable[..., Ring]) 
     begin = time.process_time()
     with pytest.raises(RingTimeoutError):
         reader.receive(1.0)
-    assert time.process_time() - begin < 0.01
+    assert time.process_time() - begin < 0.1
 
 
 def test_announcements_without_end_do_not_keep_a_reader_busy(make: Callable[..., Ring]) -> None:
@@ -544,4 +544,4 @@ def test_announcements_without_end_do_not_keep_a_reader_busy(make: Callable[...,
     while child.poll() is None:
         writer.announce()
         time.sleep(2e-4)
-    assert float(finish(child)) < 0.3  # mostly of waking
+    assert float(finish(child)) < 0.6  # mostly of waking

@@ -105,7 +105,7 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "engine" in name}
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition was not met within {seconds} s"

@@ -1,8 +1,8 @@
 """A worker without a model: what a step samples is its own number. Run as a module, with this directory on the path.
 
 How it behaves is in model.options of its configuration, by rank: {"1": {"at": when, "do": what}}, where `when` is start
-or the number of a step, or minus that number, for its result, and `what` one of FAULTS; and {"delay": seconds a step
-takes}, one after the other as on a device.
+or the number of a step, or minus that number, for its result, and `what` one of FAULTS; {"delay": seconds a step
+takes}, one after the other as on a device; and {"hold": directory}: a step ends when its number is a file there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from engine.core.errors import CapacityError
@@ -60,17 +61,20 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 class Pending:
-    def __init__(self, step: int, at: float, fault: Callable[[int], None]) -> None:
+    def __init__(self, step: int, at: float, gate: Path | None, fault: Callable[[int], None]) -> None:
         self._step = step
         self._at = at
+        self._gate = gate
         self._fault = fault
 
     def done(self) -> bool:
-        return time.monotonic() >= self._at
+        return time.monotonic() >= self._at and (self._gate is None or self._gate.exists())
 
     def result(self) -> StepResult:
         self._fault(-self._step)
         time.sleep(max(0.0, self._at - time.monotonic()))
+        while not self.done():
+            time.sleep(0.005)
         return StepResult(step=self._step, tokens=((self._step,),))
 
 
@@ -99,7 +103,8 @@ class FakeRunner:
     def launch(self, step: Step) -> Pending:
         self._fault(step.id)
         self._busy_until = max(self._busy_until, time.monotonic()) + self._options.get("delay", 0.0)
-        return Pending(step.id, self._busy_until, self._fault)
+        gate = Path(self._options["hold"]) / str(step.id) if "hold" in self._options else None
+        return Pending(step.id, self._busy_until, gate, self._fault)
 
     def _fault(self, when: str | int) -> None:
         mine = self._options.get(str(self._rank), {})

@@ -209,13 +209,17 @@ def test_executor_returns_results_in_order_of_steps(make_executor: Make, make_st
     assert executor.check().ok
 
 
-def test_executor_returns_a_result_while_the_next_step_runs(make_executor: Make, make_step: MakeStep) -> None:
-    executor = make_executor(1, delay=1.0)
+def test_executor_returns_a_result_while_the_next_step_runs(
+    make_executor: Make, make_step: MakeStep, tmp_path: Path
+) -> None:
+    executor = make_executor(1, hold=str(tmp_path))
     executor.start()
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
     assert not first.done()
+    (tmp_path / "1").touch()
     first.result()
     assert not second.done()
+    (tmp_path / "2").touch()
     second.result()
 
 

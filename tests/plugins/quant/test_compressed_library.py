@@ -14,12 +14,6 @@ from safetensors.torch import save_file
 from engine.core import Engine, SamplingParams
 from engine.testing.checkpoints import make_checkpoint
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of the library's own making, when it is imported
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    from compressed_tensors.quantization.utils import calculate_qparams
-
 PROMPT = [(7 * i + i * i) % 500 for i in range(40)]
 
 
@@ -29,9 +23,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_checkpoint(tmp_path_factory.mktemp("plain") / "model", "llama", tokenizer=True, **sizes)
 
 
-def extremes(weight: Any, strategy: Any) -> Any:
+def extremes(weight: Any, args: Any) -> Any:
+    strategy = args.strategy
     if strategy == "tensor":
         return weight.min().reshape(1), weight.max().reshape(1)
+    if strategy == "group":
+        groups = weight.unflatten(1, (-1, args.group_size))
+        return groups.amin(2), groups.amax(2)
     if strategy == "channel":
         return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     blocks = [list(row.split(128, 1)) for row in weight.split(128, 0)]
@@ -45,19 +43,27 @@ def write(model: Any, path: Any) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def quantize(plain: Any, tmp_path: Any, preset: Any) -> Any:
-    """Quantize by the library; returns the compressed checkpoint, and one of what it decompresses to."""
+def quantize(plain: Any, tmp_path: Any, groups: Any, ignore: Any = ("lm_head",)) -> Any:
+    """Quantize by the library; returns the compressed checkpoint, and one of what it decompresses to.
+
+    groups: config_groups, by name of the group or preset.
+    """
+    with warnings.catch_warnings():  # here, so that only the process that runs these tests imports the library
+        warnings.simplefilter("ignore")  # of the library's own making, when it is imported
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+        from compressed_tensors.quantization.utils import calculate_qparams
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     paths = [tmp_path / "compressed", tmp_path / "decompressed"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(plain)
     for path in paths:
         model.config.save_pretrained(path)
         tokenizer.save_pretrained(path)
-    apply_quantization_config(model, QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=["lm_head"]))
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=list(ignore)))
     for module in model.modules():
         scheme = getattr(module, "quantization_scheme", None)
         if scheme is not None:
-            scale, _ = calculate_qparams(*extremes(module.weight.detach(), scheme.weights.strategy), scheme.weights)
+            scale, _ = calculate_qparams(*extremes(module.weight.detach(), scheme.weights), scheme.weights)
             module.weight_scale.data = scale.to(module.weight_scale.dtype).reshape(module.weight_scale.shape)
             if getattr(module, "input_scale", None) is not None:
                 module.input_scale.data = torch.full_like(module.input_scale.data, 0.02)
@@ -66,10 +72,9 @@ def quantize(plain: Any, tmp_path: Any, preset: Any) -> Any:
     write(model, paths[0])
     compressor.update_config(str(paths[0]))
     compressor.decompress_model(model)
-    for name, parameter in list(model.named_parameters()):
-        if name.endswith("_scale"):
+    for name in model.state_dict():
+        if name.endswith(("_scale", "weight_shape")):
             owner, _, attribute = name.rpartition(".")
-            assert parameter is not None
             delattr(model.get_submodule(owner), attribute)
     write(model, paths[1])
     return paths
@@ -88,7 +93,7 @@ def logprobs(path: Any, **settings: Any) -> Any:
     [("FP8", "fp8", 1e-3), ("FP8_DYNAMIC", "fp8", 1e-3), ("FP8_BLOCK", "fp8", 1e-3), ("INT8", "int8", 0.03)],
 )
 def test_presets(preset: str, method: str, limit: float, plain: Any, tmp_path: Path) -> None:
-    compressed, decompressed = quantize(plain, tmp_path, preset)
+    compressed, decompressed = quantize(plain, tmp_path, {preset: ["Linear"]})
     chosen, scores = logprobs(compressed)
     assert chosen == [method]
     _, expected = logprobs(decompressed)

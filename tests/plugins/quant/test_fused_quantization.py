@@ -12,7 +12,11 @@ from engine.core import Engine, SamplingParams
 from engine.core.layers import LayerFactory
 from engine.core.quant.base import LinearPart, LinearSpec, QuantizedActivation
 from engine.ops.activation.act_and_mul import act_and_mul
+from engine.ops.activation.act_and_mul_quantize import act_and_mul_quantize
+from engine.ops.activation.quantize_rows import Scaling, quantize_rows
 from engine.ops.gemm.weight_only_launch import WeightOnlyMatmul
+from engine.ops.norm.rms_norm import add_rms_norm
+from engine.ops.norm.rms_norm_quantize import add_rms_norm_quantize
 from engine.plugins.quant import (
     fused_quantization,
     w8_gpu,
@@ -215,3 +219,20 @@ def test_a_model_generates_the_same_with_and_without_fusion(
         assert launched == block * 2  # of the prompt; a decode has few rows
         found.append((done.token_ids, [one.logprob for one in (*done.prompt_logprobs, *done.logprobs)]))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("scaling", [Scaling(per_block=True), Scaling(per_block=True, powers_of_two=True)])
+def test_fused_kernels_quantize_blocks_as_separate_kernels_do(scaling: Scaling) -> None:
+    """Of int8, which the interpreter rounds as a GPU does: values and the scales of each 128 inputs."""
+    torch.manual_seed(0)
+    x, residual, weight = randn(5, HIDDEN), randn(5, HIDDEN), randn(HIDDEN)
+    normed, total = add_rms_norm(x, residual.clone(), weight, 1e-5)
+    expected = quantize_rows(normed, torch.int8, scaling=scaling)
+    found = add_rms_norm_quantize(x, residual.clone(), weight, 1e-5, torch.int8, scaling=scaling)
+    assert torch.equal(found[2], total)
+    gated = randn(5, 2 * INTERMEDIATE)
+    activated = quantize_rows(act_and_mul(gated), torch.int8, scaling=scaling)
+    pairs = ((found[:2], expected), (act_and_mul_quantize(gated, torch.int8, scaling=scaling), activated))
+    for (values, scales), (wanted, wanted_scales) in pairs:
+        assert torch.equal(values, wanted)
+        assert torch.equal(scales[:, :5], wanted_scales[:, :5])

@@ -52,7 +52,7 @@ async def collect(group: RequestGroup, count: int) -> list[OutputEvent]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
@@ -109,7 +109,7 @@ def run(fake_config: Callable[..., EngineConfig], fake_command: list[str]) -> Ca
                 await body(*clients, child) if fronts > 1 else await body(*clients)
                 if not following.done():
                     child.send(Shutdown())
-                    await asyncio.wait_for(following, 10)
+                    await asyncio.wait_for(following, 30)
             finally:
                 following.cancel()
                 for client in clients:

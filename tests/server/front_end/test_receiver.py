@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -18,38 +20,55 @@ import pytest
 Serve = Callable[..., AbstractContextManager[Any]]
 
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
-STREAM = json.dumps(COMPLETION | {"max_tokens": 250, "stream": True}).encode()
-HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 DROPPED = 'engine_connections_dropped_total{reason="%s"}'
 
 
 def connect(server: Any) -> socket.socket:
     host, _, port = server.url.removeprefix("http://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=30)
 
 
-def is_healthy(server: Any) -> bool:
+def is_served(server: Any) -> bool:
+    """Whether a new connection gets a completion."""
     try:
-        return httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        return httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=30).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-def ask_health(connection: socket.socket) -> None:
-    connection.sendall(HEALTH)
+def ask(connection: socket.socket, path: str = "/health") -> str:
+    """The body of the answer, after which the connection stays open."""
+    connection.sendall(b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode())
+    head, _, body = read_until(connection, b"\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 "), head
+    length = int(re.findall(rb"(?i)\r\ncontent-length: (\d+)", head)[0])
+    while len(body) < length:
+        body += connection.recv(length - len(body))
+    return body.decode()
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
     data = b""
-    while not data.endswith(b'{"status":"ok"}'):
-        data += connection.recv(1000)
-    assert data.startswith(b"HTTP/1.1 200")
+    while end not in data:
+        part = connection.recv(1000)
+        assert part, data
+        data += part
+    return data
 
 
-def open_stream(server: Any) -> socket.socket:
-    """A connection whose request is being answered."""
+def connect_alone(server: Any) -> socket.socket:
+    """The only connection of the server's."""
     connection = connect(server)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
-    assert connection.recv(12) == b"HTTP/1.1 200"
+    server.until(lambda: "\nengine_connections 1.0\n" in ask(connection, "/metrics"))
     return connection
+
+
+def begin_stream(connection: socket.socket, prompt: str) -> None:
+    """Ask for a stream and wait until it has begun."""
+    body = json.dumps(COMPLETION | {"prompt": prompt, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connection.sendall(head + body)
+    assert read_until(connection, b"\ndata: ").startswith(b"HTTP/1.1 200 ")
 
 
 def limit_descriptors(pid: int, spare: int) -> tuple[int, int]:
@@ -67,21 +86,18 @@ def test_a_server_with_few_descriptors_answers_during_and_after_a_flood_of_conne
         with ExitStack() as flood:
             for _ in range(300):
                 flood.enter_context(connect(server))
-            time.sleep(2)  # idle connections make room after a second
-            assert is_healthy(server)
-            assert httpx.post(f"{server.url}/v1/completions", json=COMPLETION).status_code == 200
+            server.until(lambda: is_served(server))  # idle connections make room after a second
         server.until(lambda: server.metrics()["engine_connections"] == 1)
-        assert is_healthy(server)
+        assert is_served(server)
         (pid,) = server.front_end_pids()
         assert len(os.listdir(f"/proc/{pid}/fd")) < 64
         assert server.stop() == 0
 
 
-def test_the_soft_limit_of_open_files_is_raised_to_the_hard_limit(serve_fake: Serve) -> None:
-    with serve_fake() as server:
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        for pid in [server.process.pid, *server.front_end_pids()]:
-            assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] == min(hard, 2**20)
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_limit(server: Any) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for pid in [server.process.pid, *server.front_end_pids()]:
+        assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] == min(hard, 2**20)
 
 
 def test_a_server_without_room_for_a_connection_says_so_at_start(serve_fake: Serve) -> None:
@@ -90,71 +106,88 @@ def test_a_server_without_room_for_a_connection_says_so_at_start(serve_fake: Ser
         assert "the limit of open files (ulimit -n) is 40; the server needs at least" in server.errors
 
 
-def test_a_connection_above_the_limit_is_answered_with_503_while_all_are_busy(serve_fake: Serve) -> None:
-    with serve_fake(max_connections=3, options={"delay": 0.02}) as server, ExitStack() as streams:
-        for _ in range(3):
-            streams.enter_context(open_stream(server))
-        response = httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
+@pytest.fixture(scope="module")
+def three_connections(serve_fake: Serve) -> Iterator[Any]:
+    """A server that serves 3 connections."""
+    with serve_fake(max_connections=3) as server:
+        yield server
+        assert server.stop() == 0
+        assert server.errors.count("refused connections: ") == len(server.errors.splitlines())  # nothing else
+
+
+def test_a_connection_above_the_limit_is_answered_with_503_while_all_are_busy(
+    three_connections: Any, gate: Any
+) -> None:
+    server = three_connections
+    with ExitStack() as streams:
+        first = streams.enter_context(connect_alone(server))
+        for connection in (first, *(streams.enter_context(connect(server)) for _ in range(2))):
+            begin_stream(connection, gate.prompt)
+        response = httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=30)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["code"] == "too_many_connections"
-        streams.close()
-        server.until(lambda: is_healthy(server))
-        assert server.metrics()[DROPPED % "refused"] >= 1
-        assert server.errors.count("refused connections: ") == 1
+    gate.open()  # a client that has left is noticed when the server writes
+    server.until(lambda: is_served(server))
+    assert server.metrics()[DROPPED % "refused"] >= 1
+    assert server.errors.count("refused connections: ") == 1
 
 
-def test_the_connection_that_was_idle_longest_makes_room(serve_fake: Serve) -> None:
-    with serve_fake(max_connections=3) as server:
-        with ExitStack() as stack:
-            idle = [stack.enter_context(connect(server)) for _ in range(3)]
-            for connection in (*idle, idle[0]):
-                ask_health(connection)
-            time.sleep(1.1)
-            assert is_healthy(server)
-            assert idle[1].recv(1000) == b""
-            ask_health(idle[0])
-            ask_health(idle[2])
-        server.until(lambda: server.metrics()[DROPPED % "evicted"] == 1)
-        assert server.errors == ""
+def test_the_connection_that_was_idle_longest_makes_room(three_connections: Any) -> None:
+    server = three_connections
+    before = server.metrics()[DROPPED % "evicted"]
+    with ExitStack() as stack:
+        first = stack.enter_context(connect_alone(server))
+        second, third = (stack.enter_context(connect(server)) for _ in range(2))
+        for connection in (second, third, first):
+            ask(connection)
+        server.until(lambda: is_served(server))  # refused until the others have been idle for a second
+        assert second.recv(1000) == b""
+        ask(first)
+        ask(third)
+    server.until(lambda: server.metrics()[DROPPED % "evicted"] == before + 1)
 
 
-def test_connections_lost_for_want_of_descriptors_are_counted_and_later_ones_are_served(serve_fake: Serve) -> None:
+@pytest.fixture(scope="module")
+def few_descriptors(serve_fake: Serve) -> Iterator[Any]:
+    """A server of whose processes tests take the descriptors."""
     with serve_fake() as server:
         (pid,) = server.front_end_pids()
-        limits = limit_descriptors(pid, 2)
-        with ExitStack() as stack:
-            connections = [stack.enter_context(connect(server)) for _ in range(8)]
-            ends = 0
-            for connection in connections:
-                connection.settimeout(1)
-                try:
-                    ends += connection.recv(1) == b""
-                except TimeoutError:
-                    continue
-            assert ends >= 6
-        server.until(lambda: is_healthy(server))
-        assert server.metrics()[DROPPED % "lost"] >= ends
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        yield server
         assert server.front_end_pids() == [pid]
-        assert server.errors.count("ulimit -n") == 1
         assert server.stop() == 0
 
 
-def test_the_supervisor_accepts_again_when_descriptors_are_free_again(serve_fake: Serve) -> None:
-    with serve_fake() as server:
-        pid = server.process.pid
-        limits = limit_descriptors(pid, 0)
-        with connect(server) as waiting:
-            waiting.sendall(HEALTH)
-            ticks = os.sysconf("SC_CLK_TCK")
-            before = sum(os_times(pid))
-            time.sleep(1)
-            assert (sum(os_times(pid)) - before) / ticks < 0.5  # it does not spin
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-            assert waiting.recv(1000).startswith(b"HTTP/1.1 200")
-        assert server.errors.count("failed attempts to accept a connection") == 1
-        assert server.stop() == 0
+def test_connections_lost_for_want_of_descriptors_are_counted_and_later_ones_are_served(few_descriptors: Any) -> None:
+    server = few_descriptors
+    (pid,) = server.front_end_pids()
+    limits = limit_descriptors(pid, 2)
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(server)) for _ in range(8)]
+        ended: list[Any] = []
+        while len(ended) < 6:
+            ended = select.select(connections, [], [], 30)[0]
+            assert ended, "connections are open that the front end has no descriptor for"
+            assert all(connection.recv(1, socket.MSG_PEEK) == b"" for connection in ended)
+    server.until(lambda: is_served(server))
+    assert server.metrics()[DROPPED % "lost"] >= 6
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert server.errors.count("ulimit -n") == 1
+
+
+def test_the_supervisor_accepts_again_when_descriptors_are_free_again(few_descriptors: Any) -> None:
+    server = few_descriptors
+    pid = server.process.pid
+    limits = limit_descriptors(pid, 0)
+    with connect(server) as waiting:
+        waiting.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        ticks = os.sysconf("SC_CLK_TCK")
+        before = sum(os_times(pid))
+        time.sleep(1)
+        assert (sum(os_times(pid)) - before) / ticks < 0.5  # it does not spin
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert read_until(waiting, b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+    assert server.errors.count("failed attempts to accept a connection") == 1
 
 
 def os_times(pid: int) -> list[int]:
@@ -164,28 +197,25 @@ def os_times(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_stopped_front_end_is_replaced(serve_fake: Serve, workers: int, alive: Callable[[int], bool]) -> None:
-    with serve_fake(api_workers=workers, front_end_timeout=2.0) as server:
-        stopped, *others = server.front_end_pids()
-        os.kill(stopped, signal.SIGSTOP)
-        server.until(lambda: not alive(stopped), 15)
-        server.until(lambda: len(server.front_end_pids()) == workers, 15)
-        server.until(lambda: is_healthy(server), 15)
-        assert set(others) < set(server.front_end_pids())
-        assert "answered nothing for 2 s (server.front_end_timeout)" in server.errors
-        assert server.stop() == 0
-
-
-def test_a_stopped_and_continued_server_replaces_no_front_end(serve_fake: Serve) -> None:
-    with serve_fake(front_end_timeout=2.0) as server:
-        pids = server.front_end_pids()
+def test_a_stopped_front_end_is_replaced_but_not_those_of_a_stopped_server(
+    serve_fake: Serve, workers: int, alive: Callable[[int], bool]
+) -> None:
+    with serve_fake(api_workers=workers, front_end_timeout=3.0) as server:
+        stopped, *others = pids = server.front_end_pids()
         everyone = [server.process.pid, *server.children()]
         for pid in everyone:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(4)
         for pid in everyone:
             os.kill(pid, signal.SIGCONT)
-        assert is_healthy(server)
+        assert is_served(server)
         time.sleep(1)
         assert server.front_end_pids() == pids
         assert server.errors == ""
+        os.kill(stopped, signal.SIGSTOP)
+        server.until(lambda: not alive(stopped))
+        server.until(lambda: len(server.front_end_pids()) == workers)
+        server.until(lambda: is_served(server))
+        assert set(others) < set(server.front_end_pids())
+        assert "answered nothing for 3 s (server.front_end_timeout)" in server.errors
+        assert server.stop() == 0

@@ -27,7 +27,7 @@ MODELS = GET_MODELS + KEY + b"\r\n"
 @pytest.fixture(scope="module")
 def server(serve_fake: Serve) -> Iterator[Any]:
     """A server with a key, so that what it answers without one is answered before the key is checked."""
-    limits = {"header_timeout": 1.0, "body_timeout": 1.0, "keep_alive_timeout": 1.0, "write_timeout": 1.0}
+    limits = {"header_timeout": 2.0, "body_timeout": 2.0, "keep_alive_timeout": 2.0, "write_timeout": 2.0}
     with serve_fake(api_key=("k",), max_waiting=1024, options={"delay": 0.02}, **limits) as running:
         yield running
         assert running.stop() == 0
@@ -36,7 +36,7 @@ def server(serve_fake: Serve) -> Iterator[Any]:
 
 def connect(server: Any) -> socket.socket:
     host, _, port = server.url.removeprefix("http://").rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=30)
 
 
 def read_to_end(connection: socket.socket) -> bytes:
@@ -65,7 +65,8 @@ def refusal(data: bytes, status: int) -> Any:
 
 
 def sample(server: Any, name: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer k"}).text.splitlines()
+    headers = {"authorization": "Bearer k"}
+    lines = httpx.get(f"{server.url}/metrics", headers=headers, timeout=30).text.splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
@@ -116,17 +117,16 @@ def test_a_request_whose_head_or_framing_is_too_large_is_refused(server: Any, pa
 
 def test_a_head_just_within_the_limits_is_accepted(server: Any) -> None:
     headers = {f"x-{index}": "y" * 600 for index in range(92)} | {"authorization": "Bearer k"}
-    assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+    assert httpx.get(f"{server.url}/v1/models", headers=headers, timeout=30).status_code == 200
     long = {"x": "y" * 65_000, "authorization": "Bearer k"}
-    assert httpx.get(f"{server.url}/v1/models", headers=long).status_code == 200
+    assert httpx.get(f"{server.url}/v1/models", headers=long, timeout=30).status_code == 200
 
 
 def test_a_body_of_many_small_chunks_with_trailers_is_accepted(server: Any) -> None:
-    body = json.dumps(COMPLETION | {"prompt": "x" * 100, "user": "y" * 100_000}).encode()
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
-    with connect(server) as connection:
-        connection.sendall(CHUNKED + chunks + b"0\r\n" + b"x: y\r\n" * 50 + b"\r\n")
-        assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+    body = json.dumps(COMPLETION | {"prompt": "x" * 100, "user": "y" * 20_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)  # more bytes of framing than a head may have
+    data = answer(server, CHUNKED + chunks + b"0\r\n" + b"x: y\r\n" * 50 + b"\r\n")
+    assert data.startswith(b"HTTP/1.1 200 ")
 
 
 def test_garbage_after_a_request_does_not_tear_its_response(server: Any) -> None:
@@ -184,7 +184,7 @@ def test_connections_without_a_request_are_closed(server: Any) -> None:
 
 
 def test_a_long_response_outlasts_the_limits_of_the_request(server: Any) -> None:
-    body = json.dumps(COMPLETION | {"max_tokens": 120, "stream": True}).encode()
+    body = json.dumps(COMPLETION | {"max_tokens": 150, "stream": True}).encode()
     begin = time.monotonic()
     with connect(server) as connection:
         connection.sendall(POST + KEY + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -206,8 +206,4 @@ def test_a_client_that_stops_reading_loses_its_request(server: Any) -> None:
         connection.connect((host, int(port)))
         connection.sendall(POST + KEY + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         server.until(lambda: dropped(server, "write_timeout") == before + 1, 30)
-    text = httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer k"}).text
-    aborted = next(
-        line for line in text.splitlines() if line.startswith('engine_requests_finished_total{finish_reason="abort"')
-    )
-    assert float(aborted.rpartition(" ")[2]) > 0
+    assert sample(server, 'engine_requests_finished_total{finish_reason="abort"') > 0

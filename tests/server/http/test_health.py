@@ -26,7 +26,7 @@ def assert_failed(server: Any, level: str, reason: str, **query: Any) -> None:
     assert (status, body["status"], body["level"]) == (503, "failed", level)
     assert reason in body["reason"]
     ago = (datetime.now(UTC) - datetime.fromisoformat(body["since"])).total_seconds()
-    assert 0 < ago < 30
+    assert 0 < ago < 120
 
 
 def test_a_deep_check_computes_a_step_that_counts_as_no_request(serve_fake: Serve) -> None:
@@ -35,59 +35,58 @@ def test_a_deep_check_computes_a_step_that_counts_as_no_request(serve_fake: Serv
         for _ in range(3):
             status, body = health(server, deep=1)
             assert (status, body["status"]) == (200, "ok")
-            assert 0 < body["step_seconds"] < 10
+            assert 0 < body["step_seconds"] < 60
         after = server.metrics()
         assert after["engine_steps_total"] == before["engine_steps_total"] + 3
         for name in before:
             if "finished" in name or "count" in name:
                 assert after[name] == before[name], name
-        assert httpx.post(f"{server.url}/v1/completions", json=BODY).json()["choices"][0]["text"] == "abc"
+        assert httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=30).json()["choices"][0]["text"] == "abc"
         assert health(server) == (200, {"status": "ok"})
 
 
-def test_a_deep_check_accepts_a_step_of_users_requests(serve_fake: Serve) -> None:
-    with serve_fake(options={"delay": 0.05}) as server, httpx.Client() as http:
-        body = BODY | {"max_tokens": 60, "stream": True}
-        with http.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-            lines = response.iter_lines()
-            next(lines)
-            assert health(server, deep=1)[0] == 200
-            server.until(lambda: server.metrics()["engine_num_requests_running"] == 1)
-            for _ in lines:
-                pass
-        assert server.metrics()["engine_generation_tokens_total"] == 60
+def test_a_deep_check_accepts_a_step_of_users_requests(server: Any, gate: Any) -> None:
+    before = server.metrics()["engine_generation_tokens_total"]
+    body = BODY | {"prompt": gate.prompt, "max_tokens": 60, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert health(server, deep=1)[0] == 200
+        server.until(lambda: server.metrics()["engine_num_requests_running"] == 1)
+        gate.open()
+        for _ in lines:
+            pass
+    server.until(lambda: server.metrics()["engine_num_requests_running"] == 0)
+    assert server.metrics()["engine_generation_tokens_total"] == before + 60
 
 
-def test_an_idle_engine_computes_a_step_periodically(serve_fake: Serve) -> None:
-    with serve_fake(health_interval=0.1) as server:
+def test_an_idle_engine_computes_a_step_periodically_and_health_fails_while_its_loop_is_stuck(
+    serve_fake: Serve,
+) -> None:
+    with serve_fake(health_interval=0.1, health_timeout=3.0) as server:
         server.until(lambda: server.metrics()["engine_steps_total"] >= 2)
-        assert health(server)[0] == 200
-
-
-def test_health_fails_while_the_engine_loop_is_stuck(serve_fake: Serve) -> None:
-    with serve_fake(health_timeout=2.0) as server:
         assert health(server)[0] == 200
         engine = server.engine_pid()
         os.kill(engine, signal.SIGSTOP)
         server.until(lambda: health(server)[0] == 503)
         assert_failed(server, "loop", "the engine's loop has been stuck for")
-        assert httpx.get(f"{server.url}/v1/models").status_code == 200
+        assert httpx.get(f"{server.url}/v1/models", timeout=30).status_code == 200
         os.kill(engine, signal.SIGCONT)
         server.until(lambda: health(server)[0] == 200)
 
 
 def test_health_fails_while_a_worker_loop_is_stuck(serve_fake: Serve) -> None:
-    with serve_fake(options={"silent_rank": 3}, health_timeout=2.0) as server:
+    with serve_fake(options={"silent_rank": 3}, health_timeout=3.0) as server:
         server.until(lambda: health(server)[0] == 503)
         assert_failed(server, "loop", "the loop of rank 3 has been stuck for")
 
 
 def test_health_fails_when_no_step_completes(serve_fake: Serve) -> None:
-    with serve_fake(options={"stuck": True}, health_timeout=2.0) as server:
+    with serve_fake(options={"stuck": True}, health_timeout=3.0) as server:
         assert health(server) == (200, {"status": "ok"})
         start_time = time.monotonic()
         assert_failed(server, "step", "no step has completed for", deep=1)
-        assert time.monotonic() - start_time > 1.9
+        assert time.monotonic() - start_time > 2.9
         assert_failed(server, "step", "no step has completed for")  # without another request for a step
 
 
@@ -99,7 +98,6 @@ def test_health_fails_when_the_engine_process_is_killed(serve_fake: Serve) -> No
         assert_failed(server, "process", "SIGKILL", deep=1)
 
 
-def test_deep_must_be_0_or_1(serve_fake: Serve) -> None:
-    with serve_fake() as server:
-        assert health(server, deep=0) == (200, {"status": "ok"})
-        assert httpx.get(f"{server.url}/health", params={"deep": "perhaps"}).status_code == 400
+def test_deep_must_be_0_or_1(server: Any) -> None:
+    assert health(server, deep=0) == (200, {"status": "ok"})
+    assert httpx.get(f"{server.url}/health", params={"deep": "perhaps"}, timeout=30).status_code == 400

@@ -18,26 +18,11 @@ Serve = Callable[..., AbstractContextManager[Any]]
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 MODULES = (chat, completions, status, tokenize)
-SETTINGS: dict[str, Any] = {"max_prompts": 3, "max_stop": 2, "max_logit_bias": 2, "max_body_bytes": 10_000}
-
-
-@pytest.fixture(scope="module")
-def server(serve_fake: Serve) -> Iterator[Any]:
-    with serve_fake(**SETTINGS) as running:
-        yield running
-        assert running.stop() == 0
-        assert "ERROR" not in running.errors
 
 
 @pytest.fixture(scope="module")
 def document(server: Any) -> Any:
-    return httpx.get(f"{server.url}/openapi.json").json()
-
-
-@pytest.fixture(scope="module")
-def http(server: Any) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
+    return httpx.get(f"{server.url}/openapi.json", timeout=30).json()
 
 
 def check_response(document: Any, response: httpx.Response) -> None:
@@ -136,7 +121,7 @@ def test_refusals_are_described(
         400: http.post(path, json=wrong),
         403: http.post(path, json=body, headers=form),
         404: http.post(path, json=body | {"model": "other"}),
-        413: http.post(path, json={"prompt": "x" * 10_000}),
+        413: http.post(path, json={"prompt": "x" * 100_000}),
     }
     for status_code, response in responses.items():
         assert response.status_code == status_code
@@ -229,7 +214,7 @@ def test_what_the_document_refuses_the_server_refuses(
 
 def test_keys_and_limits_are_described(serve_fake: Serve) -> None:
     with serve_fake(api_key=("k",), rate_limit=1) as server, server.client(authorization="Bearer k") as http:
-        assert httpx.get(f"{server.url}/openapi.json").status_code == 401
+        assert httpx.get(f"{server.url}/openapi.json", timeout=30).status_code == 401
         document = http.get("/openapi.json").json()
         assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
         assert document["paths"]["/health"]["get"]["security"] == []
@@ -237,11 +222,11 @@ def test_keys_and_limits_are_described(serve_fake: Serve) -> None:
             response = http.post("/v1/completions", json=COMPLETION)
             assert response.status_code == status
             check_response(document, response)
-        response = httpx.get(f"{server.url}/v1/models")
+        response = httpx.get(f"{server.url}/v1/models", timeout=30)
         assert response.status_code == 401
         check_response(document, response)
 
 
 def test_the_description_is_left_out_on_demand(serve_fake: Serve) -> None:
     with serve_fake(openapi=False) as server:
-        assert httpx.get(f"{server.url}/openapi.json").status_code == 404
+        assert httpx.get(f"{server.url}/openapi.json", timeout=30).status_code == 404

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
@@ -11,25 +9,9 @@ import pytest
 
 from engine.server.front_end.errors import MAX_MESSAGE, ApiError, excerpt
 
-Serve = Callable[..., AbstractContextManager[Any]]
-
 LONG = "long" * 10_000
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def server(serve_fake: Serve) -> Iterator[Any]:
-    with serve_fake() as running:
-        yield running
-        assert running.stop() == 0
-        assert "ERROR" not in running.errors
-
-
-@pytest.fixture(scope="module")
-def http(server: Any) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 
 
 def health(server: Any) -> tuple[int, dict[str, Any]]:
-    answer = httpx.get(f"{server.url}/health")
+    answer = httpx.get(f"{server.url}/health", timeout=30)
     return answer.status_code, answer.json()
 
 

@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,50 @@ def modelopt() -> None:
 
 
 def auto_round() -> None:
+    import transformers
     from auto_round import AutoRound
 
-    print(AutoRound)
+    from engine.testing.checkpoints import make_checkpoint
+
+    with tempfile.TemporaryDirectory() as directory:
+        make_checkpoint(directory + "/model", "llama", tokenizer=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory + "/model")
+    layers = {
+        "model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 32},
+        "self_attn.o_proj": {"bits": 16},
+        "lm_head": {"bits": 8, "group_size": 32, "sym": True},
+    }
+    for name, packing, settings in (
+        ("auto-round-gptq", "auto_round", {"sym": True, "layer_config": layers}),
+        ("auto-round", "auto_round", {"sym": False, "layer_config": dict(list(layers.items())[:1])}),
+        ("auto-round-awq", "auto_round", {"sym": False}),
+    ):
+        made = AutoRound(
+            make_model(),
+            tokenizer,
+            bits=4,
+            group_size=32,
+            iters=0,
+            device_map="cpu",
+            disable_opt_rtn=True,
+            low_cpu_mem_usage=False,
+            **settings,
+        )
+        with tempfile.TemporaryDirectory() as directory:
+            model = made.quantize_and_save(directory, format=packing)
+            model = model[0] if isinstance(model, tuple) else model
+            model = (model.half() if name.endswith("awq") else model).float()  # as the weights are stored
+            for module in model.modules():  # AWQ's module computes in float16
+                if "WQLinear" in type(module).__name__:
+                    module.forward = partial(multiply_awq, module)
+            folder = next(Path(directory).rglob("config.json")).parent
+            keep(folder, name, logprobs(model))
+
+
+def multiply_awq(module: Any, x: torch.Tensor) -> torch.Tensor:
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+
+    return x @ dequantize_gemm(module.qweight, module.qzeros, module.scales, module.w_bit, module.group_size).float()
 
 
 if __name__ == "__main__":

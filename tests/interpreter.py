@@ -1,0 +1,64 @@
+"""Makes Triton's interpreter do what it does for every call in a kernel once per launch, or not at all."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+NOTHING = SimpleNamespace(restore=lambda: None)
+"""Undoes a preparation that did nothing."""
+
+
+def quicken() -> None:
+    """Change the interpreter, if it was imported and has not been changed."""
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or interpreter._patch_lang.__module__ == __name__:
+        return
+    interpreter._patch_lang = prepare_once(interpreter)
+    interpreter._get_np_dtype = remember_dtypes(interpreter)
+    # What it computes to check for overflow goes into assertions, which hold only where kernels are debugged.
+    assert not interpreter.interpreter_builder.options.debug
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+
+def prepare_once(interpreter: Any) -> Callable[..., Any]:
+    """Replace the functions of triton.language by the interpreter's at a kernel's launch alone.
+
+    The interpreter does so again for each call of a function of Triton's in a kernel, tl.sum and tl.cdiv among them.
+    """
+    prepare, prepared = interpreter._patch_lang, set[ModuleType]()
+
+    @cache
+    def languages(function: Callable[..., Any]) -> frozenset[ModuleType]:
+        known = (interpreter.tl, interpreter.tl.core)
+        return frozenset(one for one in function.__globals__.values() if inspect.ismodule(one) and one in known)
+
+    def patch_lang(function: Callable[..., Any]) -> Any:
+        wanted = languages(function)
+        if wanted and wanted <= prepared:
+            return NOTHING
+        outermost, scope = not prepared, prepare(function)
+        prepared.update(wanted)
+        if outermost:
+            restore = scope.restore
+            scope.restore = lambda: (prepared.clear(), restore())
+        return scope
+
+    return patch_lang
+
+
+def remember_dtypes(interpreter: Any) -> Callable[..., Any]:
+    """Look numpy's dtypes up, rather than make a table of all of them for each value."""
+    find, known = interpreter._get_np_dtype, dict[str, Any]()
+
+    def get_np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = find(dtype)
+        return known[name]
+
+    return get_np_dtype
