@@ -181,3 +181,10 @@ def test_piecewise_graphs_call_the_backend_of_each_layer_s_group_with_its_plan_a
     assert calls == [(group, layer, f"plan {group}", 3) for layer in range(2) for group in range(2)]
     for own, given in zip(model.slots, slots, strict=True):
         assert own.tolist() == [*given.tolist(), *[9 * 4] * 61]
+
+
+@pytest.mark.parametrize("windowed", ["mixed"], indirect=True)
+def test_two_ranks_in_processes_of_their_own_give_the_same_tokens(windowed: Windowed) -> None:
+    settings = {"executor__tensor_parallel": 2, "executor__threads": 1, "model__max_len": 288}
+    with windowed.engine(**settings) as engine:
+        assert tokens_of(engine) == windowed.expected
