@@ -65,6 +65,24 @@ QWEN3_SMALL: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+QWEN3_MOE: dict[str, Any] = QWEN3_SMALL | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "max_window_layers": 48,
+}
+
 TINY: dict[str, Any] = LLAMA_8B | {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -106,6 +124,7 @@ W4A16: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_SMALL,
     "qwen3-0.6b-w4a16": QWEN3_SMALL | {"quantization_config": W4A16},
+    "qwen3-30b-a3b": QWEN3_MOE,
     "llama-3.1-8b": LLAMA_8B,
     "llama-3.1-8b-w4a16": LLAMA_8B | {"quantization_config": W4A16},
     "tiny": TINY,

@@ -27,7 +27,16 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 class Register(Protocol):
     """The callback passed to a register hook, to be called once per implementation."""
 
-    def __call__(self, name: str, loader: Callable[[], type], *, api: str, summary: str, preference: int = 0) -> None:
+    def __call__(
+        self,
+        name: str,
+        loader: Callable[[], type],
+        *,
+        api: str,
+        summary: str,
+        preference: int = 0,
+        fallback: bool = False,
+    ) -> None:
         """Offer an implementation under `name`.
 
         name: any non-empty string other than "auto", without a comma.
@@ -35,6 +44,7 @@ class Register(Protocol):
         api: version of the contract that the class implements.
         summary: one line for `engine plugins list`.
         preference: a whole number. "auto" considers implementations above 0, highest first; 0: used only when named.
+        fallback: "auto" considers the implementation after all others, those of other plugins included.
 
         Raises PluginError for an invalid argument or a name that is taken. Unless the hook catches it, the plugin fails
         to load, and nothing of it is registered.

@@ -11,10 +11,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES: dict[str, tuple[str, ...]] = {
     "Attention backends": ("core/attention/base.py", "core/attention/batch.py", "core/attention/kv_pool.py"),
-    "Quantization methods": ("core/quant/base.py", "core/quant/float8.py"),
+    "Quantization methods": ("core/quant/base.py", "core/quant/experts.py", "core/quant/float8.py"),
     "Scheduling policies": ("core/schedulers/policy.py",),
     "Executors": ("core/executors/base.py", "core/executors/deployment.py"),
-    "Models": ("core/models/base.py", "core/models/forward_pass.py", "core/layers/factory.py", "core/layers/blocks.py"),
+    "Models": (
+        "core/models/base.py",
+        "core/models/forward_pass.py",
+        "core/layers/factory.py",
+        "core/layers/blocks.py",
+        "core/layers/expert_layers.py",
+        "core/layers/sparse_mlp.py",
+        "core/layers/routing.py",
+        "core/layers/expert_tensors.py",
+    ),
     "What travels": ("core/types.py",),
     "Devices": ("core/device.py",),
     "Errors": ("core/errors.py",),

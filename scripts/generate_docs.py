@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from engine.core.plugin_host import load_plugins
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 REFERENCES = ROOT / "benchmarks" / "references.json"
+VERDICTS = ROOT / "scripts" / "architectures" / "verdicts.json"
+MAX_DIFFERENCE = 1e-5
+"""Relative norm of a difference of float32 logits that rounding may make."""
+MAX_REFUSAL = 160
+"""Characters of a refusal in a table."""
 METHODS = {"none": "bfloat16", "fp8": "fp8", "int8": "int8", "w4a16": "4 bits, groups of 128"}
 """As results are named -> as tables say it."""
 
@@ -118,6 +124,29 @@ def features_table() -> str:
         for name, title in FEATURES.items()
     ]
     return table(("", "built in"), rows)
+
+
+def architectures_table() -> str:
+    """Every causal language model of transformers and who serves it, from scripts/architectures/verdicts.json."""
+    stored = json.loads(VERDICTS.read_text(encoding="utf-8"))
+    rows = []
+    for one in sorted(stored["verdicts"].values(), key=lambda one: (one["architecture"].lower(), one["model_type"])):
+        difference, notes = one["difference"], "; ".join(one["notes"])
+        if one["native"]:
+            served = f"native (`{one['native']}`)", ""
+        elif difference is None:
+            served = "refused", textwrap.shorten(one["refusal"], MAX_REFUSAL, placeholder="...")
+        elif difference < MAX_DIFFERENCE:
+            served = "`transformers`", notes
+        else:
+            served = "wrong", f"logits differ from those of transformers by {difference:.1g}"
+        rows.append((one["architecture"], one["model_type"], *served))
+    counts = [sum(row[2].startswith(kind) for row in rows) for kind in ("native", "`transformers", "refused", "wrong")]
+    text = (
+        f"All {len(rows)} causal language models of {stored['transformers']}: {counts[0]} native, {counts[1]} by the"
+        f" plugin `transformers`, {counts[2]} refused" + (f", {counts[3]} wrong." if counts[3] else ".")
+    )
+    return f"{text}\n\n{table(('architecture', 'model_type', 'served', 'what to know'), rows)}"
 
 
 def load_result(name: str) -> dict[str, Any] | None:
@@ -397,6 +426,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "methods": ("docs/quantization.md", methods_tables),
     "ring": ("docs/executors.md", ring_table),
     "timeline": ("docs/performance.md", timeline_figure),
+    "architectures": ("docs/architectures.md", architectures_table),
     "reference": ("docs/reference.md", contract_reference),
 }
 

@@ -51,6 +51,17 @@ OWN_WAYS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "attention_bias": True,
     },
+    "olmo3": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    },
+    "ministral": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    "starcoder2": {"sliding_window": 24, "hidden_act": "gelu_pytorch_tanh"},
+    "cohere2": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.3},
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 24},
 }
 """model_type -> keys of config.json, next to TINY, that make the architecture's own ways show."""
@@ -72,6 +83,7 @@ def make_checkpoint(
     tokenizer: bool = False,
     seed: int = 0,
     shards: bool = False,
+    stacked: bool = False,
     **config: Any,
 ) -> Path:
     """Write a tiny random float32 checkpoint with transformers' save_pretrained, and return its directory.
@@ -80,6 +92,7 @@ def make_checkpoint(
     tokenizer: also write a tokenizer of 512 tokens (256 bytes, pairs of letters, special tokens) with a chat template;
         <|endoftext|> is then the end-of-sequence token.
     shards: write several safetensors files and an index instead of one file.
+    stacked: write experts as transformers has them, in one tensor each for gate and up and for down.
     config: keys of config.json that differ from `TINY` and `OWN_WAYS`, rope_parameters or the older rope_scaling
         included.
     """
@@ -97,7 +110,7 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide errors
                 torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
-    model.save_pretrained(target, max_shard_size="100KB" if shards else "50GB")
+    model.save_pretrained(target, max_shard_size="100KB" if shards else "50GB", save_original_format=not stacked)
     if tokenizer:
         _write_tokenizer(target)
     return target

@@ -40,18 +40,17 @@ class ModelBench:
         source: WeightSource | None = None,
         group: RankGroup | None = None,
         quant: QuantMethod[Any] | None = None,
-        max_len: int | None = None,
+        **settings: Any,
     ) -> None:
-        """prompts: the sequences. source: of the weights; None: the checkpoint. max_len: longest context that is
-        served; None: the model's.
-        """
+        """prompts: the sequences. source: of the weights; None: the checkpoint. settings: of the LayerFactory."""
         checkpoint = Checkpoint.open(directory)
         self.prompts = prompts
         self.spec = model.spec(checkpoint.config)
-        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group, quant=quant, max_len=max_len)
+        source = source or SafetensorsSource(checkpoint)
+        self.layers = LayerFactory(dtype=dtype, device="cpu", group=group, quant=quant, stored=source.names, **settings)
         self.model = model(checkpoint.config, self.layers, options)
         with torch.inference_mode():
-            load_weights(self.layers, source or SafetensorsSource(checkpoint), threads=1)
+            load_weights(self.layers, source, threads=1)
         shape = attention_spec(self.spec, EngineConfig(), dtype, self.spec.max_len, dtype, self.layers.ranks)
         self._block_size = shape.block_size
         num_blocks = -(-MAX_TOKENS // self._block_size)

@@ -1,4 +1,4 @@
-"""Conformance suite for quantization methods: compares their linear layers with products in float64."""
+"""Conformance suite for quantization methods: compares linear layers and experts with products in float64."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
 from engine.core.layers import LayerFactory, Linear, PlainKernel, gated_activation, silu_and_mul
 from engine.core.quant import FLOAT8, Activation, FusedInputQuantization, KVScaleNames, QuantMethod
+from engine.testing.quant_experts import ExpertsConformance
 from engine.testing.stored_layers import Make, StoredLayers, store_layers
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
@@ -24,7 +25,7 @@ SCALES = (1.0, 30.0, 1 / 30)
 EPS = 1e-6
 
 
-class QuantConformance:
+class QuantConformance(ExpertsConformance):
     """Derive a class named Test... from this one, and set `method`.
 
     Layers are made and loaded as a model's are, so that core's part, such as sharding tensors over ranks, is tested

@@ -151,6 +151,13 @@ class ExecutorConfig:
         flag="--tp",
         aliases=("tensor_parallel_size",),
     )
+    expert_parallel: bool = setting(
+        False,
+        "Share the experts of a mixture of experts among the tensor parallel ranks: each rank has some of them whole,"
+        " instead of a shard of each.",
+        flag="--expert-parallel",
+        aliases=("enable_expert_parallel",),
+    )
     threads: int = setting(
         0,
         "CPU threads for tensor operations; 0: PyTorch's default, but no more than the cores of the CPU quota.",

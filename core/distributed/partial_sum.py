@@ -30,6 +30,12 @@ class PartialSum:
         self.addend = addend
         self._group = group
 
+    def __add__(self, other: PartialSum) -> PartialSum:
+        """The partial sum of both: one reduction does for two."""
+        if not isinstance(other, PartialSum):
+            raise NotATensorError(NOT_A_TENSOR)
+        return PartialSum(self.addend + other.addend, self._group)
+
     def reduce(self) -> torch.Tensor:
         """The sum over all ranks. Called once: the addend may be overwritten."""
         return self._group.all_reduce(self.addend)

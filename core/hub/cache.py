@@ -21,7 +21,15 @@ from attrs import frozen
 from engine.core.hub.files import Wanted, weight_files
 from engine.core.weights.checkpoint import CONFIG, INDEX, SINGLE, read_json
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+def is_commit(text: str) -> bool:
+    """Whether `text` is the full hash of a commit."""
+    return re.fullmatch(r"[0-9a-f]{40}", text) is not None
+
+
+def is_sha256(text: str) -> bool:
+    """Whether `text` is a SHA-256, and so a safe name of a file."""
+    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
 
 
 @frozen
@@ -63,7 +71,7 @@ class Cache:
 
     def commit(self, revision: str) -> str | None:
         """The commit that a revision was when it was last looked up; None if it never was."""
-        if _COMMIT.fullmatch(revision):
+        if is_commit(revision):
             return revision
         file = self.folder / "refs" / revision
         return file.read_text(encoding="utf-8").strip() if file.is_file() else None
@@ -82,7 +90,7 @@ class Cache:
         """The files that a commit's directory lacks, as far as its own files tell."""
         directory = self.snapshot(commit)
         names = {file.name for file in directory.iterdir() if file.exists()} if directory.is_dir() else set()
-        needed = [CONFIG]
+        needed = [CONFIG] if wanted.config else []
         if wanted.weights:
             needed += weight_files(names, lambda: read_json(directory / INDEX)) or [SINGLE]
         return [name for name in needed if name not in names]

@@ -69,8 +69,8 @@ class Download:
         self._listener = listener
         self._cancelled = threading.Event()
         self._done = {file.name: self._part_size(file) for file in files}
-        self._waiting: dict[str, RemoteFile] = {}
-        """Files that another process is downloading."""
+        self._locked: set[str] = set()
+        """Names of the files whose lock another process holds, which is most likely downloading them."""
         self._begun = time.monotonic()
         self._samples = deque([(self._begun, self.done)])
 
@@ -82,7 +82,7 @@ class Download:
     @property
     def done(self) -> int:
         """Bytes in the cache."""
-        return sum(self._done.values())
+        return sum(self._part_size(one) if one.name in self._locked else self._done[one.name] for one in self._files)
 
     def check_space(self) -> None:
         """Raise DownloadError if the rest does not fit on the disk."""
@@ -149,11 +149,11 @@ class Download:
 
         url = hf_hub_url(self._cache.model, file.name, revision=self._commit)
         headers = build_hf_headers(library_name=DISTRIBUTION)
+        has_xet = find_spec("hf_xet") is not None and not constants.HF_HUB_DISABLE_XET
         tries = 0
         while True:
             before = self._done[file.name]
             try:
-                has_xet = find_spec("hf_xet") is not None and not constants.HF_HUB_DISABLE_XET
                 if not (has_xet and get_hf_file_metadata(url, headers=headers).xet_file_data is not None):
                     self._complete(file, etag, url, headers)
                 return
@@ -170,12 +170,14 @@ class Download:
         blob, part, lock = self._cache.blob(etag), self._cache.part(etag), self._cache.lock(etag)
         for folder in (blob.parent, lock.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        self._waiting[file.name] = file
+        self._locked.add(file.name)
         with WeakFileLock(lock):
-            del self._waiting[file.name]
+            self._locked.remove(file.name)
             if blob.exists():  # another process has fetched it
                 return
             begin = self._part_size(file)
+            if not begin:
+                part.unlink(missing_ok=True)
             if begin < file.size:
                 self._receive(file, url, headers, part, begin)
             if begin and _sha256(part) != etag:  # the beginning was of something else
@@ -193,7 +195,8 @@ class Download:
             hf_raise_for_status(response)
             if response.status_code != 206:
                 begin = 0  # the server sends the whole file
-            with part.open("r+b" if begin else "wb") as target:
+            # Without truncation: where locks have no effect, another process writes the same bytes to the file.
+            with part.open("r+b" if part.exists() else "wb") as target:
                 end = target.seek(begin)
                 for data in response.iter_raw():
                     end += target.write(data)
@@ -208,15 +211,13 @@ class Download:
             raise _CancelledError
 
     def _part_size(self, file: RemoteFile) -> int:
-        """Bytes of a file that an earlier download has left."""
+        """Bytes of a file that an earlier download has left; 0 for more than the file has, which is of another."""
         part = self._cache.part(file.sha256) if file.sha256 is not None else None
         size = part.stat().st_size if part is not None and part.exists() else 0
         return size if size <= file.size else 0
 
     def _report(self) -> None:
         """Report the progress, with the speed of the last seconds."""
-        for file in list(self._waiting.values()):
-            self._done[file.name] = self._part_size(file)
         now, done = time.monotonic(), self.done
         self._samples.append((now, done))
         while len(self._samples) > 2 and now - self._samples[0][0] > RATE_SECONDS:

@@ -30,8 +30,9 @@ CONSOLIDATED = "consolidated*.safetensors"
 
 @frozen(kw_only=True)
 class Wanted:
-    """The kinds of files to fetch, in addition to those in CONFIGS."""
+    """The kinds of files to fetch."""
 
+    config: bool = True
     tokenizer: bool = True
     weights: bool = True
     code: bool = False
@@ -39,11 +40,12 @@ class Wanted:
 
 EVERYTHING = Wanted()
 CONFIG_ONLY = Wanted(tokenizer=False, weights=False)
+TOKENIZER_ONLY = Wanted(config=False, weights=False)
 
 
 def small_files(names: Collection[str], wanted: Wanted) -> list[str]:
     """The files of `names` to fetch besides the weights."""
-    kinds = (CONFIGS, TOKENIZER if wanted.tokenizer else (), CODE if wanted.code else ())
+    kinds = (CONFIGS if wanted.config else (), TOKENIZER if wanted.tokenizer else (), CODE if wanted.code else ())
     return [name for kind in kinds for pattern in kind for name in names if _matches(name, pattern)]
 
 
@@ -58,19 +60,17 @@ def weight_files(names: Collection[str], read_index: Callable[[], Mapping[str, A
     return [SINGLE] if SINGLE in names else []
 
 
-def check_readable(model: str, names: Collection[str], weights: Collection[str] | None) -> None:
-    """Raise DownloadError, saying what to do, for a repository without a file that the engine needs.
+def check_readable(model: str, names: Collection[str], wanted: Wanted, weights: Collection[str]) -> None:
+    """Raise DownloadError, saying what to do, for a repository without a file that is wanted.
 
-    weights: what `weight_files` returned; None: weights are not wanted.
+    weights: what `weight_files` returned.
     """
-    if CONFIG in names and weights is None:
-        return
-    if CONFIG in names and weights:
-        absent = [name for name in weights if name not in names]
-        if absent:
-            raise DownloadError(f"{model} lacks {len(absent)} of the files that its {INDEX} names: {listed(absent)}")
-        return
-    raise DownloadError(f"{model} has no {'weights as safetensors' if CONFIG in names else CONFIG}: {_instead(names)}")
+    if wanted.config and CONFIG not in names:
+        raise DownloadError(f"{model} has no {CONFIG}: {_instead(names)}")
+    if wanted.weights and not weights:
+        raise DownloadError(f"{model} has no weights as safetensors: {_instead(names)}")
+    if absent := [name for name in weights if name not in names]:
+        raise DownloadError(f"{model} lacks {len(absent)} of the files that its {INDEX} names: {listed(absent)}")
 
 
 def _instead(names: Collection[str]) -> str:

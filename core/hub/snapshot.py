@@ -10,7 +10,7 @@ from attrs import frozen
 
 from engine.core.errors import DownloadError
 from engine.core.extras import DISTRIBUTION
-from engine.core.hub.cache import Cache
+from engine.core.hub.cache import Cache, is_commit, is_sha256
 from engine.core.hub.download import Download, RemoteFile
 from engine.core.hub.files import EVERYTHING, Wanted, check_readable, listed, small_files, weight_files
 from engine.core.hub.problems import explain, hub_errors, is_answer, is_offline
@@ -81,14 +81,14 @@ def _list_files(model: str, revision: str) -> tuple[str, Mapping[str, RemoteFile
         raise DownloadError(
             f"{constants.ENDPOINT} does not answer as a hub of models does; check HF_ENDPOINT"
         ) from error
-    if about.sha is None:
+    commit = about.sha or ""
+    if not is_commit(commit):
         raise DownloadError(f"{constants.ENDPOINT} names no commit of {model}; check HF_ENDPOINT")
-    return about.sha, {
-        one.rfilename: RemoteFile(
-            name=one.rfilename, size=one.size or 0, sha256=one.lfs.sha256 if one.lfs is not None else None
-        )
-        for one in about.siblings or ()
-    }
+    files = {}
+    for one in about.siblings or ():
+        sha256 = one.lfs.sha256 if one.lfs is not None and is_sha256(one.lfs.sha256) else None
+        files[one.rfilename] = RemoteFile(name=one.rfilename, size=one.size or 0, sha256=sha256)
+    return commit, files
 
 
 def _download(
@@ -99,13 +99,13 @@ def _download(
     def lacking(names: list[str]) -> list[RemoteFile]:
         return [files[name] for name in names if not (cache.snapshot(commit) / name).exists()]
 
-    weights = None
+    weights: list[str] = []
     if wanted.weights:
         if INDEX in files and (index := lacking([INDEX])):
             Download(cache, commit, index).run()
         weights = weight_files(files, lambda: read_json(cache.snapshot(commit) / INDEX))
-    check_readable(cache.model, files, weights)
-    missing = lacking([*small_files(files, wanted), *(weights or ())])
+    check_readable(cache.model, files, wanted, weights)
+    missing = lacking([*small_files(files, wanted), *weights])
     if missing:
         download = Download(cache, commit, missing, listener)
         download.check_space()

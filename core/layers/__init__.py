@@ -25,6 +25,14 @@ if TYPE_CHECKING:
         OutputProjection as OutputProjection,
     )
     from engine.core.layers.embedding import Embedding as Embedding
+    from engine.core.layers.expert_layers import ExpertLayers as ExpertLayers
+    from engine.core.layers.expert_tensors import ExpertTensors as ExpertTensors
+    from engine.core.layers.experts import (
+        Experts as Experts,
+        PlainExperts as PlainExperts,
+        sum_of_experts as sum_of_experts,
+    )
+    from engine.core.layers.fused_experts import FusedExperts as FusedExperts
     from engine.core.layers.head_norm import HeadNorm as HeadNorm, ProjectionNorm as ProjectionNorm
     from engine.core.layers.layer_factory import LayerFactory as LayerFactory
     from engine.core.layers.linear import (
@@ -44,7 +52,13 @@ if TYPE_CHECKING:
         refuses_rope as refuses_rope,
         rotate as rotate,
     )
+    from engine.core.layers.routing import Router as Router, RoutingSpec as RoutingSpec, route as route
     from engine.core.layers.skinny_linear import SkinnyGemms as SkinnyGemms
+    from engine.core.layers.sparse_mlp import (
+        SharedExpertSpec as SharedExpertSpec,
+        SparseMLP as SparseMLP,
+        SparseMLPSpec as SparseMLPSpec,
+    )
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -68,6 +82,14 @@ __getattr__, __dir__, __all__ = exports(
         "OutputProjection",
     ),
     embedding=("Embedding",),
+    expert_layers=("ExpertLayers",),
+    expert_tensors=("ExpertTensors",),
+    experts=(
+        "Experts",
+        "PlainExperts",
+        "sum_of_experts",
+    ),
+    fused_experts=("FusedExperts",),
     head_norm=(
         "HeadNorm",
         "ProjectionNorm",
@@ -93,6 +115,11 @@ __getattr__, __dir__, __all__ = exports(
         "NormKind",
         "RMSNorm",
     ),
+    routing=(
+        "Router",
+        "RoutingSpec",
+        "route",
+    ),
     rotary=(
         "Angles",
         "RotaryEmbedding",
@@ -101,4 +128,9 @@ __getattr__, __dir__, __all__ = exports(
         "rotate",
     ),
     skinny_linear=("SkinnyGemms",),
+    sparse_mlp=(
+        "SharedExpertSpec",
+        "SparseMLP",
+        "SparseMLPSpec",
+    ),
 )

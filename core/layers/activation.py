@@ -1,10 +1,12 @@
 """Activations of gated layers: of the gate, which the up projection multiplies. By PyTorch operations."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from engine.core.errors import ConfigError
 from engine.core.quant.base import Activation
 
 SWIGLU_OAI_SLOPE = 1.702
@@ -47,6 +49,18 @@ _FUNCTIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu_and_mul,
     "swiglu_oai": swiglu_oai_and_mul,
 }
+
+
+def ungated_activation(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that activates a layer without a gate. Raises ConfigError for an activation that needs one."""
+    functions: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    }
+    if activation not in functions:
+        raise ConfigError(f"{activation} needs a gate; use one of {', '.join(functions)} for a layer without")
+    return functions[activation]
 
 
 def gated_activation(activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -14,6 +14,7 @@ from engine.core.errors import ConfigError, near_misses
 from engine.core.layers.attention import Attention, GroupedAttention
 from engine.core.layers.base import Layer, torch_dtype
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
+from engine.core.layers.expert_layers import ExpertLayers
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm
 from engine.core.layers.kv_scale_reader import KVScaleReader
 from engine.core.layers.layer_classes import PLAIN
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 L = TypeVar("L", bound=Layer)
 
 
-class SingleLayerFactory:
+class SingleLayerFactory(ExpertLayers):
     """Makes the layers of a model for one rank and records them for the loader. Names are those in the checkpoint.
 
     The model decides which layers it has. The factory decides their dtype, device, kernels and shards.
@@ -57,10 +58,14 @@ class SingleLayerFactory:
         owners: Mapping[str, str] = {},
         max_len: int | None = None,
         cache: CacheLayout | None = None,
+        stored: Collection[str] | None = None,
+        expert_parallel: bool = False,
     ) -> None:
         """group: the ranks that share the model; None: a single rank. fused: use Triton kernels (fused.py) where they
         exist. owners: extension point (quant, models) -> how errors name its plugin. max_len: longest context that is
-        served, tokens; None: the model's. cache: which layers share block tables; None: all.
+        served, tokens; None: the model's. cache: which layers share block tables; None: all. stored: names of the
+        checkpoint's tensors; None: there is every tensor that layers ask for. expert_parallel: each rank has some of a
+        layer's experts, not a shard of each.
         """
         torch_dtype(dtype)
         self.model_owner = owners.get("models", "the model")
@@ -89,6 +94,9 @@ class SingleLayerFactory:
         self.sinks: list[SinkReader] = []
         """Readers of the attention sinks of layers that have them."""
         self._quant = quant
+        self.expert_parallel = expert_parallel
+        self._stored = stored
+        self._modules = None if stored is None else frozenset(name.rpartition(".")[0] for name in stored)
         self._cache = None if cache is None or cache.one else cache
         self._classes = PLAIN
         if fused:  # imported here: it imports Triton
@@ -109,6 +117,10 @@ class SingleLayerFactory:
     def ignore(self, pattern: str) -> None:
         """Allow the checkpoint to have tensors whose names match (fnmatch: `*.name`) and that are not read."""
         self.ignored.append(pattern)
+
+    def stores(self, module: str) -> bool | None:
+        """Whether the checkpoint has tensors of a module, as MODULE.weight. None: with random weights it is open."""
+        return None if self._modules is None else module in self._modules
 
     def accept_prefix(self, prefix: str, former: str) -> None:
         """Let a checkpoint without names that begin with `prefix` have names that begin with `former` instead."""
@@ -229,6 +241,7 @@ class SingleLayerFactory:
         parallel: Parallel,
         gated: bool = False,
         reduces: bool = True,
+        quantized: bool = True,
         activation: Activation = "silu",
         input_activation: Activation = "silu",
     ) -> Linear:
@@ -243,7 +256,7 @@ class SingleLayerFactory:
             activation=activation,
             input_activation=input_activation,
         )
-        kernel = self._ask_quant("linear", spec)
+        kernel = self._ask_quant("linear", spec) if quantized else None
         is_split_by_inputs = parallel == "row" and self.ranks > 1
         return self._record(
             Linear(

@@ -17,6 +17,7 @@ from engine.core.distributed.partial_sum import PartialSum
 from engine.core.layers.attention import Attention
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.embedding import VocabParallelEmbedding
+from engine.core.layers.fused_experts import FusedPlainExperts, fused_route
 from engine.core.layers.head_norm import ProjectionNorm
 from engine.core.layers.layer_classes import LayerClasses
 from engine.core.layers.lm_head import LMHead, VocabParallelHead
@@ -174,6 +175,8 @@ def fused_classes(dtype: str, device: str) -> LayerClasses:
     return LayerClasses(
         linear_kernel=partial(SkinnyKernel, gemms=gemms),
         gated_activation=lambda activation: partial(act_and_mul, activation=activation),
+        experts_kernel=FusedPlainExperts,
+        route=fused_route,
         norm=FusedRMSNorm,
         rotary=FusedRotary,
         attention=FusedAttention,

@@ -11,11 +11,14 @@ from engine.core.distributed.rank_group import RankGroup
 from engine.core.layers.activation import gated_activation
 from engine.core.layers.attention import Attention
 from engine.core.layers.embedding import Embedding, VocabParallelEmbedding
+from engine.core.layers.experts import PlainExperts
 from engine.core.layers.linear import PlainKernel
 from engine.core.layers.lm_head import Argmax, LMHead, VocabParallelHead, plain_argmax
 from engine.core.layers.norm import RMSNorm
 from engine.core.layers.rotary import Rotary, RotaryEmbedding, RotarySpec
+from engine.core.layers.routing import Route, route
 from engine.core.quant.base import Activation, LinearKernel, LinearSpec
+from engine.core.quant.experts import ExpertsKernel, ExpertsSpec
 
 
 @frozen(kw_only=True)
@@ -24,6 +27,9 @@ class LayerClasses:
 
     linear_kernel: Callable[[LinearSpec], LinearKernel]
     """Kernel of a linear layer that the quantization method leaves unquantized."""
+    experts_kernel: Callable[[ExpertsSpec], ExpertsKernel]
+    """Kernel of experts that the quantization method leaves unquantized."""
+    route: Route
     gated_activation: Callable[[Activation], Callable[[torch.Tensor], torch.Tensor]]
     """Called with the name of an activation: the function that activates a gated layer."""
     norm: Callable[..., RMSNorm]
@@ -45,6 +51,8 @@ def _plain_norm(name: str, size: int, eps: float, dtype: str, group: RankGroup, 
 
 PLAIN = LayerClasses(
     linear_kernel=PlainKernel,
+    experts_kernel=PlainExperts,
+    route=route,
     gated_activation=gated_activation,
     norm=_plain_norm,
     rotary=Rotary,

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Literal, overload
 
 from engine.core.errors import ConfigError
+from engine.core.layers.activation import ungated_activation
 from engine.core.layers.blocks import (
+    MLP,
     AttentionBlock,
     GatedMLP,
     NormedLinear,
@@ -17,6 +19,7 @@ from engine.core.layers.factory import SingleLayerFactory
 from engine.core.layers.head_norm import HeadNorm, ProjectionNorm, ProjectionPart
 from engine.core.layers.linear import PartialLinear
 from engine.core.layers.norm import LayerNorm, Norm, NormKind, ResidualAddition, RMSNorm
+from engine.core.layers.sparse_mlp import SparseMLP, SparseMLPSpec
 from engine.core.quant.base import Activation
 
 
@@ -180,6 +183,32 @@ class LayerFactory(SingleLayerFactory):
         return GatedMLP(
             input_norm, gate_and_up, self._output(down, hidden_size, eps, norm_kind, output_norm, output_scale)
         )
+
+    def sparse_mlp(self, spec: SparseMLPSpec) -> SparseMLP:
+        """The mixture of experts of a decoder layer: input norm, router, experts, and perhaps a shared expert."""
+        return SparseMLP.make(spec, self)
+
+    def mlp(
+        self,
+        up: str,
+        down: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        norm: str,
+        eps: float,
+        bias: bool = False,
+        activation: Activation = "gelu_tanh",
+        norm_kind: NormKind = "rms",
+    ) -> MLP:
+        """The MLP without gate of a decoder layer: input norm, then down(act(up(x))).
+
+        up, down: names of the two linear layers. The others are as in gated_mlp.
+        """
+        input_norm = self._input_norm(norm, hidden_size, eps, norm_kind)
+        first = self.linear([(up, intermediate_size)], hidden_size, bias=bias, parallel="column")
+        last = self.partial_linear(down, hidden_size, intermediate_size, bias=bias)
+        return MLP(input_norm, first, ungated_activation(activation), last)
 
     def _input_norm(self, name: str, size: int, eps: float, kind: NormKind) -> Norm | ResidualAddition:
         return self.norm(name, size, eps, kind) if name else ResidualAddition()

@@ -50,6 +50,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Numbers per head, of queries, keys and values alike, unless `layer_caches` says otherwise."""
     hidden_size: int
     vocab_size: int
     max_len: int
@@ -78,6 +79,9 @@ class Model(ABC):
     """Version of this contract that the model implements (`API`)."""
     options_class: ClassVar[type | None] = None
     """Frozen attrs class of the model's settings. None: it has none."""
+    no_graphs: str | None = None
+    """Why CUDA graphs cannot hold `forward`, a clause to follow the model's name; None: they can. An instance may set
+    it in its constructor."""
 
     @classmethod
     @abstractmethod

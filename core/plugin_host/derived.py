@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, get_args
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
     from engine.core.models.base import Model
     from engine.core.quant.base import QuantMethod
+
+_log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -181,7 +184,7 @@ def fused_kernels(config: EngineConfig, device: DeviceInfo) -> bool:
     return True
 
 
-def use_graphs(config: EngineConfig, attention: AttentionBackend[Any, Any], device: DeviceInfo) -> bool:
+def use_graphs(config: EngineConfig, attention: AttentionBackend[Any, Any], model: Model, device: DeviceInfo) -> bool:
     """Whether decode steps are replayed as CUDA graphs.
 
     Raises ConfigError where graphs are required but impossible, and PluginError for an invalid `graphs` of the backend.
@@ -198,6 +201,12 @@ def use_graphs(config: EngineConfig, attention: AttentionBackend[Any, Any], devi
         obstacle = f"{device.torch_name} has no CUDA graphs"
     elif attention.graphs == "none":
         obstacle = f"{type(attention).__name__} computes on the host values that change from step to step"
+    elif model.no_graphs is not None:
+        obstacle = f"{type(model).__name__} {model.no_graphs}"
+        if config.executor.graphs == AUTO:
+            _log.warning("steps run without CUDA graphs: %s", obstacle)
     if obstacle is not None and config.executor.graphs != AUTO:
-        raise ConfigError(f"graphs were asked for, but {obstacle}; use --graphs auto, or another backend or device")
+        raise ConfigError(
+            f"graphs were asked for, but {obstacle}; use --graphs auto, or another backend, model or device"
+        )
     return obstacle is None

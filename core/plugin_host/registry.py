@@ -69,6 +69,7 @@ class Registration(Generic[T]):
     summary: str
     preference: int
     plugin: PluginInfo
+    fallback: bool = False
 
     @property
     def distribution(self) -> str:
@@ -122,11 +123,12 @@ class Registry(Generic[T]):
         """What "auto" considers: the most preferred first, equals in the order of loading.
 
         To install a plugin activates nothing: those of third parties come last, unless [plugins] prefer names their
-        distribution or they were passed in from Python.
+        distribution or they were passed in from Python. Fallbacks come after all others.
         """
         return tuple(
             sorted(
-                (one for one in self if one.preference > 0), key=lambda one: (self._comes_last(one), -one.preference)
+                (one for one in self if one.preference > 0),
+                key=lambda one: (one.fallback, self._comes_last(one), -one.preference),
             )
         )
 
@@ -329,7 +331,15 @@ class _Host:
     ) -> hooks.Register:
         """The callback of a register hook; appends each offer to `staged`."""
 
-        def register(name: str, loader: Callable[[], type], *, api: str, summary: str, preference: int = 0) -> None:
+        def register(
+            name: str,
+            loader: Callable[[], type],
+            *,
+            api: str,
+            summary: str,
+            preference: int = 0,
+            fallback: bool = False,
+        ) -> None:
             what = f"{info} offers {point.section} {name!r}"
             claims.append((point.name, name))
             if not isinstance(name, str) or not name or name == AUTO or "," in name:
@@ -371,6 +381,7 @@ class _Host:
                     summary=summary,
                     preference=preference,
                     plugin=info,
+                    fallback=fallback,
                 )
             )
 

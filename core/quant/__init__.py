@@ -1,4 +1,4 @@
-"""Quantization: the contract of methods and their linear kernels, and float8 with the scales of a float8 KV cache."""
+"""Quantization: the contract of methods and their kernels of linear layers and experts; float8 and KV cache scales."""
 
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
         QuantMethod as QuantMethod,
         StoredIn as StoredIn,
         TensorSpec as TensorSpec,
+    )
+    from engine.core.quant.experts import (
+        ExpertsBias as ExpertsBias,
+        ExpertsKernel as ExpertsKernel,
+        ExpertsParallel as ExpertsParallel,
+        ExpertsSpec as ExpertsSpec,
+        Routing as Routing,
     )
     from engine.core.quant.float8 import (
         FLOAT8 as FLOAT8,
@@ -42,6 +49,13 @@ __getattr__, __dir__, __all__ = exports(
         "QuantizedActivation",
         "StoredIn",
         "TensorSpec",
+    ),
+    experts=(
+        "ExpertsBias",
+        "ExpertsKernel",
+        "ExpertsParallel",
+        "ExpertsSpec",
+        "Routing",
     ),
     float8=(
         "FLOAT8",

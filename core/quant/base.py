@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from engine.core.autotune.op import AutotunedCall
     from engine.core.device import DeviceInfo
+    from engine.core.quant.experts import ExpertsKernel, ExpertsSpec
 
 API = "2"
-"""Version of this contract. "2": layers say their activation, which was always silu in "1"; `QuantMethod.lm_head`."""
+"""Version of this contract. "2": layers say their activation, which was always silu in "1"; `QuantMethod.lm_head` and
+`experts`."""
 
 Parallel = Literal["none", "column", "row"]
 """How tensor-parallel ranks share a linear layer. column: each rank has some of the outputs. row: each rank has some of
@@ -121,6 +123,10 @@ class TensorSpec:
     """Number of adjacent ranks that hold the same shard. The layer sets it from its parts; a kernel leaves it at 1."""
     shard_size: int | None = None
     """Size of a rank's shard along shard_dim; the last ranks' shards may be smaller. None: an even division."""
+    shard_parts: int = 1
+    """Number of equal parts of shard_dim, each of which the ranks split: 2 for a gate and an up projection in one."""
+    only_rank: int | None = None
+    """The one rank that reads the tensor, whole. None: all ranks."""
     stored_in: StoredIn | None = None
     """The larger tensor of the checkpoint that this one is a slice of, along shard_dim; all of it without a shard_dim.
     The layer sets it from its parts; a kernel leaves it at None."""
@@ -307,4 +313,8 @@ class QuantMethod(ABC, Generic[OptionsT]):
         Called for models whose output layer has a weight of its own. Column-parallel ranks have equal numbers of
         tokens.
         """
+        return None
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """Make the kernel of one layer's experts. None: they are not quantized, and core's own kernel computes them."""
         return None

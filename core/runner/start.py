@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 
@@ -16,6 +17,7 @@ from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import CapacityError, CheckpointError, ConfigError
 from engine.core.layers import LayerFactory
 from engine.core.layers.base import torch_dtype
+from engine.core.layers.experts import Experts
 from engine.core.layers.kv_scale_reader import find_kv_scales
 from engine.core.layers.linear import Linear
 from engine.core.layers.matmul import kernel_bytes
@@ -58,7 +60,7 @@ from engine.core.sampling.token_counts import TokenCounts
 from engine.core.startup import Phases
 from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
 from engine.core.weights.checkpoint import Checkpoint
-from engine.core.weights.loader import DummySource, SafetensorsSource, load_weights
+from engine.core.weights.loader import DummySource, SafetensorsSource, WeightSource, load_weights
 
 
 class RunnerStart:
@@ -148,20 +150,29 @@ class RunnerStart:
             fused=self._fused,
             cache=self._layout,
             owners={point: parts.owner(point) for point in ("quant", "models")},
+            stored=self._source.names,
+            expert_parallel=self._config.executor.expert_parallel,
             max_len=self._spec.max_len,
         )
         cls = self.checks.model(parts.model, self._model_spec, self._dtype)
         model = cls(self._checkpoint.config, layers, options["models"])
         for layer in layers.layers:
-            if isinstance(layer, Linear):
+            if isinstance(layer, (Linear, Experts)):
                 layer.check_results(self.checks)
+        if layers.expert_parallel and not any(isinstance(layer, Experts) for layer in layers.layers):
+            raise ConfigError(
+                "executor.expert_parallel (--expert-parallel) is set, but this model has no experts; leave it out"
+            )
         return model, layers
 
     def _load_weights(self, layers: LayerFactory, phases: Phases) -> None:
+        load_weights(layers, self._source, phases.progress, threads=self._config.model.load_threads)
+
+    @cached_property
+    def _source(self) -> WeightSource:
+        """Where the weights come from. Raises CheckpointError if a file is missing or damaged."""
         settings = self._config.model
-        dummy = settings.load_format == "dummy"
-        source = DummySource(settings.seed) if dummy else SafetensorsSource(self._checkpoint)
-        load_weights(layers, source, phases.progress, threads=settings.load_threads)
+        return DummySource(settings.seed) if settings.load_format == "dummy" else SafetensorsSource(self._checkpoint)
 
     def _measure_activations(self, model: Model, kv_scales: tuple[KVScales, ...]) -> int:
         """Peak bytes of a full step on top of the weights: measured on a GPU, estimated on a CPU.
@@ -250,7 +261,9 @@ class RunnerStart:
     def _capture_graphs(self, state: DeviceState, phases: Phases) -> StepGraphs:
         """Capture the CUDA graphs that the configuration, the device and the attention backend allow."""
         backends = [group.attention for group in state.groups if group.attention is not None]
-        if not backends or not all(use_graphs(self._config, backend, self._device) for backend in backends):
+        if not backends or not all(
+            use_graphs(self._config, backend, state.model, self._device) for backend in backends
+        ):
             return StepGraphs()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # a capture cannot reclaim the memory that the allocator caches

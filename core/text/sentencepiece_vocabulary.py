@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MODEL = "tokenizer.model"
 _FIRST_BYTE = b"\n"
 """Begins a file of sentencepiece. tiktoken's vocabularies, which may have the same name, are lines of text."""
+_WHITESPACE = re.compile(r"\s+")
 _SPACE = "\u2581"
 """Stands for a space in a piece."""
 
@@ -107,8 +108,9 @@ class SentencePieceVocabulary(Vocabulary):
         self._size = max(self._bytes) + 1
         self._apart = {proto.pieces[token].piece: token for token in controls}
         self._apart |= {about.content: token for token, about in apart.items()}
-        longest_first = sorted(self._apart, key=len, reverse=True)
-        self._find_apart = re.compile("|".join(_pattern(added.get(self._apart[one]), one) for one in longest_first))
+        self._find_apart = re.compile("|".join(map(re.escape, sorted(self._apart, key=len, reverse=True))))
+        self._strip_left = {token for token, about in apart.items() if about.lstrip}
+        self._strip_right = {token for token, about in apart.items() if about.rstrip}
         self._around = [
             [token] if token is not None and chosen.get(name, default) else []
             for token, name, default in (
@@ -144,9 +146,13 @@ class SentencePieceVocabulary(Vocabulary):
     def _encode(self, text: str) -> Iterator[int]:
         end = 0
         for match in self._find_apart.finditer(text) if self._apart else ():
-            yield from self._plain(text[end : match.start()], end)
-            yield self._apart[match[0] if match[0] in self._apart else match[0].strip()]
+            token = self._apart[match[0]]
+            before = text[end : match.start()]
+            yield from self._plain(before.rstrip() if token in self._strip_left else before, end)
+            yield token
             end = match.end()
+            if token in self._strip_right and (spaces := _WHITESPACE.match(text, end)):
+                end = spaces.end()
         yield from self._plain(text[end:], end)
 
     def _plain(self, text: str, begin: int) -> list[int]:
@@ -178,10 +184,3 @@ class SentencePieceVocabulary(Vocabulary):
             return data, bool(data)
         data = data[1:]
         return data, bool(data) or not self._strips
-
-
-def _pattern(token: AddedToken | None, content: str) -> str:
-    """A regular expression of a token that is spelled out in a text; it may take the space next to it."""
-    left, right = (token.lstrip, token.rstrip) if token is not None else (False, False)
-    space = r"\s*"
-    return (space if left else "") + re.escape(content) + (space if right else "")

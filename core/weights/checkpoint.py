@@ -98,10 +98,11 @@ def model_directory(path: str | Path) -> Path:
     """`path` with ~ expanded. Raises CheckpointError if it is not a directory."""
     directory = Path(path).expanduser()
     if not directory.is_dir():
-        what = "is a file" if directory.exists() else "does not exist"
+        if directory.exists():
+            raise CheckpointError(f"{directory} is a file; give a directory with config.json and safetensors files")
         raise CheckpointError(
-            f"the model directory {directory} {what}; give a directory with config.json and safetensors files, or the"
-            " name of a model on the hub, as Qwen/Qwen3-0.6B"
+            f"the model directory {directory} does not exist, and {path} is no name of a model on the hub (ORG/NAME, as"
+            " Qwen/Qwen3-0.6B); give a directory or such a name"
         )
     return directory
 

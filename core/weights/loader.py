@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -32,6 +32,11 @@ Progress = Callable[[int, int], None]
 
 class WeightSource(ABC):
     """Source of a model's tensors."""
+
+    @property
+    def names(self) -> Collection[str] | None:
+        """Names of all tensors. None: the source has every tensor that a model asks for."""
+        return None
 
     def rename(self, former: Mapping[str, str]) -> None:  # noqa: B027  (a default)
         """Let tensors be found whose names begin with a former prefix (`former`: prefix -> former prefix).
@@ -73,6 +78,7 @@ def load_weights(
     sizes = {
         name: _rank_bytes(name, wanted[name], size, layers.rank, layers.ranks)
         for name, size in source.check(wanted, layers.ignored).items()
+        if wanted[name].only_rank in (None, layers.rank)
     }
     done, total = 0, sum(sizes.values())
     with (
@@ -145,6 +151,10 @@ class SafetensorsSource(WeightSource):
             if tensor not in self._files[name].tensors:
                 raise CheckpointError(f"{INDEX} says that {name} holds {tensor}, but it does not; fetch both again")
 
+    @property
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
     def rename(self, former: Mapping[str, str]) -> None:
         """As WeightSource.rename, for prefixes that no tensor has."""
         for prefix, old in former.items():
@@ -206,11 +216,11 @@ class SafetensorsSource(WeightSource):
             if spec.stored_in is not None:
                 size, start = spec.shape[dim], spec.stored_in.start
             part = _shard_range(name, spec, size, rank, ranks)
-            shape[dim], index = len(part), start + part.start
+            shape[dim], index = len(part) * spec.shard_parts, start + part.start
         dtype = _torch_type(stored.dtype)
         on_cpu = torch.device(device).type == "cpu"
         tensor = host_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
-        return tensor, file.read_tasks(self._in_file(name), dim, index, tensor)
+        return tensor, file.read_tasks(self._in_file(name), dim, index, tensor, spec.shard_parts)
 
     def _in_file(self, name: str) -> str:
         return self._stored_as.get(name, name)
@@ -292,7 +302,8 @@ class DummySource(WeightSource):
         shape = list(spec.shape)
         shard = 0
         if spec.shard_dim is not None:
-            shape[spec.shard_dim] = len(_shard_range(name, spec, shape[spec.shard_dim], rank, ranks))
+            part = _shard_range(name, spec, shape[spec.shard_dim], rank, ranks)
+            shape[spec.shard_dim] = len(part) * spec.shard_parts
             shard = rank // spec.replicas  # replicas must be equal on all of their ranks
         dtype = _torch_type(spec.dtypes[0])
         generator = torch.Generator(device).manual_seed(_seed_of(f"{self._seed} {shard} {name}"))
@@ -329,15 +340,18 @@ def _random_tensor(
 
 
 def _shard_range(name: str, spec: TensorSpec, size: int, rank: int, ranks: int) -> range:
-    """This rank's range of a sharded dimension of that size. Raises CheckpointError if ranks do not divide it."""
+    """This rank's range of each part of a sharded dimension of that size.
+
+    Raises CheckpointError if ranks do not divide it.
+    """
     if spec.shard_size is not None:
         return range(min(rank * spec.shard_size, size), min((rank + 1) * spec.shard_size, size))
     shards = ranks // spec.replicas
-    if size % shards:
+    if size % (shards * spec.shard_parts):
         raise CheckpointError(
             f"{ranks} ranks cannot share tensor {name} evenly: it has {size} in the dimension to split"
         )
-    count = size // shards
+    count = size // (shards * spec.shard_parts)
     return range(rank // spec.replicas * count, (rank // spec.replicas + 1) * count)
 
 
@@ -346,7 +360,9 @@ def _rank_bytes(name: str, spec: TensorSpec, nbytes: int, rank: int, ranks: int)
     if spec.shard_dim is None:
         return nbytes
     size = spec.shape[spec.shard_dim]
-    return nbytes // ranks if size < 1 else nbytes // size * len(_shard_range(name, spec, size, rank, ranks))
+    if size < 1:
+        return nbytes // ranks
+    return nbytes // size * len(_shard_range(name, spec, size, rank, ranks)) * spec.shard_parts
 
 
 def _torch_type(name: str) -> torch.dtype:

@@ -85,19 +85,20 @@ class TensorFile:
             for name, one in header.items()
         }
 
-    def read_tasks(self, name: str, dim: int, index: int, target: torch.Tensor) -> Iterator[ReadTask]:
+    def read_tasks(self, name: str, dim: int, index: int, target: torch.Tensor, parts: int = 1) -> Iterator[ReadTask]:
         """Tasks that fill `target`, a contiguous tensor, with a slice of tensor `name` and read nothing else.
 
         The slice starts at `index` of dimension `dim`, is as long there as `target`, and spans the other dimensions.
+        parts: of dimension `dim`, of equal size; the same slice of each is read, one after the other.
         """
         stored = self.tensors[name]
         memory = target.view(-1).view(torch.uint8)
         if not memory.numel():
             return
         inner = math.prod(stored.shape[dim + 1 :]) * target.dtype.itemsize
-        runs = math.prod(stored.shape[:dim])  # the slice lies in the file as this number of runs of bytes,
+        runs = math.prod(stored.shape[:dim]) * parts  # the slice lies in the file as this number of runs of bytes,
         length = memory.numel() // runs  # each of this length,
-        stride = inner * (stored.shape[dim] if stored.shape else 1)  # at this distance
+        stride = inner * (stored.shape[dim] // parts if stored.shape else 1)  # at this distance
         first = stored.offset + index * inner
         if length == stride or runs == 1:
             yield from self._run(name, first, memory)

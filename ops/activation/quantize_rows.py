@@ -3,12 +3,13 @@ a row, in one kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
-from attrs import frozen
+from attrs import field, frozen
 
 from engine.ops.common.launch import dependent_launch, release, wait
 from engine.ops.common.limits import max_quantized
@@ -44,9 +45,11 @@ class Scaling:
     max_activation: float = 0.0
     """Numbers beyond +-max_activation are clamped to it. 0: none are."""
 
-    @property
-    def constants(self) -> dict[str, object]:
-        """Constexprs of the kernels."""
+    constants: Mapping[str, object] = field(init=False, eq=False, repr=False)
+    """Constexprs of the kernels."""
+
+    @constants.default
+    def _make_constants(self) -> Mapping[str, object]:
         return {"PER_BLOCK": self.per_block, "POWERS": self.powers_of_two, "MAX": self.max_activation}
 
     def __str__(self) -> str:

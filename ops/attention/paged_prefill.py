@@ -132,11 +132,9 @@ def paged_prefill(
     keys, values: [blocks, block_size, kv_heads, head_dim];
     tables: [sequences, max_blocks] int32; tiles: [tiles, 4] int32, from `prefill_tiles` with config.tokens(group);
     value_scale: factor on the values;
-    sinks: [heads] float32, the score of one more key of each head, whose value is zero; not with a persistent config.
+    sinks: [heads] float32, the score of one more key of each head, whose value is zero.
     """
     if config.persistent:
-        if sinks is not None:
-            raise ValueError("the persistent kernel does not add sinks; choose another config")
         persistent_prefill.launch(
             q,
             keys,
@@ -148,6 +146,7 @@ def paged_prefill(
             softcap=softcap,
             window=window,
             value_scale=value_scale,
+            sinks=sinks,
             config=config,
         )
         return

@@ -234,9 +234,10 @@ def _attend(
     GROUP_SIZE: gl.constexpr,
     WINDOWED: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr,
 ):
     """The warps that multiply; HALF: 0 for the first half of a tile's rows, 1 for the second."""
-    out, tiles, out_stride, scale, softcap, window, value_scale, items = arguments
+    out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items = arguments
     q_tile, k_stages, v_stages, q_filled, q_free, _, free, turn_barriers = shared
     BLOCK_N: gl.constexpr = k_stages.shape[1]
     HEAD_DIM: gl.constexpr = k_stages.shape[2]
@@ -293,6 +294,9 @@ def _attend(
             p, m_i, l_i, alpha = _soften(
                 qk, m_i, l_i, q_positions, last, scale, softcap, window, WINDOWED, SOFTCAP, True
             )
+            if SINKS:
+                sink = gl.load(sinks + head * GROUP_SIZE + rows % GROUP_SIZE)
+                l_i += gl.exp2(sink * 1.4426950408889634 - m_i)
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout)), 1)
             left = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, acc_layout, 2))
             stage = _begin_step(shared, step, HALF)
@@ -313,9 +317,9 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["table_stride", "window", "items"])
 def _prefill_kernel(
-    q, keys, values, tables, tiles, out, q_stride, out_stride, table_stride, scale, softcap, window, value_scale, items,
-    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    q, keys, values, tables, tiles, out, sinks, q_stride, out_stride, table_stride, scale, softcap, window, value_scale,
+    items, KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """items: tiles times KV_HEADS. Grid: programs, at most one per item. Other arguments as in paged_prefill."""
@@ -340,12 +344,12 @@ def _prefill_kernel(
     shared = (q_tile, k_stages, v_stages, q_filled, q_free, filled, free, turn_barriers)
     wait(PDL)
     release(PDL)
-    attended = (out, tiles, out_stride, scale, softcap, window, value_scale, items)
+    attended = (out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items)
     copied = (q, keys, values, tables, tiles, q_stride, table_stride, window, items)
     gl.warp_specialize(
         [
-            (_attend, (attended, shared, 0, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP)),
-            (_attend, (attended, shared, 1, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP)),
+            (_attend, (attended, shared, 0, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
+            (_attend, (attended, shared, 1, KV_HEADS, GROUP_SIZE, WINDOWED, SOFTCAP, SINKS)),
             (_copy, (copied, shared, KV_HEADS, GROUP_SIZE, BLOCK_SIZE, WINDOWED)),
         ],
         [4, 4],
@@ -365,6 +369,7 @@ def launch(
     softcap: float | None,
     window: int | None,
     value_scale: float,
+    sinks: torch.Tensor | None,
     config: PrefillConfig,
 ) -> None:
     """Launch the kernel with the arguments of paged_prefill, where `can_persist` says what is supported."""
@@ -377,6 +382,7 @@ def launch(
         tables,
         tiles,
         out,
+        out if sinks is None else sinks,
         q.stride(0),
         out.stride(0),
         tables.stride(0),
@@ -391,6 +397,7 @@ def launch(
         BLOCK_SIZE=block_size,
         WINDOWED=window is not None,
         SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.num_stages,

@@ -49,6 +49,7 @@ def has_capability(device: torch.device, minimum: tuple[int, int]) -> bool:
     return torch.cuda.get_device_capability(device) >= minimum
 
 
+@cache
 def has_tma(device: torch.device) -> bool:
     """Whether tensor descriptors are loaded by TMA. True for a CPU, where the interpreter runs the kernels."""
     return device.type == "cpu" or has_capability(device, (9, 0))

@@ -79,8 +79,7 @@ class TritonAttention(AttentionBackend[None, TritonPlan]):
         self._pool = pool
         self._group = spec.num_heads // spec.num_kv_heads
         keys = pool.keys[0]
-        # The persistent kernel does not add sinks.
-        self._can_persist = can_persist(keys, getattr(torch, spec.dtype), self._group) and not any(spec.sinks)
+        self._can_persist = can_persist(keys, getattr(torch, spec.dtype), self._group)
         self._shared_memory = _shared_memory(keys.device)
         self._decode_launches: list[tuple[float, Any]] = []  # (maximum number of sequences, launch)
         heads = spec.num_heads, spec.num_kv_heads

@@ -22,6 +22,11 @@ MLPBlock = Callable[
     ["torch.Tensor | PartialSum", "torch.Tensor | None"], "tuple[torch.Tensor | PartialSum, torch.Tensor]"
 ]
 """The MLP of a decoder layer with its norms: hidden and residual to the next two, as a GatedMLP."""
+Block = Callable[
+    ["ForwardPass", "torch.Tensor | PartialSum", "torch.Tensor | None", "Angles | None"],
+    "tuple[torch.Tensor | PartialSum, torch.Tensor]",
+]
+"""A decoder layer, as DecoderBlock."""
 
 
 class Decoder(Model):
@@ -83,6 +88,7 @@ class Decoder(Model):
             sliding_windows=shape.sliding_windows,
             scale=shape.head_dim**-0.5 if shape.scale is None else shape.scale,
             softcap=shape.softcap,
+            sinks=(True,) * shape.num_layers if shape.sinks else (),
         )
 
     def __init__(self, config: Mapping[str, Any], layers: LayerFactory, options: Any = None) -> None:
@@ -93,9 +99,7 @@ class Decoder(Model):
         )
         ropes = [rope for index, rope in enumerate(shape.ropes) if rope not in shape.ropes[:index]]
         self._rotaries = [None if rope is None else layers.rotary(rope) for rope in ropes]
-        self._blocks = [
-            (DecoderBlock(index, shape, layers, self.mlp), ropes.index(rope)) for index, rope in enumerate(shape.ropes)
-        ]
+        self._blocks = [(self.block(index, shape, layers), ropes.index(rope)) for index, rope in enumerate(shape.ropes)]
         """Each decoder layer, and the number of its rotary embedding."""
         self._norm = layers.norm(f"{shape.prefix}norm", shape.hidden_size, shape.norm_eps, shape.norm_kind)
         tied = self._embedding if shape.tied else None
@@ -113,9 +117,16 @@ class Decoder(Model):
         """Say what else the checkpoint has, before layers are made. Override it where there is something."""
 
     @classmethod
+    def block(cls, index: int, shape: DecoderConfig, layers: LayerFactory) -> Block:
+        """Decoder layer `index`. Override it for layers that connect attention and MLP in another way."""
+        return DecoderBlock(index, shape, layers, cls.mlp)
+
+    @classmethod
     def mlp(cls, index: int, shape: DecoderConfig, layers: LayerFactory) -> MLPBlock:
-        """The MLP of decoder layer `index`. Override it for layers with another one, such as experts."""
+        """The MLP of decoder layer `index`, or its mixture of experts."""
         name = f"{shape.prefix}layers.{index}"
+        if shape.sparse is not None and index in shape.sparse.layers:
+            return shape.sparse.make(name, layers, shape.hidden_size, shape.norm_eps)
         return layers.gated_mlp(
             f"{name}.mlp",
             shape.hidden_size,
@@ -170,6 +181,7 @@ class DecoderBlock:
             qkv_bias=shape.qkv_bias,
             output_bias=shape.output_bias,
             qk_norm=shape.qk_norm,
+            sinks=shape.sinks,
             norm_kind=shape.norm_kind,
             output_norm=named(name, shape.norms.attention_output),
             output_scale=shape.residual_scale,

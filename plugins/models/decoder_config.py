@@ -11,6 +11,7 @@ from engine.core.errors import CheckpointError
 from engine.core.layers import NormKind, RotarySpec
 from engine.core.quant import Activation
 from engine.core.weights import read_key
+from engine.plugins.models.sparse import SparseConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (FULL, SLIDING)
@@ -84,6 +85,10 @@ class DecoderConfig:
     """Name of the tensor with the projections to queries, keys and values. Empty: there are three tensors."""
     fused_gate_up: str = ""
     """Name of the tensor with the gate and up projections. Empty: there are two tensors."""
+    sinks: bool = False
+    """Whether the attention of every layer has sinks."""
+    sparse: SparseConfig | None = None
+    """The mixture of experts in place of some layers' MLP."""
     prefix: str = "model."
     """Of the names of the decoder's tensors."""
     head: str = "lm_head"

@@ -49,6 +49,13 @@ def register_quant(register: Register) -> None:
         preference=6,
     )
     register(
+        "mxfp4",
+        lazy("engine.plugins.quant.mxfp4:Mxfp4"),
+        api="2",
+        summary="experts of 4-bit numbers with a scale per 32: gpt-oss checkpoints",
+        preference=9,
+    )
+    register(
         "auto-round",
         lazy("engine.plugins.quant.auto_round:AutoRound"),
         api="2",

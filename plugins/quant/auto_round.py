@@ -14,12 +14,19 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from engine.core.errors import CheckpointError
-from engine.core.quant import LinearKernel, LinearSpec
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSpec
 from engine.plugins.quant.awq import BITS as AWQ_BITS, AwqReader
 from engine.plugins.quant.conversions import instead_of
 from engine.plugins.quant.gptq import BITS, GptqConfig, GptqReader
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys
-from engine.plugins.quant.quantization_config import flat_names, is_listed, same_for_all, unquantized_modules
+from engine.plugins.quant.quantization_config import (
+    flat_names,
+    is_listed,
+    same_for_all,
+    same_for_experts,
+    unquantized_modules,
+)
+from engine.plugins.quant.w4_experts import w4_experts
 from engine.plugins.quant.w4a16 import GroupScheme, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
@@ -33,7 +40,7 @@ UNQUANTIZED_BITS = 16
 """From this number of bits on, a module is not quantized."""
 SETTINGS = frozenset({"bits", "group_size", "sym"})
 """Keys of a module's settings that are computed with."""
-ACTIVATIONS = {
+NEUTRAL = {
     "act_bits": (None, 16, 32),
     "data_type": (None, "int"),
     "super_bits": (None,),
@@ -73,7 +80,7 @@ class AutoRound(W4A16Method):
             }
         ),
         neutral={
-            **ACTIVATIONS,
+            **NEUTRAL,
             "rotation_config": (None, {}),
             "rotation_configs": (None, []),
             "static_attention_dtype": (None,),
@@ -118,7 +125,8 @@ class AutoRound(W4A16Method):
                 f"the checkpoint's packing_format is {self._packing!r}; this reads {', '.join(PACKINGS)}:"
                 f" {instead_of('AutoRound')}"
             )
-        self._default = self._settings(config, "quantization_config")
+        standard = ModuleSettings(bits=4, group_size=128, symmetric=True)
+        self._default = self._settings(config, "quantization_config", standard)
         blocks = config.get("block_name_to_quantize") or config.get("to_quant_block_names")
         if isinstance(blocks, str):
             blocks = [name.strip() for name in blocks.split(",")]
@@ -127,13 +135,21 @@ class AutoRound(W4A16Method):
         extra = config.get("extra_config") or {}
         if not isinstance(extra, Mapping):
             raise CheckpointError(f"quantization_config: extra_config is {extra!r}, not a table")
-        self._extra = {name: self._settings(table, f"extra_config {name}") for name, table in extra.items() if table}
+        default = self._default or standard
+        self._extra = {
+            name: self._settings(table, f"extra_config {name}", default) for name, table in extra.items() if table
+        }
         self._patterns = [(pattern, name) for name in self._extra if (pattern := _pattern(name)) is not None]
 
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """A W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
         settings = same_for_all(spec, self.settings_of)
         return None if settings is None else W4A16Kernel(spec, self._reader(settings), self._matmuls)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """A kernel for the device. None for experts that the checkpoint leaves unquantized."""
+        settings = same_for_experts(spec, self.settings_of)
+        return None if settings is None else w4_experts(spec, self._reader(settings), self._matmuls)
 
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
         """As `linear`, where extra_config names the output layer."""
@@ -158,15 +174,14 @@ class AutoRound(W4A16Method):
         less_one = self._packing in GPTQ_LESS_ONE
         return GptqReader(GptqConfig(scheme=scheme, symmetric=settings.symmetric, less_one=less_one, ordered=False))
 
-    def _settings(self, table: Any, where: str) -> ModuleSettings | None:
-        """Parse the settings of a module. Settings that the table lacks are the defaults. None: it is not quantized."""
+    def _settings(self, table: Any, where: str, default: ModuleSettings) -> ModuleSettings | None:
+        """Parse the settings of a module. Those that the table lacks are the default's. None: it is not quantized."""
         if not isinstance(table, Mapping):
             raise CheckpointError(f"quantization_config: {where} is {table!r}, not a table")
-        default = getattr(self, "_default", None) or ModuleSettings(bits=4, group_size=128, symmetric=True)
         bits, group_size = table.get("bits") or default.bits, table.get("group_size") or default.group_size
         if type(bits) is int and bits >= UNQUANTIZED_BITS:
             return None
-        QuantKeys(read=frozenset(), neutral=ACTIVATIONS).check(table)
+        QuantKeys(read=frozenset(), neutral=NEUTRAL).check(table)
         accepted = (AWQ_BITS,) if self._packing in AWQ else BITS
         if bits not in accepted:
             raise CheckpointError(

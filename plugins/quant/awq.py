@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 import torch
 
 from engine.core.errors import CheckpointError
-from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.groups import check_scales
 from engine.plugins.quant.packing import AWQ_ORDER, unpack_awq
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, with_file
-from engine.plugins.quant.quantization_config import is_listed, same_for_all, unquantized_modules
+from engine.plugins.quant.quantization_config import is_listed, same_for_all, same_for_experts, unquantized_modules
+from engine.plugins.quant.w4_experts import w4_experts
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
@@ -70,6 +71,11 @@ class Awq(W4A16Method):
         """A W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
         scheme = same_for_all(spec, lambda name: None if is_listed(name, self._unquantized) else self._scheme)
         return None if scheme is None else W4A16Kernel(spec, AwqReader(scheme), self._matmuls)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """A kernel for the device. None for experts that the checkpoint leaves unquantized."""
+        scheme = same_for_experts(spec, lambda name: None if is_listed(name, self._unquantized) else self._scheme)
+        return None if scheme is None else w4_experts(spec, AwqReader(scheme), self._matmuls)
 
 
 class AwqReader(Reader):

@@ -5,23 +5,31 @@ The fp8 and int8 methods read checkpoints in which no group of modules is packed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from engine.core.errors import CheckpointError
-from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec
-from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSpec
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 from engine.plugins.quant.pack_quantized import FORMAT, PackedReader, check_packed
 from engine.plugins.quant.quant_keys import QuantKeys
-from engine.plugins.quant.quantization_config import COMPRESSED_KEYS, CompressedConfig, Scheme, same_for_all
+from engine.plugins.quant.quantization_config import (
+    COMPRESSED_KEYS,
+    CompressedConfig,
+    Scheme,
+    same_for_all,
+    same_for_experts,
+)
+from engine.plugins.quant.w4_experts import w4_experts
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
+from engine.plugins.quant.w8_experts import w8_experts
 from engine.plugins.quant.w8_formats import format_of
 from engine.plugins.quant.w8_kernel import W8Format
 from engine.plugins.quant.w8_kernels import W8Kernels
 
 
-class CompressedTensors(W4A16Method):
+class CompressedTensors(ReadsKVCacheScheme, W4A16Method):
     """Reads checkpoints of format pack-quantized, and of mixed-precision with packed groups."""
 
     reads: ClassVar[str] = "that llm-compressor has packed (W4A16, W8A16)"
@@ -52,17 +60,6 @@ class CompressedTensors(W4A16Method):
         found._kv_cache.warn_unsupported()
         return found
 
-    @classmethod
-    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
-        return KVCacheScheme.parse(checkpoint).dtype
-
-    def kv_scales(self, attention: str) -> KVScaleNames | None:
-        return self._kv_cache.names(attention)
-
-    def ignored(self) -> Sequence[str]:
-        """KV cache scales under other names, or of an unsupported kind."""
-        return self._kv_cache.ignored()
-
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """A W4A16 or W8 kernel. None for modules that the checkpoint leaves unquantized."""
         scheme = same_for_all(spec, self._config.scheme)
@@ -71,6 +68,15 @@ class CompressedTensors(W4A16Method):
         if scheme.name in self._unpacked:
             return self._w8.make(spec, self._unpacked[scheme.name])
         return W4A16Kernel(spec, PackedReader(scheme.weights), self._matmuls)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """A kernel for the device. None for experts that the checkpoint leaves unquantized."""
+        scheme = same_for_experts(spec, self._config.scheme)
+        if scheme is None:
+            return None
+        if scheme.name in self._unpacked:
+            return w8_experts(spec, self._unpacked[scheme.name])
+        return w4_experts(spec, PackedReader(scheme.weights), self._matmuls)
 
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
         """As `linear`: the targets and `ignore` speak of the output layer too."""

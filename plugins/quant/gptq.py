@@ -16,11 +16,18 @@ from attrs import evolve, frozen
 
 from engine.core.errors import CheckpointError
 from engine.core.layers import BIAS_SHARD_DIM
-from engine.core.quant import LinearKernel, LinearPart, LinearSpec, TensorSpec
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearPart, LinearSpec, TensorSpec
 from engine.plugins.quant.groups import check_scales, group_of
 from engine.plugins.quant.packing import WORD, gptq_zeros, unpack
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, with_file
-from engine.plugins.quant.quantization_config import flat_names, is_listed, same_for_all, unquantized_modules
+from engine.plugins.quant.quantization_config import (
+    flat_names,
+    is_listed,
+    same_for_all,
+    same_for_experts,
+    unquantized_modules,
+)
+from engine.plugins.quant.w4_experts import w4_experts
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel
 from engine.plugins.quant.w4a16_method import W4A16Method
@@ -139,6 +146,11 @@ class Gptq(W4A16Method):
         """A W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
         config = same_for_all(spec, self.config_of)
         return None if config is None else W4A16Kernel(spec, GptqReader(config), self._matmuls)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """A kernel for the device. None for experts that the checkpoint leaves unquantized."""
+        config = same_for_experts(spec, self.config_of)
+        return None if config is None else w4_experts(spec, GptqReader(config), self._matmuls)
 
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
         """As `linear`, where quantization_config has lm_head: true."""

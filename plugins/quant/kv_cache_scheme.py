@@ -80,3 +80,22 @@ class KVCacheScheme:
                 self.unsupported,
                 FLOAT8,
             )
+
+
+class ReadsKVCacheScheme:
+    """The KV cache's part of a quantization method, answered by a KVCacheScheme. A base to put before QuantMethod."""
+
+    _kv_cache: KVCacheScheme
+
+    @classmethod
+    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
+        """The dtype that the checkpoint asks for."""
+        return KVCacheScheme.parse(checkpoint).dtype
+
+    def kv_scales(self, attention: str) -> KVScaleNames | None:
+        """Names of the tensors that may hold the scales of an attention layer."""
+        return self._kv_cache.names(attention)
+
+    def ignored(self) -> Sequence[str]:
+        """KV cache scales under other names, or of an unsupported kind."""
+        return self._kv_cache.ignored()

@@ -6,7 +6,7 @@ hf_quant_config.json describes the quantization; newer exports repeat most of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -16,14 +16,16 @@ from attrs import frozen
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
-from engine.core.quant import KVScaleNames, LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearPart, LinearSpec, QuantMethod, TensorSpec
 from engine.plugins.quant.conversions import instead_of
 from engine.plugins.quant.groups import check_scales
-from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys, quantization_file
-from engine.plugins.quant.quantization_config import same_for_all
+from engine.plugins.quant.quantization_config import same_for_all, same_for_experts
+from engine.plugins.quant.w4_experts import w4_experts
 from engine.plugins.quant.w4a16 import GroupScheme, QuantizedWeight, Reader
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
+from engine.plugins.quant.w8_experts import w8_experts
 from engine.plugins.quant.w8_kernel import STATIC, TOKEN, W8Format
 from engine.plugins.quant.w8_kernels import W8Kernels
 
@@ -125,13 +127,14 @@ class ModelOptConfig:
         return None if excluded else self.layers.get(module, self.default)
 
 
-class ModelOpt(QuantMethod[None]):
+class ModelOpt(ReadsKVCacheScheme, QuantMethod[None]):
     """Reads checkpoints that ModelOpt has exported."""
 
     api: ClassVar[str] = "2"
 
     def __init__(self, config: ModelOptConfig) -> None:
         self._config = config
+        self._kv_cache = config.kv_cache
         self._w8 = W8Kernels("modelopt")
         self._matmuls = WeightOnlyMatmuls()
 
@@ -162,13 +165,6 @@ class ModelOpt(QuantMethod[None]):
     def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
         return None if checkpoint is None else ModelOptConfig(checkpoint).kv_cache.dtype
 
-    def kv_scales(self, attention: str) -> KVScaleNames | None:
-        return self._config.kv_cache.names(attention)
-
-    def ignored(self) -> Sequence[str]:
-        """KV cache scales under other names, or of an unsupported kind."""
-        return self._config.kv_cache.ignored()
-
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """A W8 or W4A16 kernel. None for modules that the checkpoint leaves unquantized."""
         found = same_for_all(spec, self._config.format)
@@ -178,6 +174,16 @@ class ModelOpt(QuantMethod[None]):
             return self._w8.make(spec, FLOAT8_FORMATS[found.algorithm])
         scheme = GroupScheme(bits=BITS, group_size=found.group_size or -1)
         return W4A16Kernel(spec, Int4Reader(scheme), self._matmuls)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """A kernel for the device. None for experts that the checkpoint leaves unquantized."""
+        found = same_for_experts(spec, self._config.format)
+        if found is None:
+            return None
+        if found.algorithm in FLOAT8_FORMATS:
+            return w8_experts(spec, FLOAT8_FORMATS[found.algorithm])
+        scheme = GroupScheme(bits=BITS, group_size=found.group_size or -1)
+        return w4_experts(spec, Int4Reader(scheme), self._matmuls)
 
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
         """As `linear`: ModelOpt quantizes the output layer unless it is excluded."""

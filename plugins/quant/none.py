@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError
-from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec, QuantMethod
+from engine.core.quant import LinearKernel, LinearSpec, QuantMethod
 from engine.plugins.quant.conversions import advice
-from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 
 
-class Unquantized(QuantMethod[None]):
+class Unquantized(ReadsKVCacheScheme, QuantMethod[None]):
     """Reads checkpoints with float32, bfloat16 or float16 weights, and perhaps KV cache scales."""
 
     api: ClassVar[str] = "2"
@@ -44,17 +44,6 @@ class Unquantized(QuantMethod[None]):
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """None: core's own kernel multiplies by the weights as they are."""
         return None
-
-    @classmethod
-    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
-        return KVCacheScheme.parse(checkpoint).dtype
-
-    def kv_scales(self, attention: str) -> KVScaleNames | None:
-        return self._kv_cache.names(attention)
-
-    def ignored(self) -> Sequence[str]:
-        """KV cache scales under other names, or of an unsupported kind."""
-        return self._kv_cache.ignored()
 
 
 def is_kv_cache_alone(config: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from attrs import frozen
 
 from engine.core.errors import CheckpointError
-from engine.core.quant import LinearSpec
+from engine.core.quant import ExpertsSpec, LinearSpec
 from engine.plugins.quant.quant_keys import BY_PROGRAM, QuantKeys
 
 T = TypeVar("T")
@@ -90,6 +90,23 @@ def same_for_all(spec: LinearSpec, lookup: Callable[[str], T]) -> T:
                 " left alone"
             )
     return found[0]
+
+
+def same_for_experts(spec: ExpertsSpec, lookup: Callable[[str], T]) -> T:
+    """The value of `lookup` for all projections of all experts of a layer.
+
+    Raises CheckpointError where they differ: they are multiplied by one kernel.
+    """
+    names = [part.name for expert in range(spec.num_experts) for one in spec.linears(expert) for part in one.parts]
+    first = lookup(names[0])
+    for name in names[1:]:
+        found = lookup(name)
+        if found != first:
+            raise CheckpointError(
+                f"quantization_config treats {names[0]} as {_describe(first)} but {name} as {_describe(found)}; all"
+                " experts of a layer must be quantized alike"
+            )
+    return first
 
 
 @frozen(kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -11,10 +11,11 @@ from attrs import evolve, field, frozen, validators
 
 from engine.core.device import DeviceInfo
 from engine.core.errors import CheckpointError, ConfigError
-from engine.core.quant import KVScaleNames, LinearKernel, LinearSpec, QuantMethod
-from engine.plugins.quant.kv_cache_scheme import KVCacheScheme
+from engine.core.quant import ExpertsKernel, ExpertsSpec, LinearKernel, LinearSpec, QuantMethod
+from engine.plugins.quant.kv_cache_scheme import KVCacheScheme, ReadsKVCacheScheme
 from engine.plugins.quant.quant_keys import QuantKeys
-from engine.plugins.quant.quantization_config import COMPRESSED_KEYS, same_for_all
+from engine.plugins.quant.quantization_config import COMPRESSED_KEYS, same_for_all, same_for_experts
+from engine.plugins.quant.w8_experts import w8_experts
 from engine.plugins.quant.w8_formats import FormatSource, OneFormat, Overridden
 from engine.plugins.quant.w8_kernel import NONE, TOKEN, Activations, W8Format
 from engine.plugins.quant.w8_kernels import W8Kernels
@@ -39,7 +40,7 @@ class ActivationOptions:
 W8OptionsT = TypeVar("W8OptionsT", bound=ActivationOptions)
 
 
-class W8Method(QuantMethod[W8OptionsT | None], Generic[W8OptionsT]):
+class W8Method(ReadsKVCacheScheme, QuantMethod[W8OptionsT | None], Generic[W8OptionsT]):
     """Reads quantized weights and scales, or quantizes while loading."""
 
     api: ClassVar[str] = "2"
@@ -101,21 +102,15 @@ class W8Method(QuantMethod[W8OptionsT | None], Generic[W8OptionsT]):
         kv_cache.warn_unsupported()
         return cls(source, kv_cache)
 
-    @classmethod
-    def kv_dtype(cls, checkpoint: Mapping[str, Any] | None) -> str | None:
-        return KVCacheScheme.parse(checkpoint).dtype
-
-    def kv_scales(self, attention: str) -> KVScaleNames | None:
-        return self._kv_cache.names(attention)
-
-    def ignored(self) -> Sequence[str]:
-        """KV cache scales under other names, or of an unsupported kind."""
-        return self._kv_cache.ignored()
-
     def linear(self, spec: LinearSpec) -> LinearKernel | None:
         """A kernel for the device. None for modules that the checkpoint leaves unquantized."""
         form = same_for_all(spec, self._formats.format)
         return None if form is None else self._kernels.make(spec, form)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsKernel | None:
+        """A kernel for the device. None for experts that the checkpoint leaves unquantized."""
+        form = same_for_experts(spec, self._formats.format)
+        return None if form is None else w8_experts(spec, form)
 
     def lm_head(self, spec: LinearSpec) -> LinearKernel | None:
         """As `linear`, for checkpoints whose configuration names the output layer."""

@@ -83,7 +83,7 @@ class Memory:
 
     def by_role(self) -> dict[str, int]:
         used = ((one.role, usage(one.pid)) for one in family(self._supervisor))
-        return {role: found.rss for role, found in used if found is not None}
+        return {role: found.memory for role, found in used if found is not None}
 
     def _sample(self) -> None:
         while not self._stopped.wait(0.25):

@@ -12,7 +12,7 @@ from typing import Any
 
 from wire import UsageError
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+KIB = 1024
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Process:
 class Usage:
     """What a process uses at one moment."""
 
-    rss: int
-    """Resident memory, bytes."""
+    memory: int
+    """Resident memory without pages of files, bytes: the system drops such pages and reads them again as it likes."""
     descriptors: int
     threads: int
 
@@ -80,15 +80,15 @@ def _role(pid: int, parent: str) -> str:
 
 def usage(pid: int) -> Usage | None:
     """What a process uses; None when it has ended."""
-    stat, status = _read(f"/proc/{pid}/statm"), _read(f"/proc/{pid}/status")
-    threads = re.search(r"Threads:\s+(\d+)", status)
-    if not stat or threads is None:
+    fields = dict(re.findall(r"^(RssAnon|RssShmem|Threads):\s+(\d+)", _read(f"/proc/{pid}/status"), re.MULTILINE))
+    if len(fields) < 3:
         return None
     try:
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return None
-    return Usage(int(stat.split()[1]) * PAGE, descriptors, int(threads[1]))
+    memory = (int(fields["RssAnon"]) + int(fields["RssShmem"])) * KIB
+    return Usage(memory, descriptors, int(fields["Threads"]))
 
 
 def state_of(pid: int) -> str:

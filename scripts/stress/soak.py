@@ -5,9 +5,9 @@
 
 Starts `engine serve` with these flags (none: the demo model, and a KV cache of 64 MiB). The memory of the KV cache
 becomes resident when it is first written, so a large one looks like growth until all of it was in use: give
---kv-memory. Every --every seconds, the resident memory, descriptors
-and threads of each process and the KV blocks by state are written down. At the end the clients leave, and no block may
-stay used. A line is fitted to the memory of each process after --warm-up of the time. Exit status 1 when a slope is
+--kv-memory. Every --every seconds, the resident memory (without pages of files, which the system drops as it likes),
+descriptors and threads of each process and the KV blocks by state are written down. At the end the clients leave, and no
+block may stay used. A line is fitted to the memory of each process after --warm-up of the time. Exit status 1 when a slope is
 above --slope, descriptors or threads of the last tenth exceed those of the tenth after the warm-up, a stream hung, or
 the server stopped answering. The picture needs matplotlib (extra `plot`).
 """
@@ -67,7 +67,7 @@ def slopes(samples: Sequence[Sample], warm_up: float) -> dict[str, float]:
     times = [one["time"] / 3600 for one in late]
     fitted = {}
     for role in sorted(roles):
-        sizes = [one["processes"][role]["rss"] for one in late]
+        sizes = [one["processes"][role]["memory"] for one in late]
         fitted[role] = statistics.linear_regression(times, sizes).slope
     return fitted
 
@@ -102,11 +102,11 @@ def draw(path: Path, samples: Sequence[Sample], title: str) -> None:
     minutes = [one["time"] / 60 for one in samples]
     roles = sorted({role for one in samples for role in one["processes"]})
     panels = figure.subplots(4, 1, sharex=True)
-    for axes, what, unit in zip(panels, ("rss", "descriptors", "threads"), (MIB, 1, 1), strict=False):
+    for axes, what, unit in zip(panels, ("memory", "descriptors", "threads"), (MIB, 1, 1), strict=False):
         for role in roles:
             values = [one["processes"].get(role, {}).get(what, float("nan")) / unit for one in samples]
             axes.plot(minutes, values, label=role)
-        axes.set_ylabel("resident memory, MiB" if what == "rss" else what)
+        axes.set_ylabel("memory, MiB" if what == "memory" else what)
     for state in ("used", "cached", "free"):
         panels[3].plot(minutes, [one["blocks"][state] for one in samples], label=state)
     panels[3].set_ylabel("KV blocks")
@@ -173,7 +173,8 @@ def main() -> int:
     first, last = samples[0]["processes"], samples[-1]["processes"]
     for role, used in last.items():
         before = first.get(role, used)
-        sizes = f"{before['rss'] / MIB:.0f} to {used['rss'] / MIB:.0f} MiB, {fitted.get(role, 0) / MIB:+.1f} MiB/h"
+        sizes = f"{before['memory'] / MIB:.0f} to {used['memory'] / MIB:.0f} MiB"
+        sizes += f", {fitted.get(role, 0) / MIB:+.1f} MiB/h"
         print(f"{role:12} {sizes}; {used['descriptors']} descriptors, {used['threads']} threads")
     print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
     for failure in failures:

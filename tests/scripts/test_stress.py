@@ -124,8 +124,8 @@ def test_only_local_servers_are_stressed() -> None:
 def test_slopes_and_faults_of_a_soak_are_found() -> None:
     from soak import MIB, faults, slopes  # type: ignore[import-not-found]
 
-    def at(minute: float, rss: float, threads: int) -> dict[str, Any]:
-        used = {"rss": rss * MIB, "descriptors": 10, "threads": threads}
+    def at(minute: float, memory: float, threads: int) -> dict[str, Any]:
+        used = {"memory": memory * MIB, "descriptors": 10, "threads": threads}
         return {"time": minute * 60, "processes": {"engine": used}, "blocks": {}}
 
     steady = [at(minute, 300 + minute % 2, 4) for minute in range(60)]

@@ -150,7 +150,7 @@ def test_replayed_steps_equal_one_rank(checkpoints: Any, monkeypatch: pytest.Mon
     with build(path) as one:
         expected = [tokens_of(one, params) for params in (GREEDY, mixed)]
     monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
-    monkeypatch.setattr(start, "use_graphs", lambda config, attention, device: True)
+    monkeypatch.setattr(start, "use_graphs", lambda config, attention, model, device: True)
     with build(path, 2, attention=FixedAttention, executor__graphs="decode") as shared:
         assert [tokens_of(shared, params) for params in (GREEDY, mixed)] == expected
 

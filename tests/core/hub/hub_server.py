@@ -215,17 +215,17 @@ class _Server(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def running_hub() -> Iterator[Hub]:
-    """A hub and its storage, on two ports, which are different hosts for a client's token."""
+    """A hub and its storage, whose address has another name, so that it is another host for a client's token."""
     hub = Hub()
     with contextlib.ExitStack() as stack:
         urls = []
-        for name in ("hub", "storage"):
+        for name, host in (("hub", "127.0.0.1"), ("storage", "localhost")):
             handler = type("Handler", (Handler,), {"hub": hub, "server_name": name})
             server = stack.enter_context(_Server(("127.0.0.1", 0), handler))
             thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
             thread.start()
             stack.callback(thread.join)
             stack.callback(server.shutdown)
-            urls.append(f"http://127.0.0.1:{server.server_address[1]}")
+            urls.append(f"http://{host}:{server.server_address[1]}")
         hub.url, hub.storage_url = urls
         yield hub

@@ -135,21 +135,6 @@ def test_download_updates_one_line_of_a_terminal(hub: Hub, start: Start) -> None
     assert lines[-2] == f"download of {NAME}: 2 MB of 2 MB (100%)"
 
 
-def test_commands_say_in_one_sentence_why_a_model_cannot_be_fetched(hub: Hub, start: Start) -> None:
-    hub.add("org/gated", {"config.json": "{}", "model.safetensors": b"x"}, gated=True, token="secret")
-    commands = {
-        ("serve", "org/gated", "--port", "0"): f"org/gated is gated; accept its terms at {hub.url}/org/gated",
-        ("quantize", "org/missing", "out", "--method", "fp8"): "org/missing is neither a directory here nor",
-        ("download", "missing"): "missing is no name of a model on the hub",
-    }
-    for arguments, sentence in commands.items():
-        process = start(*arguments)
-        printed, errors = process.communicate(timeout=60)
-        assert (process.returncode, printed) == (2, "")
-        assert errors.splitlines()[-1].startswith(f"error: {sentence}")
-        assert "Traceback" not in errors
-
-
 @pytest.mark.e2e
 def test_serve_answers_with_a_model_of_the_hub(hub: Hub, start: Start, engine_checkpoint: Path) -> None:
     files = {file.name: file.read_bytes() for file in engine_checkpoint.iterdir()}

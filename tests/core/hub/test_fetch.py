@@ -7,19 +7,26 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from huggingface_hub import constants
+from typer.testing import CliRunner
 
+from engine.cli.main import app
 from engine.core.config import ModelConfig
 from engine.core.errors import ConfigError, DownloadError
 from engine.core.hub import CONFIG_ONLY, Wanted, fetch, locate
 from engine.core.hub.cache import Cache
 from engine.core.startup import Progress
+from engine.core.types import SamplingParams
 
 from .hub_server import Hub
+
+if TYPE_CHECKING:
+    from engine.core.engine import Engine
 
 NAME = "Some-Org/tiny_model.1"
 WEIGHTS = os.urandom(300_000)
@@ -248,6 +255,24 @@ def test_fetch_says_what_to_do_when_the_hub_refuses(hub: Hub, monkeypatch: pytes
         assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("generate", "org/gated", "x"), "org/gated is gated; accept its terms at"),
+        (("quantize", "org/missing", "out", "--method", "fp8"), "org/missing is neither a directory here nor"),
+        (("download", "org/gated", "--json"), "org/gated is gated"),
+        (("download", "missing"), "missing is no name of a model on the hub"),
+    ],
+)
+def test_commands_say_in_one_sentence_why_a_model_cannot_be_fetched(
+    hub: Hub, arguments: tuple[str, ...], sentence: str
+) -> None:
+    hub.add("org/gated", {"config.json": "{}", "model.safetensors": b"x"}, gated=True, token="secret")
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1].startswith(f"error: {sentence}")
+
+
 def test_fetch_reads_a_gated_model_with_its_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(NAME, FILES, gated=True, token="secret")
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -283,9 +308,17 @@ def test_fetch_names_a_server_that_is_no_hub(hub: Hub) -> None:
         fetch(NAME)
 
 
+def test_engine_takes_a_name_of_the_hub(hub: Hub, engine_checkpoint: Path, make_engine: Callable[..., Engine]) -> None:
+    commit = hub.add(NAME, {file.name: file.read_bytes() for file in engine_checkpoint.iterdir()})
+    engine = make_engine(model=NAME)
+    assert (engine.config.model.served_name, engine.config.model.revision) == (NAME, commit)
+    assert "download" in dict(engine.cache_info.phases)
+    assert len(engine.generate(["def f("], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
 def test_locate_replaces_names_by_directories(hub: Hub, tmp_path: Path) -> None:
     commit = hub.add(NAME, FILES)
-    hub.add("org/tokens", {"config.json": "{}", "tokenizer.json": "{}"})
+    hub.add("org/tokens", {"tokenizer.json": "{}"})
     settings = ModelConfig(path=NAME, tokenizer="org/tokens", download_dir=str(tmp_path / "models"))
     found = locate(settings)
     assert (found.revision, found.served_name) == (commit, NAME)

@@ -61,12 +61,10 @@ def test_weight_files_are_those_of_the_index_when_there_is_one() -> None:
 )
 def test_check_readable_says_what_a_repository_has_instead_of_safetensors(names: list[str], words: str) -> None:
     with pytest.raises(DownloadError) as raised:
-        check_readable("org/name", names, weight_files(names, dict))
+        check_readable("org/name", names, EVERYTHING, weight_files(names, dict))
     assert words in str(raised.value)
 
 
 def test_check_readable_names_the_files_that_the_index_promises_in_vain() -> None:
     with pytest.raises(DownloadError, match=r"lacks 1 of the files .* model-2\.safetensors"):
-        check_readable(
-            "org/name", ["config.json", "model-1.safetensors"], ["model-1.safetensors", "model-2.safetensors"]
-        )
+        check_readable("org/name", ["config.json", "model-1.safetensors"], EVERYTHING, ["model-2.safetensors"])

@@ -190,6 +190,20 @@ def test_norm_reduces_a_partial_sum(ranks: int) -> None:
             assert torch.equal(one, other)
 
 
+def test_partial_sums_of_two_layers_are_reduced_as_one() -> None:
+    class Counting(LoneRank):
+        calls = 0
+
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return 2 * x
+
+    group = Counting(0, 2)
+    both = PartialSum(torch.ones(3), group) + PartialSum(torch.full((3,), 2.0), group)
+    assert torch.equal(both.reduce(), torch.full((3,), 6.0))
+    assert group.calls == 1
+
+
 @pytest.mark.parametrize("group", [None, LoneRank(1, 2)])
 def test_using_a_partial_sum_as_a_tensor_is_an_error_with_any_number_of_ranks(group: RankGroup | None) -> None:
     layers = factory(group)

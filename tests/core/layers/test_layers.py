@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.core.errors import ConfigError
 from engine.core.layers import Attention, HeadNorm, LayerFactory, RMSNorm, RotarySpec, gated_activation, silu_and_mul
 from engine.core.layers.rotary import Rotary, rotate
 
@@ -118,6 +119,12 @@ def test_other_activations_do_not_change_their_input(activation: Any, expected: 
     kept = x.clone()
     torch.testing.assert_close(gated_activation(activation)(x), expected(x[:, :5], x[:, 5:]))
     assert torch.equal(x, kept)
+
+
+def test_activation_that_needs_a_gate_is_refused_for_an_mlp_without() -> None:
+    layers = LayerFactory(dtype="float32", device="cpu")
+    with pytest.raises(ConfigError, match="swiglu_oai needs a gate; use one of silu, gelu, gelu_tanh"):
+        layers.mlp("up", "down", 4, 8, norm="norm", eps=1e-5, activation="swiglu_oai")
 
 
 def test_embedding_with_tied_and_own_lm_head() -> None:

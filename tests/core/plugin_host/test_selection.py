@@ -119,6 +119,20 @@ def test_auto_takes_the_most_preferred_that_does_not_refuse_and_says_why() -> No
     assert "shy" not in reason
 
 
+def test_auto_considers_a_fallback_after_all_others() -> None:
+    any_model, own = MODEL, concrete(Model, refuses=refusing(None), spec=MODEL.spec)
+
+    class Offers:
+        @staticmethod
+        @hookimpl
+        def register_models(register: Any) -> None:
+            register("any", lambda: any_model, api="1", summary="", preference=9, fallback=True)
+            register("own", lambda: own, api="1", summary="", preference=1)
+
+    plugins = load_plugins(PluginsConfig(deny=("builtin",)), extra=[Offers()])
+    assert [one.name for one in plugins.models.candidates()] == ["own", "any"]
+
+
 def test_equal_preference_keeps_the_order_of_loading() -> None:
     one, two = concrete(AttentionBackend), concrete(AttentionBackend)
     plugins = registry(("attention", "z-first", one, 1), ("attention", "a-second", two, 1))
@@ -409,13 +423,13 @@ def test_a_dtype_nobody_computes_in_is_refused() -> None:
 
 
 def test_graphs_that_an_instance_sets_must_be_among_those_there_are() -> None:
-    backend = concrete(AttentionBackend)()
-    assert not use_graphs(EngineConfig(), backend, GPU)
+    backend, model = concrete(AttentionBackend)(), concrete(Model)()
+    assert not use_graphs(EngineConfig(), backend, model, GPU)
     backend.graphs = "decode"
-    assert use_graphs(EngineConfig(), backend, GPU)
+    assert use_graphs(EngineConfig(), backend, model, GPU)
     backend.graphs = "decodes"
     with pytest.raises(PluginError, match="Filled has set graphs = 'decodes'; it must be one of none, decode, any"):
-        use_graphs(EngineConfig(), backend, GPU)
+        use_graphs(EngineConfig(), backend, model, GPU)
 
 
 def test_max_len() -> None:
@@ -468,6 +482,14 @@ def test_the_checkpoint_s_kv_dtype_is_what_attention_is_asked_for() -> None:
     assert asked == [FLOAT8] * 3  # of the first cache group, and by the one that reads it of the second
     [choice] = [choice for choice in parts.choices if choice.extension_point == "attention"]
     assert "old refuses: it reads no KV cache in float8_e4m3fn; use --kv-dtype float32" in choice.reason
+
+
+def test_max_len_may_exceed_the_trained_context_where_the_model_can_be_extended() -> None:
+    spec = evolve(SHAPE, extended_max_len=1024)
+    assert max_len(EngineConfig(), spec) == 512
+    assert max_len(evolve(EngineConfig(), model=ModelConfig(max_len=1024)), spec) == 1024
+    with pytest.raises(ConfigError, match="made for 1024 tokens; give at most 1024, or 0 for 512"):
+        max_len(evolve(EngineConfig(), model=ModelConfig(max_len=1025)), spec)
 
 
 def test_backend_without_sinks_is_not_given_a_model_that_has_them() -> None:

@@ -20,6 +20,7 @@ from engine.core.errors import ConfigError
 from engine.core.plugin_host.derived import use_graphs
 from engine.core.runner import cuda_graphs, piecewise_graphs, start
 from engine.plugins.attention.torch import TorchAttention
+from engine.plugins.models.llama import Llama
 from engine.testing.checkpoints import make_checkpoint
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> type[ReplayByRunning]:
     monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
-    monkeypatch.setattr(start, "use_graphs", lambda config, attention, device: config.executor.graphs != "off")
+    monkeypatch.setattr(start, "use_graphs", lambda config, attention, model, device: config.executor.graphs != "off")
     ReplayByRunning.captured = 0
     return ReplayByRunning
 
@@ -236,22 +237,28 @@ def test_token_counts_pad_little() -> None:
     assert piecewise_graphs.token_counts(100) == [64]
 
 
-def test_use_graphs_needs_a_capable_backend_and_device() -> None:
+def test_use_graphs_needs_a_capable_backend_model_and_device(caplog: pytest.LogCaptureFixture) -> None:
     cuda, cpu = DeviceInfo(type="cuda", capability=(9, 0)), DeviceInfo(type="cpu")
     able: Any = object.__new__(FixedAttention)
     unable: Any = object.__new__(TorchAttention)
 
+    model: Any = object.__new__(Llama)
+    waiting: Any = object.__new__(Llama)
+    waiting.no_graphs = "waits for the device"
+
     def config(graphs: str) -> EngineConfig:
         return EngineConfig(executor=ExecutorConfig(graphs=graphs))
 
-    assert use_graphs(config("auto"), able, cuda)
-    assert not use_graphs(config("auto"), unable, cuda)
-    assert not use_graphs(config("auto"), able, cpu)
-    assert not use_graphs(config("off"), able, cuda)
+    assert use_graphs(config("auto"), able, model, cuda)
+    assert not use_graphs(config("auto"), unable, model, cuda)
+    assert not use_graphs(config("auto"), able, model, cpu)
+    assert not use_graphs(config("off"), able, model, cuda)
+    assert not use_graphs(config("auto"), able, waiting, cuda)
+    assert "steps run without CUDA graphs: Llama waits for the device" in caplog.text
     for wanted in ("on", "decode"):
-        for backend, device in ((unable, cuda), (able, cpu)):
+        for backend, made, device in ((unable, model, cuda), (able, model, cpu), (able, waiting, cuda)):
             with pytest.raises(ConfigError, match="graphs were asked for, but"):
-                use_graphs(config(wanted), backend, device)
+                use_graphs(config(wanted), backend, made, device)
 
 
 @pytest.mark.gpu

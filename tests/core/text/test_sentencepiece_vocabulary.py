@@ -50,7 +50,7 @@ CONFIG = {
     "chat_template": "{% for m in messages %}<|turn|> {{ m['content'] }}</s>{% endfor %}",
     "added_tokens_decoder": {
         "400": {"content": "<|turn|>", "special": True, "rstrip": True},
-        "401": {"content": "<tool>", "special": False},
+        "401": {"content": "<tool>", "special": False, "lstrip": True},
     },
 }
 TEXTS = ["the other", " the  other ", "a<think>b", "🦀\n x日本", "", "    x", "Über ①ﬁ"]
@@ -164,7 +164,7 @@ def test_special_and_added_tokens_agree_with_transformers(chat: Callable[..., tu
 
     directory, tokenizer = chat()
     theirs = LlamaTokenizer.from_pretrained(str(directory), local_files_only=True)
-    for text in ("<s>hi", "x<|turn|>  the", "<tool> the</s> the", "the</s>x<tool>", "the other"):
+    for text in ("<s>hi", "x<|turn|>  the", "x  <tool> <|turn|>", "<tool> the</s> the", "the</s>x<tool>", "the other"):
         assert tokenizer.encode(text) == theirs.encode(text)
         ids = tokenizer.encode(text)
         for skip in (True, False):

@@ -30,6 +30,7 @@ def check(
     kv_dtype: Any = None,
     value_scale: float = 1.0,
     block_size: Any = BLOCK_SIZE,
+    has_sinks: bool = False,
 ) -> None:
     """Run and compare. lengths: (cached, new) per sequence. Row 0 of out belongs to a decode and must not change."""
     torch.manual_seed(0)
@@ -54,6 +55,7 @@ def check(
         sliding_windows=(window,),
         softcap=softcap,
     )
+    sinks = torch.linspace(-4.0, 8.0, heads[0]) if has_sinks else None
     expected = []
     for row, (context, count) in enumerate(zip(contexts, counts, strict=True), start=1):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
@@ -62,7 +64,7 @@ def check(
         k, v = (torch.randn(context, heads[1], dim).to(kv_dtype).float() for _ in range(2))
         pool[0][blocks, at % block_size], pool[1][blocks, at % block_size] = k, v
         v = v.double() * value_scale
-        expected.append(dense_attention(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window))
+        expected.append(dense_attention(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window, sinks))
     tiles = prefill_tiles(
         np.diff(starts).astype(np.int32), np.array([1, *contexts], np.int32), 1, config.tokens(heads[0] // heads[1])
     )
@@ -77,6 +79,7 @@ def check(
         softcap=softcap,
         window=window,
         value_scale=value_scale,
+        sinks=None if sinks is None else sinks.to(DEVICE),
         config=config,
     )
     assert (out[0] == -7).all(), "a decode's row was written"

@@ -23,6 +23,11 @@ def test_kernel_handles_chunks_at_tile_edges() -> None:
     check(EDGES)
 
 
+@pytest.mark.parametrize("window", [None, 10])
+def test_prefill_adds_sinks(window: int | None) -> None:
+    check(((5, 20), (0, 1), (40, 3)), heads=(6, 2), window=window, has_sinks=True)
+
+
 @pytest.mark.parametrize("window", [1, 16, 17, 40])
 def test_kernel_handles_windows_at_tile_edges(window: int) -> None:
     check(EDGES, window=window)

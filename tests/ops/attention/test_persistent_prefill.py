@@ -23,10 +23,10 @@ from engine.ops.attention.persistent_prefill import _prefill_kernel as kernel
 
 constants = {
     "KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOWED": False, "SOFTCAP": False,
-    "BLOCK_M": 128, "BLOCK_N": 128, "STAGES": 2, "PDL": True,
+    "SINKS": False, "BLOCK_M": 128, "BLOCK_N": 128, "STAGES": 2, "PDL": True,
 }
 types = dict.fromkeys(("q", "keys", "values", "out"), "*bf16") | dict.fromkeys(("tables", "tiles"), "*i32")
-types |= dict.fromkeys(("scale", "softcap", "value_scale"), "fp32")
+types |= dict.fromkeys(("scale", "softcap", "value_scale"), "fp32") | {"sinks": "*fp32"}
 signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
 values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
 aligned = [number for number, name in enumerate(kernel.arg_names) if types.get(name, "").startswith("*")]
@@ -78,6 +78,17 @@ def test_kernel_handles_windows_and_soft_caps(window: int | None, softcap: float
         window=window,
         softcap=softcap,
         value_scale=0.37,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize(("group", "dim"), [(3, 128), (8, 64)])
+def test_kernel_adds_sinks(group: int, dim: int, window: int | None) -> None:
+    heads = (2 * group, 2)
+    check(
+        PERSISTENT_EDGES, heads=heads, dim=dim, config=PERSISTENT, dtype=torch.bfloat16, window=window, has_sinks=True
     )
 
 

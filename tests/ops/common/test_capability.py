@@ -14,22 +14,28 @@ GPU = torch.device("cuda", 15)
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
 
 
+CACHED = (
+    launch.has_capability,
+    launch.has_tma,
+    launch.dependent_launch,
+    launch.has_wgmma,
+    w8a8_matmul.has_block_scaled_mm,
+)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes GPU one of this capability, or of ROCm."""
 
     def make(capability: tuple[int, int], *, hip: str | None = None, cuda: str | None = "12.9") -> None:
-        for function in (launch.has_capability, launch.dependent_launch, launch.has_wgmma):
-            function.cache_clear()
-        w8a8_matmul.has_block_scaled_mm.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
+    for function in CACHED:
+        function.cache_clear()
     yield make
-    monkeypatch.undo()
-    make_again = (launch.has_capability, launch.dependent_launch, launch.has_wgmma, w8a8_matmul.has_block_scaled_mm)
-    for function in make_again:
+    for function in CACHED:
         function.cache_clear()
 
 

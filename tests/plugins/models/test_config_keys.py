@@ -41,6 +41,7 @@ FORMER_GEMMA3 = {
     "rope_local_base_freq": 300.0,
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 FORMER_PHI3 = {"type": "longrope", "short_factor": [1.0, 1.2] * 4, "long_factor": [2.0, 3.0] * 4}
 
 
@@ -100,6 +101,9 @@ EQUAL: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("smollm3",), {"layer_types": ABSENT, "no_rope_layers": ABSENT, "no_rope_layer_interval": 2}),
     (("smollm3",), {"layer_types": ABSENT, "rope_parameters": ABSENT, "use_sliding_window": False}),
     (("glm4",), {"rope_parameters": ABSENT, "partial_rotary_factor": 0.25}),
+    (("olmo3",), {"rope_parameters": ABSENT, "rope_theta": 7000.0, "rope_scaling": YARN, "layer_types": ABSENT}),
+    (("starcoder2",), {"hidden_act": ABSENT, "sliding_window": None}),
+    (("cohere2",), {"layer_types": ABSENT, "sliding_window_pattern": 2, "logit_scale": ABSENT}),
 ]
 """Architectures, and changes of config.json that both read the same way. Mistral starts from a window, as released."""
 

@@ -28,8 +28,8 @@ LLAMA3 = {
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
-def expected(path: Path) -> list[list[int]]:
-    """Each prompt alone, exactly STEPS tokens."""
+def expected(path: Path, prompts: list[list[int]], steps: int) -> list[list[int]]:
+    """Each prompt alone, exactly that many tokens."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
@@ -38,10 +38,10 @@ def expected(path: Path) -> list[list[int]]:
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
                 do_sample=False,
-                max_new_tokens=STEPS,
+                max_new_tokens=steps,
                 pad_token_id=0,
             )[0, len(prompt) :].tolist()
-            for prompt in PROMPTS
+            for prompt in prompts
         ]
 
 
@@ -56,17 +56,27 @@ def expected(path: Path) -> list[list[int]]:
         ("qwen2", {}),
         ("qwen3", {}),
         ("qwen3", {"rope_parameters": YARN}),
-        *((architecture, {}) for architecture in OTHERS),
     ],
 )
 def test_greedy_tokens_equal_transformers(tmp_path: Path, architecture: str, config: dict[str, Any]) -> None:
     path = make_checkpoint(tmp_path / "model", architecture, tokenizer=True, **config)
-    wanted = expected(path)
-    greedy = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    check(path, PROMPTS, STEPS, ("torch", "native"))
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_greedy_tokens_of_other_families_equal_transformers(tmp_path: Path, architecture: str) -> None:
+    """Contexts beyond the sliding windows. The native backend decodes by its kernel, and prefills by PyTorch."""
+    check(make_checkpoint(tmp_path / "model", architecture, tokenizer=True), PROMPTS[1:3], 16, ("native",))
+
+
+def check(path: Path, prompts: list[list[int]], steps: int, backends: tuple[str, ...]) -> None:
+    """Compare each prompt alone, and all in one batch."""
+    wanted = expected(path, prompts, steps)
+    greedy = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
     settings: dict[str, Any] = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "8MiB"}
-    for attention in ("torch", "native"):
+    for attention in backends:
         with Engine(model=str(path), attention=attention, **settings) as engine:
-            alone = [list(engine.generate([prompt], greedy)[0].token_ids) for prompt in PROMPTS]
-            together = [list(completion.token_ids) for completion in engine.generate(PROMPTS, greedy)]
+            alone = [list(engine.generate([prompt], greedy)[0].token_ids) for prompt in prompts]
+            together = [list(completion.token_ids) for completion in engine.generate(prompts, greedy)]
         assert alone == wanted
         assert together == wanted

@@ -105,7 +105,7 @@ def quantize_checkpoint(source: Path, target: Path, quantization: dict, make: An
     stored = dict(plain)
     for name, tensor in list(plain.items()):
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj") or module in unquantized:
+        if not module.endswith(("_proj", "c_fc")) or module in unquantized:
             continue
         packed, weight = make(module, tuple(tensor.shape))
         plain[name] = weight

@@ -46,6 +46,7 @@ class TestFp8OfBlocksWhileLoading(QuantConformance):
     method = Fp8
     options = Fp8Options(granularity="block")
     outputs, inputs = BLOCKS.values()
+    expert_size = 256
     error = 0.05
 
 
@@ -86,6 +87,7 @@ class TestFp8OfBlocks(W8OnGpu):
     checkpoint = FP8 | {"weight_block_size": [128, 128]}
     packer = staticmethod(fp8_blocks("weight_scale_inv"))
     outputs, inputs = BLOCKS.values()
+    expert_size = 256
 
 
 class TestFp8OfChannels(W8OnGpu):

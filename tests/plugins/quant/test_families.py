@@ -26,6 +26,9 @@ FAMILIES = {
     "granite": "granite",
     "smollm3": "smollm3",
     "glm4": "glm4",
+    "olmo3": "olmo3",
+    "starcoder2": "starcoder2",
+    "cohere2": "cohere2",
 }
 """Name of the plugin -> model_type."""
 GPTQ = {"quant_method": "gptq", "bits": 8, "sym": True, "desc_act": False, "group_size": -1}

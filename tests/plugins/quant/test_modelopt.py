@@ -14,10 +14,15 @@ from engine.core.layers import LayerFactory
 from engine.core.layers.linear import PlainKernel
 from engine.core.quant.base import LinearPart, LinearSpec
 from engine.core.weights import Checkpoint
+from engine.plugins.models.qwen3_moe import Qwen3Moe
 from engine.plugins.quant.modelopt import Int4Reader, ModelOpt
 from engine.plugins.quant.w4a16 import GroupScheme
 from engine.plugins.quant.w4a16_kernel import W4A16Kernel, WeightOnlyMatmuls
+from engine.testing.checkpoints import make_checkpoint
+from engine.testing.model_bench import ModelBench
 from engine.testing.quant import QuantConformance
+
+from .w8_packers import fp8_per_tensor, quantized
 
 CPU = DeviceInfo(type="cpu")
 FILE = "hf_quant_config.json"
@@ -60,6 +65,30 @@ class TestModelOptInt4(QuantConformance):
     def store(self, name: str, weight: torch.Tensor) -> Any:
         factors = torch.linspace(0.5, 2.0, weight.shape[1])
         return store_int4(weight, 32, factors * (1 + ord(name[0]) % 3))  # factors of a part of their own
+
+
+EXPERTS = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 1,
+}
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "W4A16_AWQ"])
+def test_experts_compute_what_their_dequantized_twins_do(algorithm: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", **EXPERTS)
+    pack = fp8_per_tensor(input_scale=0.01, shape=())
+    if algorithm != "FP8":
+        pack = lambda module, weight: store_int4(weight, 32)  # noqa: E731
+    config = described(algorithm, group_size=32, exclude_modules=["lm_head", "*mlp.gate"])
+    stored, meant = quantized(plain, tmp_path, pack, config)
+    logits = []
+    for path, quant in ((stored, ModelOpt.from_checkpoint(config, None)), (meant, None)):
+        logits.append(ModelBench(Qwen3Moe, path, [list(range(12))], quant=quant).prompt_logits(0))
+    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 2e-5
 
 
 def test_bytes_hold_an_even_output_in_their_low_half() -> None:

@@ -74,7 +74,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Any:
     names = []
     multiply_by_tile, matmul = WeightOnlyMatmul.multiply_by_tile, scaled_matmul.matmul
     monkeypatch.setattr(
-        WeightOnlyMatmul, "multiply_by_tile", lambda *given: names.append(str(given[-1])) or multiply_by_tile(*given)
+        WeightOnlyMatmul, "multiply_by_tile", lambda *given: names.append(str(given[5])) or multiply_by_tile(*given)
     )
     monkeypatch.setattr(
         w8a8_matmul, "matmul", lambda *given, **more: names.append(str(given[6])) or matmul(*given, **more)

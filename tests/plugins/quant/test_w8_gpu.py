@@ -19,7 +19,7 @@ from engine.plugins.quant.fp8 import Fp8, Fp8Options
 from engine.plugins.quant.int8 import Int8
 from engine.plugins.quant.w8_gpu import DequantizeEachCallKernel, W8GpuKernel
 from engine.plugins.quant.w8_kernel import W8Format
-from engine.plugins.quant.w8a8_matmul import has_capability
+from engine.plugins.quant.w8a8_matmul import ROW_CLASSES, has_capability
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = "bfloat16" if DEVICE.type == "cuda" else "float16"  # of which the interpreter can multiply matrices
@@ -234,6 +234,22 @@ def test_real_sizes(kind: Any, granularity: Any, activations: Any, parts: Any, i
     case = Case(make(kind, granularity, activations, parts=parts, inputs=inputs))
     for rows in (1, 2, 4, 8, 16, 32, 33, 64, 128, 256, 257, 2048):
         case.check(rows, 0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inputs", [512, 640])
+def test_every_candidate_with_scales_of_blocks_is_correct(inputs: int) -> None:
+    """Torch's kernel too: of 5 blocks of inputs, where cuBLAS reads scales of 8, and of rows that are no multiple of
+    4."""
+    kernel = make("fp8", "block", "token", parts=(("gate", 256), ("up", 256)), inputs=inputs)
+    case = Case(kernel)
+    _, many = kernel.autotuned_calls(case.weights, case.bias)
+    for row_class in ROW_CLASSES:
+        x = case.inputs(row_class - 1)
+        exact = F.linear(x.double(), case.meant, case.bias.double())
+        for tile in many.op.candidates(row_class):
+            y = many.op.run(tile, x, many.operands).double()
+            assert float((y - exact).norm() / exact.norm()) < LIMIT, many.op.name(tile)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,174 @@
+"""Experts by Triton kernels, with weights of any format of ops/experts/weights.py, and their autotuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from engine.core.autotune.op import AutotunedCall, AutotunedOp, Operands, version_of
+from engine.core.layers.base import torch_dtype
+from engine.core.layers.experts import PlainExperts
+from engine.core.layers.routing import RoutingSpec
+from engine.core.quant.experts import ExpertsBias, ExpertsSpec, Routing
+from engine.ops.activation import act_and_mul
+from engine.ops.common import launch
+from engine.ops.experts import combine, experts_mlp, grouped_matmul, quantize, sort, tiles, weights as stacked
+from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights
+from engine.ops.experts.route import route
+from engine.ops.experts.tiles import ROW_CLASSES, ExpertsShape
+from engine.ops.experts.weights import StackedWeight, WeightFormat
+
+MAX_ROWS_16_BIT = 32
+"""Mean rows of an expert up to which activations are not quantized: reading the weights then takes longest."""
+
+
+class FusedExperts(AutotunedOp[ExpertsTile]):
+    """The experts of all layers of one shape and format, by Triton kernels.
+
+    Operands' weights: gate_up, down, gate_up_scales, down_scales, gate_up_zeros, down_zeros, as ops/experts/weights.py
+    describes them; those that the format lacks are left out.
+    """
+
+    def __init__(self, spec: ExpertsSpec, form: WeightFormat, quantized: torch.dtype | None = None) -> None:
+        """quantized: the dtype that activations are quantized to where an expert has many rows. None: they are not."""
+        self.shape = ExpertsShape(
+            num_experts=spec.num_experts,
+            rank_experts=len(spec.rank_experts),
+            top_k=spec.top_k,
+            hidden=spec.hidden_size,
+            intermediate=spec.rank_intermediate,
+            format=form,
+            activation=spec.activation,
+            dtype=spec.dtype,
+            quantized="" if quantized is None else str(quantized).removeprefix("torch."),
+        )
+        self._quantized = quantized
+        self._chosen: dict[int, ExpertsTile] = {}
+        self._last: tuple[Mapping[str, torch.Tensor], ExpertsBias | None, ExpertsWeights] | None = None
+
+    def __call__(
+        self, x: torch.Tensor, routing: Routing, weights: Mapping[str, torch.Tensor], bias: ExpertsBias | None
+    ) -> torch.Tensor:
+        """As ExpertsKernel.apply."""
+        return self._multiply(x, routing, self._read(weights, bias), self.tile(len(x)))
+
+    def tile(self, tokens: int) -> ExpertsTile:
+        """The tiles chosen for this many tokens, else the default."""
+        return self._chosen.get(tiles.row_class(tokens)) or tiles.default_tile(self.shape, tokens)
+
+    def quantizes(self, tokens: int) -> bool:
+        """Whether the activations of this many tokens are quantized. The number alone decides, not the tuning."""
+        return self._quantized is not None and self.shape.rows_per_expert(tokens) > MAX_ROWS_16_BIT
+
+    def _multiply(
+        self, x: torch.Tensor, routing: Routing, weights: ExpertsWeights, tile: ExpertsTile, compile_only: bool = False
+    ) -> torch.Tensor:
+        return experts_mlp.experts_mlp(
+            x.contiguous(),
+            routing.experts,
+            routing.weights,
+            weights,
+            self.shape.activation,
+            tile,
+            quantized=self._quantized if self.quantizes(len(x)) else None,
+            compile_only=compile_only,
+        )
+
+    def _read(self, weights: Mapping[str, torch.Tensor], bias: ExpertsBias | None) -> ExpertsWeights:
+        """Kept from call to call, as a layer passes the same objects each time."""
+        if self._last is None or self._last[0] is not weights or self._last[1] is not bias:
+            made = ExpertsWeights(
+                gate_up=self._stacked(weights, "gate_up"),
+                down=self._stacked(weights, "down"),
+                gate_up_bias=None if bias is None else bias.gate_up,
+                down_bias=None if bias is None else bias.down,
+            )
+            self._last = weights, bias, made
+        return self._last[2]
+
+    def _stacked(self, weights: Mapping[str, torch.Tensor], name: str) -> StackedWeight:
+        return StackedWeight(
+            values=weights[name],
+            format=self.shape.format,
+            scales=weights.get(f"{name}_scales"),
+            zeros=weights.get(f"{name}_zeros"),
+        )
+
+    @property
+    def key(self) -> str:
+        return str(self.shape)
+
+    @property
+    def version(self) -> str:
+        return version_of(launch, act_and_mul, combine, experts_mlp, grouped_matmul, quantize, sort, stacked, tiles)
+
+    @property
+    def inputs(self) -> int:
+        return self.shape.hidden
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.shape.dtype)
+
+    @property
+    def row_classes(self) -> Sequence[int]:
+        return ROW_CLASSES
+
+    def candidates(self, rows: int) -> Sequence[ExpertsTile]:
+        return tiles.candidates(self.shape, rows)
+
+    def refine(self, rows: int, ranked: Sequence[ExpertsTile]) -> Sequence[ExpertsTile]:
+        """Other tiles of the down projection next to the fastest of gate and up."""
+        return tiles.other_down_tiles(self.shape, ranked[0]) if ranked else ()
+
+    def compile(self, rows: int, candidate: ExpertsTile, operands: Operands) -> None:
+        x = torch.empty((rows, self.inputs), dtype=self.dtype, device=operands.weights["gate_up"].device)
+        weights = self._read(operands.weights, None)
+        self._multiply(x, self._even_routing(x), weights, candidate, compile_only=True)
+
+    def run(self, candidate: ExpertsTile, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+        """As AutotunedOp.run, with tokens spread evenly over the experts, and without biases."""
+        return self._multiply(x, self._even_routing(x), self._read(operands.weights, None), candidate)
+
+    def choose(self, rows: int, candidate: ExpertsTile) -> None:
+        self._chosen[rows] = candidate
+
+    def _even_routing(self, x: torch.Tensor) -> Routing:
+        """As many tokens for each expert, the experts of a token far apart. Computed on the device."""
+        shape = self.shape
+        slots = torch.arange(len(x) * shape.top_k, device=x.device, dtype=torch.int32).view(len(x), shape.top_k)
+        step = max(shape.num_experts // shape.top_k, 1)
+        experts = (slots % shape.top_k * step + slots // shape.top_k) % shape.num_experts
+        experts = experts.masked_fill(experts >= shape.rank_experts, -1).to(torch.int32)
+        return Routing(experts, torch.ones_like(experts, dtype=torch.float32))
+
+
+class FusedPlainExperts(PlainExperts):
+    """Unquantized weights and Triton kernels."""
+
+    def __init__(self, spec: ExpertsSpec) -> None:
+        super().__init__(spec)
+        self.op = FusedExperts(spec, WeightFormat(kind="plain"))
+
+    def apply(
+        self, x: torch.Tensor, routing: Routing, weights: Mapping[str, torch.Tensor], bias: ExpertsBias | None
+    ) -> torch.Tensor:
+        return self.op(x, routing, weights, bias)
+
+    def autotuned_calls(self, weights: Mapping[str, torch.Tensor], bias: ExpertsBias | None) -> Sequence[AutotunedCall]:
+        return [AutotunedCall(op=self.op, operands=Operands(weights=weights))]
+
+
+def fused_route(logits: torch.Tensor, spec: RoutingSpec, rank_experts: range) -> Routing:
+    """Route by one Triton kernel. A Route."""
+    return Routing(
+        *route(
+            logits,
+            spec.top_k,
+            sigmoid=spec.scoring == "sigmoid",
+            renormalize=spec.renormalize,
+            scale=spec.scale,
+            rank_experts=rank_experts,
+        )
+    )

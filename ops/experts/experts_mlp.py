@@ -1,0 +1,93 @@
+"""The experts of a layer on a GPU: sort, two grouped GEMMs with the activation between, weighted sum."""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+
+from engine.ops.experts.combine import combine
+from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
+from engine.ops.experts.quantize import quantize_activations
+from engine.ops.experts.sort import sort_pairs
+from engine.ops.experts.weights import StackedWeight
+
+
+@frozen(kw_only=True)
+class ExpertsTile:
+    """The tiles of both grouped GEMMs."""
+
+    rows: int
+    """Rows of x, of both."""
+    gate_up: GroupedTile
+    down: GroupedTile
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, gate and up {self.gate_up}; down {self.down}"
+
+
+@frozen(kw_only=True, eq=False)
+class ExpertsWeights:
+    """The weights of a layer's experts."""
+
+    gate_up: StackedWeight
+    """[experts, 2 * intermediate, hidden], gates first."""
+    down: StackedWeight
+    """[experts, hidden, intermediate]."""
+    gate_up_bias: torch.Tensor | None = None
+    """[experts, 2 * intermediate]."""
+    down_bias: torch.Tensor | None = None
+    """[experts, hidden]."""
+
+
+def experts_mlp(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    factors: torch.Tensor,
+    weights: ExpertsWeights,
+    activation: str,
+    tile: ExpertsTile,
+    *,
+    quantized: torch.dtype | None = None,
+    compile_only: bool = False,
+) -> torch.Tensor:
+    """The sum of each token's experts, times their factors: [tokens, hidden], in x's dtype.
+
+    x: [tokens, hidden], contiguous; experts, factors: [tokens, top_k]; an expert of -1 counts for nothing. quantized:
+    the dtype to which activations are quantized, that of the weights, with scales per row or per block as the weights.
+    compile_only: compile the grouped GEMMs without a launch.
+    """
+    dtype, top_k = x.dtype, experts.shape[1]
+    per_block = weights.gate_up.format.kind == "block"
+    pairs = sort_pairs(experts, weights.gate_up.values.shape[0], tile.rows)
+    scales = None
+    if quantized is not None:
+        x, scales = quantize_activations(x, quantized, per_block=per_block)
+    hidden = grouped_matmul(
+        x,
+        weights.gate_up,
+        pairs,
+        tile.rows,
+        tile.gate_up,
+        dtype=dtype,
+        top_k=top_k,
+        gather=True,
+        activation=activation,
+        bias=weights.gate_up_bias,
+        x_scales=scales,
+        compile_only=compile_only,
+    )
+    if quantized is not None:
+        hidden, scales = quantize_activations(hidden, quantized, per_block=per_block)
+    results = grouped_matmul(
+        hidden,
+        weights.down,
+        pairs,
+        tile.rows,
+        tile.down,
+        dtype=dtype,
+        scatter=True,
+        bias=weights.down_bias,
+        x_scales=scales,
+        compile_only=compile_only,
+    )
+    return results[: len(experts)] if compile_only else combine(results, experts, factors)

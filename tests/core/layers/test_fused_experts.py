@@ -1,0 +1,89 @@
+"""The experts' tiles: chosen by measurement for each number of tokens, and found again on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.core.autotune.cache import TuningCache
+from engine.core.autotune.tuner import collect_tasks, tune_tasks
+from engine.core.layers import FusedExperts, LayerFactory
+from engine.core.layers.fused_experts import FusedPlainExperts
+from engine.core.quant import ExpertsSpec
+from engine.core.weights import DummySource, load_weights
+from engine.ops.experts.tiles import ROW_CLASSES, candidates, default_tile
+from engine.ops.experts.weights import WeightFormat
+
+
+class FakeTimer:
+    """The fastest gate and up projection has 64 outputs per tile, the fastest down projection 128."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def prepare(self, wanted: Any) -> None:
+        pass
+
+    def seconds(self, task: Any, tile: Any) -> float:
+        self.asked += 1
+        return float(tile.rows + abs(tile.gate_up.outputs - 64) + abs(tile.down.outputs - 128) / 2)
+
+
+def layers() -> LayerFactory:
+    made = LayerFactory(dtype="bfloat16", device="cpu", fused=True)
+    for number in range(2):
+        made.experts(f"{number}.experts", 64, 32, 16, 2)
+    load_weights(made, DummySource())
+    return made
+
+
+def test_tiles_of_both_projections_are_chosen_apart_and_kept(tmp_path: Path) -> None:
+    cache, timer = TuningCache(tmp_path, {"device": "GPU"}), FakeTimer()
+    tasks = collect_tasks(layers())
+    assert [(task.rows, len(task.ops), len(task.operands)) for task in tasks] == [(rows, 2, 2) for rows in ROW_CLASSES]
+    report = tune_tasks(tasks, cache, timer)
+    assert report.measured == len(ROW_CLASSES)
+    again = layers()
+    assert tune_tasks(collect_tasks(again), cache, FakeTimer()).measured == 0
+    for layer in again.layers:
+        kernel = layer.kernel  # type: ignore[attr-defined]
+        assert isinstance(kernel, FusedPlainExperts)
+        assert {kernel.op.tile(rows).down.outputs for rows in (1, 5, 700, 100000)} == {128}
+        assert {kernel.op.tile(rows).gate_up.outputs for rows in (1, 5, 700, 100000)} == {64}
+
+
+def test_keys_tell_formats_and_sizes_apart() -> None:
+    spec = ExpertsSpec(name="e", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32, dtype="bfloat16")
+    ops = [
+        FusedExperts(spec, form)
+        for form in (
+            WeightFormat(kind="plain"),
+            WeightFormat(kind="channel", dtype="int8"),
+            WeightFormat(kind="channel", dtype="float8_e4m3fn"),
+            WeightFormat(kind="int4", group=64),
+            WeightFormat(kind="int4", group=128),
+            WeightFormat(kind="fp4", group=32),
+        )
+    ]
+    ops.append(FusedExperts(spec, WeightFormat(kind="channel", dtype="int8"), torch.int8))
+    assert len({op.key for op in ops}) == len(ops)
+
+
+def test_more_tokens_have_larger_tiles_by_default() -> None:
+    spec = ExpertsSpec(name="e", num_experts=128, top_k=8, hidden_size=64, intermediate_size=32, dtype="bfloat16")
+    shape = FusedExperts(spec, WeightFormat(kind="plain")).shape
+    assert [default_tile(shape, tokens).rows for tokens in (1, 256, 512, 1024, 8192)] == [16, 16, 32, 64, 128]
+    assert all(candidates(shape, tokens)[0] == default_tile(shape, tokens) for tokens in ROW_CLASSES)
+
+
+def test_tuning_spreads_tokens_evenly_over_different_experts() -> None:
+    for num_experts, top_k in ((128, 8), (60, 4), (32, 4), (8, 8)):
+        spec = ExpertsSpec(
+            name="e", num_experts=num_experts, top_k=top_k, hidden_size=8, intermediate_size=8, dtype="float32"
+        )
+        routing = FusedExperts(spec, WeightFormat(kind="plain"))._even_routing(torch.zeros(num_experts * 2, 8))
+        assert all(len(set(row)) == top_k for row in routing.experts.tolist())
+        counts = torch.bincount(routing.experts.flatten().long(), minlength=num_experts)
+        assert counts.min() == counts.max()
