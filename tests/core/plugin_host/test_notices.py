@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine.core.engine import Engine
+from engine.core.types import SamplingParams
 
 MODEL = """
 from engine.core.hooks import hookimpl
-from engine.core.types import SamplingParams
 
 @hookimpl
 def register_models(register):
