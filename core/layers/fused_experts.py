@@ -16,6 +16,7 @@ from engine.ops.common import launch
 from engine.ops.experts import combine, experts_mlp, grouped_matmul, quantize, sort, tiles, weights as stacked
 from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights
 from engine.ops.experts.route import route
+from engine.ops.experts.sort import PairSorter
 from engine.ops.experts.tiles import ROW_CLASSES, ExpertsShape
 from engine.ops.experts.weights import StackedWeight, WeightFormat
 
@@ -44,6 +45,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
             quantized="" if quantized is None else str(quantized).removeprefix("torch."),
         )
         self._quantized = quantized
+        self._sorter = PairSorter(len(spec.rank_experts), spec.top_k, torch.device(spec.device))
         self._chosen: dict[int, ExpertsTile] = {}
         self._last: tuple[Mapping[str, torch.Tensor], ExpertsBias | None, ExpertsWeights] | None = None
 
@@ -71,6 +73,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
             weights,
             self.shape.activation,
             tile,
+            self._sorter,
             quantized=self._quantized if self.quantizes(len(x)) else None,
             compile_only=compile_only,
         )

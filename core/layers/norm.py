@@ -87,9 +87,7 @@ class LayerNorm(Layer):
         self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As RMSNorm."""
-        if isinstance(x, PartialSum):
-            x = x.reduce()
-        total = x if residual is None else x + residual
+        total = _add(x, residual)
         return F.layer_norm(total, self._shape, self.weight, self.bias, self.eps), total
 
     def quantized_for(
@@ -112,9 +110,7 @@ class ResidualAddition:
         self, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x + residual, twice. A partial sum x is reduced first."""
-        if isinstance(x, PartialSum):
-            x = x.reduce()
-        total = x if residual is None else x + residual
+        total = _add(x, residual)
         return total, total
 
     def quantized_for(
@@ -122,6 +118,13 @@ class ResidualAddition:
     ) -> tuple[TensorOrQuantized, torch.Tensor]:
         """As the call."""
         return self(x, residual)
+
+
+def _add(x: torch.Tensor | PartialSum, residual: torch.Tensor | None) -> torch.Tensor:
+    """x + residual. A partial sum x is reduced first; residual: None counts as zeros."""
+    if isinstance(x, PartialSum):
+        x = x.reduce()
+    return x if residual is None else x + residual
 
 
 Norm = RMSNorm | LayerNorm

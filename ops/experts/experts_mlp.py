@@ -8,7 +8,7 @@ from attrs import frozen
 from engine.ops.experts.combine import combine
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
 from engine.ops.experts.quantize import quantize_activations
-from engine.ops.experts.sort import sort_pairs
+from engine.ops.experts.sort import PairSorter
 from engine.ops.experts.weights import StackedWeight
 
 
@@ -46,6 +46,7 @@ def experts_mlp(
     weights: ExpertsWeights,
     activation: str,
     tile: ExpertsTile,
+    sorter: PairSorter,
     *,
     quantized: torch.dtype | None = None,
     compile_only: bool = False,
@@ -58,7 +59,7 @@ def experts_mlp(
     """
     dtype, top_k = x.dtype, experts.shape[1]
     per_block = weights.gate_up.format.kind == "block"
-    pairs = sort_pairs(experts, weights.gate_up.values.shape[0], tile.rows)
+    pairs = sorter(experts, tile.rows)
     scales = None
     if quantized is not None:
         x, scales = quantize_activations(x, quantized, per_block=per_block)

@@ -165,7 +165,7 @@ def _finish(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _grouped_kernel(
     out,
     x,
@@ -178,7 +178,6 @@ def _grouped_kernel(
     tile_experts,
     tile_begins,
     tile_ends,
-    num_rows,
     inputs,
     outputs,
     row_bytes,
@@ -327,7 +326,6 @@ def grouped_matmul(
         pairs.tile_experts,
         pairs.tile_begins,
         pairs.tile_ends,
-        rows,
         inputs,
         outputs,
         weight.values.shape[2],

@@ -6,8 +6,6 @@ the tiles that are not used say so.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -103,16 +101,24 @@ def _sort_kernel(
             first += tl.sum(mine_here, axis=0)
 
 
-def sort_pairs(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPairs:
-    """Sort pairs by expert; those of an expert keep their order.
+class PairSorter:
+    """Sorts the pairs of a layer's tokens by expert; those of an expert keep their order."""
 
-    experts: [tokens, top_k] int32, from 0 to num_experts - 1, or -1 for a pair to leave out. tile_rows: of a tile.
-    """
-    tokens, top_k = experts.shape
-    if tokens == 1:  # the experts of a token differ, so each pair is a tile of its own
-        rows, ends = _single(top_k, experts.device)
-        return SortedPairs(rows, experts[0], rows, ends)
-    pairs = tokens * top_k
+    def __init__(self, num_experts: int, top_k: int, device: torch.device) -> None:
+        """num_experts: this rank's."""
+        self._num_experts = num_experts
+        self._rows = torch.arange(top_k, dtype=torch.int32, device=device)
+        self._ends = self._rows + 1
+
+    def __call__(self, experts: torch.Tensor, tile_rows: int) -> SortedPairs:
+        """experts: [tokens, top_k] int32, numbers of experts, or -1 for a pair to leave out. tile_rows: of a tile."""
+        if len(experts) == 1:  # the experts of a token differ, so each pair is a tile of its own
+            return SortedPairs(self._rows, experts[0], self._rows, self._ends)
+        return _sort(experts, self._num_experts, tile_rows)
+
+
+def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPairs:
+    pairs = experts.numel()
     compact = pairs * num_experts <= MAX_COMPACT
     num_tiles = max_tiles(pairs, num_experts, tile_rows, compact=compact)
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
@@ -146,10 +152,3 @@ def max_tiles(pairs: int, num_experts: int, tile_rows: int, *, compact: bool) ->
         return pairs // tile_rows + num_experts
     touched = min(pairs, num_experts)
     return touched + (pairs - touched) // tile_rows
-
-
-@cache
-def _single(top_k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the pairs of one token, and the ends of their tiles."""
-    rows = torch.arange(top_k, dtype=torch.int32, device=device)
-    return rows, rows + 1

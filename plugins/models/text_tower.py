@@ -3,7 +3,7 @@
 The language model is loaded alone, and computes what the whole model computes for text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from attrs import evolve
@@ -21,6 +21,23 @@ IMAGES = ("vision_tower.*", "multi_modal_projector.*", "visual.*")
 """Names of the tensors that read images, which may also begin with "model."."""
 SHARED_KEYS = ("architectures", "dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
 """Keys next to text_config that concern the language model, if they are there."""
+IMAGE_KEYS = {
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_id",
+    "image_token_index",
+    "mm_tokens_per_image",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
+    "text_config",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_feature_layer",
+    "vision_start_token_id",
+}
+"""Keys next to text_config that concern images, and text_config."""
 
 
 class TextTower(Decoder):
@@ -35,6 +52,11 @@ class TextTower(Decoder):
         if refusal is None and not isinstance(config.get("text_config"), Mapping):
             return "config.json lacks text_config, the table of the language model; fetch it again"
         return refusal
+
+    @classmethod
+    def unknown_keys(cls, config: Mapping[str, Any]) -> Sequence[str]:
+        beside = {key: value for key, value in config.items() if key not in IMAGE_KEYS}
+        return sorted({*cls.keys.unknown(beside), *super().unknown_keys(config)})
 
     @classmethod
     def normalized(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights, experts_
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
 from engine.ops.experts.quantize import quantize_activations
 from engine.ops.experts.route import route
-from engine.ops.experts.sort import SortedPairs, max_tiles, sort_pairs
+from engine.ops.experts.sort import PairSorter, SortedPairs, max_tiles
 from engine.ops.experts.weights import StackedWeight, WeightFormat
 
 TILE = GroupedTile(outputs=64, block_k=64, warps=4, stages=2)
@@ -77,7 +77,7 @@ def test_route_keeps_a_nan(device: torch.device) -> None:
 def test_sort_covers_each_pair_once_in_tiles_of_its_expert(name: str, device: torch.device) -> None:
     experts = routing_of(name, device).experts
     chosen = [(expert, pair) for pair, expert in enumerate(experts.flatten().tolist()) if expert >= 0]
-    found = expected_rows(sort_pairs(experts, EXPERTS, 8), 8)
+    found = expected_rows(PairSorter(EXPERTS, experts.shape[1], device)(experts, 8), 8)
     assert (found if len(experts) == 1 else sorted(found)) == (chosen if len(experts) == 1 else sorted(chosen))
 
 
@@ -85,7 +85,7 @@ def test_sort_of_many_pairs_leaves_some_tiles_unused(device: torch.device, monke
     monkeypatch.setattr("engine.ops.experts.sort.MAX_COMPACT", 0)
     monkeypatch.setattr("engine.ops.experts.sort.BLOCK", 16)
     experts = torch.randint(0, 5, (33, 2), dtype=torch.int32, device=device)
-    pairs = sort_pairs(experts, 7, 8)
+    pairs = PairSorter(7, 2, device)(experts, 8)
     assert sorted(expected_rows(pairs, 8)) == sorted((e, pair) for pair, e in enumerate(experts.flatten().tolist()))
     assert len(pairs.tile_experts) == max_tiles(66, 7, 8, compact=False) > max_tiles(66, 7, 8, compact=True)
 
@@ -119,7 +119,8 @@ def test_experts_compute_what_torch_does(name: str, device: torch.device) -> Non
     x = torch.randn(len(routing.experts), HIDDEN, device=device)
     tile = ExpertsTile(rows=16, gate_up=TILE, down=TILE)
     activation = "swiglu_oai" if name == "one token" else "silu"
-    found = experts_mlp(x, routing.experts, routing.weights, weights, activation, tile)
+    sorter = PairSorter(EXPERTS, routing.experts.shape[1], device)
+    found = experts_mlp(x, routing.experts, routing.weights, weights, activation, tile, sorter)
     torch.testing.assert_close(found, reference(x, routing, weights, activation), atol=2e-5, rtol=1e-5)
 
 
@@ -181,7 +182,7 @@ FORMATS = {
 def test_quantized_weights_are_multiplied_as_what_they_mean(case: str, gated: bool, device: torch.device) -> None:
     weight, meant = FORMATS[case](device)
     experts = routing_of("an expert without tokens", device).experts
-    pairs = sort_pairs(experts, EXPERTS, 16)
+    pairs = PairSorter(EXPERTS, 2, device)(experts, 16)
     x = torch.randn(len(experts), meant.shape[2], device=device)
     tile = evolve(TILE, block_k=weight.format.block_k(TILE.block_k))
     found = grouped_matmul(
@@ -206,7 +207,7 @@ def test_quantized_weights_are_multiplied_as_what_they_mean(case: str, gated: bo
 def test_quantized_activations_are_multiplied_with_their_scales(case: str, device: torch.device) -> None:
     weight, meant = FORMATS[case](device)
     experts = routing_of("experts of other ranks", device).experts
-    pairs = sort_pairs(experts, EXPERTS, 16)
+    pairs = PairSorter(EXPERTS, 2, device)(experts, 16)
     values = torch.randint(-8, 9, (len(experts), meant.shape[2]), device=device).float()
     per_block = weight.format.kind == "block"
     scales = torch.rand((len(experts), 2) if per_block else (len(experts),), device=device) + 0.5

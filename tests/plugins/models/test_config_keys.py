@@ -22,7 +22,7 @@ from engine.plugins.models.llama import Llama
 from engine.testing.checkpoints import TINY, make_checkpoint
 from engine.testing.model_bench import ModelBench
 
-from .architectures import MODELS, PRE_NORM
+from .architectures import MODELS, PRE_NORM, SPARSE
 
 ALL = tuple(PRE_NORM)
 WITH_TYPES = ("mistral", "qwen2", "qwen3")
@@ -258,9 +258,10 @@ KEYS_WITH_IMAGES = {"image_token_id", "mm_tokens_per_image", "text_config", "vis
 """Of models with images, in the modules of their language models."""
 
 
+EVERY = {**MODELS, **SPARSE}
 MODELING = {
     name: f"transformers.models.{family}.modeling_{family}"
-    for name, family in {**{name: name for name in MODELS}, "gemma3_text": "gemma3"}.items()
+    for name, family in {**{name: name for name in EVERY}, "gemma3_text": "gemma3"}.items()
 }
 
 
@@ -280,9 +281,9 @@ def walked(architecture: str, config: Any = None) -> set[str]:
     return keys_of(config, inspect.getmodule(config), model, *shared) - NOT_KEYS - KEYS_WITH_IMAGES
 
 
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", EVERY)
 def test_every_key_of_transformers_is_known(architecture: str) -> None:
-    unknown = walked(architecture) - MODELS[architecture].keys.known
+    unknown = walked(architecture) - EVERY[architecture].keys.known
     assert not unknown, f"say in plugins/models/config_keys.py what {architecture} does with {sorted(unknown)}"
 
 
@@ -382,6 +383,74 @@ RELEASED: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "use_sliding_window": False,
     },
+    "Mixtral 8x7B": {
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_act": "silu",
+        "model_type": "mixtral",
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+    },
+    "Qwen1.5-MoE": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "decoder_sparse_step": 1,
+        "max_window_layers": 21,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+    },
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "output_router_logits": False,
+        "rope_scaling": None,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "hidden_act": "silu",
+        "initial_context_length": 4096,
+        "model_type": "gpt_oss",
+        "num_experts_per_tok": 4,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    },
 }
 """config.json of released models, sizes left out."""
 
@@ -389,7 +458,7 @@ RELEASED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_models_are_accepted_without_unknown_keys(name: str) -> None:
     config = RELEASED[name]
-    model = MODELS[config["model_type"]]
+    model = EVERY[config["model_type"]]
     assert model.refuses(config) is None
     assert model.unknown_keys(config) == []
 

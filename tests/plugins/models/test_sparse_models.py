@@ -14,17 +14,13 @@ from engine.core.distributed import RankGroup
 from engine.core.errors import CheckpointError, ConfigError
 from engine.core.layers import SparseMLP
 from engine.core.weights import Checkpoint
-from engine.plugins.models.gpt_oss import GptOss
-from engine.plugins.models.mixtral import Mixtral
-from engine.plugins.models.qwen2_moe import Qwen2Moe
-from engine.plugins.models.qwen3_moe import Qwen3Moe
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.model_bench import ModelBench
 from engine.testing.ranks import run_ranks, threaded_ranks
 
+from .architectures import SPARSE
 from .test_models import difference, edit, prompt, reference
 
-MODELS: dict[str, Any] = {"mixtral": Mixtral, "qwen2_moe": Qwen2Moe, "qwen3_moe": Qwen3Moe, "gpt_oss": GptOss}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}),
@@ -82,7 +78,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def bench_of(directory: Path, **settings: Any) -> ModelBench:
-    return ModelBench(MODELS[Checkpoint.open(directory).config["model_type"]], directory, [prompt()], **settings)
+    return ModelBench(SPARSE[Checkpoint.open(directory).config["model_type"]], directory, [prompt()], **settings)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -143,6 +139,12 @@ def test_random_weights_give_finite_logits_in_either_layout(checkpoints: Any) ->
         assert torch.isfinite(logits).all()
 
 
+@pytest.mark.parametrize("case", ["mixtral", "qwen2", "qwen3", "gpt-oss"])
+def test_no_key_is_unknown_in_what_transformers_writes(case: str, checkpoints: Any) -> None:
+    config = Checkpoint.open(checkpoints(case)).config
+    assert SPARSE[config["model_type"]].unknown_keys(config) == []
+
+
 def test_sparse_layers_are_those_of_the_config(checkpoints: Any) -> None:
     blocks = bench_of(checkpoints("qwen2-mixed")).model._blocks  # type: ignore[attr-defined]
     assert [isinstance(block.mlp, SparseMLP) for block, _ in blocks] == [False, True, False, False]
@@ -163,7 +165,7 @@ def test_configs_that_cannot_be_computed_are_refused(
 ) -> None:
     config = {**Checkpoint.open(checkpoints(case)).config, **changes}
     config = {key: value for key, value in config.items() if value is not ...}
-    model = MODELS[config["model_type"]]
+    model = SPARSE[config["model_type"]]
     refusal = model.refuses(config)
     if refusal is None:
         with pytest.raises(CheckpointError) as caught:

@@ -58,6 +58,8 @@ def test_text_logits_equal_transformers_under_both_names_of_the_tensors(kind: st
     stored = Checkpoint.open(tmp_path).config
     assert cls.refuses(stored) is None
     assert cls.unknown_keys(stored) == []
+    text = {**stored["text_config"], "own": 1}
+    assert cls.unknown_keys({**stored, "next_to_it": 1, "text_config": text}) == ["next_to_it", "own"]
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.replace(FORMER_PREFIX, "").replace(PREFIX, ""): tensor for name, tensor in tensors.items()}
     assert any("vision" in name or "visual" in name for name in bare)
