@@ -28,7 +28,7 @@ def compiled(tile: Any, layout: Any) -> Any:
     scales = torch.empty(1, layout.groups // 2, 1, 2, dtype=torch.bfloat16)
     packed = torch.empty(1, 1, layout.span, dtype=torch.int16)
     matrix = PackedMatrix(packed=packed, scales=scales, layout=layout)
-    constants = multiplier._launch(x, x, matrix, None, False, tile)[2]
+    constants = multiplier._launch(x, x, matrix, None, False, tile, "silu")[2]
     warps = constants.pop("num_warps")
     pointers = dict.fromkeys(("out", "x", "bias"), "*bf16") | dict.fromkeys(("partials", "scales"), "*fp32")
     pointers |= {"packed": "*i16", "arrivals": "*i32"}
