@@ -5,11 +5,11 @@
 
 Starts `engine serve` with these flags (none: the demo model, and a KV cache of 64 MiB). The memory of the KV cache
 becomes resident when it is first written, so a large one looks like growth until all of it was in use: give
---kv-memory. Every --every seconds, the resident memory (without pages of files, which the system drops as it likes),
-descriptors and threads of each process and the KV blocks by state are written down. At the end the clients leave, and no
-block may stay used. A line is fitted to the memory of each process after --warm-up of the time. Exit status 1 when a slope is
-above --slope, descriptors or threads of the last tenth exceed those of the tenth after the warm-up, a stream hung, or
-the server stopped answering. The picture needs matplotlib (extra `plot`).
+--kv-memory. Every --every seconds, the resident memory, descriptors and threads of each process and the KV blocks by
+state are written down; pages of files, which the system drops as it likes, are left out of the memory. At the end the
+clients leave, and no block may stay used. A line is fitted to the memory of each process after --warm-up of the time.
+Exit status 1 when a slope is above --slope, descriptors or threads of the last tenth exceed those of the tenth after
+the warm-up, a stream hung, or the server stopped answering. The picture needs matplotlib (extra `plot`).
 """
 
 from __future__ import annotations
