@@ -222,7 +222,7 @@ def test_refusals_write_nothing(model: Path, calibration: Any, tmp_path: Path, m
     with pytest.raises(ConfigError, match=r"nothing would be quantized; --method none --kv-cache fp8 is for"):
         quantize(model, out, everything, calibration=calibration, device="cpu")
     named = LayerFactory.attention
-    monkeypatch.setattr(LayerFactory, "attention", lambda *arguments: named(*arguments[:-1]))
+    monkeypatch.setattr(LayerFactory, "attention", lambda *arguments, **more: named(*arguments[:-1], **more))
     with pytest.raises(CheckpointError, match=r"gives its attention layers no names"):
         quantize(model, out, ALONE, calibration=calibration, device="cpu")
     assert not out.exists()

@@ -157,7 +157,7 @@ def test_auto_passes_over_what_a_worker_cannot_construct(
         [choice] = [one for one in engine.parts.choices if one.extension_point == "attention"]
         assert choice.name != "late"
         assert "attention 'late' of engine-late 0.4 failed in its constructor: KeyError: 'tide'" in choice.reason
-        assert engine.generate([[1, 2, 3]])[0].token_ids
+        assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids
 
 
 def test_start_refuses_weights_whose_logits_are_not_finite(make_engine: Any) -> None:

@@ -23,6 +23,7 @@ from engine.core.plugin_host.registry import load_plugins
 from engine.core.runner.runner import Runner
 from engine.core.runner.start import RunnerStart
 from engine.core.schedulers.policy import SchedulingPolicy
+from engine.core.types import SamplingParams
 from engine.plugins.attention.torch import TorchAttention
 from engine.plugins.executors.uniproc import UniprocExecutor
 from engine.plugins.models.llama import Llama
@@ -280,7 +281,7 @@ def test_auto_passes_over_a_plugin_whose_constructor_raises_and_says_so(
     make_engine: Any, section: str, members: dict[str, Any], call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine(offering(section, type("Faulty", (BASES[section],), members), preference=99))
-    assert engine.generate([[1, 2, 3]])[0].token_ids
+    assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids
     names = {"scheduler": "schedulers", "executor": "executors", "model": "models"}
     [choice] = [one for one in engine.parts.choices if one.extension_point == names.get(section, section)]
     assert choice.name != "mine"
@@ -342,7 +343,7 @@ def test_an_observing_hook_that_fails_is_logged_and_the_engine_goes_on(
         called.append(engine)
 
     engine = make_engine(plugin("Other", note), plugin("Listener", fail))
-    assert engine.generate([[1, 2, 3]])[0].token_ids
+    assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids
     engine.close()
     assert called == [engine]
     [record] = [one for one in caplog.records if "only observes" in one.getMessage()]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.core.engine import Engine
+from engine.core.types import SamplingParams
 
 MODEL = """
 from engine.core.hooks import hookimpl
@@ -55,7 +56,7 @@ def build(engine_checkpoint: Any) -> Iterator[Callable[..., Engine]]:
 
 @pytest.mark.usefixtures("rare")
 def test_engine_says_that_auto_took_a_third_party_s_plugin(build: Any, caplog: Any) -> None:
-    assert build(plugins__prefer=("engine-rare",)).generate([[1, 2]])[0].token_ids
+    assert build(plugins__prefer=("engine-rare",)).generate([[1, 2]], SamplingParams(max_tokens=2))[0].token_ids
     [notice] = notices(caplog)
     assert notice.startswith(
         "auto took model 'rare' of engine-rare 0.4, which is not built in (auto: the most preferre"

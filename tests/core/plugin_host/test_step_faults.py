@@ -240,6 +240,6 @@ def test_checks_leave_nothing_between_core_and_plugin_after_the_rehearsal(make_e
     for made, base in ((state.attention, TorchAttention), (state.model, Llama)):
         for method in ("plan", "forward", "forward_into", "logits", "greedy"):
             assert getattr(type(made), method, None) is getattr(base, method, None)
-    linear = state.model._blocks[0].attention._qkv
+    linear = state.model._blocks[0][0].attention._qkv
     assert linear._apply == linear.kernel.apply
     assert engine._executor._runner._launch == engine._executor._runner._launcher.launch

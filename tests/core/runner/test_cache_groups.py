@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 import transformers
 
 from engine.core import Engine, SamplingParams
+from engine.core.models.forward_pass import ForwardPass
+from engine.core.runner import start
+from engine.core.runner.device_state import DeviceState, GroupState
+from engine.core.runner.piecewise_graphs import PiecewiseGraphs
+from engine.core.types import Request
 from engine.testing.checkpoints import make_checkpoint
+
+from .test_cuda_graphs import FixedAttention, ReplayByRunning
 
 WINDOW = 20
 STEPS = 40
@@ -96,3 +104,87 @@ def test_greedy_tokens_equal_transformers_when_sequences_are_preempted(windowed:
     with windowed.engine(cache__memory=memory, model__max_len=288, scheduler="multi_step") as engine:
         assert tokens_of(engine, [PROMPTS[1]] * 6) == [windowed.expected[1]] * 6
         assert engine.stats().preemptions > 0
+
+
+def test_replays_of_decode_steps_give_the_tokens_of_plain_steps(
+    windowed: Windowed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
+    monkeypatch.setattr(start, "use_graphs", lambda config, attention, device: True)
+    settings = {"executor__graphs": "decode", "scheduler__max_running": 3, "model__max_len": 288}
+    with windowed.engine(attention=FixedAttention, **settings) as engine:
+        assert tokens_of(engine) == windowed.expected
+
+
+def test_a_long_context_holds_all_blocks_in_full_layers_and_a_window_in_others(windowed: Windowed) -> None:
+    size, length, chunk = 8, 400, 32
+    groups, has_full = (3, True) if windowed.name == "mixed" else (1, False)
+    with windowed.engine(scheduler__max_batch_tokens=chunk, cache__memory="2MiB") as engine:
+        prompt = tuple((7 * at + at // 3) % 500 for at in range(length))
+        engine.add(Request(id="long", prompt=prompt, params=SamplingParams(max_tokens=100, ignore_eos=True, seed=1)))
+        held = []
+        while engine.has_work:
+            engine.step()
+            held.append(engine.stats().blocks_used)
+        assert engine.cache_info.kinds[-1].groups == groups
+    full = -(-(length + 100) // size) if has_full else 0
+    decoding = held[-60:-1]
+    assert max(held) <= full + groups * ((WINDOW + chunk - 1) // size + 2)
+    assert full < max(decoding) <= full + groups * ((WINDOW - 1) // size + 2)
+
+
+class Backend:
+    """Notes the calls of its group."""
+
+    def __init__(self, group: int, calls: list[Any]) -> None:
+        self.group = group
+        self.calls = calls
+
+    def forward_into(self, layer: int, q: torch.Tensor, k: Any, v: Any, plan: Any, out: torch.Tensor) -> None:
+        self.calls.append((self.group, layer, plan, len(q)))
+
+
+class Alternating:
+    """A model whose layers are of two groups in turn."""
+
+    def __init__(self) -> None:
+        self.slots: list[torch.Tensor] = []
+
+    def forward(self, run: ForwardPass) -> torch.Tensor:
+        self.slots = [own.batch.slots for own in run.groups]
+        hidden = run.batch.tokens.float()[:, None, None]
+        for layer in range(4):
+            own = run.of_group(layer % 2)
+            hidden = own.attention.forward(layer // 2, hidden, hidden, hidden, own.plan)
+        return hidden[:, 0]
+
+
+def test_piecewise_graphs_call_the_backend_of_each_layer_s_group_with_its_plan_and_slots() -> None:
+    calls: list[Any] = []
+    model, pool = Alternating(), SimpleNamespace(scratch_block=9, block_size=4, output_dim=1)
+    groups = tuple(GroupState(pool=pool, attention=Backend(group, calls)) for group in range(2))  # type: ignore[arg-type]
+    state = DeviceState(model=model, groups=groups, persistent_batch=None, sampler=None)  # type: ignore[arg-type]
+    capturer: Any = SimpleNamespace(capture_segments=lambda work: ([lambda: None] * 5, work(lambda: None)))
+    graphs = PiecewiseGraphs(state, capturer, max_batch_tokens=64, device=torch.device("cpu"))
+    graphs.capture_all(lambda done, total: None)
+    none: Any = None
+    slots = torch.tensor([[1, 2, 3], [5, 6, 7]])
+    passes = [
+        ForwardPass(batch=SimpleNamespace(slots=own), attention=group.attention, plan=f"plan {number}", pool=none)  # type: ignore[arg-type]
+        for number, (own, group) in enumerate(zip(slots, groups, strict=True))
+    ]
+    batch: Any = SimpleNamespace(
+        tokens=torch.tensor([1, 2, 3]), positions=torch.arange(3), groups=[one.batch for one in passes]
+    )
+    hidden = graphs.run(ForwardPass(batch=batch, attention=none, plan=none, pool=none, groups=tuple(passes)))
+    assert hidden.shape == (3, 1)
+    assert calls == [(group, layer, f"plan {group}", 3) for layer in range(2) for group in range(2)]
+    for own, given in zip(model.slots, slots, strict=True):
+        assert own.tolist() == [*given.tolist(), *[9 * 4] * 61]
+
+
+@pytest.mark.parametrize("windowed", ["mixed"], indirect=True)
+def test_two_ranks_in_processes_of_their_own_give_the_same_tokens(windowed: Windowed) -> None:
+    settings = {"executor__tensor_parallel": 2, "executor__threads": 1, "model__max_len": 288}
+    with windowed.engine(**settings) as engine:
+        assert tokens_of(engine) == windowed.expected

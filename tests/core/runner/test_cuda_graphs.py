@@ -42,7 +42,8 @@ class FixedAttention(TorchAttention):
         spec = self._spec
         tables = plan.block_tables.long()
         slots = (tables[:, :, None] * spec.block_size + torch.arange(spec.block_size, device=q.device)).flatten(1)
-        hidden = torch.arange(slots.shape[1], device=q.device) >= plan.context_lens[:, None]
+        positions, ends = torch.arange(slots.shape[1], device=q.device), plan.context_lens[:, None]
+        hidden = (positions >= ends) | (positions < ends - (spec.sliding_windows[layer] or spec.max_len))
         keys, values = (
             part[layer][slots].repeat_interleave(spec.num_heads // spec.num_kv_heads, 2)
             for part in (self._keys, self._values)
