@@ -17,6 +17,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "Models": (
         "core/models/base.py",
         "core/models/forward_pass.py",
+        "core/layers/layer_factory.py",
         "core/layers/factory.py",
         "core/layers/blocks.py",
         "core/layers/expert_layers.py",

@@ -94,6 +94,13 @@ class Built:
         if self._layers.rank:
             return
         log.warning("%s runs by the code of %s, not by a native model", self._name, library.version())
+        if any(hasattr(module, "engine_longest") for module in self._modules.values()):
+            log.warning(
+                "contexts of %s are limited to %d tokens: beyond, transformers rotates all sequences of a batch"
+                " by the longest",
+                self._name,
+                self._blueprint.max_len,
+            )
         if self._blueprint.experts:
             whole = ", and whole on every rank" if self._layers.ranks > 1 else ""
             log.warning("the experts of %s are not quantized%s", self._name, whole)

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core import Engine, SamplingParams
 from engine.core.layers import Linear
+from engine.core.models import Model
+from engine.plugins.models.llama import Llama
 from engine.plugins.models.transformers import Transformers
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.model_bench import ModelBench
@@ -97,6 +100,34 @@ def test_two_ranks_compute_what_one_computes(tmp_path: Path, architecture: str) 
     for logits, nbytes in run_ranks(2, shard):
         assert difference(logits, whole) < 1e-5
         assert nbytes < 0.7 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts the operations that compute or copy."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def operations(model: type[Model], directory: Path) -> int:
+    """Operations of one decode step."""
+    bench = ModelBench(model, directory, PROMPTS)
+    bench.hidden([(0, 0, 8)])
+    with CountedOperations() as counted:
+        bench.hidden([(0, 8, 1)])
+    return counted.count
+
+
+def test_a_recognized_decoder_costs_as_many_operations_a_layer_as_a_native_one(tmp_path: Path) -> None:
+    counts = {}
+    for layers in (1, 3):
+        directory = make_checkpoint(tmp_path / str(layers), "llama", num_hidden_layers=layers)
+        counts[layers] = [operations(model, directory) for model in (Llama, Transformers)]
+    native, fallback = (more - few for more, few in zip(counts[3], counts[1], strict=True))
+    assert fallback == native > 0
 
 
 def test_recognized_modules_are_the_layers_of_a_native_model(tmp_path: Path) -> None:

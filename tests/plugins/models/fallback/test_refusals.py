@@ -61,6 +61,17 @@ def test_a_plan_without_ranks_is_refused_on_several(tmp_path: Path) -> None:
         ModelBench(Transformers, directory, [[1, 2, 3]], group=LoneRank(0, 2))
 
 
+def test_contexts_are_limited_where_rope_would_change_with_the_longest_of_a_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    directory = make_checkpoint(tmp_path, "llama", max_position_embeddings=64, rope_parameters=rope)
+    bench = ModelBench(Transformers, directory, [[1, 2, 3]])
+    assert bench.spec.max_len == 64
+    assert bench.model.no_graphs is None
+    assert "contexts of LlamaForCausalLM are limited to 64 tokens" in caplog.text
+
+
 def windows(window: int) -> Any:
     return lambda batch, head, query, key: (key <= query) & (key > query - window)
 
