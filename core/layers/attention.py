@@ -71,5 +71,5 @@ class GroupedAttention:
         self._group = group
 
     def __call__(self, run: ForwardPass, qkv: torch.Tensor, angles: Angles | None) -> torch.Tensor:
-        """See Attention."""
+        """Attend with the cache and the backend of the group; arguments and result are Attention's."""
         return self._attention(run.of_group(self._group), qkv, angles)

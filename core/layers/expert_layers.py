@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from engine.core.errors import CheckpointError
+from engine.core.errors import CheckpointError, ConfigError
 from engine.core.layers.experts import Experts
 from engine.core.layers.routing import Router, RoutingSpec
 from engine.core.plugin_host.faults import blame, expect
@@ -78,6 +78,7 @@ class ExpertLayers:
         other arguments are those of ExpertsSpec.
         """
         by_expert = self.expert_parallel and self.ranks > 1
+        self._rank_experts(num_experts)
         if not by_expert:
             self.shard(intermediate_size, f"intermediate features of {name} (they can by --expert-parallel)")
         is_stacked = self.stores(name)
@@ -110,6 +111,11 @@ class ExpertLayers:
             right = kernel is None or isinstance(kernel, ExpertsKernel)
             expect(right, self._quant_owner, f"experts() of {spec.name}", kernel, "an ExpertsKernel or None")
         if kernel is not None:
+            if spec.activation not in kernel.activations:
+                raise ConfigError(
+                    f"{self._quant_owner} computes experts with {', '.join(kernel.activations)}, and this model's"
+                    f" experts have {spec.activation}; choose another method, or an unquantized checkpoint"
+                )
             return kernel
         if self._quant is not None and type(self._quant).experts is QuantMethod.experts:
             self._warn_of_plain_experts(self._quant, spec)

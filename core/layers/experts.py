@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from engine.core.layers.expert_tensors import ExpertTensors
 from engine.core.layers.linear import BIAS_SHARD_DIM, PlainKernel
 from engine.core.plugin_host.faults import PluginCall, blame, expect
 from engine.core.plugin_host.result_checks import tensor_error
-from engine.core.quant.base import LinearSpec, TensorSpec
+from engine.core.quant.base import ACTIVATIONS, Activation, LinearSpec, TensorSpec
 from engine.core.quant.experts import ExpertsBias, ExpertsKernel, ExpertsSpec, Routing
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def sum_of_experts(x: torch.Tensor, routing: Routing, num_experts: int, compute:
 
 class PlainExperts(ExpertsKernel):
     """Unquantized weights, in the model's dtype."""
+
+    activations: ClassVar[tuple[Activation, ...]] = ACTIVATIONS
 
     def __init__(self, spec: ExpertsSpec) -> None:
         self.spec = spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import define, frozen
 
@@ -122,6 +122,9 @@ class ExpertsBias:
 
 class ExpertsKernel(ABC):
     """The experts of one layer under one quantization method: reads their tensors and multiplies by them."""
+
+    activations: ClassVar[tuple[Activation, ...]] = ("silu",)
+    """The `ExpertsSpec.activation`s that `apply` computes; a model with another is refused."""
 
     @abstractmethod
     def tensors(self) -> Mapping[str, TensorSpec]:

@@ -25,8 +25,8 @@ class GroupState:
 
     pool: Any
     """A KVPool, or a StatePool."""
-    attention: AttentionBackend[Any, Any] | None
-    """None for states."""
+    attention: Any
+    """An AttentionBackend; None for states."""
 
 
 @frozen(kw_only=True)
@@ -69,7 +69,7 @@ class DeviceState:
     def unplanned_pass(self, batch: ForwardBatch) -> ForwardPass:
         """The pass of a batch that attention backends need not know."""
         passes = tuple(
-            ForwardPass(batch=own, attention=_backend(group), plan=None, pool=group.pool)
+            ForwardPass(batch=own, attention=group.attention, plan=None, pool=group.pool)
             for own, group in zip(batch.groups, self.groups, strict=False)
         )
         return ForwardPass(batch=batch, attention=self.attention, plan=None, pool=self.pool, groups=passes)
@@ -81,15 +81,11 @@ class DeviceState:
             plan = None
             if attention is not None:
                 plan = attention.plan(own) if slot is None else attention.plan(own, slot)
-            passes.append(ForwardPass(batch=own, attention=_backend(group), plan=plan, pool=group.pool))
+            passes.append(ForwardPass(batch=own, attention=group.attention, plan=plan, pool=group.pool))
         first = passes[0]
         return ForwardPass(
             batch=batch, attention=first.attention, plan=first.plan, pool=first.pool, groups=tuple(passes)
         )
-
-
-def _backend(group: GroupState) -> Any:
-    return group.attention
 
 
 @frozen(kw_only=True)

@@ -58,7 +58,7 @@ class SequenceTables:
 
 
 class GroupedShortage(Shortage):
-    """See Shortage."""
+    """How many blocks are missing for one new sequence, counted by entries of block tables."""
 
     __slots__ = ("_blocks_of", "_sequences")
 

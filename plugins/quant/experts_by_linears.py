@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
 from engine.core.layers import ExpertTensors, gated_activation, sum_of_experts
-from engine.core.quant import ExpertsBias, ExpertsKernel, ExpertsSpec, LinearKernel, LinearSpec, Routing, TensorSpec
+from engine.core.quant import (
+    ACTIVATIONS,
+    Activation,
+    ExpertsBias,
+    ExpertsKernel,
+    ExpertsSpec,
+    LinearKernel,
+    LinearSpec,
+    Routing,
+    TensorSpec,
+)
 
 MakeLinear = Callable[[LinearSpec], LinearKernel]
 Weights = Mapping[str, torch.Tensor]
@@ -15,6 +26,8 @@ Weights = Mapping[str, torch.Tensor]
 
 class ExpertsByLinears(ExpertsKernel):
     """One expert after the other, each by two linear kernels. Reads the routing on the host."""
+
+    activations: ClassVar[tuple[Activation, ...]] = ACTIVATIONS
 
     def __init__(self, spec: ExpertsSpec, linear: MakeLinear) -> None:
         """linear: makes the kernel of a projection of one expert."""

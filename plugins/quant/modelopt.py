@@ -182,6 +182,11 @@ class ModelOpt(ReadsKVCacheScheme, QuantMethod[None]):
             return None
         if found.algorithm in FLOAT8_FORMATS:
             return w8_experts(spec, FLOAT8_FORMATS[found.algorithm])
+        if spec.device != "cpu":
+            raise CheckpointError(
+                f"the experts {spec.name} are in W4A16_AWQ, whose inputs have factors of their own for each expert,"
+                " which the kernels for GPUs do not compute; use a checkpoint with experts in FP8, or of another method"
+            )
         scheme = GroupScheme(bits=BITS, group_size=found.group_size or -1)
         return w4_experts(spec, Int4Reader(scheme), self._matmuls)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from attrs import frozen
@@ -10,7 +11,16 @@ from attrs import frozen
 from engine.core.autotune import AutotunedCall, Operands
 from engine.core.errors import CheckpointError
 from engine.core.layers import ExpertTensors, FusedExperts
-from engine.core.quant import ExpertsBias, ExpertsKernel, ExpertsSpec, LinearSpec, Routing, TensorSpec
+from engine.core.quant import (
+    ACTIVATIONS,
+    Activation,
+    ExpertsBias,
+    ExpertsKernel,
+    ExpertsSpec,
+    LinearSpec,
+    Routing,
+    TensorSpec,
+)
 from engine.ops.experts.weights import WeightFormat
 from engine.plugins.quant.w4a16 import Reader
 from engine.plugins.quant.w8_kernel import W8Kernel
@@ -34,6 +44,8 @@ ReadMatrix = Callable[[LinearSpec, Mapping[str, torch.Tensor]], ExpertMatrix]
 
 class PackedExperts(ExpertsKernel):
     """Experts of any format that the Triton kernels read."""
+
+    activations: ClassVar[tuple[Activation, ...]] = ACTIVATIONS
 
     def __init__(
         self,

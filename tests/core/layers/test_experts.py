@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.core.distributed import RankGroup
-from engine.core.errors import PluginError, StepFaultError
+from engine.core.errors import ConfigError, PluginError, StepFaultError
 from engine.core.layers import Experts, LayerFactory, RoutingSpec, SharedExpertSpec, SparseMLPSpec
 from engine.core.layers.experts import PlainExperts
 from engine.core.plugin_host.result_checks import ResultChecks
@@ -199,6 +199,27 @@ def test_experts_of_a_plugin_that_are_no_kernel_are_refused(tmp_path: Path) -> N
 
     with pytest.raises(PluginError, match=r"returned 7 from experts\(\) of experts, not an ExpertsKernel or None"):
         load(checkpoint(tmp_path, "stacked"), "stacked", quant=Wrong())
+
+
+def test_activation_that_a_plugins_experts_do_not_compute_is_refused() -> None:
+    class OnlySilu(PlainExperts):
+        activations = ("silu",)
+
+    class Wrong(Method):
+        made = OnlySilu
+
+    layers = LayerFactory(dtype="float32", device="cpu", quant=Wrong(), owners={"quant": "quant 'mine'"})
+    layers.experts("experts", HIDDEN, INNER, EXPERTS, TOP_K)
+    with pytest.raises(
+        ConfigError, match="quant 'mine' computes experts with silu, and this model's experts have gelu"
+    ):
+        layers.experts("experts", HIDDEN, INNER, EXPERTS, TOP_K, activation="gelu")
+
+
+def test_experts_that_ranks_cannot_share_are_refused() -> None:
+    layers = LayerFactory(dtype="float32", device="cpu", group=LoneRank(0, 3), expert_parallel=True)
+    with pytest.raises(ConfigError, match="3 ranks cannot share 4 experts evenly"):
+        layers.experts("experts", HIDDEN, INNER, EXPERTS, TOP_K)
 
 
 def test_method_that_quantizes_linear_layers_alone_is_warned_of(

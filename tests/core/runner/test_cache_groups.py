@@ -110,7 +110,7 @@ def test_replays_of_decode_steps_give_the_tokens_of_plain_steps(
     windowed: Windowed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "GraphCapturer", ReplayByRunning)
-    monkeypatch.setattr(start, "use_graphs", lambda config, attention, device: True)
+    monkeypatch.setattr(start, "use_graphs", lambda *_: True)
     settings = {"executor__graphs": "decode", "scheduler__max_running": 3, "model__max_len": 288}
     with windowed.engine(attention=FixedAttention, **settings) as engine:
         assert tokens_of(engine) == windowed.expected
