@@ -216,7 +216,7 @@ class GroupedBlockManager(BlockManager):
             self._forget_pending(state.pending.pop(index))
 
     def claim(self, sequence: int, position: int, end: int, max_tokens: int) -> tuple[int, int]:
-        """The start and number of tokens of the sequence's next chunk; nobody else computes them."""
+        """The start and number of tokens of the sequence's next chunk, which no other sequence computes."""
         start = max(position, self._sequences[sequence].cached * self.block_size)
         return start, min(end - start, max_tokens)
 

@@ -55,8 +55,8 @@ class TextTower(Decoder):
 
     @classmethod
     def unknown_keys(cls, config: Mapping[str, Any]) -> Sequence[str]:
-        beside = {key: value for key, value in config.items() if key not in IMAGE_KEYS}
-        return sorted({*cls.keys.unknown(beside), *super().unknown_keys(config)})
+        others = {key: value for key, value in config.items() if key not in IMAGE_KEYS}
+        return sorted({*cls.keys.unknown(others), *super().unknown_keys(config)})
 
     @classmethod
     def normalized(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -161,7 +161,7 @@ class Built:
         self._left = {one for one in self._left if not one.startswith(f"{name}.")}
 
     def _has_name(self, name: str) -> bool:
-        """Whether a checkpoint stores the module's weight by itself, as NAME.weight."""
+        """Whether a checkpoint stores the module's weight as a tensor of its own, NAME.weight."""
         return self._names.renamed.get(f"{name}.weight", "").endswith(".weight")
 
     def _stored(self, name: str) -> str:

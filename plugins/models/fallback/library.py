@@ -135,7 +135,7 @@ def build_empty(config: Mapping[str, Any], dtype: torch.dtype, attention: str, e
 
 
 def decoder_name(model: Any) -> str:
-    """The attribute of a model that holds the decoder. Raises RefusedError unless an output layer stands beside it."""
+    """The attribute of a model that holds the decoder. Raises RefusedError without an output layer above."""
     named = [name for name in (model.base_model_prefix, "model") if isinstance(model._modules.get(name), nn.Module)]
     if not named or model.get_output_embeddings() is None:
         raise RefusedError("has no decoder below an output layer")

@@ -81,7 +81,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def check_heads(blueprint: Blueprint, plan: ParallelPlan, layers: LayerFactory, model: Any) -> None:
-    """Check that the projections of attention give each rank its heads, and tell the modules their numbers of heads.
+    """Check that the projections of attention give each rank its heads, and set the modules' numbers of heads.
 
     Raises ConfigError.
     """

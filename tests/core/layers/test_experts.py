@@ -151,7 +151,7 @@ def test_shared_expert_without_a_gate_is_added_as_it_is() -> None:
 
 
 class Kernel(PlainExperts):
-    """A plugin's kernel that returns what it is told to."""
+    """A plugin's kernel that returns what the test chose."""
 
     __module__ = "mine"
     result: Any = None

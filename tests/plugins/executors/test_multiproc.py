@@ -239,7 +239,7 @@ def test_slow_step_does_not_count_as_hung(make_executor: Make, make_step: MakeSt
     executor = make_executor(step_timeout=2.0, delay=1.1)
     executor.start()
     first, second = executor.submit(make_step(1)), executor.submit(make_step(2))
-    time.sleep(1.2)  # the first result is there, and nobody asks for it
+    time.sleep(1.2)  # the first result is there, and is not asked for
     first.result(), second.result()  # 2.2 s together
     third = executor.submit(make_step(3))
     assert third.result().step == 3
