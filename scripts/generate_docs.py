@@ -114,15 +114,19 @@ FEATURES = {
     "executors": "executors",
 }
 """Extension point -> what README calls its implementations."""
+NATIVE = "native: "
+"""Beginning of the summary of native models, of which README has only the names."""
 
 
 def features_table() -> str:
     """What the built-in plugins offer, from their registrations."""
     registries = load_plugins(PluginsConfig(allow=("builtin",))).registries
-    rows = [
-        (title, "<br>".join(f"{code(one.name)}: {one.summary}" for one in registries[name]))
-        for name, title in FEATURES.items()
-    ]
+    rows = []
+    for name, title in FEATURES.items():
+        native = [code(one.name) for one in registries[name] if one.summary.startswith(NATIVE)]
+        lines = [f"{NATIVE}{', '.join(native)} ([table of architectures](docs/architectures.md))"] if native else []
+        lines += [f"{code(one.name)}: {one.summary}" for one in registries[name] if not one.summary.startswith(NATIVE)]
+        rows.append((title, "<br>".join(lines)))
     return table(("", "built in"), rows)
 
 
