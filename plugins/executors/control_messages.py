@@ -18,6 +18,7 @@ from engine.core.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,
+    DownloadError,
     EngineError,
     ExecutorError,
     PluginError,
@@ -36,6 +37,7 @@ MAX_MESSAGE_BYTES = 2**17
 
 ERRORS: tuple[type[EngineError], ...] = (
     CheckpointError,
+    DownloadError,
     CapacityError,
     ConfigError,
     PluginError,

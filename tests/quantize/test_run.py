@@ -289,7 +289,9 @@ def test_quantized_checkpoint_is_an_error(model: Path, tmp_path: Path) -> None:
 
 def test_unknown_architecture_is_an_error(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "gpt_neox")
-    refuse(PluginError, "GPTNeoXForCausalLM", plain, tmp_path / "out", Settings.choose("int8"))
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"], "model_type": "none"}))
+    refuse(PluginError, "NoSuchModel", plain, tmp_path / "out", Settings.choose("int8"))
 
 
 def test_other_directories_are_not_written_to(model: Path, tmp_path: Path) -> None:

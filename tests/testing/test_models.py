@@ -46,7 +46,8 @@ class WrongRope(Llama):
     @classmethod
     def parse(cls, config: Any) -> Any:
         shape = super().parse(config)
-        return evolve(shape, rope=evolve(shape.rope, parameters={**shape.rope.parameters, "rope_theta": 500.0}))
+        wrong = [evolve(rope, parameters={**rope.parameters, "rope_theta": 500.0}) for rope in shape.ropes if rope]
+        return evolve(shape, ropes=tuple(wrong))
 
 
 class Unbiased(Llama):

@@ -171,7 +171,7 @@ def test_a_chosen_tile_serves_its_row_class(
     gemm_shape = WeightOnlyShape(gated=False, weight_rows=96, inputs=512, layout=layout, dtype=half, zeros=True)
     taken = []
     multiply_by_tile, dequantize_and_multiply = matmul.multiply_by_tile, matmul.dequantize_and_multiply
-    monkeypatch.setattr(matmul, "multiply_by_tile", lambda *given: taken.append(given[-1]) or multiply_by_tile(*given))
+    monkeypatch.setattr(matmul, "multiply_by_tile", lambda *given: taken.append(given[4]) or multiply_by_tile(*given))
     monkeypatch.setattr(
         matmul, "dequantize_and_multiply", lambda *given: taken.append(None) or dequantize_and_multiply(*given)
     )
