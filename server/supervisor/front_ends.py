@@ -254,6 +254,7 @@ class FrontEnds:
                     match message:
                         case Ready():
                             slot.channel = ours
+                            slot.silence.seconds = 0.0  # a slow start is not a late heartbeat
                             slot.ready.set()
                         case Drained():
                             slot.drained.set()
