@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from engine.core import Engine, SamplingParams
 from engine.core.models.forward_pass import ForwardPass
@@ -17,6 +16,7 @@ from engine.core.runner.device_state import DeviceState, GroupState
 from engine.core.runner.piecewise_graphs import PiecewiseGraphs
 from engine.core.types import Request
 from engine.testing.checkpoints import make_checkpoint
+from tests.reference_tokens import greedy_tokens
 
 from .test_cuda_graphs import FixedAttention, ReplayByRunning
 
@@ -41,23 +41,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def generated(path: Path) -> list[list[int]]:
-    """The tokens that transformers generates from each prompt alone."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        return [
-            model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=STEPS,
-                pad_token_id=0,
-            )[0, len(prompt) :].tolist()
-            for prompt in PROMPTS
-        ]
-
-
 class Windowed:
     """A checkpoint with windows, and the tokens that transformers generates."""
 
@@ -65,7 +48,7 @@ class Windowed:
         self.name = name
         architecture, config = CONFIGS[name]
         self.path = make_checkpoint(directory, architecture, tokenizer=True, **config)
-        self.expected = generated(self.path)
+        self.expected = greedy_tokens(self.path, PROMPTS, STEPS)
 
     def engine(self, **settings: Any) -> Engine:
         usual = {

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from engine.core import Engine, SamplingParams
 from engine.testing.checkpoints import make_checkpoint
+from tests.reference_tokens import greedy_tokens
 
 from .architectures import OTHERS
 
@@ -26,23 +25,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-
-
-def expected(path: Path, prompts: list[list[int]], steps: int) -> list[list[int]]:
-    """Each prompt alone, exactly that many tokens."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        return [
-            model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=steps,
-                pad_token_id=0,
-            )[0, len(prompt) :].tolist()
-            for prompt in prompts
-        ]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +53,7 @@ def test_greedy_tokens_of_other_families_equal_transformers(tmp_path: Path, arch
 
 def check(path: Path, prompts: list[list[int]], steps: int, backends: tuple[str, ...]) -> None:
     """Compare each prompt alone, and all in one batch."""
-    wanted = expected(path, prompts, steps)
+    wanted = greedy_tokens(path, prompts, steps)
     greedy = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
     settings: dict[str, Any] = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "8MiB"}
     for attention in backends:
