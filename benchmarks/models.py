@@ -83,6 +83,66 @@ QWEN3_MOE: dict[str, Any] = QWEN3_SMALL | {
     "max_window_layers": 48,
 }
 
+QWEN3_8B: dict[str, Any] = QWEN3_SMALL | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+    "max_window_layers": 36,
+}
+
+GEMMA2_9B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "vocab_size": 256000,
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "rope_theta": 10000.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+GEMMA3_12B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -159,7 +219,10 @@ W4A16: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_SMALL,
     "qwen3-0.6b-w4a16": QWEN3_SMALL | {"quantization_config": W4A16},
+    "qwen3-8b": QWEN3_8B,
     "qwen3-30b-a3b": QWEN3_MOE,
+    "gemma-2-9b": GEMMA2_9B,
+    "gemma-3-12b": GEMMA3_12B,
     "gpt-oss-20b": GPT_OSS,
     "llama-3.1-8b": LLAMA_8B,
     "llama-3.1-8b-w4a16": LLAMA_8B | {"quantization_config": W4A16},

@@ -11,16 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.attention import AttentionBackend, AttentionPair, AttentionSpec, ForwardBatch, GraphSlot, KVPool
+from engine.core.attention import AttentionBackend, AttentionPair, AttentionSpec, GraphSlot, KVPool
 from engine.core.device import DeviceInfo
 from engine.core.quant import FLOAT8
-from engine.testing.attention_cases import BATCHES, Case, Lengths, dense_attention, scales_of, sinks_of, stored, unpack
+from engine.testing.attention_cases import (
+    BATCHES,
+    LONG_BATCHES,
+    Case,
+    Lengths,
+    batch_of,
+    dense_attention,
+    graph_batch,
+    invalidate,
+    invalidate_behind_windows,
+    only,
+    scales_of,
+    sinks_of,
+    stored,
+    unpack,
+)
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Type of queries -> maximum relative norm of the error."""
-
-FLOAT8_NAN = 0x7F
-"""Byte of a float8_e4m3fn NaN."""
 
 
 class AttentionConformance:
@@ -90,6 +102,18 @@ class AttentionConformance:
         """Full attention in one layer, a window in the next, under one plan."""
         self.check(self.spec(sliding_windows=(None, 8)), BATCHES["mixed"])
 
+    @pytest.mark.parametrize("float8", [False, True], ids=["plain", "float8"])
+    @pytest.mark.parametrize("name", LONG_BATCHES)
+    def test_blocks_behind_the_window(self, name: str, float8: bool) -> None:
+        """Blocks that no query's window reaches may hold NaN: the sequence gave them up, and another may have them."""
+        changes = {"kv_dtype": FLOAT8} if float8 else {}
+        spec = self.spec(sliding_windows=(4, 20), **changes)
+        self._skip_if_refused(spec)
+        case = self.make(spec, LONG_BATCHES[name])
+        invalidate_behind_windows(case, spec)
+        for layer, out in enumerate(self.run(spec, case)):
+            self._close(out, case.expected[layer], f"layer {layer}")
+
     @pytest.mark.parametrize("name", BATCHES)
     def test_softcap(self, name: str) -> None:
         """Scores capped by tanh."""
@@ -115,7 +139,7 @@ class AttentionConformance:
         together = self.run(spec, case)[0]
         start = 0
         for index, (cached, new) in enumerate(BATCHES["mixed"]):
-            alone = self.run(spec, self._only(case, index, decodes=cached > 0 and new == 1))[0]
+            alone = self.run(spec, only(case, index, decodes=cached > 0 and new == 1))[0]
             self._close(together[start : start + new], alone.double().cpu(), "alone")
             start += new
 
@@ -187,7 +211,7 @@ class AttentionConformance:
         lengths = tuple((context - 1, 1) for context in (2, 15, 16, 17, 90, 130, 200, 255, 33, 64))
         case = self.make(spec, lengths)
         rows = 6
-        batch = self._slot(spec, case, rows)
+        batch = graph_batch(spec, case.pool, rows)
         packed = [torch.cat(tensors, 1)[:rows].zero_() for tensors in case.inputs]
         inputs = [unpack(spec, layer) for layer in packed]
         backend = self._backend(spec, case)
@@ -213,7 +237,7 @@ class AttentionConformance:
             plan = backend.plan(case.batch)
             for layer, inputs in enumerate(case.inputs):
                 backend.forward(layer, *inputs, plan)
-            backend.plan(self._slot(spec, case, 2), GraphSlot(num_sequences=2))
+            backend.plan(graph_batch(spec, case.pool, 2), GraphSlot(num_sequences=2))
 
     def test_nothing_is_changed(self) -> None:
         """The backend does not write to the pool, the inputs or the batch, which core uses again."""
@@ -283,25 +307,6 @@ class AttentionConformance:
             backend.set_sinks(case.sinks)
         return backend
 
-    def _slot(self, spec: AttentionSpec, case: Case, rows: int) -> ForwardBatch:
-        """Make the batch of a graph of `rows` decodes: fixed buffers of padding, host arrays of maximum length."""
-        name = self._device().torch_name
-        scratch = case.pool.scratch_block
-        tables = np.full((rows, -(-spec.max_len // spec.block_size)), scratch, np.int32)
-        return ForwardBatch(
-            tokens=torch.zeros(rows, dtype=torch.int64, device=name),
-            positions=torch.zeros(rows, dtype=torch.int64, device=name),
-            slots=torch.full((rows,), scratch * spec.block_size, dtype=torch.int64, device=name),
-            query_starts=torch.arange(rows + 1, dtype=torch.int32, device=name),
-            context_lens=torch.ones(rows, dtype=torch.int32, device=name),
-            block_tables=torch.tensor(tables, device=name),
-            logit_rows=torch.arange(rows, device=name),
-            num_decodes=rows,
-            query_lens_host=np.ones(rows, np.int32),
-            context_lens_host=np.full(rows, spec.max_len, np.int32),
-            block_tables_host=tables,
-        )
-
     def _captured(self, step: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
         """Return a function that replays `step` from a CUDA graph; on devices without graphs, `step` itself."""
         if self._device().type != "cuda":
@@ -341,15 +346,11 @@ class AttentionConformance:
             at = np.arange(context)
             slots.append(tables[row, at // spec.block_size].astype(np.int64) * spec.block_size + at % spec.block_size)
         pool = KVPool(spec, sum(counts) + 2, name, scales_of(spec))
-        for tensor in (*pool.keys, *pool.values):
-            if pool.is_float8:
-                tensor.view(torch.uint8).fill_(FLOAT8_NAN)
-            else:
-                tensor.fill_(torch.nan)
         given = getattr(torch, spec.dtype if pool.is_float8 else spec.kv_dtype)
         inputs, expected = [], []
         sinks = sinks_of(spec, name)
         for layer in range(spec.num_layers):
+            invalidate(pool, layer)
             queries, keys, values, outs = [], [], [], []
             for row, (cached, new) in enumerate(lengths):
                 shape = (contexts[row], spec.num_kv_heads, spec.head_dim)
@@ -367,53 +368,7 @@ class AttentionConformance:
             dtype = getattr(torch, spec.dtype)
             inputs.append(tuple(torch.cat(parts).to(name, dtype) for parts in (queries, keys, values)))
             expected.append(torch.cat(outs))
-        return Case(self._batch(lengths, tables, slots), pool, inputs, expected, sinks)  # type: ignore[arg-type]
-
-    def _batch(self, lengths: Lengths, tables: np.ndarray[Any, Any], slots: list[np.ndarray[Any, Any]]) -> ForwardBatch:
-        name = self._device().torch_name
-        news = np.array([new for _, new in lengths], np.int32)
-        contexts = np.array([cached + new for cached, new in lengths], np.int32)
-        starts = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
-        positions = np.concatenate([np.arange(cached, cached + new) for cached, new in lengths])
-        places = np.concatenate([row[cached:] for row, (cached, _) in zip(slots, lengths, strict=True)])
-        decodes = 0
-        while decodes < len(lengths) and lengths[decodes][0] > 0 and lengths[decodes][1] == 1:
-            decodes += 1
-        return ForwardBatch(
-            tokens=torch.zeros(len(positions), dtype=torch.int64, device=name),
-            positions=torch.tensor(positions, dtype=torch.int64, device=name),
-            slots=torch.tensor(places, dtype=torch.int64, device=name),
-            query_starts=torch.tensor(starts, device=name),
-            context_lens=torch.tensor(contexts, device=name),
-            block_tables=torch.tensor(tables, device=name),
-            logit_rows=torch.tensor(starts[1:] - 1, dtype=torch.int64, device=name),
-            num_decodes=decodes,
-            query_lens_host=news,
-            context_lens_host=contexts,
-            block_tables_host=tables,
-        )
-
-    def _only(self, case: Case, index: int, decodes: bool) -> Case:
-        """Return the case of one sequence alone, over the same pool."""
-        batch = case.batch
-        start, end = int(batch.query_starts[index]), int(batch.query_starts[index + 1])
-        rows, one = slice(start, end), slice(index, index + 1)
-        alone = attrs.evolve(
-            batch,
-            tokens=batch.tokens[rows],
-            positions=batch.positions[rows],
-            slots=batch.slots[rows],
-            query_starts=batch.query_starts[index : index + 2] - start,
-            context_lens=batch.context_lens[one],
-            block_tables=batch.block_tables[one],
-            logit_rows=batch.logit_rows[one] - start,
-            num_decodes=int(decodes),
-            query_lens_host=batch.query_lens_host[one],
-            context_lens_host=batch.context_lens_host[one],
-            block_tables_host=batch.block_tables_host[one],
-        )
-        inputs = [(q[rows], k[rows], v[rows]) for q, k, v in case.inputs]
-        return Case(alone, case.pool, inputs, [out[rows] for out in case.expected], case.sinks)
+        return Case(batch_of(lengths, tables, slots, name), pool, inputs, expected, sinks)  # type: ignore[arg-type]
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 from attrs import frozen
 
 from engine.core.attention import AttentionSpec, ForwardBatch, KVPool
 from engine.core.quant import FLOAT8, KVScales
+
+FLOAT8_NAN = 0x7F
+"""Byte of a float8_e4m3fn NaN."""
 
 Lengths = tuple[tuple[int, int], ...]
 """Per sequence: number of cached tokens, number of new tokens."""
@@ -20,6 +26,11 @@ BATCHES: dict[str, Lengths] = {
     "one token": ((0, 1),),
     "mixed": ((31, 1), (3, 1), (0, 20), (17, 6)),
 }
+LONG_BATCHES: dict[str, Lengths] = {
+    "decode": ((61, 1), (8, 1), (199, 1), (30, 1)),
+    "chunked prefill": ((61, 40), (130, 9), (7, 20), (40, 1)),
+}
+"""Batches with blocks behind a small window."""
 
 
 @frozen
@@ -55,10 +66,99 @@ def stored(pool: KVPool, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor,
     return k * scales.key, v * scales.value
 
 
+def invalidate(pool: KVPool, layer: int, slots: torch.Tensor | slice = slice(None)) -> None:
+    """Fill slots of a layer, by default all, with NaN."""
+    for part in (pool.keys[layer], pool.values[layer]):
+        if pool.is_float8:
+            part.view(torch.uint8).flatten(0, 1)[slots] = FLOAT8_NAN
+        else:
+            part.flatten(0, 1)[slots] = torch.nan
+
+
+def invalidate_behind_windows(case: Case, spec: AttentionSpec) -> None:
+    """Fill blocks that are wholly behind the sliding window of all queries of a sequence with NaN, in each layer."""
+    batch, size = case.batch, spec.block_size
+    firsts = batch.context_lens_host - batch.query_lens_host
+    for layer, window in enumerate(spec.sliding_windows):
+        for first, table in zip(firsts.tolist(), batch.block_tables_host, strict=True):
+            at = np.arange(0 if window is None else max(first + 1 - window, 0) // size * size)
+            hidden = torch.from_numpy(table[at // size].astype(np.int64) * size + at % size)
+            invalidate(case.pool, layer, hidden.to(batch.tokens.device))
+
+
 def unpack(spec: AttentionSpec, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return views of q, k and v; packed: [tokens, heads + 2 * kv_heads, head_dim]."""
     q, k, v = torch.split(packed, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
     return q, k, v
+
+
+def batch_of(
+    lengths: Lengths, tables: npt.NDArray[np.int32], slots: Sequence[npt.NDArray[np.int64]], device: str
+) -> ForwardBatch:
+    """Make the batch of these sequences. tables: [sequences, blocks]; slots: of each sequence, [context]."""
+    news = np.array([new for _, new in lengths], np.int32)
+    contexts = np.array([cached + new for cached, new in lengths], np.int32)
+    starts = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
+    positions = np.concatenate([np.arange(cached, cached + new) for cached, new in lengths])
+    places = np.concatenate([row[cached:] for row, (cached, _) in zip(slots, lengths, strict=True)])
+    decodes = 0
+    while decodes < len(lengths) and lengths[decodes][0] > 0 and lengths[decodes][1] == 1:
+        decodes += 1
+    return ForwardBatch(
+        tokens=torch.zeros(len(positions), dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        slots=torch.tensor(places, dtype=torch.int64, device=device),
+        query_starts=torch.tensor(starts, device=device),
+        context_lens=torch.tensor(contexts, device=device),
+        block_tables=torch.tensor(tables, device=device),
+        logit_rows=torch.tensor(starts[1:] - 1, dtype=torch.int64, device=device),
+        num_decodes=decodes,
+        query_lens_host=news,
+        context_lens_host=contexts,
+        block_tables_host=tables,
+    )
+
+
+def graph_batch(spec: AttentionSpec, pool: KVPool, rows: int) -> ForwardBatch:
+    """Make the batch of a graph of `rows` decodes: fixed buffers of padding, host arrays of maximum length."""
+    device, scratch = pool.keys[0].device, pool.scratch_block
+    tables = np.full((rows, -(-spec.max_len // spec.block_size)), scratch, np.int32)
+    return ForwardBatch(
+        tokens=torch.zeros(rows, dtype=torch.int64, device=device),
+        positions=torch.zeros(rows, dtype=torch.int64, device=device),
+        slots=torch.full((rows,), scratch * spec.block_size, dtype=torch.int64, device=device),
+        query_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        context_lens=torch.ones(rows, dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables, device=device),
+        logit_rows=torch.arange(rows, device=device),
+        num_decodes=rows,
+        query_lens_host=np.ones(rows, np.int32),
+        context_lens_host=np.full(rows, spec.max_len, np.int32),
+        block_tables_host=tables,
+    )
+
+
+def only(case: Case, index: int, decodes: bool) -> Case:
+    """Return the case of one sequence alone, over the same pool."""
+    batch = case.batch
+    start, end = int(batch.query_starts[index]), int(batch.query_starts[index + 1])
+    rows, one = slice(start, end), slice(index, index + 1)
+    alone = attrs.evolve(
+        batch,
+        tokens=batch.tokens[rows],
+        positions=batch.positions[rows],
+        slots=batch.slots[rows],
+        query_starts=batch.query_starts[index : index + 2] - start,
+        context_lens=batch.context_lens[one],
+        block_tables=batch.block_tables[one],
+        logit_rows=batch.logit_rows[one] - start,
+        num_decodes=int(decodes),
+        query_lens_host=batch.query_lens_host[one],
+        context_lens_host=batch.context_lens_host[one],
+        block_tables_host=batch.block_tables_host[one],
+    )
+    inputs = [(q[rows], k[rows], v[rows]) for q, k, v in case.inputs]
+    return Case(alone, case.pool, inputs, [out[rows] for out in case.expected], case.sinks)
 
 
 def dense_attention(
@@ -90,6 +190,6 @@ def dense_attention(
                 seen &= at > position - window
             scores = scores[seen]
             if sinks is not None:
-                scores = torch.cat((scores, sinks[head : head + 1].double()))
+                scores = torch.cat((scores, sinks[head : head + 1].to(scores)))
             out[row, head] = scores.softmax(0)[: int(seen.sum())] @ values[seen]
     return out

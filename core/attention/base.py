@@ -96,9 +96,10 @@ class AttentionBackend(ABC, Generic[OptionsT, PlanT]):
 
     A KVPool holds keys and values per layer in the layout `kv_layout`; NHD is [blocks, block_size, kv_heads, head_dim].
     Before `forward`, core has rotated q and k and has written k and v of the whole batch into the pool; the context of
-    a sequence may include what another sequence of the batch has just written. A backend must not write to the pool,
-    and must not read a slot beyond a sequence's context length: such a slot may hold NaN. Blocks behind a layer's
-    sliding window may belong to other sequences: their slots hold any finite numbers, which no result may depend on.
+    a sequence may include what another sequence of the batch has just written. A backend must not write to the pool.
+    No result may depend on slots beyond a sequence's context length, nor on blocks that are wholly behind the layer's
+    sliding window of all its queries: they may hold NaN, and belong to other sequences. A weight of 0 does not cancel a
+    NaN, so a backend should not read such values.
 
     A float8 pool holds quantized values. A key is its quantized value times pool.scales[layer].key; a value is its
     quantized value times pool.scales[layer].value. Both scales are 1 in other pools. The key scale may be multiplied

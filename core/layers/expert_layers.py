@@ -27,10 +27,13 @@ class ExpertLayers:
     """Makes routers and experts. LayerFactory adds what they are made with."""
 
     dtype: str
+    """Of activations: float32, bfloat16 or float16."""
     device: str
     rank: int
     ranks: int
+    """Number of ranks that share the model."""
     expert_parallel: bool
+    """Whether each rank has some experts of a layer whole, instead of a shard of each."""
     _group: RankGroup
     _quant: QuantMethod[Any] | None
     _quant_owner: str

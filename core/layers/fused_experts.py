@@ -20,9 +20,6 @@ from engine.ops.experts.sort import PairSorter
 from engine.ops.experts.tiles import ROW_CLASSES, ExpertsShape
 from engine.ops.experts.weights import StackedWeight, WeightFormat
 
-MAX_ROWS_16_BIT = 32
-"""Mean rows of an expert up to which activations are not quantized: reading the weights then takes longest."""
-
 
 class FusedExperts(AutotunedOp[ExpertsTile]):
     """The experts of all layers of one shape and format, by Triton kernels.
@@ -32,7 +29,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
     """
 
     def __init__(self, spec: ExpertsSpec, form: WeightFormat, quantized: torch.dtype | None = None) -> None:
-        """quantized: the dtype that activations are quantized to where an expert has many rows. None: they are not."""
+        """quantized: the dtype that activations of more than one token are quantized to. None: they are not."""
         self.shape = ExpertsShape(
             num_experts=spec.num_experts,
             rank_experts=len(spec.rank_experts),
@@ -60,8 +57,12 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
         return self._chosen.get(tiles.row_class(tokens)) or tiles.default_tile(self.shape, tokens)
 
     def quantizes(self, tokens: int) -> bool:
-        """Whether the activations of this many tokens are quantized. The number alone decides, not the tuning."""
-        return self._quantized is not None and self.shape.rows_per_expert(tokens) > MAX_ROWS_16_BIT
+        """Whether the activations of this many tokens are quantized. The number alone decides, not the tuning.
+
+        Those of one token are not: its kernels use no matrix units. Elsewhere converting weights of 8 bits to 16 takes
+        longer than reading them.
+        """
+        return self._quantized is not None and not experts_mlp.is_of_one_token(tokens, self.shape.format)
 
     def _multiply(
         self, x: torch.Tensor, routing: Routing, weights: ExpertsWeights, tile: ExpertsTile, compile_only: bool = False
@@ -116,7 +117,7 @@ class FusedExperts(AutotunedOp[ExpertsTile]):
 
     @property
     def row_classes(self) -> Sequence[int]:
-        return ROW_CLASSES
+        return [rows for rows in ROW_CLASSES if not experts_mlp.is_of_one_token(rows, self.shape.format)]
 
     def candidates(self, rows: int) -> Sequence[ExpertsTile]:
         return tiles.candidates(self.shape, rows)

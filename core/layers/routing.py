@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from attrs import frozen
 
+from engine.core.errors import CheckpointError
 from engine.core.quant.experts import Routing
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ Scoring = Literal["softmax", "sigmoid"]
 class RoutingSpec:
     """How experts are chosen by the router's logits: the `top_k` with the largest scores, of equal ones the first.
 
-    A softmax over the chosen logits alone is a softmax over all, renormalized.
+    A softmax over the chosen logits alone is a softmax over all, renormalized. Raises CheckpointError unless `top_k` is
+    between 1 and `num_experts`.
     """
 
     num_experts: int
@@ -31,6 +33,12 @@ class RoutingSpec:
     """Whether the factors of a token are divided by their sum."""
     scale: float = 1.0
     """Multiplies the factors, last."""
+
+    def __attrs_post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise CheckpointError(
+                f"config.json asks for {self.top_k} experts per token, and a layer has {self.num_experts}"
+            )
 
 
 Route = Callable[[torch.Tensor, RoutingSpec, range], Routing]

@@ -220,7 +220,10 @@ def _decode_kernel(
                         block_table_ptr + next_positions // BLOCK_SIZE, mask=next_positions < context_len, other=0
                     )
 
+                    # Other slots may hold NaN, which a weight of 0 does not cancel.
                     kv_mask = k_positions[:, None] < context_len
+                    if WINDOWED:
+                        kv_mask = kv_mask & (k_positions[:, None] >= context_len - window)
                     if BLOCK_D != FOLDED_DIM:
                         kv_mask = kv_mask & (offs_d[None, :] < FOLDED_DIM)
                     at = slots[:, None] * (KV_HEADS * FOLDED_DIM) + offs_head

@@ -76,8 +76,12 @@ def attend_float8(
         block_starts = block_starts * (KV_HEADS * HEAD_DIM)
         block_ids = _block_ids(block_table_ptr, tile + 1, offs_n, context_len, BLOCK_N, BLOCK_SIZE)
 
+        # Other slots may hold NaN, which a weight of 0 does not cancel.
         k_mask = k_positions[:, None] < context_len
         v_mask = k_positions[None, :] < context_len
+        if WINDOWED:
+            k_mask = k_mask & (k_positions[:, None] >= context_len - window)
+            v_mask = v_mask & (k_positions[None, :] >= context_len - window)
         if BLOCK_D != HEAD_DIM:
             k_mask = k_mask & (offs_d[None, :] < HEAD_DIM)
             v_mask = v_mask & (offs_pair[:, None] < HEAD_DIM // 2)

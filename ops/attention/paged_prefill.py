@@ -234,10 +234,10 @@ def _prefill_kernel(
 
     q_positions = first_position + offs_m // GROUP_SIZE
     causal_start = (first_position + 1) // BLOCK_N * BLOCK_N
-    start = 0
+    first_key = 0
     window_end = 0
     if WINDOWED:
-        start = tl.maximum(first_position + 1 - window, 0) // BLOCK_N * BLOCK_N
+        first_key = tl.maximum(first_position + 1 - window, 0)
         window_end = tl.cdiv(tl.maximum(last_position + 1 - window, 0), BLOCK_N) * BLOCK_N
 
     # Finite, so that a row that sees no key of a block does not compute inf - inf.
@@ -248,17 +248,17 @@ def _prefill_kernel(
     v_cache_ptr += head * HEAD_DIM
     if WINDOWED:
         m_i, l_i, acc = _attend(
-            q, m_i, l_i, acc, k_cache_ptr, v_cache_ptr, block_table_ptr, q_positions, last_position + 1, start,
-            window_end, scale, softcap, window,
+            q, m_i, l_i, acc, k_cache_ptr, v_cache_ptr, block_table_ptr, q_positions, first_key, last_position + 1,
+            first_key // BLOCK_N * BLOCK_N, window_end, scale, softcap, window,
             KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOWED, SOFTCAP, BLOCK_N, BLOCK_D, True,
         )  # fmt: skip
     m_i, l_i, acc = _attend(
-        q, m_i, l_i, acc, k_cache_ptr, v_cache_ptr, block_table_ptr, q_positions, last_position + 1, window_end,
-        causal_start, scale, softcap, window,
+        q, m_i, l_i, acc, k_cache_ptr, v_cache_ptr, block_table_ptr, q_positions, first_key, last_position + 1,
+        window_end, causal_start, scale, softcap, window,
         KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOWED, SOFTCAP, BLOCK_N, BLOCK_D, False,
     )  # fmt: skip
     m_i, l_i, acc = _attend(
-        q, m_i, l_i, acc, k_cache_ptr, v_cache_ptr, block_table_ptr, q_positions, last_position + 1,
+        q, m_i, l_i, acc, k_cache_ptr, v_cache_ptr, block_table_ptr, q_positions, first_key, last_position + 1,
         tl.maximum(window_end, causal_start), last_position + 1, scale, softcap, window,
         KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOWED, SOFTCAP, BLOCK_N, BLOCK_D, True,
     )  # fmt: skip
@@ -280,6 +280,7 @@ def _attend(
     v_cache_ptr,
     block_table_ptr,
     q_positions,
+    first_key,
     limit,
     start,
     end,
@@ -297,7 +298,8 @@ def _attend(
 ):
     """Attend to the keys from `start`, a multiple of BLOCK_N, to `end`; without MASKED every row sees all these keys.
 
-    Positions from `limit` on are never read: they may be beyond the sequence.
+    Positions before `first_key` and from `limit` on are never read: they may be behind the window, where blocks belong
+    to other sequences, or beyond the sequence. There may be NaN, which a weight of 0 does not cancel.
     """
     factor = score_factor(scale, SOFTCAP)
     offs_n = tl.arange(0, BLOCK_N)
@@ -314,6 +316,8 @@ def _attend(
         at = slots[:, None] * (KV_HEADS * HEAD_DIM) + offs_d[None, :]
         if MASKED or BLOCK_D != HEAD_DIM:
             mask = (k_positions < limit)[:, None] & (offs_d < HEAD_DIM)[None, :]
+            if WINDOWED and MASKED:
+                mask = mask & (k_positions >= first_key)[:, None]
             k = tl.load(k_cache_ptr + at, mask=mask, other=0.0)
             v = tl.load(v_cache_ptr + at, mask=mask, other=0.0)
         else:

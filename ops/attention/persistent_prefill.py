@@ -61,11 +61,12 @@ def _tile(tiles, item, items, KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _first_key(first_position, window, BLOCK_N: gl.constexpr, WINDOWED: gl.constexpr):
-    begin = 0
+def _first_key(first_position, window, WINDOWED: gl.constexpr):
+    """The first key that a query of the tile sees."""
+    first = 0
     if WINDOWED:
-        begin = gl.maximum(first_position + 1 - window, 0) // BLOCK_N * BLOCK_N
-    return begin
+        first = gl.maximum(first_position + 1 - window, 0)
+    return first
 
 
 @gluon.jit
@@ -86,10 +87,14 @@ def _copy_queries(q, q_stride, part, row, tokens, head, GROUP_SIZE: gl.constexpr
 
 
 @gluon.jit
-def _copy_block(cache, at, positions, end, whole, head, stage, KV_HEADS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Copy a block of keys or values into `stage`, [BLOCK_N, HEAD_DIM]; unless `whole`, zeros from position `end` on.
+def _copy_block(
+    cache, at, positions, start_n, first_key, end, whole, head, stage,
+    KV_HEADS: gl.constexpr, WINDOWED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Copy the block of keys or values from position `start_n` on into `stage`, [BLOCK_N, HEAD_DIM].
 
-    at: offset of each run's first token in the cache; positions: position of each run's first token.
+    Zeros before `first_key` and, unless `whole`, from position `end` on: there may be NaN, which a weight of 0 does not
+    cancel. at: offset of each run's first token in the cache; positions: position of each run's first token.
     """
     BLOCK_N: gl.constexpr = stage.shape[0]
     HEAD_DIM: gl.constexpr = stage.shape[1]
@@ -99,11 +104,16 @@ def _copy_block(cache, at, positions, end, whole, head, stage, KV_HEADS: gl.cons
     columns = gl.expand_dims(gl.expand_dims(columns, 0), 1)
     pointers = cache + gl.expand_dims(gl.expand_dims(at, 1), 2) + (head * HEAD_DIM + columns)
     pointers += gl.expand_dims(rows, 2) * (KV_HEADS * HEAD_DIM)
+    if WINDOWED:
+        whole = whole & (start_n >= first_key)
     if whole:
         async_copy.async_copy_global_to_shared(runs, pointers)
     else:
-        inside = gl.expand_dims(gl.expand_dims(positions, 1) + rows < end, 2)
-        async_copy.async_copy_global_to_shared(runs, pointers, mask=inside)
+        places = gl.expand_dims(positions, 1) + rows
+        inside = places < end
+        if WINDOWED:
+            inside = inside & (places >= first_key)
+        async_copy.async_copy_global_to_shared(runs, pointers, mask=gl.expand_dims(inside, 2))
 
 
 @gluon.jit
@@ -129,7 +139,8 @@ def _copy(
         next_sequence, next_first_position, next_row, next_tokens = _tile(tiles, next_item, items, KV_HEADS)
         if item < items:
             head = item % KV_HEADS
-            begin = _first_key(first_position, window, BLOCK_N, WINDOWED)
+            first_key = _first_key(first_position, window, WINDOWED)
+            begin = first_key // BLOCK_N * BLOCK_N
             end = first_position + tokens
             table = tables + sequence.to(gl.int64) * table_stride
             positions = begin + runs
@@ -147,23 +158,22 @@ def _copy(
                 if start_n > begin:
                     part = v_stages.index(stage)
                     _copy_block(
-                        values, at_before, positions - BLOCK_N, end, start_n <= end, head, part, KV_HEADS, layout
-                    )
+                        values, at_before, positions - BLOCK_N, start_n - BLOCK_N, first_key, end, start_n <= end, head,
+                        part, KV_HEADS, WINDOWED, layout,
+                    )  # fmt: skip
                 if start_n < end:
                     part = k_stages.index(stage)
-                    _copy_block(keys, at, positions, end, start_n + BLOCK_N <= end, head, part, KV_HEADS, layout)
+                    _copy_block(
+                        keys, at, positions, start_n, first_key, end, start_n + BLOCK_N <= end, head,
+                        part, KV_HEADS, WINDOWED, layout,
+                    )  # fmt: skip
                 async_copy.mbarrier_arrive(filled.index(stage), increment_count=False)
                 at_before = at
                 at = (block_ids.to(gl.int64) * BLOCK_SIZE + next_positions % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
                 positions = next_positions
                 step += 1
-        item, sequence, first_position, row, tokens = (
-            next_item,
-            next_sequence,
-            next_first_position,
-            next_row,
-            next_tokens,
-        )
+        item, sequence, first_position = next_item, next_sequence, next_first_position
+        row, tokens = next_row, next_tokens
 
 
 @gluon.jit
@@ -227,15 +237,9 @@ def _advance(
 
 @gluon.jit
 def _attend(
-    arguments,
-    shared,
-    HALF: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    WINDOWED: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    SINKS: gl.constexpr,
-):
+    arguments, shared, HALF: gl.constexpr, KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    WINDOWED: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
     """The warps that multiply; HALF: 0 for the first half of a tile's rows, 1 for the second."""
     out, tiles, sinks, out_stride, scale, softcap, window, value_scale, items = arguments
     q_tile, k_stages, v_stages, q_filled, q_free, _, free, turn_barriers = shared
@@ -258,7 +262,7 @@ def _attend(
         _, next_first_position, next_row, next_tokens = _tile(tiles, next_item, items, KV_HEADS)
         if item < items:
             head = item % KV_HEADS
-            begin = _first_key(first_position, window, BLOCK_N, WINDOWED)
+            begin = _first_key(first_position, window, WINDOWED) // BLOCK_N * BLOCK_N
             end = first_position + tokens
             last = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
             # Every row of this half sees all keys before `whole`, a multiple of BLOCK_N.
@@ -376,21 +380,9 @@ def launch(
     block_size, num_kv_heads, head_dim = keys.shape[1:]
     items = len(tiles) * num_kv_heads
     _prefill_kernel[(min(items, num_sms(q.device)),)](
-        q,
-        keys,
-        values,
-        tables,
-        tiles,
-        out,
-        out if sinks is None else sinks,
-        q.stride(0),
-        out.stride(0),
-        tables.stride(0),
-        scale,
-        softcap or 0.0,
-        window or 0,
-        value_scale,
-        items,
+        *(q, keys, values, tables, tiles, out, out if sinks is None else sinks),
+        *(q.stride(0), out.stride(0), tables.stride(0)),
+        *(scale, softcap or 0.0, window or 0, value_scale, items),
         KV_HEADS=num_kv_heads,
         GROUP_SIZE=q.shape[1] // num_kv_heads,
         HEAD_DIM=head_dim,

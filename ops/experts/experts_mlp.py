@@ -7,9 +7,10 @@ from attrs import frozen
 
 from engine.ops.experts.combine import combine
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
+from engine.ops.experts.one_token import KINDS_OF_ONE_TOKEN, experts_of_one_token
 from engine.ops.experts.quantize import quantize_activations
 from engine.ops.experts.sort import PairSorter
-from engine.ops.experts.weights import StackedWeight
+from engine.ops.experts.weights import StackedWeight, WeightFormat
 
 
 @frozen(kw_only=True)
@@ -55,8 +56,20 @@ def experts_mlp(
 
     x: [tokens, hidden], contiguous; experts, factors: [tokens, top_k]; an expert of -1 counts for nothing. quantized:
     the dtype to which activations are quantized, that of the weights, with scales per row or per block as the weights.
-    compile_only: compile the grouped GEMMs without a launch.
+    compile_only: compile the grouped GEMMs without a launch. One token has kernels of its own, which use no tile and
+    quantize nothing, where they read this kind of weights.
     """
+    if is_of_one_token(len(x), weights.gate_up.format) and not compile_only:
+        return experts_of_one_token(
+            x,
+            experts,
+            factors,
+            weights.gate_up,
+            weights.down,
+            activation,
+            gate_up_bias=weights.gate_up_bias,
+            down_bias=weights.down_bias,
+        )
     dtype, top_k = x.dtype, experts.shape[1]
     per_block = weights.gate_up.format.kind == "block"
     pairs = sorter(experts, tile.rows)
@@ -92,3 +105,8 @@ def experts_mlp(
         compile_only=compile_only,
     )
     return results[: len(experts)] if compile_only else combine(results, experts, factors)
+
+
+def is_of_one_token(tokens: int, form: WeightFormat) -> bool:
+    """Whether these are computed by the kernels for one token, without tiles."""
+    return tokens == 1 and form.kind in KINDS_OF_ONE_TOKEN

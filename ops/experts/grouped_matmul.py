@@ -199,15 +199,16 @@ def _grouped_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of `grouped_matmul`. Grid: (tiles, blocks of the results).
+    """One tile of `grouped_matmul`. Grid: (blocks of the results, tiles).
 
+    Neighbours read the same rows of x, and an expert's tiles are neighbours too, so that both stay in the L2 cache.
     values: [experts, matrix rows, row_bytes] elements; scale_stride: scales (and zero points) per expert. outputs:
     columns of the result; a matrix has as many rows, or twice as many with ACTIVATION >= 0. GATHER: rows of x are
     tokens, not sorted pairs. SCATTER: rows of the result are pairs, not sorted. SPAN > 0: values are of 4 bits.
     X_SCALES: x is quantized, with a scale per row, or per row and 128 inputs (KIND BLOCKS).
     """
     GATED: tl.constexpr = ACTIVATION >= 0
-    tile = tl.program_id(0)
+    tile = tl.program_id(1)
     wait(PDL)
     expert = tl.load(tile_experts + tile)
     if expert >= 0:
@@ -217,7 +218,7 @@ def _grouped_kernel(
         if GATHER or SCATTER:
             pair = tl.load(order + m, mask=present, other=0)
         row = (pair // TOP_K if GATHER else m).to(tl.int64)
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         valid = n < outputs
         matrix_rows = outputs * 2 if GATED else outputs
         values += expert.to(tl.int64) * matrix_rows * row_bytes
@@ -350,7 +351,7 @@ def grouped_matmul(
         "num_warps": tile.warps,
         **dependent_launch(x.device),
     }
-    grid = (len(pairs.tile_experts), -(-outputs // tile.outputs))
+    grid = (-(-outputs // tile.outputs), len(pairs.tile_experts))
     if compile_only:
         _grouped_kernel.warmup(*arguments, grid=grid, **constants)
     elif rows:

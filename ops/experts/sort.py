@@ -1,7 +1,10 @@
 """Sorts pairs of token and expert by expert, and divides each expert's into tiles of rows, without the host's help.
 
 Numbers of tiles depend on the routing, which only the device knows. Grids have one program per tile of the worst case;
-the tiles that are not used say so.
+the tiles that are not used come last and say so.
+
+A program places the pairs of one block. It needs how many pairs of each expert there are, and how many before its
+block. Of few pairs each program counts all of them; of many, a kernel before it counts each block's.
 """
 
 from __future__ import annotations
@@ -13,12 +16,18 @@ from attrs import frozen
 
 from engine.ops.common.launch import dependent_launch, release, wait
 
-BLOCK = 1024
+BLOCK = 256
+"""Pairs that a program places."""
+COUNTED = 1024
+"""Pairs that are counted at a time."""
 COMPARED = 32
-"""Pairs that are compared with all experts at a time."""
-MAX_COMPACT = 2**19
-"""Pairs times experts up to which each program counts the pairs of all experts, so that the used tiles come first and
-there are no more than needed."""
+"""Pairs of a block that are compared with all of it at a time."""
+TILES = 32
+"""Tiles that a program places at a time; there are programs enough that none places more, even without pairs."""
+MAX_COUNTED = 8192
+"""Pairs up to which each program counts all of them."""
+MIN_BINS = 32
+"""Of a histogram, so that each thread of a warp has one."""
 
 
 @frozen(eq=False)
@@ -36,69 +45,85 @@ class SortedPairs:
 
 
 @triton.jit
+def _count_kernel(counts, experts, pairs, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr):
+    """counts: [blocks, BLOCK_E], the pairs of each expert in each block. Grid: (blocks,)."""
+    release(PDL)
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    wait(PDL)
+    ids = tl.load(experts + pair, mask=pair < pairs, other=-1)
+    tl.store(counts + block * BLOCK_E + tl.arange(0, BLOCK_E), tl.histogram(ids, BLOCK_E, ids >= 0))
+
+
+@triton.jit
 def _sort_kernel(
     order,
     tile_experts,
     tile_begins,
     tile_ends,
     experts,
+    counts,
     pairs,
     num_experts,
     num_tiles,
+    program_tiles,
     TILE_ROWS: tl.constexpr,
-    COMPACT: tl.constexpr,
+    COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    COUNTED: tl.constexpr,
     COMPARED: tl.constexpr,
+    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Place one expert's pairs and tiles. Grid: (num_experts,).
-
-    COMPACT: the tiles of expert e begin after those of all experts below; else at place first_row // TILE_ROWS + e,
-    which leaves at most one tile unused per expert.
-    """
+    """Place the pairs of a block, and `program_tiles` tiles. Grid: (blocks,). COUNTS: `counts` holds each block's."""
     release(PDL)
-    expert = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
+    block = tl.program_id(0)
+    index = tl.arange(0, BLOCK_E)
+    total = tl.zeros([BLOCK_E], tl.int32)
+    before = tl.zeros([BLOCK_E], tl.int32)
     wait(PDL)
-    if COMPACT:
-        index = tl.arange(0, BLOCK_E)
-        counts = tl.zeros([BLOCK_E], tl.int32)
+    if COUNTS:
         few = tl.arange(0, COMPARED)
-        for begin in range(0, pairs, COMPARED):
-            ids = tl.load(experts + begin + few, mask=begin + few < pairs, other=-1)
-            counts += tl.sum((ids[None, :] == index[:, None]).to(tl.int32), axis=1)
-        first = tl.sum(tl.where(index < expert, counts, 0), axis=0)
-        count = tl.sum(tl.where(index == expert, counts, 0), axis=0)
-        place = tl.sum(tl.where(index < expert, (counts + TILE_ROWS - 1) // TILE_ROWS, 0), axis=0)
-        end = place + (count + TILE_ROWS - 1) // TILE_ROWS
+        blocks = tl.num_programs(0)
+        for begin in range(0, blocks, COMPARED):
+            other = begin + few
+            found = tl.load(counts + other[:, None] * BLOCK_E + index[None, :], mask=(other < blocks)[:, None], other=0)
+            total += tl.sum(found, axis=0)
+            before += tl.sum(tl.where((other < block)[:, None], found, 0), axis=0)
     else:
-        below = tl.zeros([BLOCK], tl.int32)
-        mine = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, pairs, BLOCK):
-            ids = tl.load(experts + begin + lane, mask=begin + lane < pairs, other=-1)
-            below += ((ids >= 0) & (ids < expert)).to(tl.int32)
-            mine += (ids == expert).to(tl.int32)
-        first = tl.sum(below, axis=0)
-        count = tl.sum(mine, axis=0)
-        place = first // TILE_ROWS + expert
-        end = (first + count) // TILE_ROWS + expert + 1
-    if expert == num_experts - 1:
-        end = num_tiles
-    used = (count + TILE_ROWS - 1) // TILE_ROWS
-    for begin in range(place, end, BLOCK):
-        tile = begin + lane
-        here = tile < end
-        tl.store(tile_experts + tile, tl.where(tile - place < used, expert, -1), mask=here)
-        tl.store(tile_begins + tile, first + (tile - place) * TILE_ROWS, mask=here)
-        tl.store(tile_ends + tile, tl.zeros([BLOCK], tl.int32) + first + count, mask=here)
-    if count > 0:
-        for begin in range(0, pairs, BLOCK):
-            ids = tl.load(experts + begin + lane, mask=begin + lane < pairs, other=-1)
-            mine_here = (ids == expert).to(tl.int32)
-            rank = tl.cumsum(mine_here, axis=0) - mine_here
-            tl.store(order + first + rank, begin + lane, mask=ids == expert)
-            first += tl.sum(mine_here, axis=0)
+        for begin in range(0, pairs, COUNTED):
+            pair = begin + tl.arange(0, COUNTED)
+            ids = tl.load(experts + pair, mask=pair < pairs, other=-1)
+            total += tl.histogram(ids, BLOCK_E, ids >= 0)
+            before += tl.histogram(ids, BLOCK_E, (ids >= 0) & (pair < block * BLOCK))
+    first = tl.cumsum(total, axis=0) - total
+    used = (total + TILE_ROWS - 1) // TILE_ROWS
+    end = tl.cumsum(used, axis=0)
+
+    # Tiles: the expert of a tile is the number of experts whose tiles all come before it.
+    for begin in range(0, program_tiles, TILES):
+        number = begin + tl.arange(0, TILES)
+        tile = block * program_tiles + number
+        expert = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+        its = index[None, :] == expert[:, None]
+        row = tl.sum(tl.where(its, (first - (end - used) * TILE_ROWS)[None, :], 0), axis=1) + tile * TILE_ROWS
+        last = tl.sum(tl.where(its, (first + total)[None, :], 0), axis=1)
+        here = (number < program_tiles) & (tile < num_tiles)
+        tl.store(tile_experts + tile, tl.where(expert < num_experts, expert, -1), mask=here)
+        tl.store(tile_begins + tile, row, mask=here)
+        tl.store(tile_ends + tile, last, mask=here)
+
+    # Pairs: a pair's row comes after its expert's pairs in earlier blocks, and earlier in this one.
+    lane = tl.arange(0, BLOCK)
+    ids = tl.load(experts + block * BLOCK + lane, mask=block * BLOCK + lane < pairs, other=-1)
+    row = tl.gather(first + before, tl.where(ids >= 0, ids, 0), axis=0)
+    for begin in range(0, BLOCK, COMPARED):
+        other = begin + tl.arange(0, COMPARED)
+        other_ids = tl.load(experts + block * BLOCK + other, mask=block * BLOCK + other < pairs, other=-1)
+        earlier = (other_ids[None, :] == ids[:, None]) & (other[None, :] < lane[:, None])
+        row += tl.sum(earlier.to(tl.int32), axis=1)
+    tl.store(order + row, block * BLOCK + lane, mask=ids >= 0)
 
 
 class PairSorter:
@@ -119,36 +144,45 @@ class PairSorter:
 
 def _sort(experts: torch.Tensor, num_experts: int, tile_rows: int) -> SortedPairs:
     pairs = experts.numel()
-    compact = pairs * num_experts <= MAX_COMPACT
-    num_tiles = max_tiles(pairs, num_experts, tile_rows, compact=compact)
+    num_tiles = max_tiles(pairs, num_experts, tile_rows)
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
     tile_experts, tile_begins, tile_ends = (
         torch.empty(num_tiles, dtype=torch.int32, device=experts.device) for _ in range(3)
     )
+    blocks = max(-(-pairs // BLOCK), -(-num_tiles // TILES))
+    bins = max(triton.next_power_of_2(num_experts), MIN_BINS)
+    counts = None
+    if pairs > MAX_COUNTED:
+        counts = torch.empty((blocks, bins), dtype=torch.int32, device=experts.device)
+        _count_kernel[(blocks,)](
+            counts, experts, pairs, BLOCK=BLOCK, BLOCK_E=bins, num_warps=4, **dependent_launch(experts.device)
+        )
     if pairs:
-        _sort_kernel[(num_experts,)](
+        _sort_kernel[(blocks,)](
             order,
             tile_experts,
             tile_begins,
             tile_ends,
             experts,
+            experts if counts is None else counts,
             pairs,
             num_experts,
             num_tiles,
+            -(-num_tiles // blocks),
             TILE_ROWS=tile_rows,
-            COMPACT=compact,
+            COUNTS=counts is not None,
             BLOCK=BLOCK,
-            BLOCK_E=triton.next_power_of_2(num_experts),
+            BLOCK_E=bins,
+            COUNTED=COUNTED,
             COMPARED=COMPARED,
+            TILES=TILES,
             num_warps=4,
             **dependent_launch(experts.device),
         )
     return SortedPairs(order, tile_experts, tile_begins, tile_ends)
 
 
-def max_tiles(pairs: int, num_experts: int, tile_rows: int, *, compact: bool) -> int:
-    """The largest number of tiles that any routing needs; not compact: with those that may be left unused."""
-    if not compact:
-        return pairs // tile_rows + num_experts
+def max_tiles(pairs: int, num_experts: int, tile_rows: int) -> int:
+    """The largest number of tiles that any routing needs."""
     touched = min(pairs, num_experts)
     return touched + (pairs - touched) // tile_rows

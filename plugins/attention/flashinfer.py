@@ -178,9 +178,9 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, FlashInferPlan]):
             block_tables = dense_rows(batch.block_tables[:count])
             context_lens = batch.context_lens[:count].view(torch.uint32).unsqueeze(1)
         elif count:
-            decodes = self._plan_decodes(self._lists(batch, slice(count)))
+            decodes = self._plan_decodes(batch, slice(count))
         if count < batch.num_sequences:
-            prefills = self._plan_prefills(self._lists(batch, slice(count, None)))
+            prefills = self._plan_prefills(batch, slice(count, None))
         return FlashInferPlan(count, block_tables, context_lens, decodes, prefills)
 
     def forward(
@@ -255,19 +255,20 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, FlashInferPlan]):
             self.forward(layers[0], q, k, k, plan)
         torch.cuda.synchronize(self._device)
 
-    def _lists(self, batch: ForwardBatch, which: slice) -> PageLists:
+    def _lists(self, batch: ForwardBatch, which: slice, window: int | None) -> PageLists:
         return page_lists(
             batch.query_lens_host[which],
             batch.context_lens_host[which],
             batch.block_tables_host[which],
             self._spec.block_size,
+            window,
         )
 
-    def _plan_prefills(self, lists: PageLists) -> dict[int | None, Any]:
-        starts, page_starts, last, lengths, pages = self._staged(lists)
-        longest = int(np.diff(lists.query_starts).max())
-        return {
-            window: wrappers.plan(
+    def _plan_prefills(self, batch: ForwardBatch, which: slice) -> dict[int | None, Any]:
+        longest, plans = int(batch.query_lens_host[which].max()), {}
+        for window, wrappers in self._prefill_wrappers.items():
+            starts, page_starts, last, lengths, pages = self._staged(self._lists(batch, which, window))
+            plans[window] = wrappers.plan(
                 starts,
                 page_starts,
                 pages,
@@ -278,15 +279,16 @@ class FlashInferAttention(AttentionBackend[FlashInferOptions, FlashInferPlan]):
                 seq_lens=lengths,
                 **self._scores(window),
             )
-            for window, wrappers in self._prefill_wrappers.items()
-        }
+        return plans
 
-    def _plan_decodes(self, lists: PageLists) -> dict[int | None, Any]:
-        _, page_starts, last, lengths, pages = self._staged(lists)
-        return {
-            window: wrappers.plan(page_starts, pages, last, *self._shape, seq_lens=lengths, **self._scores(window))
-            for window, wrappers in self._decode_wrappers.items()
-        }
+    def _plan_decodes(self, batch: ForwardBatch, which: slice) -> dict[int | None, Any]:
+        plans = {}
+        for window, wrappers in self._decode_wrappers.items():
+            _, page_starts, last, lengths, pages = self._staged(self._lists(batch, which, window))
+            plans[window] = wrappers.plan(
+                page_starts, pages, last, *self._shape, seq_lens=lengths, **self._scores(window)
+            )
+        return plans
 
     def _staged(self, lists: PageLists) -> list[torch.Tensor]:
         """Copy the arrays to pinned memory: FlashInfer reads them on the host and copies them asynchronously."""

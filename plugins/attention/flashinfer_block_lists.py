@@ -25,9 +25,19 @@ class PageLists:
     """Block numbers of all sequences, concatenated."""
 
 
-def page_lists(query_lengths: Ints, context_lengths: Ints, tables: Ints, block_size: int) -> PageLists:
-    """Build the lists from new tokens [sequences], context lengths [sequences] and tables [sequences, max_blocks]."""
+def page_lists(
+    query_lengths: Ints, context_lengths: Ints, tables: Ints, block_size: int, window: int | None = None
+) -> PageLists:
+    """Build the lists from new tokens [sequences], context lengths [sequences] and tables [sequences, max_blocks].
+
+    The kernels load some blocks behind a sliding window and give them a weight of 0, which does not cancel a NaN, and
+    such a block may be another sequence's. In their place goes the sequence's first block that the window reaches.
+    """
     counts = -(-context_lengths // block_size)
+    if window is not None:
+        first = (np.maximum(context_lengths - query_lengths + 1 - window, 0) // block_size)[:, None]
+        hidden = np.arange(tables.shape[1]) < first
+        tables = np.where(hidden, np.take_along_axis(tables, first, axis=1), tables)
     used = np.arange(tables.shape[1]) < counts[:, None]
     return PageLists(
         query_starts=_starts(query_lengths),

@@ -122,6 +122,15 @@ class Greedy(Plain):
         return super().forward(layer, q, k, v, plan) + (whole.sum() * 0).to(q.dtype)
 
 
+class Weighing(Plain):
+    """Multiplies values behind the window by a weight of 0, so that NaN comes through."""
+
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
+        context = int(plan.context_lens[0])
+        whole = self.pool.values[layer].flatten(0, 1)[self.slots(plan, 0, context)]
+        return super().forward(layer, q, k, v, plan) + (whole.sum() * 0).to(q.dtype)
+
+
 class Writer(Plain):
     def forward(self, layer: Any, q: Any, k: Any, v: Any, plan: Any) -> Any:
         out = super().forward(layer, q, k, v, plan)
@@ -221,6 +230,8 @@ class Vague(Plain):
         (OwnScale, lambda suite: suite.test_scale()),
         (Contiguous, lambda suite: suite.test_batch("mixed", (4, 2))),
         (Greedy, lambda suite: suite.test_batch("prefill", (4, 4))),
+        (Weighing, lambda suite: suite.test_blocks_behind_the_window("decode", False)),
+        (Weighing, lambda suite: suite.test_blocks_behind_the_window("chunked prefill", False)),
         (Writer, lambda suite: suite.test_nothing_is_changed()),
         (Neighbours, lambda suite: suite.test_a_sequence_does_not_depend_on_its_batch()),
         (Dense, lambda suite: suite.test_strided_inputs()),

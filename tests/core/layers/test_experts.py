@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.core.distributed import RankGroup
-from engine.core.errors import ConfigError, PluginError, StepFaultError
+from engine.core.errors import CheckpointError, ConfigError, PluginError, StepFaultError
 from engine.core.layers import Experts, LayerFactory, RoutingSpec, SharedExpertSpec, SparseMLPSpec
 from engine.core.layers.experts import PlainExperts
 from engine.core.plugin_host.result_checks import ResultChecks
@@ -236,3 +236,9 @@ def test_method_that_quantizes_linear_layers_alone_is_warned_of(
     with caplog.at_level(logging.WARNING):
         load(checkpoint(tmp_path, "stacked"), "stacked", quant=OnlyLinears(), owners={"quant": "quant 'mine'"})
     assert "quant 'mine' quantizes linear layers but not experts" in caplog.text
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_routing_refuses_more_experts_per_token_than_there_are(top_k: int) -> None:
+    with pytest.raises(CheckpointError, match=f"{top_k} experts per token, and a layer has 4"):
+        RoutingSpec(num_experts=4, top_k=top_k)

@@ -42,16 +42,17 @@ def layers() -> LayerFactory:
 def test_tiles_of_both_projections_are_chosen_apart_and_kept(tmp_path: Path) -> None:
     cache, timer = TuningCache(tmp_path, {"device": "GPU"}), FakeTimer()
     tasks = collect_tasks(layers())
-    assert [(task.rows, len(task.ops), len(task.operands)) for task in tasks] == [(rows, 2, 2) for rows in ROW_CLASSES]
+    classes = ROW_CLASSES[1:]  # one token has kernels without tiles
+    assert [(task.rows, len(task.ops), len(task.operands)) for task in tasks] == [(rows, 2, 2) for rows in classes]
     report = tune_tasks(tasks, cache, timer)
-    assert report.measured == len(ROW_CLASSES)
+    assert report.measured == len(classes)
     again = layers()
     assert tune_tasks(collect_tasks(again), cache, FakeTimer()).measured == 0
     for layer in again.layers:
         kernel = layer.kernel  # type: ignore[attr-defined]
         assert isinstance(kernel, FusedPlainExperts)
-        assert {kernel.op.tile(rows).down.outputs for rows in (1, 5, 700, 100000)} == {128}
-        assert {kernel.op.tile(rows).gate_up.outputs for rows in (1, 5, 700, 100000)} == {64}
+        assert {kernel.op.tile(rows).down.outputs for rows in (5, 700, 100000)} == {128}
+        assert {kernel.op.tile(rows).gate_up.outputs for rows in (5, 700, 100000)} == {64}
 
 
 def test_keys_tell_formats_and_sizes_apart() -> None:

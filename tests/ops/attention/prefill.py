@@ -32,7 +32,10 @@ def check(
     block_size: Any = BLOCK_SIZE,
     has_sinks: bool = False,
 ) -> None:
-    """Run and compare. lengths: (cached, new) per sequence. Row 0 of out belongs to a decode and must not change."""
+    """Run and compare. lengths: (cached, new) per sequence. Row 0 of out belongs to a decode and must not change.
+
+    Slots that no query sees hold NaN, beyond the sequences and behind the window.
+    """
     torch.manual_seed(0)
     kv_dtype = kv_dtype or dtype
     contexts = [cached + new for cached, new in lengths]
@@ -59,10 +62,11 @@ def check(
     expected = []
     for row, (context, count) in enumerate(zip(contexts, counts, strict=True), start=1):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-        at = torch.arange(context)
+        first_query = lengths[row - 1][0]
+        at = torch.arange(0 if window is None else max(first_query + 1 - window, 0), context)
         blocks = tables[row][at // block_size].long()
         k, v = (torch.randn(context, heads[1], dim).to(kv_dtype).float() for _ in range(2))
-        pool[0][blocks, at % block_size], pool[1][blocks, at % block_size] = k, v
+        pool[0][blocks, at % block_size], pool[1][blocks, at % block_size] = k[at], v[at]
         v = v.double() * value_scale
         expected.append(dense_attention(q[starts[row] : starts[row + 1]].cpu(), k, v, spec, window, sinks))
     tiles = prefill_tiles(

@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @define(slots=False)
 class Case:
-    """Sequences in a KV pool whose unused slots are NaN, and the expected attention of their last tokens."""
+    """Sequences in a KV pool, NaN where no query sees a slot, and the expected attention of their last tokens."""
 
     lengths: Sequence[int]
     heads: tuple[int, int] = (2, 1)
@@ -61,10 +61,10 @@ class Case:
         expected = []
         for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
             self.tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-            at = torch.arange(length)
+            at = torch.arange(0 if self.window is None else max(length - self.window, 0), length)
             blocks, offsets = self.tables[row][at // self.block_size].long(), at % self.block_size
             k, v = (torch.randn(length, kv_heads, self.dim).to(kv_dtype).float() for _ in range(2))
-            pool[0][blocks, offsets], pool[1][blocks, offsets] = k, v
+            pool[0][blocks, offsets], pool[1][blocks, offsets] = k[at], v[at]
             v = v.double() * self.value_scale
             expected.append(dense_attention(self.q[row : row + 1].cpu(), k, v, self.spec(), self.window, sinks))
         self.expected = torch.cat(expected)

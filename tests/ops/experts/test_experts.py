@@ -14,6 +14,7 @@ from engine.core.layers.routing import RoutingSpec, route as plain_route
 from engine.core.quant.experts import Routing
 from engine.ops.experts.experts_mlp import ExpertsTile, ExpertsWeights, experts_mlp
 from engine.ops.experts.grouped_matmul import GroupedTile, grouped_matmul
+from engine.ops.experts.one_token import RowsTile, experts_of_one_token
 from engine.ops.experts.quantize import quantize_activations
 from engine.ops.experts.route import route
 from engine.ops.experts.sort import PairSorter, SortedPairs, max_tiles
@@ -81,13 +82,18 @@ def test_sort_covers_each_pair_once_in_tiles_of_its_expert(name: str, device: to
     assert (found if len(experts) == 1 else sorted(found)) == (chosen if len(experts) == 1 else sorted(chosen))
 
 
-def test_sort_of_many_pairs_leaves_some_tiles_unused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.ops.experts.sort.MAX_COMPACT", 0)
-    monkeypatch.setattr("engine.ops.experts.sort.BLOCK", 16)
-    experts = torch.randint(0, 5, (33, 2), dtype=torch.int32, device=device)
+@pytest.mark.parametrize("max_counted", [8192, 0], ids=["counted by each program", "counted before"])
+def test_sort_keeps_the_order_of_an_experts_pairs_over_blocks(
+    max_counted: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.ops.experts.sort.MAX_COUNTED", max_counted)
+    monkeypatch.setattr("engine.ops.experts.sort.BLOCK", 32)
+    monkeypatch.setattr("engine.ops.experts.sort.COUNTED", 64)
+    experts = torch.randint(-1, 5, (73, 2), dtype=torch.int32, device=device)
     pairs = PairSorter(7, 2, device)(experts, 8)
-    assert sorted(expected_rows(pairs, 8)) == sorted((e, pair) for pair, e in enumerate(experts.flatten().tolist()))
-    assert len(pairs.tile_experts) == max_tiles(66, 7, 8, compact=False) > max_tiles(66, 7, 8, compact=True)
+    chosen = sorted((expert, pair) for pair, expert in enumerate(experts.flatten().tolist()) if expert >= 0)
+    assert expected_rows(pairs, 8) == chosen
+    assert len(pairs.tile_experts) == max_tiles(146, 7, 8)
 
 
 def plain_weights(dtype: torch.dtype, device: torch.device) -> ExpertsWeights:
@@ -201,6 +207,36 @@ def test_quantized_weights_are_multiplied_as_what_they_mean(case: str, gated: bo
     wanted = torch.einsum("pi,poi->po", x[tokens], meant[experts.flatten().long()])
     wanted = gated_activation("silu")(wanted) if gated else wanted
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["int8 per channel", "fp8 per channel", "fp8 blocks"])
+@pytest.mark.parametrize("experts", [[2, 0, 5], [3, -1, 1]], ids=["all here", "one on another rank"])
+def test_one_token_is_multiplied_by_what_quantized_weights_mean(
+    case: str, experts: list[int], device: torch.device
+) -> None:
+    gate_up, gate_up_meant = FORMATS[case](device)
+    down, down_meant = FORMATS[case](device)
+    assert down.scales is not None
+    scales = down.scales[:, :, :1].contiguous() if case == "fp8 blocks" else down.scales  # of the first 128 inputs
+    down = evolve(down, values=down.values[:, :, :80].contiguous(), scales=scales)
+    x, factors = torch.randn(1, 176, device=device), torch.rand(1, 3, device=device)
+    tile = RowsTile(outputs=4, block_k=128, warps=4)
+    found = experts_of_one_token(
+        x,
+        torch.tensor([experts], dtype=torch.int32, device=device),
+        factors,
+        gate_up,
+        down,
+        "silu",
+        gate_up_tile=tile,
+        down_tile=tile,
+    )
+    wanted = torch.zeros(160, device=device)
+    for slot, expert in enumerate(experts):
+        if expert >= 0:
+            hidden = gated_activation("silu")(gate_up_meant[expert] @ x[0])
+            wanted += factors[0, slot] * (down_meant[expert, :, :80] @ hidden)
+    torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-3 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("case", ["int8 per channel", "fp8 blocks"])

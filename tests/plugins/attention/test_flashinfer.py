@@ -180,6 +180,13 @@ def test_page_lists_of_a_batch() -> None:
     assert {one.dtype for one in attrs.astuple(lists)} == {np.dtype(np.int32)}
 
 
+def test_page_lists_have_no_block_behind_the_window() -> None:
+    tables = np.array([[7, 3, 5, 9], [4, 6, 99, 99]], np.int32)
+    lists = page_lists(ints(1, 2), ints(64, 20), tables, 16, window=20)
+    assert lists.pages.tolist() == [5, 5, 5, 9, 4, 6]  # the first query sees positions from 44 on; from 0 on
+    assert lists.context_lengths.tolist() == [64, 20]
+
+
 def test_page_lists_of_random_sequences_lead_to_each_slot() -> None:
     pick = np.random.default_rng(0)
     for size in (1, 2, 16):

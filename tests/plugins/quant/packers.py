@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+FILE = "model.safetensors"
+PROJECTIONS = ("_proj", "c_fc", ".w1", ".w2", ".w3")
+"""How the names of projections end."""
 
 
 def words_along_last(numbers: np.ndarray, bits: int, order: list[int] | None = None) -> torch.Tensor:
@@ -101,21 +104,46 @@ def quantize_checkpoint(source: Path, target: Path, quantization: dict, make: An
 
     make: name and shape -> (tensors by the end of their name, plain weight).
     """
-    plain = load_file(source / "model.safetensors")
+    plain = load_file(source / FILE)
     stored = dict(plain)
     for name, tensor in list(plain.items()):
         module = name.removesuffix(".weight")
-        if not module.endswith(("_proj", "c_fc")) or module in unquantized:
+        if not module.endswith(PROJECTIONS) or module in unquantized:
             continue
         packed, weight = make(module, tuple(tensor.shape))
         plain[name] = weight
         del stored[name]
         stored |= {f"{module}.{end}": value for end, value in packed.items()}
+    _write(source, target, quantization, plain, stored)
+
+
+def quantize_experts_to_mxfp4(source: Path, target: Path, quantization: dict) -> None:
+    """Replace the experts of a gpt-oss checkpoint by random numbers, as `quantize_checkpoint`."""
+    plain = load_file(source / FILE)
+    stored = dict(plain)
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        nibbles = torch.randint(0, 16, (experts, outputs, inputs), generator=torch.Generator().manual_seed(len(name)))
+        scales = torch.randint(122, 125, (experts, outputs, inputs // 32), generator=torch.Generator().manual_seed(1))
+        stored[f"{name}_blocks"] = (
+            (nibbles[..., ::2] + 16 * nibbles[..., 1::2]).to(torch.uint8).view(experts, outputs, inputs // 32, 16)
+        )
+        stored[f"{name}_scales"] = scales.to(torch.uint8)
+        weight = numbers[nibbles] * 2.0 ** (scales - 127).repeat_interleave(32, 2)
+        plain[name] = weight.transpose(1, 2).contiguous()
+    _write(source, target, quantization, plain, stored)
+
+
+def _write(
+    source: Path, target: Path, quantization: dict, plain: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]
+) -> None:
+    """Write `plain` to `source`, and `stored` to `target` with the files next to it."""
     target.mkdir()
     for file in source.iterdir():
         if file.suffix == ".json":
             (target / file.name).write_bytes(file.read_bytes())
     config = json.loads((source / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    save_file(plain, source / "model.safetensors", {"format": "pt"})
-    save_file(stored, target / "model.safetensors", {"format": "pt"})
+    save_file(plain, source / FILE, {"format": "pt"})
+    save_file(stored, target / FILE, {"format": "pt"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ from engine.testing.checkpoints import make_checkpoint
 from engine.testing.model_bench import ModelBench
 from engine.testing.ranks import run_ranks
 
-from .packers import Weight, quantize_checkpoint
+from .packers import Weight, quantize_checkpoint, quantize_experts_to_mxfp4
 from .w8_packers import compressed, fp8_blocks, fp8_per_channel, number, quantized
 
 SIZES = {
@@ -222,6 +221,8 @@ def int4_case() -> tuple[Any, Any, dict[str, torch.Tensor]]:
     return four_bit_experts(SPEC, reader), on_cpu, tensors
 
 
+# Rows of pairs of other ranks are quantized too, whatever their memory held; the interpreter's NumPy warns of infinity.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", [channel_case, block_case, int4_case])
 def test_packed_experts_compute_what_the_linear_kernels_do(case: Any) -> None:
@@ -232,13 +233,21 @@ def test_packed_experts_compute_what_the_linear_kernels_do(case: Any) -> None:
     routing = Routing(experts, torch.rand(5, 2) + 0.5)
     bias = ExpertsBias(torch.randn(4, 2 * packed.spec.intermediate_size), torch.randn(4, 128))
     wanted = on_cpu.apply(x, routing, on_cpu.prepare(tensors), bias)
-    assert difference(packed.apply(x, routing, packed.prepare(tensors), bias), wanted) < 1e-5
+    weights = packed.prepare(tensors)
+    apart = [
+        packed.apply(x[row, None], Routing(experts[row, None], routing.weights[row, None]), weights, bias)
+        for row in range(5)
+    ]
+    assert difference(torch.cat(apart), wanted) < 1e-5
+    together = packed.apply(x, routing, weights, bias)
+    assert difference(together, wanted) < (0.1 if packed.op.quantizes(5) else 1e-5)  # float8: 3 bits of fraction
 
 
-def test_many_rows_have_their_activations_quantized_by_their_number_alone() -> None:
+def test_activations_of_more_than_one_token_are_quantized() -> None:
     spec = ExpertsSpec(name="experts", num_experts=4, top_k=2, hidden_size=128, intermediate_size=128, dtype="bfloat16")
     op = FusedExperts(spec, WeightFormat(kind="channel"), torch.int8)
-    assert [op.quantizes(tokens) for tokens in (1, 64, 65)] == [False, False, True]
+    assert [op.quantizes(tokens) for tokens in (1, 2, 65)] == [False, True, True]
+    assert 1 not in op.row_classes
 
 
 @pytest.mark.interpreter
@@ -250,14 +259,14 @@ def test_quantized_activations_cost_little_precision() -> None:
     weights = packed.prepare(
         {name: torch.randn(one.shape) * one.shape[-1] ** -0.5 for name, one in packed.tensors().items()}
     )
-    x, routing = torch.randn(33, 128), Routing(torch.zeros(33, 1, dtype=torch.int32), torch.ones(33, 1))
+    x, routing = torch.randn(9, 128), Routing(torch.zeros(9, 1, dtype=torch.int32), torch.ones(9, 1))
 
     def compute(rows: slice) -> torch.Tensor:
         return packed.apply(x[rows], Routing(routing.experts[rows], routing.weights[rows]), weights, None)
 
-    few = torch.cat([compute(slice(32)), compute(slice(32, None))])
-    assert packed.op.quantizes(33)
-    assert 1e-4 < difference(compute(slice(None)), few) < 0.02
+    apart = torch.cat([compute(slice(row, row + 1)) for row in range(9)])
+    assert packed.op.quantizes(9)
+    assert 1e-4 < difference(compute(slice(None)), apart) < 0.02
 
 
 GPT_OSS = ExpertsSpec(
@@ -315,27 +324,9 @@ def test_mxfp4_experts_mean_what_the_specification_says() -> None:
 
 def test_gpt_oss_in_mxfp4_computes_what_its_dequantized_twin_does(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 8}
-    path = make_checkpoint(tmp_path / "quantized", "gpt_oss", **sizes)
-    twin = copytree(path, tmp_path / "twin")
-    tensors = load_file(path / "model.safetensors")
-    meant = dict(tensors)
-    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        nibbles = torch.randint(0, 16, (experts, outputs, inputs), generator=torch.Generator().manual_seed(len(name)))
-        scales = torch.randint(122, 125, (experts, outputs, inputs // 32), generator=torch.Generator().manual_seed(1))
-        tensors[f"{name}_blocks"] = (
-            (nibbles[..., ::2] + 16 * nibbles[..., 1::2]).to(torch.uint8).view(experts, outputs, inputs // 32, 16)
-        )
-        tensors[f"{name}_scales"] = scales.to(torch.uint8)
-        weight = numbers[nibbles] * 2.0 ** (scales - 127).repeat_interleave(32, 2)
-        meant[name] = weight.transpose(1, 2).contiguous()
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    save_file(meant, twin / "model.safetensors", {"format": "pt"})
-    file = path / "config.json"
+    twin, path = make_checkpoint(tmp_path / "twin", "gpt_oss", **sizes), tmp_path / "quantized"
     modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": modules}
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
+    quantize_experts_to_mxfp4(twin, path, {"quant_method": "mxfp4", "modules_to_not_convert": modules})
     wanted = logits(twin, model=GptOss)
     assert difference(logits(path, Mxfp4, model=GptOss), wanted) < 1e-5
     for by_expert in (False, True):

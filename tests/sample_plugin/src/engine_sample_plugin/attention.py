@@ -70,15 +70,17 @@ class SampleAttention(AttentionBackend):
         keys, values = self.pool.keys[layer].flatten(0, 1), self.pool.values[layer].flatten(0, 1)
         for piece in plan:
             queries = q[piece.rows]
-            at = torch.arange(piece.context, device=q.device)
-            position = at[piece.context - len(queries) :, None]
+            start = 0 if window is None else max(piece.context - len(queries) + 1 - window, 0)  # the first key in use
+            slots = piece.slots[start:]
+            at = torch.arange(start, piece.context, device=q.device)
+            position = at[len(slots) - len(queries) :, None]
             seen = at <= position
             if window is not None:
                 seen &= at > position - window
             out[piece.rows] = F.scaled_dot_product_attention(
                 queries.transpose(0, 1),
-                keys[piece.slots].transpose(0, 1),
-                values[piece.slots].transpose(0, 1),
+                keys[slots].transpose(0, 1),
+                values[slots].transpose(0, 1),
                 attn_mask=seen,
                 scale=self.spec.scale,
                 enable_gqa=True,
