@@ -9,8 +9,12 @@ from engine.core.config.tree import AUTO, ExecutorConfig
 from engine.core.errors import ConfigError
 
 VARIABLE = "OMP_WAIT_POLICY"
-SAME_MEANING = (VARIABLE, "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+SPIN_COUNT = "GOMP_SPINCOUNT"
+SAME_MEANING = (VARIABLE, SPIN_COUNT, "KMP_BLOCKTIME")
 """Variables with which users set how threads wait: OpenMP's, and those of GNU's and LLVM's implementations."""
+AUTO_SPIN_COUNT = 30_000
+"""Iterations (some 0.1 ms) that a thread of GNU's OpenMP spins before it sleeps: longer than the time between two
+operations of a step, so that a step on idle cores wakes no thread, and short next to a time slice of a busy one."""
 
 
 def set_wait_policy(config: ExecutorConfig) -> None:
@@ -22,6 +26,7 @@ def set_wait_policy(config: ExecutorConfig) -> None:
     if wanted == AUTO:
         if "torch" not in sys.modules and not any(name in os.environ for name in SAME_MEANING):
             os.environ[VARIABLE] = "PASSIVE"
+            os.environ[SPIN_COUNT] = str(AUTO_SPIN_COUNT)
         return
     if "torch" in sys.modules and os.environ.get(VARIABLE, "").lower() != wanted:
         raise ConfigError(
@@ -29,3 +34,4 @@ def set_wait_policy(config: ExecutorConfig) -> None:
             f" importing torch, or set {VARIABLE}={wanted.upper()} in the environment"
         )
     os.environ[VARIABLE] = wanted.upper()
+    os.environ.pop(SPIN_COUNT, None)  # which would say otherwise

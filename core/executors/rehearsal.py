@@ -1,8 +1,10 @@
-"""The rehearsal: prompt steps and a decode step through a started executor, before the first request."""
+"""The rehearsal: prompt steps and a decode step through a started executor, before the first request; on a GPU also a
+full step."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
@@ -18,15 +20,25 @@ SEQUENCE = 0
 
 
 def rehearse(
-    executor: Executor, cache: CacheInfo, *, owner: str, max_tokens: int, max_len: int, vocab_size: int
+    executor: Executor,
+    cache: CacheInfo,
+    *,
+    owner: str,
+    max_tokens: int,
+    max_len: int,
+    max_running: int,
+    vocab_size: int,
+    full: bool,
 ) -> None:
     """Run a prompt in two chunks and one decode step, on all ranks, and check every answer of the executor.
 
-    The first chunk is one token, since attention backends have a kernel of its own for few tokens. The steps compute a
-    sequence that no scheduler knows. A last step, of nothing else, makes the runner forget the sequence; what remains
-    are keys and values in blocks that are free.
+    The first chunk is one token, since attention backends have a kernel of its own for few tokens. The steps compute
+    sequences that no scheduler knows. A last step, of nothing else, makes the runner forget them; what remains are keys
+    and values in blocks that are free.
 
-    owner: how errors name the executor's plugin. max_tokens: of a step.
+    owner: how errors name the executor's plugin. max_tokens: of a step. full: also run a step of as many tokens as a
+    step may have. A GPU's allocator then holds the memory that the first burst of requests needs; to allocate it takes
+    tens of milliseconds.
     Raises ExecutorError or PluginFaultError for what the first request would have met.
     """
     fits = longest_context(cache.kinds, cache.num_blocks, cache.block_size, max_tokens)
@@ -52,8 +64,39 @@ def rehearse(
             calls.expect_token(result, vocab_size)
         else:
             calls.expect_no_token(result)
-    calls.run(Step(id=STEP, decodes=(), chunks=(), finished=(SEQUENCE,)))
+    finished = [SEQUENCE]
+    lengths = _full_lengths(cache, max_tokens, max_len, max_running - 1) if full else []
+    if lengths:
+        step = _full_step(cache, lengths)
+        calls.run(step)
+        finished += [one.sequence for one in step.new]
+    calls.run(Step(id=STEP, decodes=(), chunks=(), finished=tuple(finished)))
     calls.expect_health()
+
+
+def _full_lengths(cache: CacheInfo, max_tokens: int, max_len: int, max_prompts: int) -> list[int]:
+    """Lengths of prompts that fill one step, or all blocks."""
+    lengths: list[int] = []
+    indices = cache.num_blocks // sum(kind.groups for kind in cache.kinds)
+    while max_tokens and indices and len(lengths) < max_prompts:
+        length = min(max_tokens, max_len, indices * cache.block_size)
+        lengths.append(length)
+        max_tokens -= length
+        indices -= -(-length // cache.block_size)
+    return lengths
+
+
+def _full_step(cache: CacheInfo, lengths: Sequence[int]) -> Step:
+    """A step of whole prompts, in the blocks that the rehearsal's sequence has too."""
+    free, params = itertools.count(), SamplingParams(temperature=0.0, seed=0)
+    prompts, blocks = [], []
+    for sequence, length in enumerate(lengths, SEQUENCE + 1):
+        prompts.append(NewSequence(sequence=sequence, tokens=(0,) * length, prompt_len=length, params=params))
+        indices = -(-length // cache.block_size)
+        for place, kind in enumerate(cache.kinds, sequence * len(cache.kinds)):
+            blocks.append((place, tuple(itertools.islice(free, indices * kind.groups))))
+    chunks = [PrefillChunk(one.sequence, 0, one.prompt_len, True) for one in prompts]
+    return Step(id=STEP, decodes=(), chunks=tuple(chunks), new=tuple(prompts), blocks=tuple(blocks))
 
 
 class _CheckedCalls:

@@ -44,6 +44,9 @@ LAYOUTS = {
 """Name -> flags of `engine serve`."""
 LIMITS = ["--set", "server.front_end_timeout=5", "--set", "server.engine_timeout=10"]
 """Flags of all layouts; an engine may wait for its workers, so its limit is the longer one."""
+RESTARTS = ["--set", "server.replica_restarts=1000", "--set", "server.replica_restart_pause=0"]
+"""Flags of all layouts: a schedule kills one engine more often than a server restarts it by default, and without the
+pauses that then become longer than --recover."""
 ROLES = {
     "single": ("supervisor", "front end", "engine"),
     "multiproc": ("supervisor", "front end 0", "engine", "worker"),
@@ -120,6 +123,8 @@ class Schedule:
 
     def _run(self, one: Round, seed: int) -> Outcome:
         server = self._server_of(one.layout)
+        # An engine that the round before killed may still be starting, and while it is alone the other has no number.
+        until(lambda: one.role in {process.role for process in server.processes()}, self._options.recover)
         victim = next((process for process in server.processes() if process.role == one.role), None)
         if victim is None:
             return Outcome(one, None, "", (f"no process has this role; there are {server.processes()}",))
@@ -196,7 +201,7 @@ class Schedule:
             self._started += 1
             directory = self._directory / f"server{self._started}"
             directory.mkdir()
-            self._server = Server([*LAYOUTS[layout], *LIMITS, *self._options.flags], directory)
+            self._server = Server([*LAYOUTS[layout], *LIMITS, *RESTARTS, *self._options.flags], directory)
             self._layout = layout
         return self._server
 

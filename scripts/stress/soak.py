@@ -3,18 +3,20 @@
     python scripts/stress/soak.py [--seconds 3600] [--clients 32] [--seed 0] [--json FILE] [--plot FILE.png]
         [-- FLAGS OF engine serve]
 
-Starts `engine serve` with these flags (none: the demo model, and a KV cache of 64 MiB). The memory of the KV cache
-becomes resident when it is first written, so a large one looks like growth until all of it was in use: give
---kv-memory. Every --every seconds, the resident memory, descriptors and threads of each process and the KV blocks by
-state are written down; pages of files, which the system drops as it likes, are left out of the memory. At the end the
-clients leave, and no block may stay used. A line is fitted to the memory of each process after --warm-up of the time.
-Exit status 1 when a slope is above --slope, descriptors or threads of the last tenth exceed those of the tenth after
-the warm-up, a stream hung, or the server stopped answering. The picture needs matplotlib (extra `plot`).
+Starts `engine serve` with these flags (none: the demo model, and a KV cache of 64 MiB), and first sends prompts of all
+lengths, so that a CPU engine has all its kernels. The memory of the KV cache becomes resident when it is first written,
+so a large one looks like growth until all of it was in use: give --kv-memory. Every --every seconds, the resident
+memory, descriptors and threads of each process and the KV blocks by state are written down; pages of files, which the
+system drops as it likes, are left out of the memory. At the end the clients leave, and no block may stay used. A line
+is fitted to the memory of each process after --warm-up of the time. Exit status 1 when a slope is above --slope,
+descriptors or threads of the last tenth exceed those of the tenth after the warm-up, a stream hung, or the server
+stopped answering. The picture needs matplotlib (extra `plot`).
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import tempfile
@@ -25,7 +27,7 @@ from typing import Any
 
 from processes import usage
 from serving import Load, Server
-from wire import UsageError, metrics, until, used_blocks
+from wire import Target, UsageError, exchange, metrics, until, used_blocks
 from written import write_report
 
 MIB = 2**20
@@ -118,10 +120,30 @@ def draw(path: Path, samples: Sequence[Sample], title: str) -> None:
     figure.savefig(path, format="png", dpi=110)
 
 
+def fill(target: Target, longest: int, clients: int, draw: random.Random) -> None:
+    """Send prompts of all lengths, 16 per power of two, and batches of all sizes that the clients can make.
+
+    A CPU engine keeps the kernels that oneDNN compiles for each number of rows of a step. Their memory has a limit, of
+    which the engine's budget speaks, but with random lengths the rare ones come after hours, and look like a leak.
+    """
+    lengths = {min(rows + rows * part // 16, longest) for rows in (1, 2, 4, 8, 16, 32, 64) for part in range(16)}
+    lengths |= {min(2**power * (16 + part) // 16, longest) for power in range(7, 20) for part in range(1, 17)}
+    bodies: list[dict[str, Any]] = [
+        {"prompt": [draw.randrange(10, 256) for _ in range(length)], "max_tokens": 1} for length in sorted(lengths)
+    ]
+    bodies += [{"prompt": [10, 11, 12], "n": size, "max_tokens": 2} for size in range(1, clients + 1)]
+    for body in bodies:
+        request = target.post("/v1/completions", {"model": target.model, "ignore_eos": True, **body})
+        answer = exchange(target, request, timeout=120)
+        if answer.status != 200:
+            raise UsageError(f"{len(body['prompt'])} tokens: {answer}")
+
+
 def soak(server: Server, options: argparse.Namespace) -> tuple[list[Sample], dict[str, Any], list[str]]:
     """Load the server; the samples, what became of the streams, and what went wrong."""
     longest = min(options.longest, server.target.max_len - 1)
     lengths = (max(1, longest * 3 // 4), max(1, longest // 4))
+    fill(server.target, longest, options.clients, random.Random(options.seed))
     load = Load(
         server.target, options.clients, seed=options.seed, hang_up=1 / 3, lengths=lengths, patience=options.patience
     )

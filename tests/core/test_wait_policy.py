@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from engine.core.wait_policy import SAME_MEANING
+from engine.core.wait_policy import AUTO_SPIN_COUNT, SAME_MEANING
 
 WAIT_POLICY = """
 import sys
@@ -20,18 +20,25 @@ import torch
 """
 
 
-def policy_of(wanted: str, environment: Mapping[str, str] = {}, *, torch_first: bool = False) -> str:
-    """How OpenMP says that threads wait, in a process of its own; the error when the setting is refused."""
+def policy_of(
+    wanted: str,
+    environment: Mapping[str, str] = {},
+    *,
+    torch_first: bool = False,
+    variable: str = "OMP_WAIT_POLICY",
+    display: str = "true",
+) -> str:
+    """What OpenMP says of how threads wait, in a process of its own; the error when the setting is refused."""
     code = WAIT_POLICY.format(wanted=wanted, torch_first=torch_first)
     inherited = {name: value for name, value in os.environ.items() if name not in SAME_MEANING}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
-        env=inherited | {"OMP_DISPLAY_ENV": "true"} | environment,
+        env=inherited | {"OMP_DISPLAY_ENV": display} | environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    shown = [line for line in done.stderr.splitlines() if "OMP_WAIT_POLICY" in line and "=" in line]
+    shown = [line for line in done.stderr.splitlines() if variable in line and "=" in line]
     return done.stderr if done.returncode else shown[0].partition("=")[2].strip().strip("'").lower()
 
 
@@ -46,6 +53,19 @@ def policy_of(wanted: str, environment: Mapping[str, str] = {}, *, torch_first: 
 )
 def test_threads_wait_as_set(wanted: str, environment: dict[str, str], policy: str) -> None:
     assert policy_of(wanted, environment) == policy
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch for Linux has GNU's OpenMP")
+@pytest.mark.parametrize(
+    ("wanted", "environment", "count"),
+    [
+        ("auto", {}, AUTO_SPIN_COUNT),
+        ("auto", {"GOMP_SPINCOUNT": "7"}, 7),
+        ("passive", {"GOMP_SPINCOUNT": "7"}, 0),
+    ],
+)
+def test_threads_spin_before_they_sleep_by_default(wanted: str, environment: dict[str, str], count: int) -> None:
+    assert policy_of(wanted, environment, variable="GOMP_SPINCOUNT", display="verbose") == str(count)
 
 
 def test_a_policy_is_refused_after_torch() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from engine.core import engine as engine_module
 from engine.core.engine import Engine
 from engine.core.errors import CheckpointError, ExecutorError, PluginError
+from engine.core.executors.rehearsal import rehearse
 from engine.core.runner.step import StepLauncher
 from engine.core.types import EngineStats, SamplingParams, Step
 from engine.plugins.attention.torch import TorchAttention
@@ -81,6 +83,33 @@ def test_rehearsal_fits_into_small_limits(make_engine: Any, settings: dict[str, 
     make_engine(**settings)
     lengths = [chunk.count for step in steps for chunk in step.chunks]
     assert lengths == {1: []}.get(settings.get("model__max_len", 0), [1, 1] if "cache__block_size" in settings else [1])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "max_running", "lengths"),
+    [(8, 4, [24, 16]), (8, 2, [24]), (3, 4, [24, 16]), (2, 4, [24]), (8, 1, [])],
+    ids=["tokens", "sequences", "blocks", "few blocks", "one sequence"],
+)
+def test_full_step_has_all_tokens_that_limits_allow(
+    make_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[Step],
+    blocks: int,
+    max_running: int,
+    lengths: list[int],
+) -> None:
+    def as_on_a_gpu(executor: Any, cache: Any, **limits: Any) -> None:
+        assert not limits["full"]
+        rehearse(executor, attrs.evolve(cache, num_blocks=blocks), **{**limits, "full": True})
+
+    monkeypatch.setattr(engine_module, "rehearse", as_on_a_gpu)
+    engine = make_engine(
+        model__max_len=24, scheduler__max_batch_tokens=40, scheduler__max_running=max_running, cache__block_size=16
+    )
+    *_, full, end = steps
+    assert [chunk.count for chunk in full.chunks] == lengths
+    assert end.finished == tuple(range(len(lengths) + 1))
+    assert not engine._executor._runner._launcher.state.persistent_batch._sequences
 
 
 def test_start_fails_with_the_error_of_the_rehearsal(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
