@@ -11,26 +11,48 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES: dict[str, tuple[str, ...]] = {
     "Attention backends": ("core/attention/base.py", "core/attention/batch.py", "core/attention/kv_pool.py"),
-    "Quantization methods": ("core/quant/base.py", "core/quant/experts.py", "core/quant/float8.py"),
+    "Quantization methods": (
+        "core/quant/base.py",
+        "core/quant/experts.py",
+        "core/quant/float8.py",
+        "core/autotune/op.py",
+    ),
     "Scheduling policies": ("core/schedulers/policy.py",),
     "Executors": ("core/executors/base.py", "core/executors/deployment.py"),
     "Models": (
         "core/models/base.py",
         "core/models/forward_pass.py",
+        "core/weights/checkpoint.py",
+    ),
+    "Layers of models": (
         "core/layers/layer_factory.py",
-        "core/layers/factory.py",
         "core/layers/blocks.py",
-        "core/layers/expert_layers.py",
         "core/layers/sparse_mlp.py",
         "core/layers/routing.py",
+        "core/layers/norm.py",
+        "core/layers/head_norm.py",
+        "core/layers/rotary.py",
+        "core/layers/embedding.py",
+        "core/layers/linear.py",
+        "core/layers/lm_head.py",
+        "core/layers/activation.py",
         "core/layers/expert_tensors.py",
+        "core/layers/base.py",
+        "core/distributed/partial_sum.py",
     ),
+    "Output parsers": (
+        "core/parsers/base.py",
+        "core/parsers/sequential.py",
+        "core/parsers/call_reader.py",
+        "core/parsers/json_scanner.py",
+    ),
+    "Grammars": ("core/grammars/base.py", "core/grammars/grammar.py"),
     "What travels": ("core/types.py",),
     "Devices": ("core/device.py",),
     "Errors": ("core/errors.py",),
     "Hooks": ("core/hooks.py",),
 }
-"""Section of the reference -> the files whose public classes and functions it lists."""
+"""Section of the reference -> the files whose public classes, functions and type aliases it lists."""
 
 
 def contract_reference(root: Path = ROOT) -> str:
@@ -41,62 +63,126 @@ def contract_reference(root: Path = ROOT) -> str:
         for file in files:
             if not (root / file).is_file():
                 continue
+            classes = undescribed_classes(root, (root / file).parent)
             module = "engine." + file.removesuffix(".py").replace("/", ".")
             package = module.rpartition(".")[0] if file.count("/") > 1 else module
-            tree = ast.parse((root / file).read_text(encoding="utf-8"))
             exported = public_names(root / file)
-            for node in tree.body:
-                if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in exported:
-                    parts.append(describe(node, package))
+            source = (root / file).read_text(encoding="utf-8")
+            body = ast.parse(source).body
+            for place, node in enumerate(body):
+                if name_of(node) not in exported:
+                    continue
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    parts.append(describe(node, package, classes))
+                else:
+                    value = f"```python\n{ast.get_source_segment(source, node)}\n```"
+                    parts.append(
+                        f"{heading(node, package)}\n\n{value}\n\n{text(docstring_after(body, place))}".rstrip()
+                    )
         sections.append("\n\n".join(parts))
     return "\n\n".join(sections)
 
 
 def public_names(file: Path) -> set[str]:
-    """The names of a file that a plugin may import: those that its room exports; all public ones of a file of core."""
+    """The names of a file that a plugin may import: those that its room exports; of a file of core all public ones."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    public = {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
-    }
     if file.parent.name == "core":
-        return public
+        documented = {name_of(node) for place, node in enumerate(tree.body) if has_docstring(tree.body, place)}
+        return {name for name in documented if not name.startswith("_")} - {""}
     exports = (file.parent / "__init__.py").read_text(encoding="utf-8")
-    return public & {
+    return {name_of(node) for node in tree.body} & {
         alias.name for node in ast.walk(ast.parse(exports)) if isinstance(node, ast.ImportFrom) for alias in node.names
     }
 
 
-def describe(node: ast.ClassDef | ast.FunctionDef, package: str) -> str:
-    """One class or function: where it is imported from, what it is, its attributes and its methods."""
-    title = f"### {node.name}\n\n`from {package} import {node.name}`"
+def name_of(node: ast.stmt) -> str:
+    """The name that a statement defines: a class, a function or an assigned name; empty: none."""
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            return name
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return name
+    return ""
+
+
+def docstring_after(body: list[ast.stmt], place: int) -> str:
+    """The string that stands after an assignment; empty: there is none."""
+    match body[place + 1 : place + 2]:
+        case [ast.Expr(value=ast.Constant(value=str(found)))]:
+            return inspect.cleandoc(found)
+    return ""
+
+
+def has_docstring(body: list[ast.stmt], place: int) -> bool:
+    """Whether a statement is a class or a function, or an assignment that a string explains."""
+    return isinstance(body[place], ast.ClassDef | ast.FunctionDef) or bool(docstring_after(body, place))
+
+
+def undescribed_classes(root: Path, room: Path) -> dict[str, ast.ClassDef]:
+    """The classes of a room that have no place of their own in the reference, by name."""
+    pages = {root / file for files in PAGES.values() for file in files}
+    return {
+        node.name: node
+        for file in sorted(room.glob("*.py"))
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and (file not in pages or node.name not in public_names(file))
+    }
+
+
+def heading(node: ast.stmt, package: str) -> str:
+    """The name that a statement defines, and where it is imported from."""
+    return f"### {name_of(node)}\n\n`from {package} import {name_of(node)}`"
+
+
+def describe(node: ast.ClassDef | ast.FunctionDef, package: str, classes: dict[str, ast.ClassDef]) -> str:
+    """One class or function: where it is imported from, what it is, its attributes and its methods.
+
+    classes: those whose members are described with the classes derived of them.
+    """
+    title = heading(node, package)
     if isinstance(node, ast.FunctionDef):
         return f"{title}\n\n{method(node)}"
     parts = [title, text(ast.get_docstring(node))]
-    rows = list(attributes(node))
+    bases = list(lineage(node, classes))
+    rows = [row for one in bases for row in attributes(one)]
     if rows:
         parts.append(table(rows))
-    parts += [
-        method(one)
-        for one in node.body
-        if isinstance(one, ast.FunctionDef) and (not one.name.startswith("_") or one.name == "__init__")
-    ]
+    described: set[str] = set()
+    for base in bases:
+        methods = [
+            one for one in base.body if isinstance(one, ast.FunctionDef) and is_described(one, base, own=base is node)
+        ]
+        parts += [method(one) for one in methods if one.name not in described]
+        described |= {one.name for one in methods}
     return "\n\n".join(part for part in parts if part)
+
+
+def lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
+    """A class, and those of `classes` that it derives from."""
+    yield node
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in classes:
+            yield from lineage(classes[base.id], classes)
+
+
+def is_described(node: ast.FunctionDef, of: ast.ClassDef, *, own: bool) -> bool:
+    """Whether a method of a class has a place in the reference: not an override that its base class describes.
+
+    own: of the class itself, whose constructor has a place too.
+    """
+    if node.name == "__init__":
+        return own
+    if node.name.startswith("_") and node.name != "__call__":
+        return False
+    overloaded = any(ast.unparse(one) == "overload" for one in node.decorator_list)
+    return not overloaded and (ast.get_docstring(node) is not None or not of.bases)
 
 
 def attributes(node: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
     """Name, type, default and meaning of each annotated attribute, and of each property."""
     for place, one in enumerate(node.body):
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and not one.target.id.startswith("_"):
-            after = node.body[place + 1] if place + 1 < len(node.body) else None
-            meaning = ""
-            if (
-                isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-                and isinstance(after.value.value, str)
-            ):
-                meaning = text(inspect.cleandoc(after.value.value))
+            meaning = text(docstring_after(node.body, place))
             default = "" if one.value is None else f"`{ast.unparse(one.value)}`"
             yield one.target.id, f"`{ast.unparse(one.annotation)}`", default, meaning
 

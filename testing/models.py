@@ -40,6 +40,8 @@ class ModelConformance:
     """Numbers of ranks that can share the model."""
     error: ClassVar[float] = 2e-5
     """Limit of the relative error (norms) of logits in float32."""
+    rerouted: ClassVar[float] = 0.0
+    """Share of tokens that may differ more in bfloat16, where the router of a mixture of experts may choose others."""
 
     def checkpoint(self, directory: Path) -> Path:
         """Write a tiny random checkpoint of one file, in float32, and return its directory."""
@@ -134,7 +136,8 @@ class ModelConformance:
         """Changing any tensor that is read changes logits. (Core refuses tensors that are neither read nor ignored.)"""
         path = self.checkpoint(tmp_path)
         bench = self.bench(path)
-        before = bench.logits([(2, 0, 6)])
+        prompt = [(1, 0, LENGTHS[1])]  # of enough tokens for every expert of a few to be chosen
+        before = bench.logits(prompt)
         tensors = load_file(path / SINGLE)
         read = {name for layer in bench.layers.layers for name in layer.tensors()}
         other = Path(shutil.copytree(path, tmp_path / "other"))
@@ -144,7 +147,7 @@ class ModelConformance:
             draw = torch.Generator().manual_seed(1)
             changed = tensor + torch.randn(tensor.shape, generator=draw).to(tensor.dtype)
             save_file({**tensors, name: changed}, other / SINGLE, metadata={"format": "pt"})
-            after = self.bench(other).logits([(2, 0, 6)])
+            after = self.bench(other).logits(prompt)
             assert not torch.equal(before, after), f"{name} is read, but changes nothing; `layers.ignore` it, or use it"
 
     def test_rounding(self, tmp_path: Path) -> None:
@@ -158,7 +161,9 @@ class ModelConformance:
         exact = self.bench(path).prompt_logits(1)
         rounded = self.bench(path, dtype="bfloat16").prompt_logits(1)
         assert rounded.dtype == torch.bfloat16, f"logits are in {rounded.dtype}, not in the model's bfloat16"
-        self._close(rounded.float(), exact, "bfloat16", ROUNDING)
+        errors = _relative_errors(rounded.float(), exact).nan_to_num(nan=-1.0)  # NaN is not excused
+        kept = errors.argsort()[: round(len(errors) * (1 - self.rerouted))].sort().values
+        self._close(rounded[kept].float(), exact[kept], "bfloat16", ROUNDING)
 
     def test_dummy_weights(self, tmp_path: Path) -> None:
         """With --load-format dummy all logits are finite."""
@@ -213,10 +218,16 @@ class ModelConformance:
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor, what: str, limit: float | None = None) -> None:
         assert found.shape == expected.shape, f"{what}: shape {list(found.shape)}, not {list(expected.shape)}"
-        errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        errors = _relative_errors(found, expected)
         row, largest = int(errors.argmax()), float(errors.max())
         limit = limit or self.error
         assert largest <= limit, (
             f"{what}: relative error {largest:.2e} in row {row}, more than {limit:.0e} (NaN: a slot of \
 the cache that nothing was written to, or the wrong one, was read)"
         )
+
+
+def _relative_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The norm of each row's difference, relative to the row."""
+    errors: torch.Tensor = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return errors

@@ -47,6 +47,11 @@ class SingleLayerFactory(ExpertLayers):
     The model decides which layers it has. The factory decides their dtype, device, kernels and shards.
     """
 
+    layers: list[Layer]
+    """All layers, which the loader fills. A layer of a model's own is appended."""
+    max_len: int | None
+    """Longest context that is served, tokens; None: the model's."""
+
     def __init__(
         self,
         *,
@@ -77,7 +82,7 @@ class SingleLayerFactory(ExpertLayers):
         self._group = group or OneRank()
         self.rank = self._group.rank
         self.ranks = self._group.ranks
-        self.layers: list[Layer] = []
+        self.layers = []
         self.ignored: list[str] = []
         self.former_prefixes: dict[str, str] = {}
         """Beginning of names -> what the names of an older checkpoint begin with instead."""

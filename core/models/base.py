@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
+from engine.core.errors import CheckpointError
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,7 +46,10 @@ class StateShape:
 
 @frozen(kw_only=True)
 class ModelSpec:
-    """The properties of a model that core needs before the model is built."""
+    """The properties of a model that core needs before the model is built.
+
+    Raises CheckpointError if the key and value heads do not divide the query heads, or the soft cap is not above 0.
+    """
 
     num_layers: int
     num_heads: int
@@ -67,6 +72,15 @@ class ModelSpec:
     """Per layer, what it caches; empty: all layers have the numbers and sizes of heads above."""
     sinks: tuple[bool, ...] = ()
     """Per layer: whether its attention has sinks (`LayerFactory.attention`). Empty: none has."""
+
+    def __attrs_post_init__(self) -> None:
+        if not self.layer_caches and self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"config.json has {self.num_heads} attention heads and {self.num_kv_heads} key and value heads; their"
+                " number must divide that of attention heads"
+            )
+        if self.softcap is not None and self.softcap <= 0:
+            raise CheckpointError(f"config.json has a soft cap of attention scores of {self.softcap}; it must exceed 0")
 
 
 class Model(ABC):

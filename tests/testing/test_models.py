@@ -280,3 +280,30 @@ def test_suite_finds_fault(
     suite = type("Suite", (Tiny,), {"model": model})()
     with pytest.raises((AssertionError, CheckpointError, KeyError, TypeError), match=message):
         getattr(suite, test)(tmp_path, *arguments)
+
+
+class Rerouted(Llama):
+    """In bfloat16 gives the first two tokens logits of others, as a router may, or none at all."""
+
+    wrong = 2.0
+
+    def logits(self, hidden: Any) -> Any:
+        logits = super().logits(hidden)
+        if hidden.dtype == torch.bfloat16:
+            logits[:2] *= self.wrong
+        return logits
+
+
+class Lost(Rerouted):
+    wrong = torch.nan
+
+
+def test_rounding_excuses_the_share_of_tokens_that_a_model_says(tmp_path: Path) -> None:
+    def suite(model: type[Model], rerouted: float) -> Any:
+        return type("Suite", (Tiny,), {"model": model, "rerouted": rerouted})()
+
+    suite(Rerouted, 0.05).test_rounding(tmp_path / "excused")
+    with pytest.raises(AssertionError, match="bfloat16: relative error"):
+        suite(Rerouted, 0.0).test_rounding(tmp_path / "not")
+    with pytest.raises(AssertionError, match="bfloat16: relative error nan"):
+        suite(Lost, 0.05).test_rounding(tmp_path / "nan")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from engine.core import Engine, SamplingParams
 from engine.core.distributed import RankGroup
@@ -17,6 +16,7 @@ from engine.core.weights import Checkpoint
 from engine.testing.checkpoints import make_checkpoint
 from engine.testing.model_bench import ModelBench
 from engine.testing.ranks import run_ranks, threaded_ranks
+from tests.reference_tokens import greedy_tokens
 
 from .architectures import SPARSE
 from .test_models import difference, edit, prompt, reference
@@ -115,15 +115,10 @@ def test_ranks_compute_what_one_does(case: str, ranks: int, expert_parallel: boo
     assert difference(on_ranks(checkpoints(case), ranks, expert_parallel=expert_parallel), alone) < 1e-5
 
 
-def test_greedy_tokens_equal_transformers_on_one_rank_and_several(checkpoints: Any) -> None:
-    path, prompts = checkpoints("qwen2"), [prompt()[:5], prompt()[:30]]
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    settings_of_library = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
-    wanted = [
-        model.generate(one, attention_mask=torch.ones_like(one), **settings_of_library)[0, one.shape[1] :].tolist()
-        for one in (torch.tensor([tokens]) for tokens in prompts)
-    ]
+@pytest.mark.parametrize("case", ["mixtral", "qwen2", "qwen3", "gpt-oss"])
+def test_greedy_tokens_equal_transformers_on_one_rank_and_several(case: str, checkpoints: Any) -> None:
+    path, prompts = checkpoints(case), [prompt()[:5], prompt()[:30]]
+    wanted = greedy_tokens(path, prompts, 8)
     settings: dict[str, Any] = {"executor__device": "cpu", "model__dtype": "float32", "cache__memory": "4MiB"}
     for more in ({}, {"executor": threaded_ranks(2), "executor__expert_parallel": True}):
         with Engine(model=str(path), **settings, **more) as engine:

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.core.errors import CheckpointError
+from engine.core.models import KVShape, ModelSpec
+
+
+def spec(**changed: Any) -> ModelSpec:
+    settings: dict[str, Any] = {
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "hidden_size": 32,
+        "vocab_size": 64,
+        "max_len": 16,
+        "sliding_windows": (None,),
+        "scale": 1.0,
+    }
+    return ModelSpec(**{**settings, **changed})
+
+
+def test_key_and_value_heads_must_divide_query_heads() -> None:
+    with pytest.raises(CheckpointError, match="4 attention heads and 3 key and value heads"):
+        spec(num_kv_heads=3)
+    spec(num_kv_heads=3, layer_caches=(KVShape(num_heads=6, num_kv_heads=3, head_dim=8),))
+
+
+def test_a_soft_cap_must_exceed_0() -> None:
+    with pytest.raises(CheckpointError, match=r"soft cap of attention scores of 0\.0"):
+        spec(softcap=0.0)
+    spec(softcap=0.5)
