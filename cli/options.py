@@ -38,7 +38,7 @@ KEY_VARIABLE = "ENGINE_API_KEY"
 MODEL = "model"
 """Parameter of the argument that names the model."""
 SECTIONS = tuple(attrs.fields_dict(EngineConfig))
-OFFLINE = ("server",)
+OFFLINE = ("server", "parser")
 """Sections without meaning for a command without a server: `configured(without=OFFLINE)`."""
 
 Command = Callable[..., Any]

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from engine.cli.json_output import only_json
 from engine.cli.options import OFFLINE, SECTIONS, configured
 from engine.cli.plugin_imports import heavy_imports
 from engine.cli.tables import print_table
-from engine.core.config import Resolved
+from engine.core.config import AUTO, Resolved
 from engine.core.errors import EngineError, PluginError
 
 if TYPE_CHECKING:
@@ -147,14 +147,17 @@ def _questions(config: EngineConfig, plugins: Plugins, models: list[type[Any]]) 
     """Extension point -> how to ask its classes whether they refuse."""
     from engine.core.device import find_device
     from engine.core.hub import locate
+    from engine.core.parsers import Templates
     from engine.core.plugin_host import (
         EXTENSION_POINTS,
         attention_question,
         find_quant,
         model_question,
+        parser_question,
         quant_question,
         questions_of_machine,
     )
+    from engine.core.text import Tokenizer
     from engine.core.weights import Checkpoint
 
     device = find_device(config.executor.device)
@@ -172,4 +175,9 @@ def _questions(config: EngineConfig, plugins: Plugins, models: list[type[Any]]) 
     except Exception as error:  # of an unreadable checkpoint or a plugin's own code
         for section in ("model", "quant", "attention"):
             questions.setdefault(section, f"not asked whether it can serve this model: {error}")
+    try:
+        templates = Tokenizer.of_model(evolve(config.model, path=locate(config.model, config_only=True).path)).templates
+    except EngineError:  # without a tokenizer, no format is known
+        templates = Templates()
+    questions["parser"] = parser_question(templates, by_auto=config.parser.name == AUTO)
     return {point.name: questions[point.section] for point in EXTENSION_POINTS}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.core.config.tree import EngineConfig as EngineConfig
     from engine.core.engine import Engine as Engine
     from engine.core.generation import Completion as Completion
+    from engine.core.grammars import Grammar as Grammar
     from engine.core.types import Output as Output, Request as Request, SamplingParams as SamplingParams
 
 __getattr__, __dir__, __all__ = exports(
@@ -21,5 +22,6 @@ __getattr__, __dir__, __all__ = exports(
     config=("EngineConfig",),
     engine=("Engine",),
     generation=("Completion",),
+    grammars=("Grammar",),
     types=("Output", "Request", "SamplingParams"),
 )

@@ -37,6 +37,8 @@ class AsyncGenerator:
 
     async def stream(self, prompt: Sequence[int], params: SamplingParams | None) -> AsyncIterator[TextDelta]:
         """Implements Engine.astream."""
+        if params is not None and params.grammar is not None:
+            await asyncio.to_thread(self._engine.compile_grammar, params)  # else `add` would wait, and so the loop
         pump = self._running_pump()
         stream = _Stream(make_request(self._engine, prompt, params))
         pump.new.append(stream)

@@ -29,6 +29,7 @@ from engine.core.executors.base import Executor, Health, PendingResult
 from engine.core.executors.choose import PluginChoice
 from engine.core.executors.rehearsal import rehearse
 from engine.core.generation import Completion, generate, stream
+from engine.core.grammars.base import GrammarBackend
 from engine.core.hub.names import locate
 from engine.core.models.base import ModelSpec
 from engine.core.phase_timer import PhaseTimer
@@ -66,8 +67,8 @@ class Engine:
     model: directory of a Hugging Face checkpoint, or name of a model on the hub (ORG/NAME), which is downloaded; None,
         unless `config` or a setting names one: the demo model.
     config: a whole configuration, over which `settings` take precedence.
-    attention, quant, scheduler, executor: a plugin's name, or an unregistered class that implements the contract of
-        the extension point (for the scheduler an instance too).
+    attention, quant, scheduler, executor, grammar: a plugin's name, or an unregistered class that implements the
+        contract of the extension point (for the scheduler an instance too).
     plugins: plugins already loaded; default: all that are installed.
     on_progress: called with the progress of each start-up phase.
     settings: any other setting, with "__" for the dot (cache__block_size=32), or by the name of its option or an
@@ -85,11 +86,18 @@ class Engine:
         quant: str | type[QuantMethod[Any]] | None = None,
         scheduler: str | type[SchedulingPolicy[Any]] | SchedulingPolicy[Any] | None = None,
         executor: str | type[Executor] | None = None,
+        grammar: str | type[GrammarBackend[Any]] | None = None,
         plugins: Plugins | None = None,
         on_progress: Listener | None = None,
         **settings: object,
     ) -> None:
-        chosen = {"attention": attention, "quant": quant, "scheduler": scheduler, "executor": executor}
+        chosen = {
+            "attention": attention,
+            "quant": quant,
+            "scheduler": scheduler,
+            "executor": executor,
+            "grammar": grammar,
+        }
         names = {point: choice for point, choice in chosen.items() if isinstance(choice, str)}
         objects = {point: choice for point, choice in chosen.items() if not isinstance(choice, str | None)}
         self.config = _merged_config(config, model, names, settings)
@@ -117,7 +125,8 @@ class Engine:
         choice = PluginChoice(
             config=self.config, plugins=self.plugins, device=self.device, checkpoint=self.checkpoint, objects=objects
         )
-        self.parts, self._executor, cache_info = choice.start(phases, on_progress)
+        deployment, self._executor, cache_info = choice.start(phases, on_progress)
+        self.parts, self._grammars = deployment.parts, deployment.grammars
         try:
             model_spec = shape_of(self.parts.model, self.checkpoint.config)
             self.max_len = max_len(self.config, model_spec)
@@ -130,7 +139,9 @@ class Engine:
                     owner=self.parts.owner("executors"),
                     max_tokens=self.config.scheduler.max_batch_tokens,
                     max_len=self.max_len,
+                    max_running=self.config.scheduler.max_running,
                     vocab_size=self.vocab_size,
+                    full=self.device.type == "cuda",
                 )
             self.cache_info = attrs.evolve(cache_info, phases=phases.seconds)
             self._start_scheduling()
@@ -227,7 +238,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, and queues nothing, for a request that can never be served, and
-        ExecutorError when the engine is closed or a step has failed."""
+        ExecutorError when the engine is closed or a step has failed. Waits for a grammar that is not compiled yet."""
         if self._failure:
             raise self._unusable()
         check_request(request)
@@ -242,7 +253,21 @@ class Engine:
         ):
             if any(token >= self.vocab_size for token in tokens):
                 raise InvalidRequestError(f"{name} names a token beyond the vocabulary of {self.vocab_size}", name)
+        if request.params.grammar is not None:
+            self._grammars.compile(request.params.grammar)
         self._scheduler.add(request)
+
+    def can_add(self, request: Request) -> bool:
+        """Whether `add` returns or raises without waiting for the request's grammar, which is compiled meanwhile."""
+        return request.params.grammar is None or self._grammars.ready(request.params.grammar)
+
+    def compile_grammar(self, params: SamplingParams | None) -> None:
+        """Wait until the grammar of these parameters, if they have one, is compiled; may be called from any thread.
+
+        Raises InvalidRequestError for a grammar that is refused.
+        """
+        if params is not None and params.grammar is not None:
+            self._grammars.compile(params.grammar)
 
     def abort(self, request_id: str) -> Output | None:
         """Finish a request immediately and free its blocks; None if no running or waiting request has this id."""
@@ -348,6 +373,7 @@ class Engine:
             self._failure = "the engine is closed"
             self._in_flight.clear()
             self._executor.shutdown()
+            self._grammars.close()
             self.plugins.notify("engine_stopped", engine=self)
 
     def __enter__(self) -> Engine:

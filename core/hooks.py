@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PROJECT = "engine"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Decorator of a plugin's function: it implements the hook of its name."""
 
 
 class Register(Protocol):
@@ -107,6 +108,22 @@ def register_executors(register: Register) -> None:
 @hookspec
 def register_models(register: Register) -> None:
     """Register model architectures (engine.core.models.Model): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
+
+
+@hookspec
+def register_parsers(register: Register) -> None:
+    """Register output parsers (engine.core.parsers.Parser): call `register` once for each.
+
+    Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
+
+
+@hookspec
+def register_grammars(register: Register) -> None:
+    """Register grammar backends (engine.core.grammars.GrammarBackend): call `register` once for each.
 
     Called when plugins are loaded. An exception makes the plugin fail to load.
     """

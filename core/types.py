@@ -16,6 +16,7 @@ import msgspec
 from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
+from engine.core.grammars.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_STOP: Final = "stop"
@@ -114,6 +115,12 @@ def _of_type(kind: type, what: str) -> Any:
     return check
 
 
+def _grammar(_: Any, attribute: Any, value: Any) -> None:
+    """An attrs validator: a Grammar, or None."""
+    if not isinstance(value, Grammar | None):
+        raise InvalidRequestError(f"grammar must be a Grammar(...), not {shortened(value)}", attribute.name)
+
+
 def _prompt(value: Any) -> Any:
     """An attrs converter: a list becomes a tuple."""
     return tuple(value) if isinstance(value, list) else value
@@ -166,8 +173,15 @@ class SamplingParams:
     """Do not stop at the model's end-of-sequence tokens."""
     skip_special_tokens: bool = field(default=True, validator=_flag)
     """Leave special tokens out of the text."""
+    grammar: Grammar | None = field(default=None, validator=_grammar)
+    """What the output must match, unless `max_tokens` or `stop` ends it early; None: anything. An output that is
+    complete ends, also before `min_tokens` where nothing else may follow."""
 
     def __attrs_post_init__(self) -> None:
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos would go on where the grammar has ended; leave one of the two out", "ignore_eos"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})", "min_tokens"
@@ -205,7 +219,8 @@ class Request:
 
 @frozen(kw_only=True)
 class TokenLogprobs:
-    """Log probabilities at one position, before any penalty or temperature."""
+    """Log probabilities at one position, before any penalty or temperature; with a grammar, among the tokens that the
+    grammar allows there."""
 
     token: int
     logprob: float
@@ -317,6 +332,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     """A sentence, if finish_reason is "error"."""
     refused: bool = False
     """With `error`: whether the request can never be served as given, so that the client is at fault."""
+    parameter: str | None = None
+    """With `refused`: the field of SamplingParams or Request at fault, if there is one."""
     times: RequestTimes | None = None
     """With the last output only."""
 

@@ -8,7 +8,9 @@ if __name__ != "engine.plugins":
 BUILTINS = (
     "engine.plugins.attention",
     "engine.plugins.executors",
+    "engine.plugins.grammars",
     "engine.plugins.models",
+    "engine.plugins.parsers",
     "engine.plugins.quant",
     "engine.plugins.schedulers",
 )

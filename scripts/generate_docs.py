@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 REFERENCES = ROOT / "benchmarks" / "references.json"
 VERDICTS = ROOT / "scripts" / "architectures" / "verdicts.json"
+FAMILIES = ROOT / "tests" / "plugins" / "models" / "families.py"
 MAX_DIFFERENCE = 1e-5
 """Relative norm of a difference of float32 logits that rounding may make."""
 MAX_REFUSAL = 160
@@ -112,6 +114,8 @@ FEATURES = {
     "attention": "attention backends",
     "schedulers": "scheduling policies",
     "executors": "executors",
+    "parsers": "output parsers",
+    "grammars": "grammars",
 }
 """Extension point -> what README calls its implementations."""
 NATIVE = "native: "
@@ -151,6 +155,18 @@ def architectures_table() -> str:
         f" plugin `transformers`, {counts[2]} refused" + (f", {counts[3]} wrong." if counts[3] else ".")
     )
     return f"{text}\n\n{table(('architecture', 'model_type', 'served', 'what to know'), rows)}"
+
+
+def families_table() -> str:
+    """Each native family, the length of its file, and how it is compared with transformers."""
+    tests = runpy.run_path(str(FAMILIES))
+    rows = []
+    for model_type, family in tests["FAMILIES"].items():
+        file = f"plugins/models/{family.plugin or model_type}.py"
+        lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
+        rows.append((model_type, code(file), lines, ", ".join(map(str, family.ranks)), tests["FORMS"][family.form]))
+    rows.sort(key=lambda row: (-row[2], row[0]))
+    return table(("model_type", "file", "lines", "ranks", "quantized form"), rows)
 
 
 def load_result(name: str) -> dict[str, Any] | None:
@@ -431,6 +447,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "ring": ("docs/executors.md", ring_table),
     "timeline": ("docs/performance.md", timeline_figure),
     "architectures": ("docs/architectures.md", architectures_table),
+    "families": ("docs/architectures.md", families_table),
     "reference": ("docs/reference.md", contract_reference),
 }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -33,6 +34,41 @@ def generator() -> ModuleType:
 def test_generated_parts_are_up_to_date(generator: ModuleType) -> None:
     stale = [str(path.relative_to(ROOT)) for path in generator.outdated()]
     assert not stale, f"{', '.join(stale)} is out of date; run `make docs`"
+
+
+def sources_of_plugins() -> dict[str, str]:
+    """Python that plugin authors read: the examples of pages, and of packages."""
+    pages = [ROOT / "README.md", ROOT / "docs" / "plugins.md", ROOT / "docs" / "tutorial.md"]
+    found = {
+        f"{page.name}, block {number}": source
+        for page in pages
+        for number, source in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+    }
+    packages = [ROOT / "examples", ROOT / "tests" / "sample_plugin"]
+    files = [file for package in packages for file in package.rglob("*.py")]
+    return found | {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+
+
+def test_the_reference_has_every_contract_that_an_example_imports() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    missing = [
+        f"{place}: from {node.module} import {alias.name}"
+        for place, source in sources_of_plugins().items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("engine.core.")
+        for alias in node.names
+        if f"from {node.module} import {alias.name}`" not in reference
+    ]
+    assert not missing
+
+
+def test_the_reference_has_what_a_public_class_inherits(generator: ModuleType) -> None:
+    text = generator.contract_reference()
+    factory = text.partition("### LayerFactory")[2].partition("\n### ")[0]
+    for method in ("linear", "qkv", "lm_head", "experts", "shard", "all_reduce"):
+        assert f"def {method}(self, " in factory
+    assert "def __call__(self, run: ForwardPass, " in text.partition("### AttentionBlock")[2].partition("\n### ")[0]
+    assert "rms_unit_offset: the same" in text.partition("### NormKind")[2].partition("\n### ")[0]
 
 
 def test_every_setting_and_option_is_documented(generator: ModuleType) -> None:

@@ -133,6 +133,12 @@ def test_quant(example: Example, run: Run) -> None:
     assert run(plugin, quant="int8-rows", quant__options__skip=everything) == plain
 
 
+def test_grammars(example: Example) -> None:
+    plugins = load_plugins(extra=[example("choices")])
+    assert plugins.grammars.names() == ("llguidance", "xgrammar", "choices")
+    assert plugins.grammars.get("choices").load().kinds == {"choice"}
+
+
 def test_scheduler(example: Example, run: Run) -> None:
     plugin = example("newest_first")
     limits = {"scheduler__max_running": 1, "scheduler__options__patience": 0.5}

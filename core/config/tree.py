@@ -166,7 +166,7 @@ class ExecutorConfig:
     thread_wait: str = setting(
         AUTO,
         "How idle CPU threads wait for the next operation. passive: asleep; active: spinning, which wastes the time of"
-        " busy cores; auto: as OMP_WAIT_POLICY says, else passive.",
+        " busy cores; auto: as OMP_WAIT_POLICY says, else spinning for 0.1 ms, then asleep.",
         flag="--thread-wait",
         choices=(AUTO, "passive", "active"),
     )
@@ -219,6 +219,25 @@ class CacheConfig:
         aliases=("kv_cache_dtype",),
         choices=(AUTO, "float32", "bfloat16", "float16", FLOAT8, *KV_DTYPES),
     )
+
+
+@frozen(kw_only=True)
+class ParserConfig:
+    """[parser]: how the server finds reasoning and tool calls in the output."""
+
+    name: str = setting(AUTO, "Output parser of chats; auto: by the tokenizer's chat template.", flag="--parser")
+    options: Mapping[str, Any] = setting({}, "Settings of the output parser.", flag="--parser-option")
+
+
+@frozen(kw_only=True)
+class GrammarConfig:
+    """[grammar]: the library that makes outputs match a grammar, and what a grammar may be at most."""
+
+    name: str = setting(AUTO, "Grammar plugin.", flag="--grammar")
+    options: Mapping[str, Any] = setting({}, "Settings of the grammar plugin.", flag="--grammar-option")
+    max_chars: int = setting(65536, "Maximum length of a grammar, characters.")
+    max_depth: int = setting(64, "Maximum nesting of brackets in a grammar.")
+    compile_timeout: float = setting(10.0, "Seconds that a grammar may take to compile; a slower one is refused.")
 
 
 @frozen(kw_only=True)
@@ -391,5 +410,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     cache: CacheConfig = CacheConfig()
+    parser: ParserConfig = ParserConfig()
+    grammar: GrammarConfig = GrammarConfig()
     plugins: PluginsConfig = PluginsConfig()
     server: ServerConfig = ServerConfig()

@@ -35,8 +35,10 @@ class PluginChoice:
     objects: Mapping[str, object]
     """Section of the configuration -> the plugin passed in from Python."""
 
-    def start(self, phases: Phases, on_progress: Listener | None) -> tuple[Parts, Executor, CacheInfo]:
+    def start(self, phases: Phases, on_progress: Listener | None) -> tuple[Deployment, Executor, CacheInfo]:
         """Choose the plugins, make the executor, and let it load the model and allocate the KV cache.
+
+        Returns what the executor runs, the executor, and its cache.
 
         Raises what `resolve` and `Executor.start` raise. Where a constructor raises and no other plugin serves, that is
         what is raised.
@@ -60,7 +62,7 @@ class PluginChoice:
                     raise fault from fault.__cause__  # no other plugin serves
             try:
                 with phases.phase("executor"):
-                    executor, cache = self._start_executor(parts, passed_over, on_progress)
+                    deployment, executor, cache = self._start_executor(parts, passed_over, on_progress)
                     phases.include(cache.phases)
                     break
             except PluginFaultError as error:
@@ -74,15 +76,16 @@ class PluginChoice:
                     traceback.clear_frames(one.__traceback__ if one is not None else None)
         for notice in filter(None, (choice.notice for choice in parts.choices)):
             _log.warning("%s", notice)
-        return parts, executor, cache
+        return deployment, executor, cache
 
     def _start_executor(
         self, parts: Parts, passed_over: Mapping[tuple[str, str], str], on_progress: Listener | None
-    ) -> tuple[Executor, CacheInfo]:
+    ) -> tuple[Deployment, Executor, CacheInfo]:
         config = self.config
         for point, _ in passed_over:  # workers choose for themselves, by the configuration
             config = _with_choice(config, parts, point)
-        executor = make_executor(Deployment(config, parts, self.checkpoint, self.device))
+        deployment = Deployment(config, parts, self.checkpoint, self.device)
+        executor = make_executor(deployment)
         if on_progress is not None:
             executor.watch(on_progress)
         cache = executor.start()
@@ -91,7 +94,7 @@ class PluginChoice:
         except PluginError:
             executor.shutdown()
             raise
-        return executor, cache
+        return deployment, executor, cache
 
 
 def _with_choice(config: EngineConfig, parts: Parts, extension_point: str) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from engine.core.device import DeviceInfo
     from engine.core.distributed.rank_group import RankGroup
     from engine.core.executors.base import Executor
+    from engine.core.grammars.compiler import Grammars
     from engine.core.plugin_host.selection import Parts
     from engine.core.runner.runner import Runner
     from engine.core.weights.checkpoint import Checkpoint
@@ -38,7 +40,23 @@ class Deployment:
         """
         from engine.core.runner.runner import Runner
 
-        return Runner(self.config, self.parts, self.checkpoint, self.device, group)
+        return Runner(self.config, self.parts, self.checkpoint, self.device, group, self.grammars)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles the grammars of requests, for the engine and the runner of this process."""
+        from engine.core.grammars.compiler import Grammars
+        from engine.core.plugin_host.derived import shape_of
+
+        parts = self.parts
+        return Grammars(
+            self.config,
+            parts.grammar,
+            parts.options.get("grammars"),
+            vocab_size=shape_of(parts.model, self.checkpoint.config).vocab_size,
+            eos_tokens=self.checkpoint.eos_tokens(),
+            owner=parts.no_grammar or parts.owner("grammars"),
+        )
 
 
 def make_executor(deployment: Deployment) -> Executor:

@@ -90,4 +90,6 @@ EXTENSION_POINTS = (
     ExtensionPoint("schedulers", "scheduler", "SchedulingPolicy", contract_module="policy"),
     ExtensionPoint("executors", "executor", "Executor", older_apis=("1",)),
     ExtensionPoint("models", "model", "Model", older_apis=("1",)),
+    ExtensionPoint("parsers", "parser", "Parser"),
+    ExtensionPoint("grammars", "grammar", "GrammarBackend"),
 )

@@ -49,6 +49,8 @@ STARTUP_CALLS: dict[str, tuple[StartupCall, ...]] = {
         ),
         CONSTRUCT,
     ),
+    "parsers": (REFUSES, StartupCall("recognizes"), CONSTRUCT),
+    "grammars": (REFUSES, CONSTRUCT),
 }
 """Extension point -> the calls that `guarded` wraps."""
 

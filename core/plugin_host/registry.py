@@ -32,7 +32,9 @@ from engine.core.plugin_host.installed import (
 if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
     from engine.core.executors.base import Executor
+    from engine.core.grammars.base import GrammarBackend
     from engine.core.models.base import Model
+    from engine.core.parsers.base import Parser
     from engine.core.quant.base import QuantMethod
     from engine.core.schedulers.policy import SchedulingPolicy
 
@@ -213,6 +215,16 @@ class Plugins:
     def models(self) -> Registry[Model]:
         """Architectures."""
         return self.registries["models"]
+
+    @property
+    def parsers(self) -> Registry[Parser[Any]]:
+        """Output parsers."""
+        return self.registries["parsers"]
+
+    @property
+    def grammars(self) -> Registry[GrammarBackend[Any]]:
+        """Grammar backends."""
+        return self.registries["grammars"]
 
     def manifest(self) -> Manifest:
         """The loaded plugins, as plain data for another process to `verify`."""

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from engine.core.attention.base import AttentionBackend
     from engine.core.device import DeviceInfo
     from engine.core.executors.base import Executor
+    from engine.core.grammars.base import GrammarBackend
     from engine.core.models.base import Model
+    from engine.core.parsers.base import Parser, Templates
     from engine.core.plugin_host.registry import Manifest, Plugins, Registration, Registry
     from engine.core.quant.base import QuantMethod
     from engine.core.schedulers.policy import SchedulingPolicy
@@ -85,8 +87,13 @@ class Parts:
     executor: type[Executor]
     model: type[Model]
     options: Mapping[str, Any]
-    """Extension point (attention, quant, executors, models) -> an instance of the plugin's options_class, or None."""
+    """Extension point (attention, quant, executors, models, grammars) -> an instance of the plugin's options_class, or
+    None."""
     choices: tuple[ChosenPlugin, ...]
+    grammar: type[GrammarBackend[Any]] | None = None
+    """None if auto found none: requests with a grammar are then refused."""
+    no_grammar: str = ""
+    """Why auto found no grammar backend."""
     manifest: Manifest = ()
     """The plugins this process has loaded; other processes of the engine compare theirs (Plugins.verify)."""
 
@@ -154,6 +161,13 @@ def resolve(
     questions = questions_of_machine(config, first or device)
     choose("scheduler", _making(policies, config) if config.scheduler.name == AUTO else questions["scheduler"])
     choose("executor", questions["executor"])
+    no_grammar = ""
+    try:
+        choose("grammar", questions["grammar"])
+    except PluginError as error:
+        if config.grammar.name != AUTO or "grammar" in overrides:
+            raise
+        no_grammar = str(error)  # an engine without one still serves
     policy = chosen["scheduler"]
     if isinstance(policy, type):
         given = options.pop("schedulers")
@@ -167,6 +181,8 @@ def resolve(
         options=options,
         choices=tuple(choices),
         manifest=plugins.manifest(),
+        grammar=chosen.get("grammar"),
+        no_grammar=no_grammar,
     )
 
 
@@ -235,9 +251,33 @@ def find_quant(
     return found
 
 
+def parser_question(templates: Templates, *, by_auto: bool) -> Question:
+    """Asks whether an output parser refuses a tokenizer; by_auto: also whether it recognizes the format."""
+
+    def question(cls: Any) -> str | None:
+        refusal: str | None = cls.refuses(templates)
+        if refusal is None and by_auto and not cls.recognizes(templates):
+            return "the tokenizer's templates do not write its format; name it (--parser) if the model does"
+        return refusal
+
+    return question
+
+
+def choose_parser(config: EngineConfig, plugins: Plugins, templates: Templates) -> tuple[Parser[Any], ChosenPlugin]:
+    """Choose and make the output parser. Raises PluginError or ConfigError."""
+    [point] = [point for point in EXTENSION_POINTS if point.section == "parser"]
+    question = parser_question(templates, by_auto=config.parser.name == AUTO)
+    cls, choice = _choose(config, plugins, point, None, question)
+    return cls(_options(config, cls, choice), templates), choice
+
+
 def questions_of_machine(config: EngineConfig, device: DeviceInfo) -> dict[str, Question]:
     """Section -> question, for the extension points that depend on no model. device: the executor's first device."""
-    return {"scheduler": lambda cls: cls.refuses(), "executor": lambda cls: cls.refuses(config, device)}
+    return {
+        "scheduler": lambda cls: cls.refuses(),
+        "executor": lambda cls: cls.refuses(config, device),
+        "grammar": lambda cls: cls.refuses(),
+    }
 
 
 def _making(policies: dict[type, SchedulingPolicy[Any]], config: EngineConfig) -> Question:

@@ -7,6 +7,7 @@ import torch
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import RankGroup
+from engine.core.grammars.compiler import Grammars
 from engine.core.host import Host
 from engine.core.plugin_host.faults import name_fault
 from engine.core.plugin_host.selection import Parts
@@ -31,15 +32,16 @@ class Runner:
         checkpoint: Checkpoint,
         device: DeviceInfo,
         group: RankGroup | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """group: the ranks that share the model; None: this rank has the whole model. Raises ConfigError for a number
-        of ranks that cannot share the model."""
+        """group: the ranks that share the model; None: this rank has the whole model. grammars: compiles those of
+        sequences; None: sequences have none. Raises ConfigError for a number of ranks that cannot share the model."""
         self.config = config
         self.parts = parts
         self.checkpoint = checkpoint
         self.device = device
         torch.set_num_threads(config.executor.threads or min(torch.get_num_threads(), Host().cores()))
-        self._start = RunnerStart(config, parts, checkpoint, device, group)
+        self._start = RunnerStart(config, parts, checkpoint, device, group, grammars)
         self._launcher: StepLauncher | None = None
         self._launch = self._launch_checked
 

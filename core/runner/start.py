@@ -15,6 +15,7 @@ from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
 from engine.core.distributed.rank_group import OneRank, RankGroup
 from engine.core.errors import CapacityError, CheckpointError, ConfigError
+from engine.core.grammars.compiler import Grammars
 from engine.core.layers import LayerFactory
 from engine.core.layers.base import torch_dtype
 from engine.core.layers.experts import Experts
@@ -70,7 +71,13 @@ class RunnerStart:
     """
 
     def __init__(
-        self, config: EngineConfig, parts: Parts, checkpoint: Checkpoint, device: DeviceInfo, group: RankGroup | None
+        self,
+        config: EngineConfig,
+        parts: Parts,
+        checkpoint: Checkpoint,
+        device: DeviceInfo,
+        group: RankGroup | None,
+        grammars: Grammars | None = None,
     ) -> None:
         """Raises ConfigError for a number of ranks that cannot share the model."""
         self._config = config
@@ -78,6 +85,7 @@ class RunnerStart:
         self._checkpoint = checkpoint
         self._device = device
         self._group = group or OneRank()
+        self._grammars = grammars
         self._name = device.torch_name
         self.checks = ResultChecks()
         """Of what the plugins return; to be ended after the first steps."""
@@ -255,6 +263,7 @@ class RunnerStart:
             max_running=max_running,
             fused=self._fused,
             same_on_all_ranks=self._group.broadcast,
+            grammars=self._grammars,
         )
         return DeviceState(model=model, groups=tuple(groups), persistent_batch=persistent_batch, sampler=sampler)
 

@@ -57,6 +57,16 @@ def penalize(
     return scores - frequency * counts - presence * (counts > 0)
 
 
+def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Rule out the tokens whose bits are 0.
+
+    logits: [rows, vocab]; masks: [rows, ceil(vocab / 32)] int32, token t is bit t % 32 of word t // 32.
+    """
+    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=masks.device)
+    forbidden = (masks.view(torch.uint8)[:, :, None] & powers) == 0
+    return logits.masked_fill(forbidden.view(len(masks), -1)[:, : logits.shape[-1]], _NEVER)
+
+
 def cutoffs(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, max_top_k: int) -> torch.Tensor:
     """The lowest score that top-k and then top-p keep in each row: [rows, 1].
 

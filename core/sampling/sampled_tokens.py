@@ -11,6 +11,8 @@ from engine.core.sampling.sampling_batch import LogprobsRequest
 from engine.core.transfer import HostCopy
 from engine.core.types import NO_TOKEN, TokenLogprobs
 
+_NEVER = -float("inf")
+
 
 @frozen(kw_only=True)
 class RowLogprobs:
@@ -61,6 +63,12 @@ class SampledTokens:
         """Whether `to_host` returns immediately."""
         return self._copy.ready()
 
+    def tokens_on_host(self) -> list[int]:
+        """Wait for the tokens alone: NO_TOKEN for rows whose logits were not finite."""
+        tokens, max_logits, *_ = self._copy.wait()
+        found: list[int] = tokens.where(max_logits.isfinite(), NO_TOKEN).tolist()
+        return found
+
     def to_host(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Wait for the tokens (NO_TOKEN for rows whose logits were not finite), and for the log probabilities of the
         rows that asked (None for the others)."""
@@ -86,14 +94,15 @@ def token_logprobs(
     top: torch.Tensor,
     top_tokens: torch.Tensor,
 ) -> list[TokenLogprobs]:
-    """Convert results of `arithmetic.row_logprobs` to plain data, each row with its `counts` most likely tokens."""
+    """Convert results of `arithmetic.row_logprobs` to plain data, each row with its `counts` most likely tokens, less
+    those that cannot come."""
     columns = zip(tokens, counts, chosen.tolist(), ranks.tolist(), top.tolist(), top_tokens.tolist(), strict=True)
     return [
         TokenLogprobs(
             token=token,
             logprob=logprob,
             rank=rank,
-            top=tuple(zip(row_tokens[:count], row_top[:count], strict=True)),
+            top=tuple(each for each in zip(row_tokens[:count], row_top[:count], strict=True) if each[1] != _NEVER),
         )
         for token, count, logprob, rank, row_top, row_tokens in columns
     ]

@@ -6,10 +6,13 @@ The order of operations, for each row:
 2. repetition_penalty (prompt and output), then frequency_penalty and presence_penalty (output only).
 3. Greedy rows take the most likely token: the first of the largest logits, as the model returns them in its dtype.
    A row is greedy with temperature 0 (or under 1e-5, where float32 leaves no choice) or with top_k 1.
+   A row of a sequence with a grammar allows only the tokens that may come next (`grammar_masks.py`), as the last edit
+   before this step.
 4. The other rows: divide by temperature; top_k; top_p of what top_k left; min_p; draw.
 
 From the penalties on this is the order of transformers' `generate`; vLLM applies min_p before top_k. Tokens that tie
-with the last one kept by top_k or top_p are kept too. Log probabilities are the model's own, of the unprocessed logits.
+with the last one kept by top_k or top_p are kept too. Log probabilities are the model's own, of the unprocessed logits;
+with a grammar, of the logits of the tokens that it allows.
 
 A batch takes the cheapest path that serves all of its sequences: greedy (step 3 alone), draw (steps 3 and 4) or full
 (all steps, and log probabilities). What steps 3 and 4 need lies in the SamplingTable on the device, so that the greedy
@@ -33,6 +36,7 @@ from engine.core.errors import ExecutorError, InvalidRequestError
 from engine.core.sampling.base import SamplingPath
 from engine.core.sampling.draw import DrawPath, DrawRows
 from engine.core.sampling.full import FullPath
+from engine.core.sampling.grammar_masks import GrammarMasks
 from engine.core.sampling.greedy import Argmax, GreedyPath, argmax
 from engine.core.sampling.prompt_logprobs import PromptLogprobs, StepPromptLogprobs
 from engine.core.sampling.sampled_tokens import SampledTokens
@@ -43,6 +47,7 @@ from engine.core.transfer import tensor_to_device
 from engine.core.types import NewSequence, SamplingParams, Step
 
 if TYPE_CHECKING:
+    from engine.core.grammars.compiler import Grammars
     from engine.core.models.base import Model
 
 
@@ -58,10 +63,11 @@ class Sampler:
         max_running: int,
         fused: bool,
         same_on_all_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda tokens: tokens,
+        grammars: Grammars | None = None,
     ) -> None:
         """max_running: rows of the SamplingTable that sequences can have. fused: sample by Triton kernels instead of
         PyTorch's operations. same_on_all_ranks: replaces drawn tokens by those of rank 0; greedy tokens are the same
-        on all ranks, since the logits are."""
+        on all ranks, since the logits are. grammars: compiles those of sequences; None: no sequence has one."""
         self._device = device = torch.device(device)
         self._vocab_size = vocab_size
         self._eos_tokens = eos_tokens
@@ -75,6 +81,7 @@ class Sampler:
         self._prompt_logprobs = PromptLogprobs()
         self.table = SamplingTable(max_running, device)
         self._token_counts = TokenCounts(vocab_size, max_running, device)
+        self._grammar_masks = GrammarMasks(grammars, vocab_size, device)
         max_and_index: Argmax = argmax
         draw_kernel: DrawRows | None = None
         if fused:
@@ -84,7 +91,7 @@ class Sampler:
             max_and_index, draw_kernel = argmax_rows, partial(draw_rows, **self.table.columns)
         self.greedy_path = GreedyPath(self.table, max_and_index)
         self.draw_path = DrawPath(self.table, self.greedy_path, draw_kernel, same_on_all_ranks)
-        self.full_path = FullPath(self.table, self._token_counts, self.greedy_path, self.draw_path)
+        self.full_path = FullPath(self.table, self._token_counts, self._grammar_masks, self.greedy_path, self.draw_path)
 
     def update(self, step: Step, row_of: Callable[[int], int]) -> None:
         """Remove finished sequences and add new ones. row_of: returns a sequence's row in the SamplingTable."""
@@ -107,11 +114,16 @@ class Sampler:
         if params.seed is None and not params.greedy:
             raise ExecutorError(f"sequence {new.sequence} draws its tokens but has no seed; the engine sets one")
         penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        ending = self._ending_tokens(params)
+        if params.grammar is not None:
+            self._grammar_masks.add(new, ending)  # which also bans the ending tokens, where others may come
+            ending = []
+        banned = tensor_to_device(torch.tensor(ending, dtype=torch.int64), self._device) if ending else None
         state = SequenceState(
             params=params,
             table_row=table_row,
             bias=TokenBias.of(params, self._device),
-            banned_tokens=self._banned_tokens(params),
+            banned_tokens=banned,
             slot=self._token_counts.add(new) if penalized else None,
         )
         num_outputs = len(new.tokens) - new.prompt_len
@@ -132,6 +144,7 @@ class Sampler:
         self._unwritten = [(state, outputs) for state, outputs in self._unwritten if state is not removed]
         self._until_min_tokens.pop(sequence, None)
         self._prompt_logprobs.remove(sequence)
+        self._grammar_masks.remove(sequence)
         self.full_path.needed_by.discard(sequence)
         self.draw_path.needed_by.discard(sequence)
         if removed.slot is not None:
@@ -182,13 +195,12 @@ class Sampler:
         """Log probabilities of prompt tokens, where asked for; see `PromptLogprobs.compute`."""
         return self._prompt_logprobs.compute(step, hidden, model) if self._prompt_logprobs else ()
 
-    def _banned_tokens(self, params: SamplingParams) -> torch.Tensor | None:
-        """The tokens that would end a request before its min_tokens: [tokens] int64; None: there are none."""
+    def _ending_tokens(self, params: SamplingParams) -> list[int]:
+        """The tokens that would end a request before its min_tokens."""
         if params.min_tokens == 0:
-            return None
+            return []
         ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_tokens)
-        tokens = sorted(token for token in ends if token < self._vocab_size)
-        return tensor_to_device(torch.tensor(tokens, dtype=torch.int64), self._device) if tokens else None
+        return sorted(token for token in ends if token < self._vocab_size)
 
     def _count_down_min_tokens(self, sequences: tuple[int, ...]) -> None:
         """Count one more token of each sequence. Replays of the greedy and draw paths need no count: no sequence below
@@ -213,4 +225,5 @@ class Sampler:
 
 def _always_needs_full(state: SequenceState) -> bool:
     """Whether a sequence needs the full path for all of its tokens, not only until min_tokens."""
-    return bool(state.params.logit_bias) or state.slot is not None or state.params.logprobs is not None
+    params = state.params
+    return bool(params.logit_bias) or state.slot is not None or params.logprobs is not None or state.constrained

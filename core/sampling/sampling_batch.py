@@ -54,6 +54,11 @@ class SequenceState:
     slot: Slot | None
     """Its slot in TokenCounts; None: it has no penalties."""
 
+    @property
+    def constrained(self) -> bool:
+        """Whether the sequence has a grammar."""
+        return self.params.grammar is not None
+
 
 @frozen(kw_only=True)
 class LogitBias:
@@ -86,14 +91,26 @@ class Penalties:
 
 
 @frozen(kw_only=True)
+class GrammarRows:
+    """Rows whose sequences have a grammar."""
+
+    rows: torch.Tensor
+    """[constrained rows] int64."""
+    sequences: tuple[int, ...]
+    host_rows: tuple[int, ...]
+    """Their rows in the batch."""
+
+
+@frozen(kw_only=True)
 class LogitsProcessors:
     """Changes to logits before a token is chosen."""
 
     rows: torch.Tensor
-    """[processed rows] int64, rows of the batch. `rows` of the three processors are indices into these."""
+    """[processed rows] int64, rows of the batch. `rows` of the four processors are indices into these."""
     bias: LogitBias | None
     banned: BannedTokens | None
     penalties: Penalties | None
+    grammar: GrammarRows | None
 
 
 @frozen(kw_only=True)
@@ -139,6 +156,8 @@ class LogprobsRequest:
     host_rows: tuple[int, ...]
     counts: tuple[int, ...]
     """Most likely tokens to report, per row."""
+    constrained: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Rows with a grammar: indices into `rows`, and into the constrained rows."""
 
 
 @frozen(kw_only=True)
@@ -172,19 +191,19 @@ class SamplingBatchBuilder:
         processed = [
             row
             for row, (sequence, state) in enumerate(zip(sequences, states, strict=True))
-            if state.params.logit_bias or state.slot is not None or sequence in below_min_tokens
+            if state.params.logit_bias or state.slot is not None or state.constrained or sequence in below_min_tokens
         ]
         below = [sequences[row] in below_min_tokens for row in processed]
         return SamplingBatch(
             sequences=sequences,
-            processors=self._processors(processed, [states[row] for row in processed], below),
+            processors=self._processors(sequences, processed, [states[row] for row in processed], below),
             draws=not all(state.params.greedy for state in states),
             draw=None if self._fused else self._draw(states, processed),
             logprobs=self._logprobs(states),
         )
 
     def _processors(
-        self, rows: list[int], states: Sequence[SequenceState], below: Sequence[bool]
+        self, sequences: tuple[int, ...], rows: list[int], states: Sequence[SequenceState], below: Sequence[bool]
     ) -> LogitsProcessors | None:
         if not rows:
             return None
@@ -193,6 +212,18 @@ class SamplingBatchBuilder:
             bias=self._bias(states),
             banned=self._banned(states, below),
             penalties=self._penalties(states),
+            grammar=self._grammar(sequences, rows, states),
+        )
+
+    def _grammar(
+        self, sequences: tuple[int, ...], rows: list[int], states: Sequence[SequenceState]
+    ) -> GrammarRows | None:
+        members = [index for index, state in enumerate(states) if state.constrained]
+        if not members:
+            return None
+        host_rows = tuple(rows[index] for index in members)
+        return GrammarRows(
+            rows=self._ints(members), sequences=tuple(sequences[row] for row in host_rows), host_rows=host_rows
         )
 
     def _bias(self, states: Sequence[SequenceState]) -> LogitBias | None:
@@ -274,7 +305,15 @@ class SamplingBatchBuilder:
         if not members:
             return None
         rows, counts = zip(*members, strict=True)
-        return LogprobsRequest(rows=self._ints(rows), host_rows=rows, counts=counts)
+        constrained = [row for row, state in enumerate(states) if state.constrained]
+        index_of = {row: index for index, row in enumerate(constrained)}
+        both = [(index, index_of[row]) for index, row in enumerate(rows) if row in index_of]
+        return LogprobsRequest(
+            rows=self._ints(rows),
+            host_rows=rows,
+            counts=counts,
+            constrained=(self._ints([a for a, _ in both]), self._ints([b for _, b in both])) if both else None,
+        )
 
     def _repeated(self, values: Sequence[int], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """Each value as often as there are tokens next to it: [all tokens] int64."""

@@ -222,13 +222,18 @@ class RequestState:
             count = self.output_len + index
             if token == NO_TOKEN:
                 return tokens[: index - 1], FINISH_ERROR
-            if token in self.stop_tokens and count >= self.params.min_tokens:
+            if token in self.stop_tokens and (count >= self.params.min_tokens or self.params.grammar is not None):
                 return tokens[:index], FINISH_STOP
             if count == self.max_output:
                 return tokens[:index], FINISH_LENGTH
         return tokens, None
 
     def _not_finite(self) -> str:
+        if self.params.grammar is not None:
+            return (
+                f"request {self.id}: no token may follow after {len(self.tokens) - self.prompt_len} tokens of output:"
+                " the grammar has become too complex (the log says so), or the logits are not finite"
+            )
         return (
             f"request {self.id}: the logits after {len(self.tokens)} tokens are not finite (NaN or infinite), "
             "so no token can be sampled; the weights may be damaged, or the numbers outgrow this dtype: try bfloat16 "

@@ -38,8 +38,15 @@ class Detokenizer:
     tokens is ordinary text. The cost per token does not depend on the length of the output.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._stream = TokenStream(tokenizer, params.skip_special_tokens, prompt)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        keep: frozenset[int] = frozenset(),
+    ) -> None:
+        """keep: special tokens that stay in the text, whatever `params` say."""
+        self._stream = TokenStream(tokenizer, params.skip_special_tokens, prompt, keep)
         self._stops = params.stop
         self._min_tokens = params.min_tokens
         self._emitted = 0  # characters returned so far

@@ -28,14 +28,23 @@ class TokenStream:
     loses them when the text ends, and is slower than a table of bytes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
-        """context: tokens before the first; a character that begins in them is emitted when it is complete."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        context: Sequence[int] = (),
+        keep: frozenset[int] = frozenset(),
+    ) -> None:
+        """context: tokens before the first; a character that begins in them is emitted when it is complete.
+
+        keep: special tokens that are not skipped.
+        """
         self._tokenizer = tokenizer
-        self._skipped: frozenset[int] = tokenizer.special_tokens if skip_special_tokens else frozenset()
+        self._skipped: frozenset[int] = tokenizer.special_tokens - keep if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._incomplete = False
         """Whether the UTF-8 decoder holds the beginning of a character; unused without a byte table."""
-        self._table = tokenizer.byte_table(skip_special_tokens)
+        self._table = tokenizer.byte_table(skip_special_tokens, keep)
         if self._table is not None and tokenizer.drops_space:
             self._table = _TextStart(self, self._table)
         self._window: list[int] = []

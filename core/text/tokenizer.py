@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.config.tree import ModelConfig
 from engine.core.errors import CheckpointError, ConfigError, InvalidRequestError
+from engine.core.parsers.base import Templates
 from engine.core.text.sentencepiece_vocabulary import has_sentencepiece_model, open_sentencepiece
 from engine.core.text.token_stream import REPLACEMENT, TokenStream
 from engine.core.text.vocabulary import LibraryVocabulary, Vocabulary
@@ -46,7 +47,7 @@ class Tokenizer:
         self._chat_template = chat_template
         self._vocabulary = vocabulary or LibraryVocabulary(wrapped.backend_tokenizer)
         self._own_bytes: dict[int, bytes | None] = {}
-        self._tables: dict[bool, Mapping[int, bytes]] = {}
+        self._tables: dict[frozenset[int], Mapping[int, bytes]] = {}
         self.special_tokens = self._vocabulary.special_tokens
         """Tokens left out of the text if `skip_special_tokens`."""
 
@@ -60,7 +61,7 @@ class Tokenizer:
         if not trust_remote_code and not any(any(directory.glob(name)) for name in _VOCABULARIES):
             raise CheckpointError(
                 f"{directory} has no tokenizer (no tokenizer.json, nor any other vocabulary); copy the model's "
-                "tokenizer files there, or give prompts as token ids"
+                "tokenizer files there, or name a directory that has them with --tokenizer"
             )
         loader: Any
         try:
@@ -108,6 +109,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether there is a chat template, which `chat` needs."""
         return bool(self._chat_template or self._wrapped.chat_template)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Class, special tokens and chat template, under the names that they have in tokenizer_config.json."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        tokens = {name: None if (token := getattr(self._wrapped, name, None)) is None else str(token) for name in names}
+        return {
+            "tokenizer_class": type(self._wrapped).__name__,
+            **tokens,
+            "vocab_size": self.vocab_size,
+            "chat_template": self.templates.chat or None,
+        }
+
+    @property
+    def templates(self) -> Templates:
+        """The sources of the chat template for tools, and transformers' response template."""
+        try:
+            chat = self._wrapped.get_chat_template(self._chat_template, [{}]) if self.has_chat_template else ""
+        except ValueError:  # several templates, and none is the default
+            chat = ""
+        return Templates(chat=chat, response=getattr(self._wrapped, "response_template", None))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text. add_special_tokens: add what the tokenizer adds, usually a beginning-of-text token.
@@ -214,14 +236,17 @@ class Tokenizer:
             self._own_bytes[token] = own
         return self._own_bytes[token]
 
-    def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes] | None:
-        """The bytes by token, empty for skipped ones; None unless every token has bytes of its own (`own_bytes`)."""
+    def byte_table(self, skip_special_tokens: bool, keep: frozenset[int] = frozenset()) -> Mapping[int, bytes] | None:
+        """The bytes by token, empty for skipped ones; None unless every token has bytes of its own (`own_bytes`).
+
+        keep: special tokens that are not skipped.
+        """
         if not self._vocabulary.has_bytes:
             return None
-        if skip_special_tokens not in self._tables:
-            silent = self.special_tokens if skip_special_tokens else frozenset[int]()
-            self._tables[skip_special_tokens] = _ByteTable(self, silent)
-        return self._tables[skip_special_tokens]
+        silent = self.special_tokens - keep if skip_special_tokens else frozenset[int]()
+        if silent not in self._tables:
+            self._tables[silent] = _ByteTable(self, silent)
+        return self._tables[silent]
 
     @property
     def drops_space(self) -> bool:

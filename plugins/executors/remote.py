@@ -22,7 +22,7 @@ class RemoteExecutor(Executor):
     def __init__(self, deployment: Deployment) -> None:
         """Raises PluginError if a plugin that ranks need was passed in from Python: only this process has it."""
         for choice in deployment.parts.choices:
-            if choice.extension_point in ("attention", "quant", "models") and choice.provenance == "object":
+            if choice.extension_point in ("attention", "quant", "models", "grammars") and choice.provenance == "object":
                 raise PluginError(
                     f"{choice.extension_point} {choice.name!r} was passed in as an object, which other processes "
                     "cannot have; offer it as an installed plugin, or use --executor uniproc"

@@ -50,6 +50,8 @@ STATS_INTERVAL = 0.25
 """Minimum seconds between two reports of statistics while the engine is busy."""
 IDLE_CHECK_MS = 1000
 """Interval at which an idle engine checks its executor, milliseconds."""
+COMPILE_CHECK_MS = 1
+"""Interval at which an engine that has nothing else to do checks whether a grammar is compiled, milliseconds."""
 MAX_MESSAGES = 32
 """Maximum number of front end messages read between two steps: a burst of requests must not delay running ones."""
 RECEIVE_SECONDS = 0.005
@@ -197,6 +199,8 @@ def loop(engine: Engine, channel: Channel, heartbeat: Heartbeat, probe_interval:
             idle = engine.check()
             if not idle.ok:
                 raise EngineError(idle.detail)
+        elif pending.only_compiling and not (engine.has_work or routes.behind):
+            channel.wait(COMPILE_CHECK_MS)
         heartbeat.record_loop(idle)
         outputs: list[Output] = []
         for peer, message in channel.receive():

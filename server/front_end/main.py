@@ -14,11 +14,14 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from engine.core.config import ModelConfig
 from engine.core.errors import ConfigError, EngineError
+from engine.core.parsers import Parser
+from engine.core.plugin_host import choose_parser, load_plugins
 from engine.core.text import Tokenizer
 from engine.server.front_end import access_log
 from engine.server.front_end.engine_client import EngineClient
@@ -95,20 +98,31 @@ class _FrontEnd:
         self._supervisor.listen(receive, self._launch.directory)
         self._beat()
         try:
-            tokenizer = await asyncio.to_thread(open_tokenizer, self._config.model)
+            tokenizer, parser = await asyncio.to_thread(self._load, open_tokenizer)
         except EngineError as error:
             self._supervisor.send(Failed(str(error)))
             return 1
         try:
             started = await self._wait_for_engines()
             if started is not None:
-                await self._serve(Service(self._config, self._client, tokenizer, started, self._launch.created))
+                await self._serve(Service(self._config, self._client, tokenizer, started, self._launch.created, parser))
         except ConfigError as error:
             self._supervisor.send(Failed(str(error)))
             return 1
         finally:
             self._client.close()
         return 0
+
+    def _load(self, open_tokenizer: OpenTokenizer) -> tuple[Tokenizer, Parser[Any]]:
+        """The tokenizer, and the output parser for its templates. Raises EngineError."""
+        tokenizer = open_tokenizer(self._config.model)
+        parser, choice = choose_parser(
+            self._config, load_plugins(self._config.plugins, quiet=True), tokenizer.templates
+        )
+        if choice.notice and self._launch.row == 0:
+            log.warning("%s", choice.notice)
+        log.info("%s reads the outputs: %s", choice, choice.reason)
+        return tokenizer, parser
 
     def _beat(self) -> None:
         """Record that the event loop runs, for the supervisor; schedules its next call."""

@@ -4,7 +4,8 @@ app.py                                           the application: all routes, mi
 access.py, hosts.py, limits.py                   who may use the server: host, origin, API key, limits of a key
 request_log.py                                   request IDs and the access log
 completions.py, chat.py, tokenize.py, status.py  one family of routes each
-request_bodies.py, params.py                     decode and check a request
+request_bodies.py, messages.py, params.py        decode and check a request
+tools.py, parsed_output.py, chat_message.py      tools of a chat, and what its outputs say
 service.py                                       what the routes need of the process; makes engine requests
 job.py, generation.py                            run a request's choices and turn outputs into text and events
 responses.py, errors.py                          send JSON or server-sent events, until the client disconnects

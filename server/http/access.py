@@ -14,7 +14,7 @@ from engine.server.http.limits import RequestLimits
 from engine.server.http.service import Service
 from engine.server.shared.api_keys import ApiKeys
 
-PUBLIC = ("/health",)
+PUBLIC = ("/health", "/ping")
 """Paths that need no API key."""
 
 

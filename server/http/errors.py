@@ -10,6 +10,9 @@ from starlette.responses import Response
 
 from engine.server.front_end.errors import ApiError
 
+READ = ["GET", "HEAD"]
+"""Methods of routes that only report."""
+
 
 def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response of any msgspec-encodable object."""

@@ -10,10 +10,12 @@ from types import TracebackType
 import msgspec
 from attrs import define, field
 
+from engine.core.parsers import Content, Event
 from engine.core.text import Detokenizer, Tokenizer
 from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request, TokenLogprobs
 from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
+from engine.server.http.parsed_output import OutputFormat, ParsedOutput
 
 SLICE_SECONDS = 0.005
 """Seconds of work on one request after which other streams get their turns."""
@@ -34,6 +36,8 @@ class Delta:
     prompt_logprobs: Sequence[bytes] = ()
     """With the first text, if requested, in slices (packed_logprobs.py)."""
     finish_reason: str | None = None
+    events: list[Event] | None = None
+    """What the text says, if it is parsed."""
 
 
 @define
@@ -43,15 +47,18 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
+    """None: the output is not parsed."""
 
     def body(self) -> dict[str, object]:
         """The JSON object `usage` of both APIs."""
+        parsed = self.reasoning_tokens is not None
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+        } | ({"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}} if parsed else {})
 
 
 @define
@@ -93,10 +100,24 @@ class Generation:
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, requests: Sequence[Request], choices_per_prompt: int
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        choices_per_prompt: int,
+        output_format: OutputFormat | None = None,
+        parameter_of_grammar: str | None = None,
     ) -> None:
-        """requests: one per prompt, in order."""
+        """requests: one per prompt, in order. output_format: how outputs are parsed; None: they are not.
+        parameter_of_grammar: names it in refusals.
+        """
+        self._parameter_of_grammar = parameter_of_grammar
         self._client = client
+        self._format = output_format
+        self._parsed: dict[int, ParsedOutput] = {}
+        """The outputs that are parsed, of the choices that have outputs."""
+        self._with_content: set[int] = set()
+        """Parsed choices whose stream has had content, so that more of it may be an event of its template."""
         self._requests = requests
         self._tokenizer = tokenizer
         self._detokenizers: dict[int, Detokenizer] = {}
@@ -136,7 +157,8 @@ class Generation:
     def usage(self) -> Usage:
         """Token counts so far."""
         completion_tokens = sum(detokenizer.num_tokens for detokenizer in self._detokenizers.values())
-        return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens)
+        reasoning = None if self._format is None else sum(one.reasoning_tokens for one in self._parsed.values())
+        return Usage(self._prompt_tokens, completion_tokens, self._cached_tokens, reasoning)
 
     async def next(self) -> list[Delta]:
         """Wait for outputs; at most one delta per choice. Raises ApiError when a choice failed."""
@@ -162,11 +184,11 @@ class Generation:
         """Call `write(data)` after all listeners have been called; see EngineClient.write_later."""
         self._client.write_later(write, data)
 
-    def events(self, templates: Mapping[int, Template], build_events: BuildEvents) -> bytes:
+    def events(self, templates: Mapping[int, Template] | None, build_events: BuildEvents) -> bytes:
         """The new outputs as server-sent events, without waiting; leaves off after SLICE_SECONDS, see `behind`.
 
-        templates: the event of each choice for plain text. build_events: builds the events of any other delta, such as
-        the first or the last. Raises ApiError when a choice failed.
+        templates: the event of each choice for plain text; None: `build_events` builds these too. build_events: builds
+        the events of any other delta, such as the first or the last. Raises ApiError when a choice failed.
         """
         assert self._group is not None
         data: list[bytes] = []
@@ -181,7 +203,7 @@ class Generation:
             choice, tokens, output = event
             if choice not in self.running:
                 continue
-            if output is None:
+            if output is None and templates is not None and choice not in self._parsed:
                 detokenizer = self._detokenizers[choice]
                 text = detokenizer.push(tokens)
                 if detokenizer.stop_string is not None:
@@ -192,6 +214,10 @@ class Generation:
             else:
                 delta = Delta(choice)
                 self._feed(event, delta)
+                if output is None and templates is not None and (text := self._only_content(delta)):
+                    template = templates[choice]
+                    data += (template.before, _json(text), template.after)
+                    continue
                 self._unbuilt = build_events(delta)
                 deadline = deadline or time.monotonic() + SLICE_SECONDS
                 if not self._build(data, deadline):
@@ -208,10 +234,33 @@ class Generation:
         self._unbuilt = None
         return True
 
+    def _only_content(self, delta: Delta) -> str:
+        """The text of a parsed delta that is nothing but further content; else empty."""
+        begun = delta.choice in self._with_content
+        events = delta.events or ()
+        if any(isinstance(event, Content) for event in events):
+            self._with_content.add(delta.choice)
+        if not begun or delta.finish_reason is not None or not all(isinstance(event, Content) for event in events):
+            return ""
+        return "".join(event.text for event in events if isinstance(event, Content))
+
     def _feed(self, event: OutputEvent, delta: Delta) -> None:
-        """Detokenize an output and add the text to `delta`."""
+        """Detokenize an output and add the text to `delta`, parsed if it is to be."""
         choice, tokens, output = event
-        if output is None:
+        parsed = self._parsed.get(choice)
+        if output is None and parsed is not None:
+            delta.events = delta.events or []
+            detokenizer = self._detokenizers[choice]
+            for token in tokens:  # one by one, so that tokens of reasoning are counted alike however they come
+                delta.events += parsed.feed(detokenizer.push((token,)), 1)
+                if detokenizer.stop_string is not None:
+                    delta.finish_reason = self._stop(choice)
+                    delta.events += parsed.end()
+                elif parsed.ended:
+                    delta.finish_reason = self._stop(choice)
+                if delta.finish_reason is not None:
+                    return
+        elif output is None:
             detokenizer = self._detokenizers[choice]
             delta.text += detokenizer.push(tokens)
             if detokenizer.stop_string is not None:
@@ -222,10 +271,15 @@ class Generation:
     def _feed_full(self, choice: int, output: Output, delta: Delta) -> None:
         detokenizer = self._detokenizers.get(choice)
         if output.finish_reason == FINISH_ERROR:
-            raise ApiError(400 if output.refused else 500, output.error or "the engine failed this request")
+            raise ApiError(
+                400 if output.refused else 500,
+                output.error or "the engine failed this request",
+                param=self._parameter_of_grammar if output.parameter == "grammar" else output.parameter,
+            )
         if detokenizer is None:
             request = self._requests[choice // self._choices_per_prompt]
-            detokenizer = Detokenizer(self._tokenizer, request.prompt, request.params)
+            keep = self._begin_parsing(choice)
+            detokenizer = Detokenizer(self._tokenizer, request.prompt, request.params, keep)
             self._detokenizers[choice] = detokenizer
             if choice % self._choices_per_prompt == 0:
                 self._cached_tokens += output.cached_tokens
@@ -241,6 +295,20 @@ class Generation:
             self.running.discard(choice)
         elif piece.finish_reason is not None:
             self._stop(choice)
+        if (parsed := self._parsed.get(choice)) is not None:
+            delta.events = [*(delta.events or []), *parsed.feed(piece.text, len(piece.tokens))]
+            if delta.finish_reason is not None:
+                delta.events += parsed.end()
+            elif parsed.ended:
+                delta.finish_reason = self._stop(choice)
+
+    def _begin_parsing(self, choice: int) -> frozenset[int]:
+        """Parse the output of a choice if it is to be; the special tokens that stay in its text."""
+        parsing = self._format.begin() if self._format is not None else None
+        if self._format is None or parsing is None:
+            return frozenset()
+        self._parsed[choice] = ParsedOutput(parsing, one_call=self._format.one_call)
+        return self._format.keep
 
     def _stop(self, choice: int) -> str:
         """End a choice at a stop string and abort the choice in the engine; the finish reason."""
@@ -255,8 +323,8 @@ class EventStream:
     """A generation as server-sent events."""
 
     generation: Generation
-    templates: Mapping[int, Template]
-    """The event of each choice for plain text."""
+    templates: Mapping[int, Template] | None
+    """The event of each choice for plain text; None: all events are built."""
     build_events: BuildEvents
     """Builds the events of any other delta."""
     usage_event: Callable[[Usage], bytes]

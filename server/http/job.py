@@ -14,10 +14,12 @@ from starlette.types import Scope
 from engine.core.types import Request
 from engine.server.http.generation import SLICE_SECONDS, Delta, EventStream, Generation, Templates, Usage
 from engine.server.http.params import num_choices
+from engine.server.http.parsed_output import OutputFormat
 from engine.server.http.request_bodies import Body
 from engine.server.http.request_timeout import enforce_deadline
 from engine.server.http.responses import SendResponse, answer, sse_event, stream
 from engine.server.http.service import Service
+from engine.server.http.structured_output import parameter_of_grammar
 
 MIN_PIECE = 2**16
 """Smaller pieces of a body are joined, bytes."""
@@ -46,8 +48,16 @@ class Job(ABC, Generic[BodyT]):
     chunk_object_name: ClassVar[str]
     """`object` of each streamed chunk."""
 
-    def __init__(self, service: Service, body: BodyT, name: str, requests: Sequence[Request]) -> None:
-        """name: id of the response. requests: one per prompt, in order."""
+    def __init__(
+        self,
+        service: Service,
+        body: BodyT,
+        name: str,
+        requests: Sequence[Request],
+        output_format: OutputFormat | None = None,
+    ) -> None:
+        """name: id of the response. requests: one per prompt, in order. output_format: None if nothing is parsed."""
+        self._output_format = output_format
         self.service = service
         self.body = body
         self.requests = requests
@@ -58,12 +68,16 @@ class Job(ABC, Generic[BodyT]):
         self._begun: set[int] = set()
         options = body.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
+        self._continuous_usage = self._include_usage and options is not None and bool(options.continuous_usage_stats)
+        self._streamed: Generation | None = None
 
     def response(self) -> SendResponse:
         """Sends the HTTP response; generation begins when the response is sent."""
         headers = {"x-request-id": self._name}
         if self.body.stream:
-            events = EventStream(self._generation(), Templates(self._text_event), self._delta_events, self._usage_event)
+            self._streamed = self._generation()
+            templates = None if self._continuous_usage else Templates(self._text_event)
+            events = EventStream(self._streamed, templates, self._delta_events, self._usage_event)
             return stream(events, headers)
         return answer(self._whole, headers)
 
@@ -92,7 +106,9 @@ class Job(ABC, Generic[BodyT]):
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         """The event of one chunk; choice: the element of its `choices`."""
-        usage = {"usage": None} if self._include_usage else {}
+        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        if self._continuous_usage and self._streamed is not None:
+            usage = {"usage": self._streamed.usage.body()}
         return sse_event(self._head(self.chunk_object_name) | {"choices": [choice]} | usage)
 
     async def _whole(self, scope: Scope) -> list[bytes]:
@@ -127,4 +143,11 @@ class Job(ABC, Generic[BodyT]):
         return {"id": self._name, "object": kind, "created": self._created, "model": self.service.name}
 
     def _generation(self) -> Generation:
-        return Generation(self.service.client, self.service.tokenizer, self.requests, self.choices_per_prompt)
+        return Generation(
+            self.service.client,
+            self.service.tokenizer,
+            self.requests,
+            self.choices_per_prompt,
+            self._output_format,
+            parameter_of_grammar(self.body),
+        )

@@ -77,6 +77,11 @@ def document(service: Service, *, has_keys: bool) -> dict[str, Any]:
             public=True,
             other={503: _json({"anyOf": [ref("Health"), ref("Error")]})},
         ),
+        "/ping": operations.read(
+            "ping", _json(ref("Health")), public=True, other={503: _json({"anyOf": [ref("Health"), ref("Error")]})}
+        ),
+        "/version": operations.read("version", _json(ref("Version"))),
+        "/tokenizer_info": operations.read("tokenizerInfo", _json(ref("TokenizerInfo"))),
         "/metrics": operations.read("metrics", {"text/plain": {"schema": {"type": "string"}}}),
         PATH: operations.read("openapi", _json({"type": "object"})),
     }

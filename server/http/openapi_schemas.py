@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from engine.core.types import MAX_SEED
-from engine.server.http.params import MAX_LOGIT_BIAS
+from engine.server.http.messages import ROLES, RefusalPart, TextPart
+from engine.server.http.params import MAX_LOGIT_BIAS, RANDOM_SEED
 from engine.server.http.request_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from engine.server.http.service import ROLES, Service, TextPart
+from engine.server.http.service import Service
 
 Schema = Mapping[str, Any]
 
@@ -20,6 +21,7 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 NULL: Schema = {"type": "null"}
 STREAM: Schema = {"description": "Events `data: {...}`, the last one `data: [DONE]`."}
 FINISH_REASON: Schema = {"enum": ["stop", "length"]}
+CHAT_FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
 
 
 def ref(name: str) -> Schema:
@@ -29,9 +31,9 @@ def ref(name: str) -> Schema:
 
 def components(service: Service) -> dict[str, Any]:
     """All schemas by name."""
-    bodies = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TextPart)
+    bodies = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TextPart, RefusalPart)
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-    for body in ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody", "Message"):
+    for body in ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody", "Message", "Function"):
         _narrow(schemas[body], constraints(service))
     schemas["ChatBody"]["properties"]["logprobs"] = {"anyOf": [{"type": "boolean"}, NULL], "default": None}
     return schemas | _responses(service)
@@ -42,7 +44,7 @@ def constraints(service: Service) -> dict[str, Schema]:
     limits = service.limits
     room = service.max_len - 1
     token: Schema = {"type": "integer", "minimum": 0, "maximum": service.vocab_size - 1}
-    stop: Schema = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_chars}
+    stop: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_chars}
     tokens = {"type": "array", "items": token, "minItems": 1, "maxItems": room}
     text = {"type": "string", "minLength": 1}
     logprobs = _integer(0, limits.max_logprobs)
@@ -60,8 +62,8 @@ def constraints(service: Service) -> dict[str, Schema]:
         "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 100},
         "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
         "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-        "seed": _integer(0, MAX_SEED),
-        "stop": {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": limits.max_stop}]},
+        "seed": _integer(RANDOM_SEED, MAX_SEED) | {"description": "-1: a random one."},
+        "stop": {"anyOf": [stop | {"minLength": 0}, {"type": "array", "items": stop, "maxItems": limits.max_stop}]},
         "stop_token_ids": {"type": "array", "items": token, "maxItems": limits.max_stop},
         "logit_bias": {
             "type": "object",
@@ -73,10 +75,17 @@ def constraints(service: Service) -> dict[str, Schema]:
         "logprobs": logprobs,
         "top_logprobs": logprobs | {"description": "Only with logprobs: true."},
         "stream_options": {**ref("StreamOptions"), "description": "Only with stream: true."},
-        "response_format": {
+        "response_format": {"oneOf": [_format("text"), _format("json_object"), _json_schema_format()]},
+        "structured_outputs": {
             "type": "object",
-            "properties": {"type": {"const": "text"}},
-            "required": ["type"],
+            "description": "At most one grammar that the output must match.",
+            "properties": {
+                "json": {"type": ["object", "string", "boolean", "null"], "description": "A JSON schema."},
+                "json_object": {"type": ["boolean", "null"]},
+                "regex": {"type": ["string", "null"]},
+                "choice": {"anyOf": [{"type": "array", "items": text, "minItems": 1}, NULL]},
+                "grammar": {"type": ["string", "null"], "description": "A grammar in Lark."},
+            },
             "additionalProperties": False,
         },
         "prompt": {
@@ -89,8 +98,37 @@ def constraints(service: Service) -> dict[str, Schema]:
         },
         "tokens": {"type": "array", "items": token},
         "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [STRING, {"type": "array", "items": ref("TextPart")}]},
+        "content": {
+            "anyOf": [STRING, {"type": "array", "items": {"anyOf": [ref("TextPart"), ref("RefusalPart")]}}],
+            "description": "Null or absent only from an assistant; refusals too.",
+        },
+        "store": {"const": False},
+        "tool_choice": {"enum": ["none", "auto"]},
+        "strict": {"const": False},
     }
+
+
+def _format(kind: str, **properties: Schema) -> Schema:
+    """A `response_format` of one type; all its properties are required."""
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, **properties},
+        "required": ["type", *properties],
+        "additionalProperties": False,
+    }
+
+
+def _json_schema_format() -> Schema:
+    own = {
+        "name": STRING,
+        "schema": {"type": ["object", "null"], "description": "A JSON schema; null: any JSON object."},
+        "description": {"type": ["string", "null"]},
+        "strict": {"type": ["boolean", "null"], "description": "The schema is enforced in any case."},
+    }
+    return _format(
+        "json_schema",
+        json_schema={"type": "object", "properties": own, "required": ["name"], "additionalProperties": False},
+    )
 
 
 def _narrow(schema: dict[str, Any], narrower: Mapping[str, Schema]) -> None:
@@ -107,11 +145,11 @@ def _integer(low: int, high: int) -> dict[str, Any]:
     return {"type": "integer", "minimum": low, "maximum": high}
 
 
-def _object(**properties: Schema) -> Schema:
-    """An object with exactly these properties."""
+def _object(optional: Mapping[str, Schema] = {}, **properties: Schema) -> Schema:
+    """An object with exactly these properties, and perhaps the optional ones."""
     return {
         "type": "object",
-        "properties": properties,
+        "properties": {**properties, **optional},
         "required": list(properties),
         "additionalProperties": False,
     }
@@ -140,6 +178,7 @@ def _responses(service: Service) -> dict[str, Schema]:
         text_offset=_array(COUNT),
     )
     head = {"id": STRING, "created": COUNT, "model": name}
+    call = _object(id=STRING, type={"const": "function"}, function=_object(name=STRING, arguments=STRING))
     choice = {"index": COUNT, "finish_reason": FINISH_REASON}
     return {
         "Error": _object(
@@ -150,6 +189,7 @@ def _responses(service: Service) -> dict[str, Schema]:
             completion_tokens=COUNT,
             total_tokens=COUNT,
             prompt_tokens_details=_object(cached_tokens=COUNT),
+            optional={"completion_tokens_details": _object(reasoning_tokens=COUNT)},
         ),
         "Completion": _object(
             **head,
@@ -162,15 +202,33 @@ def _responses(service: Service) -> dict[str, Schema]:
             object={"const": "chat.completion"},
             choices=_array(
                 _object(
-                    **choice,
-                    message=_object(role={"const": "assistant"}, content=STRING, refusal=NULL),
+                    index=COUNT,
+                    finish_reason=CHAT_FINISH_REASON,
+                    message=_object(
+                        role={"const": "assistant"},
+                        content=_nullable(STRING),
+                        refusal=NULL,
+                        optional={"reasoning_content": STRING, "tool_calls": _array(call)},
+                    ),
                     logprobs=_nullable(chat_logprobs),
+                    optional={"parse_error": STRING},
                 )
             ),
             usage=ref("Usage"),
         ),
         "Tokens": _object(tokens=_array(COUNT), count=COUNT, max_model_len=COUNT),
         "Text": _object(prompt=STRING),
+        "Version": _object(version=STRING),
+        "TokenizerInfo": _object(
+            tokenizer_class=STRING,
+            bos_token=_nullable(STRING),
+            eos_token=_nullable(STRING),
+            pad_token=_nullable(STRING),
+            unk_token=_nullable(STRING),
+            vocab_size=COUNT,
+            chat_template=_nullable(STRING),
+            model_max_length=COUNT,
+        ),
         "Model": _object(
             id=name,
             object={"const": "model"},

@@ -12,6 +12,7 @@ from engine.core.types import SamplingParams
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import invalid
 from engine.server.http.request_bodies import Body
+from engine.server.http.structured_output import requested_grammar
 
 SAME_NAMES = (
     "temperature",
@@ -27,18 +28,24 @@ SAME_NAMES = (
     "skip_special_tokens",
 )
 """Parameters with the same name and meaning in the request and in SamplingParams."""
+RANDOM_SEED = -1
+"""A seed that asks for a random one, as no seed does."""
 MAX_LOGIT_BIAS = 100.0
 """Maximum absolute value in logit_bias, as at OpenAI. The engine itself accepts any finite bias."""
 
 
 def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, vocab_size: int) -> SamplingParams:
     """All sampling parameters except max_tokens and logprobs. Raises ApiError naming a parameter out of range."""
-    given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
+    given: dict[str, object] = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
     check_salt(body.cache_salt, limits)
+    if body.seed == RANDOM_SEED:
+        given["seed"] = None
     if body.stop is not None:
         given["stop"] = _stop(body.stop, limits)
     if body.stop_token_ids is not None:
         given["stop_token_ids"] = _token_ids(body.stop_token_ids, vocab_size, limits)
+    if (grammar := requested_grammar(body)) is not None:
+        given["grammar"] = grammar
     if body.logit_bias is not None:
         given["logit_bias"] = _logit_bias(body.logit_bias, vocab_size, limits)
     return evolve(defaults, **given)
@@ -71,9 +78,15 @@ def check_salt(salt: str | None, limits: ServerConfig) -> None:
 
 
 def check_stream_options(body: Body) -> None:
-    """Raise ApiError if stream_options is given without stream."""
+    """Raise ApiError if stream_options is given without stream, or one of the options without another it needs."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is allowed only with stream: true", "stream_options")
+    options = body.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise invalid(
+            "stream_options.continuous_usage_stats is allowed only with include_usage: true",
+            "stream_options.continuous_usage_stats",
+        )
 
 
 def check_logprobs(count: int, limits: ServerConfig, param: str) -> None:
@@ -123,6 +136,8 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def _stop(stop: str | list[str], limits: ServerConfig) -> tuple[str, ...]:
+    if stop == "":  # asks for nothing
+        return ()
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(texts) > limits.max_stop:
         raise invalid(f"stop has {len(texts)} strings; at most {limits.max_stop} (server.max_stop) are allowed", "stop")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -12,12 +12,28 @@ from starlette.requests import ClientDisconnect, Request
 from engine.core.config import ServerConfig
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import invalid
+from engine.server.http.messages import Message
+from engine.server.http.tools import Tool
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`stream_options` of both APIs."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Extension: with include_usage, every chunk has the usage so far."""
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """`structured_outputs` of both APIs, by the names of vLLM; at most one is given."""
+
+    json: dict[str, Any] | str | bool | None = None
+    """A JSON schema, also as a text."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """A grammar in Lark."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +63,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
@@ -59,20 +76,6 @@ class CompletionBody(Body, kw_only=True, forbid_unknown_fields=True):
     suffix: None = None
 
 
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message of a chat."""
-
-    role: str
-    content: str | list[dict[str, Any]]
-    # OpenAI's client sends these as null when an earlier answer is part of the chat.
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-    name: None = None
-
-
 class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
@@ -83,19 +86,23 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension: additional variables of the chat template."""
+    reasoning_effort: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    # Parameters of which only values that ask for nothing are accepted, or that say who asks.
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None
+    """Only false: the server stores nothing."""
     # OpenAI's parameters that this server does not support: only null is accepted.
     audio: None = None
     function_call: None = None
     functions: None = None
-    metadata: None = None
     modalities: None = None
-    parallel_tool_calls: None = None
     prediction: None = None
-    reasoning_effort: None = None
-    service_tier: None = None
-    store: None = None
-    tool_choice: None = None
-    tools: None = None
     verbosity: None = None
     web_search_options: None = None
 
@@ -196,15 +203,15 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None
 
 
-def _explain(message: str) -> ApiError:
-    """Turn msgspec's message into a sentence that begins with the parameter's name."""
+def explain(message: str, parent: str = "") -> ApiError:
+    """Turn msgspec's message into a sentence that begins with the parameter's name. parent: what holds it."""
     path = _PATH.search(message)
-    where = path.group(1) if path else ""
+    where = ".".join(filter(None, (parent, path.group(1) if path else "")))
     reason = _PATH.sub("", message)
     if match := _UNKNOWN.search(reason):
         name = f"{where}.{match.group(1)}".lstrip(".")

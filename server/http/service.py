@@ -7,20 +7,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig, served_name
+from engine.core.parsers import Parser
 from engine.core.text import Tokenizer
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.errors import invalid
+from engine.server.http.messages import Message, template_message
 from engine.server.http.params import num_choices
 from engine.server.http.prometheus import EngineReport
-from engine.server.http.request_bodies import Body, Message
+from engine.server.http.request_bodies import Body
 from engine.server.http.text_threads import TextThreads
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Probe, Started
@@ -39,8 +42,18 @@ MESSAGE_CHARS = 64
 """A message costs a chat template as much time as tokenizing this many characters."""
 MESSAGES_AT_A_TIME = 1000
 """Messages that are checked without a pause."""
+PLAIN_FIELDS = 2
+"""A message of more fields than these, its role and content, may have long ones."""
 LONG_TOKEN_CHARS = 8
 """Texts of more characters per token of the context are most likely too long, which is found out first."""
+
+
+@frozen
+class ChatPrompt:
+    """A chat up to the assistant's answer."""
+
+    text: str
+    tokens: list[int]
 
 
 class Service:
@@ -53,8 +66,15 @@ class Service:
         tokenizer: Tokenizer,
         started: Started,
         created: int,
+        parser: Parser[Any] | None = None,
     ) -> None:
-        """started: one replica's message. created: start of the server, time.time()."""
+        """started: one replica's message. created: start of the server, time.time().
+
+        parser: None: outputs are not parsed.
+        """
+        self.parser = parser
+        self.parser_tokens = _special_tokens(tokenizer, parser.special_tokens) if parser is not None else frozenset()
+        """Special tokens that stay in the text, for the parser."""
         self.limits: ServerConfig = config.server
         self.client = client
         self.tokenizer = tokenizer
@@ -177,9 +197,15 @@ class Service:
         decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=skip_special_tokens)
         return decode() if len(tokens) < THREAD_TOKENS else await self._threads.run(decode)
 
-    async def encode_chat(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
-        """Tokenize a chat up to the assistant's answer; variables: additional variables of the chat template.
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> ChatPrompt:
+        """Render and tokenize a chat up to the assistant's answer.
 
+        variables: additional variables of the chat template. tools: as it expects them.
         Raises ApiError or InvalidRequestError.
         """
         if len(messages) > self.max_len:
@@ -189,17 +215,22 @@ class Service:
                 raise invalid(f"chat_template_kwargs must not contain {name}", "chat_template_kwargs")
         plain = []
         for index, message in enumerate(messages):
-            plain.append(_template_message(message, f"messages[{index}]"))
+            plain.append(template_message(message, f"messages[{index}]"))
             if index % MESSAGES_AT_A_TIME == MESSAGES_AT_A_TIME - 1:
                 await asyncio.sleep(0)
         length = MESSAGE_CHARS * len(plain) + sum(len(message["content"]) for message in plain)
-        if variables:
-            length += len(msgspec.json.encode(variables))
-        chat = partial(self._encode_chat, plain, variables or {})
+        length += sum(len(msgspec.json.encode(message)) for message in plain if len(message) > PLAIN_FIELDS)
+        given = dict(variables or {}) | ({"tools": tools} if tools else {})
+        if given:
+            length += len(msgspec.json.encode(given))
+        chat = partial(self._encode_chat, plain, given)
         return chat() if length < THREAD_CHARS else await self._threads.run(chat)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        return self._encode_long(self.tokenizer.render_chat(messages, **variables), special=False)
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> ChatPrompt:
+        if self.parser is not None:
+            messages = [self.parser.template_message(message) for message in messages]
+        text = self.tokenizer.render_chat(messages, **given)
+        return ChatPrompt(text, self._encode_long(text, special=False))
 
     def _encode_long(self, text: str, special: bool = True) -> list[int]:
         """Tokenize a text of any length in a time that is bounded by the context's. Raises ApiError."""
@@ -210,6 +241,14 @@ class Service:
     def _too_long(self, reason: str, param: str | None = None) -> ApiError:
         message = f"this model's context holds {self.max_len} tokens, but {reason}; send less"
         return invalid(message, param, "context_length_exceeded")
+
+
+def _special_tokens(tokenizer: Tokenizer, texts: Sequence[str] | None) -> frozenset[int]:
+    """The special tokens with one of these texts; None: all."""
+    if texts is None:
+        return tokenizer.special_tokens
+    wanted = {text.encode() for text in texts}
+    return frozenset(token for token in tokenizer.special_tokens if tokenizer.token_bytes(token) in wanted)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -224,34 +263,3 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
             batch, chars = [], 0
     if batch:
         yield batch
-
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of messages, and their names in chat templates (OpenAI renamed system to developer)."""
-
-
-def _template_message(message: Message, where: str) -> dict[str, Any]:
-    """A message as chat templates expect it: role and text. where: the message's position, for errors."""
-    if message.role not in ROLES:
-        raise invalid(
-            f"{where}.role is {excerpt(message.role)!r}; it must be one of {', '.join(ROLES)}", f"{where}.role"
-        )
-    if isinstance(message.content, str):
-        return {"role": ROLES[message.role], "content": message.content}
-    texts = []
-    for index, part in enumerate(message.content):
-        try:
-            texts.append(msgspec.convert(part, TextPart).text)
-        except msgspec.ValidationError:
-            name = f"{where}.content[{index}]"
-            raise invalid(
-                f'{name} must be {{"type": "text", "text": "..."}}; other parts are not supported', name
-            ) from None
-    return {"role": ROLES[message.role], "content": "\n".join(texts)}
-
-
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str

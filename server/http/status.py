@@ -1,4 +1,4 @@
-"""GET /v1/models, /health and /metrics."""
+"""GET /v1/models, /health, /ping, /version and /metrics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+import engine
 from engine.server.front_end.errors import excerpt
-from engine.server.http.errors import invalid, json_response
+from engine.server.http.errors import READ, invalid, json_response
 from engine.server.http.health_report import State, report
 from engine.server.http.prometheus import PrometheusExporter
 from engine.server.http.service import Service
-
-READ = ["GET", "HEAD"]
-"""Methods of routes that only report."""
 
 
 def routes(service: Service) -> APIRouter:
@@ -45,6 +43,14 @@ def routes(service: Service) -> APIRouter:
                 states = await service.probe()
         status, body = report(states)
         return json_response(body, status=status)
+
+    @router.api_route("/ping", methods=READ, response_model=None)
+    async def ping() -> Response:
+        return await health()
+
+    @router.api_route("/version", methods=READ, response_model=None)
+    async def version() -> Response:
+        return json_response({"version": engine.__version__})
 
     @router.api_route("/metrics", methods=READ, response_model=None)
     async def metrics() -> Response:

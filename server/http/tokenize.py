@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.server.http.errors import invalid, json_response
+from engine.server.http.errors import READ, invalid, json_response
 from engine.server.http.params import check_tokens
 from engine.server.http.request_bodies import DetokenizeBody, TokenizeBody, read
 from engine.server.http.responses import SendResponse, prepared
@@ -36,6 +36,10 @@ def routes(service: Service) -> APIRouter:
 
         return prepared(respond)
 
+    @router.api_route("/tokenizer_info", methods=READ, response_model=None)
+    async def tokenizer_info() -> Response:
+        return json_response(service.tokenizer.description | {"model_max_length": service.max_len})
+
     return router
 
 
@@ -47,7 +51,7 @@ async def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
         return await service.encode(body.prompt, special=body.add_special_tokens is not False)
     if body.add_special_tokens is not None:
         raise invalid("add_special_tokens is allowed only with prompt", "add_special_tokens")
-    return await service.encode_chat(body.messages or [])
+    return (await service.encode_chat(body.messages or [])).tokens
 
 
 async def _detokenize(service: Service, body: DetokenizeBody) -> str:

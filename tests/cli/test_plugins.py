@@ -98,8 +98,7 @@ def test_the_list_names_every_offer_and_where_it_is_from(run: Any) -> None:
     lines = run("plugins", "list").stdout.splitlines()
     for rows in offers["extension_points"].values():
         for one in rows:
-            [line] = [line for line in lines if line.split()[:1] == [one["name"]]]
-            assert one["summary"] in line
+            [line] = [line for line in lines if line.split()[:1] == [one["name"]] and one["summary"] in line]
             assert one["distribution"] in line
 
 
@@ -182,7 +181,7 @@ os.write(1, b"loaded, below Python\\n")
 @hookimpl
 def register_attention(register):
     print("registering")
-    register("loud", load, api="1", summary="")
+    register("loud", load, api="1", summary="", preference=99)
 
 def load():
     print("importing")
@@ -208,7 +207,12 @@ def engine_command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize(
-    "command", [["plugins", "list"], ["plugins", "check"], ["generate", "def", "--max-tokens", "2"]]
+    "command",
+    [
+        ["plugins", "list"],
+        ["plugins", "check"],
+        ["generate", "def", "--max-tokens", "2", "--set", "plugins.prefer=engine-loud"],
+    ],
 )
 def test_json_is_all_that_is_printed_when_a_plugin_prints(install: Any, tmp_path: Path, command: list[str]) -> None:
     install("engine-loud", "0.4", LOUD.format(imports=""), entry="loud")
@@ -217,6 +221,8 @@ def test_json_is_all_that_is_printed_when_a_plugin_prints(install: Any, tmp_path
     assert "loaded, in Python" in done.stderr
     assert "loaded, below Python" in done.stderr
     assert ("stopped" in done.stderr) == (command[0] == "generate")
+    notice = "auto took attention 'loud' of engine-loud 0.4, which is not built in"
+    assert (notice in done.stderr) == (command[0] == "generate")
 
 
 def test_check_names_a_plugin_that_imports_torch_when_it_is_loaded(install: Any, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ RIGHT: dict[str, list[Any]] = {
     "stop_token_ids": [[1]],
     "ignore_eos": [True],
     "skip_special_tokens": [True],
+    "grammar": [None],
 }
 """Those of WRONG that the field accepts."""
 

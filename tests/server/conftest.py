@@ -17,7 +17,7 @@ import attrs
 import httpx
 import pytest
 
-from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig, ServerConfig
+from engine.core.config.tree import EngineConfig, ExecutorConfig, ModelConfig, ParserConfig, ServerConfig
 from engine.core.executors.wire import encode
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
@@ -183,10 +183,13 @@ def fake_config() -> Callable[..., EngineConfig]:
     The device is a CPU, so that several replicas need no GPUs.
     """
 
-    def make(options: dict[str, Any] | None = None, tokenizer: str = "", **server: Any) -> EngineConfig:
+    def make(
+        options: dict[str, Any] | None = None, tokenizer: str = "", parser: str = "auto", **server: Any
+    ) -> EngineConfig:
         return EngineConfig(
             model=ModelConfig(path="/somewhere/tiny", tokenizer=tokenizer),
             executor=ExecutorConfig(device="cpu", options=options or {}),
+            parser=ParserConfig(name=parser, options={"reasoning": True} if parser != "auto" else {}),
             server=attrs.evolve(ServerConfig(port=0, api_workers=1), **server),
         )
 

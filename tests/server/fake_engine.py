@@ -6,7 +6,8 @@ executor.options of the configuration set its behaviour:
     silent_rank: rank of a worker whose loop iterated at the engine's start only;
     at_start: path of a file that controls the start: wait while the file exists, or fail if it contains "refuse";
     hold: path of a file; while the file exists, a request gets its first token and no other;
-    helper: start a child process.
+    helper: start a child process; max_len: context length.
+A request with a chat whose last message is `say TEXT` is answered with TEXT, and ends by a stop token.
 A request whose prompt is `hold PATH` is held in the same way by a file of its own.
 """
 
@@ -34,6 +35,7 @@ HELPER = "import time; time.sleep(60)"
 EOS = 256
 MAX_LEN = 256
 HOLD = b"hold "
+SAY = b"<user>say "
 HELD_SECONDS = 0.005
 """Seconds of a step in which every request is held."""
 
@@ -48,6 +50,8 @@ class Sequence:
     request: Request
     made: int = 0
     scheduled: float = 0.0
+    script: bytes | None = None
+    """What the model says; None: the alphabet."""
     gate: Path | None = None
     """The file that holds the request, until it has been removed."""
 
@@ -81,7 +85,7 @@ class FakeEngine:
         self._raise_after = options.get("raise_after")
         self._sequences: dict[str, Sequence] = {}
         self._stats = EngineStats(blocks_total=100)
-        self.max_len = MAX_LEN
+        self.max_len = options.get("max_len", MAX_LEN)
         self.vocab_size = EOS + 1
         self.default_params = SamplingParams()
         self.parts = Parts(
@@ -103,7 +107,11 @@ class FakeEngine:
             raise InvalidRequestError("this prompt is refused by the engine", "prompt")
         prompt = bytes(token for token in request.prompt if token != EOS)
         gate = Path(prompt.removeprefix(HOLD).decode()) if prompt.startswith(HOLD) else self._hold
-        self._sequences[request.id] = Sequence(request, gate=gate)
+        script = prompt.rpartition(SAY)[2].rpartition(b"<assistant>")[0] if SAY in prompt else None
+        self._sequences[request.id] = Sequence(request, script=script, gate=gate)
+
+    def can_add(self, request: Request) -> bool:
+        return True
 
     def abort(self, request_id: str) -> None:
         self._sequences.pop(request_id, None)
@@ -135,7 +143,11 @@ class FakeEngine:
             return Output(request=request.id, finish_reason="error", error="this request failed in the engine")
         sequence.scheduled = sequence.scheduled or time.monotonic()
         token = _token(sequence.made + (params.seed or 0))
-        done = sequence.made + 1 == params.max_tokens
+        stopped = False
+        if sequence.script is not None:
+            stopped = sequence.made >= len(sequence.script)
+            token = EOS if stopped else sequence.script[sequence.made]
+        done = stopped or sequence.made + 1 == params.max_tokens
         times = None
         if done:
             del self._sequences[request.id]
@@ -152,7 +164,8 @@ class FakeEngine:
             prompt_logprobs=tuple(_logprobs(token, params.prompt_logprobs) for token in request.prompt[1:])
             if first and params.prompt_logprobs is not None
             else None,
-            finish_reason="length" if done else None,
+            finish_reason="stop" if stopped else "length" if done else None,
+            stop_token=EOS if stopped else None,
             cached_tokens=2 if len(request.prompt) > 2 else 0,
             times=times,
         )

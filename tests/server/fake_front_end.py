@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.core.config.tree import ModelConfig
 from engine.core.errors import CheckpointError
+from engine.core.parsers import Templates
 from engine.server.front_end import main as front_end
 
 BYTES = {token: bytes([token]) for token in range(256)}
@@ -18,6 +20,14 @@ class ByteTokenizer:
     """The part of engine.core.text.Tokenizer that the server and the Detokenizer use; needs no file."""
 
     special_tokens = frozenset({256})
+    templates = Templates(chat="{{ tools }} {{ reasoning_effort }}")
+    description: ClassVar[dict[str, Any]] = {
+        "tokenizer_class": "ByteTokenizer",
+        **dict.fromkeys(("bos_token", "pad_token", "unk_token")),
+        "eos_token": "<eos>",
+        "vocab_size": 257,
+        "chat_template": None,
+    }
     splits_characters = False
     drops_space = False
 
@@ -45,15 +55,25 @@ class ByteTokenizer:
 
     token_bytes = own_bytes
 
-    def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
-        return TABLES[skip_special_tokens]
+    def byte_table(self, skip_special_tokens: bool, keep: frozenset[int] = frozenset()) -> Mapping[int, bytes]:
+        return TABLES[skip_special_tokens and not keep]
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
         return len(text.encode()) > max_tokens
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], begin: str | None = None) -> str:
-        said = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return said + (begin or self._begin)
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        begin: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        reasoning_effort: str = "",
+    ) -> str:
+        said = "".join(f"<tool>{tool['function']['name']}" for tool in tools)
+        for message in messages:
+            others = {key: value for key, value in message.items() if key not in ("role", "content")}
+            said += f"<{message['role']}>{message['content']}" + (json.dumps(others) if others else "")
+        return said + (f"<effort>{reasoning_effort}" if reasoning_effort else "") + (begin or self._begin)
 
 
 if __name__ == "__main__":

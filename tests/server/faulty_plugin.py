@@ -18,7 +18,7 @@ from engine.core.hooks import Register, hookimpl
 
 @hookimpl
 def register_attention(register: Register) -> None:
-    register("faulty", load, api="1", summary="fails on demand")
+    register("faulty", load, api="1", summary="fails on demand", preference=99)
 
 
 @frozen

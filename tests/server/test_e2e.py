@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +36,8 @@ def start(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[[Sequ
 
     def serve(*flags: str) -> Any:
         command = [*ENGINE, "serve", "--model", str(directory), "--port", "0"]
-        command += ["--kv-memory", "8MiB", "--max-len", str(MAX_LEN), "--dtype", "float32", "--threads", "1", *flags]
+        command += ["--kv-memory", "8MiB", "--max-len", str(MAX_LEN), "--dtype", "float32", "--threads", "1"]
+        command += ["--grammar-option", "max_whitespace=1", *flags]
         server = start_server(command)
         assert server.url, server.errors
         return server
@@ -78,6 +82,54 @@ def test_chat_streamed_or_not(client: openai.OpenAI) -> None:
     assert pieces[0].choices[0].delta.role == "assistant"
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+class Person(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(max_length=8)]
+    age: Annotated[int, pydantic.Field(ge=0, le=150)] | None
+    likes: Annotated[list[Literal["tea", "té"]], pydantic.Field(max_length=2)]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_parse_returns_what_the_model_class_asks_for(client: openai.OpenAI, temperature: int) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "somebody"}],
+        "max_completion_tokens": 200,
+        "temperature": temperature,
+        "response_format": Person,
+        "n": 4,
+    }
+    whole = client.chat.completions.parse(**asked, seed=5)
+    assert all(isinstance(choice.message.parsed, Person) for choice in whole.choices)
+    with client.chat.completions.stream(**asked, seed=5) as stream:
+        streamed = stream.get_final_completion()
+    assert [choice.message.parsed for choice in streamed.choices] == [choice.message.parsed for choice in whole.choices]
+
+
+def test_structured_outputs_by_the_names_of_vllm(client: openai.OpenAI) -> None:
+    def ask(**structure: Any) -> str:
+        made = client.completions.create(
+            model="tiny", prompt="say", max_tokens=120, extra_body={"structured_outputs": structure}
+        )
+        assert made.choices[0].finish_reason == "stop"
+        return made.choices[0].text
+
+    assert ask(choice=["yes", "no"]) in ("yes", "no")
+    assert re.fullmatch("[a-c]{2,4}", ask(regex="[a-c]{2,4}"))
+    assert json.loads(ask(json={"enum": [1, "one"]})) in (1, "one")
+    assert ask(grammar='start: "(" "x" ")"') == "(x)"
+    assert ask(json='{"const": null}') == "null"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_would_not_be_enforced_is_refused_by_its_keyword(client: openai.OpenAI, stream: bool) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "numbers"}], "n": 2, "stream": stream}
+    form = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema, "strict": True}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        client.chat.completions.create(**asked, response_format=form)
+    assert caught.value.param == "response_format"
 
 
 def test_seeded_choices_are_reproducible(client: openai.OpenAI) -> None:

@@ -127,6 +127,17 @@ def test_a_plugin_that_fails_at_start_is_named(start: Start, executor: str) -> N
     assert server.errors.count("in _fault") == 1  # the traceback
 
 
+def test_a_plugin_that_fails_in_a_step_is_named_to_the_client(start: Start) -> None:
+    flags = ["--set", "plugins.prefer=faulty", "--attention-option", "at=prefill", "--attention-option", "do=bug"]
+    server = start(*flags)
+    assert "auto took attention 'faulty' of faulty 1.0, which is not built in" in server.errors
+    answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=30)
+    assert answer.status_code == 503
+    message = "attention 'faulty' of faulty 1.0 failed in plan(): KeyError: 'tide' (faulty_plugin.py, line "
+    assert message in answer.json()["error"]["message"]
+    assert_failed(server, message)
+
+
 def test_a_worker_killed_in_prefill_fails_the_request(start: Start) -> None:
     server = start("--attention", "faulty", "--attention-option", "at=prefill", "--attention-option", "do=kill")
     start_time = time.monotonic()

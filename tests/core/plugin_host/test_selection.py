@@ -13,6 +13,7 @@ from engine.core.config.tree import (
     CacheConfig,
     EngineConfig,
     ExecutorConfig,
+    GrammarConfig,
     ModelConfig,
     PluginsConfig,
     QuantConfig,
@@ -117,6 +118,14 @@ def test_auto_takes_the_most_preferred_that_does_not_refuse_and_says_why() -> No
     assert name == "good"
     assert "better refuses: needs a GPU; use --device" in reason
     assert "shy" not in reason
+
+
+def test_an_engine_without_grammar_plugin_serves_and_knows_why() -> None:
+    parts = resolve(EngineConfig(), registry(), CPU, {})
+    assert parts.grammar is None
+    assert "auto has no candidate" in parts.no_grammar
+    with pytest.raises(PluginError, match="there is no grammar plugin 'mine'"):
+        resolve(evolve(EngineConfig(), grammar=GrammarConfig(name="mine")), registry(), CPU, {})
 
 
 def test_auto_considers_a_fallback_after_all_others() -> None:

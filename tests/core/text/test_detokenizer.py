@@ -288,3 +288,15 @@ def test_last_output_emits_the_held_text(reason: FinishReason) -> None:
     detokenizer = Detokenizer(tokenizer, (), SamplingParams(stop=("xyz",)))
     deltas = feed_all(detokenizer, tokenizer.encode("zxy"), reason=reason)
     assert [(delta.text, delta.finish_reason) for delta in deltas] == [("z", None), ("xy", reason)]
+
+
+def test_special_tokens_that_a_parser_needs_stay_in_the_text() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    begin, end = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("<|im_start|>", "</s>"))
+    tokens = [begin, *tokenizer.encode("hi", add_special_tokens=False), end]
+    kept = Detokenizer(tokenizer, (), SamplingParams(), frozenset({begin}))
+    assert kept.push(tokens) == "<|im_start|>hi"
+    assert Detokenizer(tokenizer, (), SamplingParams()).push(tokens) == "hi"
+    other = TOKENIZERS["metaspace"]
+    token = other.encode("<|im_start|>", add_special_tokens=False)[0]
+    assert Detokenizer(other, (), SamplingParams(), frozenset({token})).push([token]) == "<|im_start|>"

@@ -268,3 +268,11 @@ def test_chat_raises_for_invalid_arguments(
     with pytest.raises(InvalidRequestError, match=message) as caught:
         chat_text(messages, template, **asked)
     assert caught.value.parameter == parameter
+
+
+def test_the_description_has_the_names_of_tokenizer_config() -> None:
+    found = Tokenizer(wrap(byte_level(), chat_template=TEMPLATE)).description
+    assert found["tokenizer_class"]
+    assert (found["bos_token"], found["eos_token"], found["pad_token"]) == ("<s>", "</s>", None)
+    assert found["chat_template"] == TEMPLATE
+    assert found["vocab_size"] > 256

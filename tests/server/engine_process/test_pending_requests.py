@@ -4,7 +4,8 @@ from typing import Any, cast
 
 import pytest
 
-from engine.core.errors import InvalidRequestError
+from engine.core.errors import InvalidRequestError, PluginError
+from engine.core.grammars import Grammar
 from engine.core.types import MAX_SEED, Request, SamplingParams
 from engine.server.engine_process import pending_requests
 from engine.server.engine_process.output_routes import OutputRoutes
@@ -19,10 +20,19 @@ class RecordingEngine:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.compiled: set[str] = set()
+        """Sources of grammars that are compiled; of all others `add` would wait."""
+
+    def can_add(self, request: Request) -> bool:
+        grammar = request.params.grammar
+        return grammar is None or grammar.source in self.compiled
 
     def add(self, request: Request) -> None:
         if not request.prompt:
             raise InvalidRequestError("the prompt is empty", "prompt")
+        assert self.can_add(request)
+        if request.params.grammar == Grammar.regex("broken"):
+            raise PluginError("the grammar backend is broken")
         self.requests.append(request)
 
     @property
@@ -67,6 +77,37 @@ def test_a_refused_request_yields_an_error_output(pending: PendingRequests, engi
     pending.put(A, Add(0, (request("x", prompt=()), request("y"))))
     (output,) = pending.add_some()
     assert (output.request, output.finish_reason, output.error) == ("x-0", "error", "the prompt is empty")
+    assert (output.refused, output.parameter) == (True, "prompt")
+    assert engine.ids == ["y-0"]
+
+
+def test_requests_whose_grammars_are_compiled_let_others_pass(
+    pending: PendingRequests, engine: RecordingEngine, routes: OutputRoutes
+) -> None:
+    pending.put(A, Add(0, (request("x", grammar=Grammar.regex("a")),), choices=2))
+    pending.put(A, Add(2, (request("y", grammar=Grammar.regex("b")), request("free"))))
+    pending.put(B, Add(0, (request("z"),)))
+    pending.put(B, Add(1, (request("gone", grammar=Grammar.regex("c")),)))
+    assert pending.add_some() == []
+    assert engine.ids == ["z-0"]
+    assert pending
+    assert pending.only_compiling
+    engine.compiled.add("b")
+    pending.add_some()
+    assert engine.ids == ["z-0", "y-0", "free-0"]
+    list(routes.remove(B, (1,)))
+    engine.compiled.add("a")
+    pending.add_some()
+    assert engine.ids == ["z-0", "y-0", "free-0", "x-0", "x-1"]
+    assert not pending
+    assert not pending.only_compiling
+
+
+def test_a_broken_grammar_backend_is_no_fault_of_the_client(pending: PendingRequests, engine: RecordingEngine) -> None:
+    engine.compiled.add("broken")
+    pending.put(A, Add(0, (request("x", grammar=Grammar.regex("broken")), request("y"))))
+    (output,) = pending.add_some()
+    assert (output.refused, output.error) == (False, "the grammar backend is broken")
     assert engine.ids == ["y-0"]
 
 

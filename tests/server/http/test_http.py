@@ -12,10 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
+import engine
+
 Serve = Callable[..., AbstractContextManager[Any]]
 
 MODEL = "tiny"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+TOOL = {"type": "function", "function": {"name": "f"}}
 COMPLETION = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
 
 
@@ -211,15 +214,42 @@ def test_chat_template_variables(http: httpx.Client) -> None:
         ("/v1/completions", COMPLETION | {"max_tokens": 252}, "max_tokens"),
         ("/v1/completions", COMPLETION | {"min_tokens": 5}, "min_tokens"),
         ("/v1/completions", COMPLETION | {"stream_options": {"include_usage": True}}, "stream_options"),
-        ("/v1/chat/completions", CHAT | {"tools": [{}]}, "tools"),
+        ("/v1/chat/completions", CHAT | {"tools": [{}]}, "tools[0].type"),
+        ("/v1/chat/completions", CHAT | {"tools": [TOOL]}, "tools"),
+        ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"chat_template_kwargs": {"reasoning_effort": 1}, "reasoning_effort": "low"},
+            "reasoning_effort",
+        ),
         ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-        ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/chat/completions", CHAT | {"store": True}, "store"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        (
+            "/v1/completions",
+            COMPLETION | {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+        ),
+        ("/v1/chat/completions", CHAT | {"response_format": {"type": "xml"}}, "response_format.type"),
+        ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ("/v1/completions", COMPLETION | {"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
+        ("/v1/completions", COMPLETION | {"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+        ("/v1/completions", COMPLETION | {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ("/v1/completions", COMPLETION | {"structured_outputs": {"xml": 1}}, "structured_outputs.xml"),
+        ("/v1/completions", COMPLETION | {"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("/v1/chat/completions", CHAT | {"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
         ("/v1/chat/completions", CHAT | {"max_completion_tokens": 3}, "max_tokens"),
-        ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         (
             "/v1/chat/completions",
             CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -280,6 +310,24 @@ def test_models(http: httpx.Client) -> None:
     refusal(http.get("/v1/models/other"), 404)
 
 
+def test_small_routes_that_clients_ask(http: httpx.Client) -> None:
+    assert http.get("/ping").json() == http.get("/health").json()
+    assert http.get("/version").json() == {"version": engine.__version__}
+    info = http.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"], info["model_max_length"]) == ("<eos>", None, 256)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_chunk_has_the_usage_so_far_on_request(http: httpx.Client, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = (CHAT if "chat" in path else COMPLETION) | {"stream": True, "stream_options": options, "n": 2}
+    chunks = events(http.post(path, json=body))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 8
+    assert all(chunk["usage"]["prompt_tokens"] == chunks[-1]["usage"]["prompt_tokens"] for chunk in chunks)
+
+
 def test_tokenize_and_back(http: httpx.Client) -> None:
     body = http.post("/tokenize", json={"prompt": "héj"}).json()
     assert body == {"tokens": list("héj".encode()), "count": 4, "max_model_len": 256}
@@ -300,7 +348,8 @@ def test_a_disconnect_aborts_all_choices(server: Any, gate: Any, stream: bool) -
 def test_api_key_is_required_except_for_health(serve_fake: Serve) -> None:
     with serve_fake(api_key=("sécret",)) as server, server.client() as http:
         assert http.get("/health").status_code == 200
-        for path in ("/v1/models", "/metrics", "/nothing"):
+        assert http.get("/ping").status_code == 200
+        for path in ("/v1/models", "/metrics", "/nothing", "/tokenizer_info"):
             assert refusal(http.get(path), 401)["code"] == "invalid_api_key"
         wrong = {"authorization": "Bearer wrong"}
         assert refusal(http.post("/v1/completions", json=COMPLETION, headers=wrong), 401)

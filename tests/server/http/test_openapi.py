@@ -17,6 +17,26 @@ Serve = Callable[..., AbstractContextManager[Any]]
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+ASKS_FOR_NOTHING: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "store": False,
+    "metadata": {"run": "1"},
+    "service_tier": "auto",
+    "prompt_cache_key": "session-1",
+    "safety_identifier": "user-1",
+    "stop": "",
+    "seed": -1,
+    "top_k": -1,
+}
+CALL: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi", "name": "Ann"},
+    {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "2"}]},
+    {"role": "assistant", "tool_calls": None, "refusal": "no", "annotations": []},
+]
 MODULES = (chat, completions, status, tokenize)
 
 
@@ -87,7 +107,17 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
         ("/v1/completions", COMPLETION | {"stop": ["zz", "yy"], "logit_bias": {"5": 1.5}, "top_k": None, "user": "me"}),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2}),
         ("/v1/chat/completions", CHAT | {"stream": True, "response_format": {"type": "text"}}),
+        ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}),
+        (
+            "/v1/chat/completions",
+            CHAT
+            | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": True}}},
+        ),
+        ("/v1/chat/completions", CHAT | {"structured_outputs": {"json": {"type": "object"}}}),
+        ("/v1/completions", COMPLETION | {"structured_outputs": {"choice": ["a"], "regex": None}}),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
+        ("/v1/chat/completions", CHAT | ASKS_FOR_NOTHING),
+        ("/v1/chat/completions", CHAT | {"messages": HISTORY}),
         ("/tokenize", {"prompt": ""}),
         ("/tokenize", {"messages": CHAT["messages"]}),
         ("/detokenize", {"tokens": [104, 105]}),
@@ -129,9 +159,10 @@ def test_refusals_are_described(
 
 
 READ = ("/v1/models", "/v1/models/tiny", "/v1/models/x", "/health", "/health?deep=1", "/health?deep=2", "/metrics")
+SMALL = ("/ping", "/version", "/tokenizer_info")
 
 
-@pytest.mark.parametrize("path", [*READ, "/openapi.json"])
+@pytest.mark.parametrize("path", [*READ, *SMALL, "/openapi.json"])
 def test_what_can_be_read_is_described(document: Any, http: httpx.Client, path: str) -> None:
     check_response(document, http.get(path))
     check_response(document, http.head(path))
@@ -191,17 +222,26 @@ def test_the_limits_of_numbers_are_the_servers(document: Any, http: httpx.Client
         ("CompletionBody", COMPLETION | {"prompt": ["a"] * 4}),
         ("CompletionBody", COMPLETION | {"prompt": [257]}),
         ("CompletionBody", COMPLETION | {"stop": ["a"] * 3}),
-        ("CompletionBody", COMPLETION | {"stop": ""}),
+        ("CompletionBody", COMPLETION | {"stop": [""]}),
         ("CompletionBody", COMPLETION | {"stop": "x" * 257}),
         ("CompletionBody", COMPLETION | {"logit_bias": {"1": 101}}),
         ("CompletionBody", COMPLETION | {"logit_bias": {"x": 1}}),
         ("CompletionBody", COMPLETION | {"logit_bias": {"1": 1, "2": 1, "3": 1}}),
         ("CompletionBody", COMPLETION | {"stop_token_ids": [257]}),
-        ("ChatBody", CHAT | {"messages": [{"role": "tool", "content": "x"}]}),
+        ("ChatBody", CHAT | {"messages": [{"role": "function", "content": "x"}]}),
         ("ChatBody", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("ChatBody", CHAT | {"messages": [{"role": "user", "content": [{"text": "x"}]}]}),
-        ("ChatBody", CHAT | {"tools": []}),
-        ("ChatBody", CHAT | {"response_format": {"type": "json_object"}}),
+        ("ChatBody", CHAT | {"store": True}),
+        ("ChatBody", CHAT | {"tool_choice": "required"}),
+        ("ChatBody", CHAT | {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}),
+        ("ChatBody", CHAT | {"service_tier": "flex"}),
+        ("ChatBody", CHAT | {"response_format": {"type": "xml"}}),
+        ("ChatBody", CHAT | {"response_format": {"type": "json_schema"}}),
+        ("ChatBody", CHAT | {"response_format": {"type": "text", "json_schema": {"name": "x"}}}),
+        ("ChatBody", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}),
+        ("ChatBody", CHAT | {"structured_outputs": {"structural_tag": "x"}}),
+        ("CompletionBody", COMPLETION | {"structured_outputs": {"choice": []}}),
+        ("CompletionBody", COMPLETION | {"response_format": {"type": "text"}}),
     ],
 )
 def test_what_the_document_refuses_the_server_refuses(

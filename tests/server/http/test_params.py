@@ -48,6 +48,11 @@ def test_every_parameter_reaches_sampling_params() -> None:
     assert sampling_params(top_k=-1).top_k == 0
 
 
+def test_values_that_ask_for_nothing_pass() -> None:
+    assert sampling_params(seed=-1, stop="", top_k=-1) == sampling_params(top_k=0)
+    assert sampling_params(stop=[]) == DEFAULTS
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -59,9 +64,9 @@ def test_every_parameter_reaches_sampling_params() -> None:
         ({"presence_penalty": 3.0}, "presence_penalty"),
         ({"frequency_penalty": -3.0}, "frequency_penalty"),
         ({"repetition_penalty": 0.009}, "repetition_penalty"),  # far smaller ones make logits infinite
-        ({"seed": -1}, "seed"),
+        ({"seed": -2}, "seed"),
         ({"min_tokens": -1}, "min_tokens"),
-        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop"),
         ({"stop": ["a", "b", "c"]}, "stop"),
         ({"stop": "a" * 9}, "stop"),
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),

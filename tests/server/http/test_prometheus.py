@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from array import array
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from engine.server.http.prometheus import EngineReport, PrometheusExporter
 from engine.server.shared.metrics_table import FrontEndMetrics, MetricsTable
 
 REPLICAS = 2
+ROOT = Path(__file__).parents[3]
 
 
 def board(rows: int = 1) -> MetricsTable:
@@ -53,6 +55,7 @@ def test_engine_statistics_are_exported() -> None:
         seconds=(("wait", 1.5),),
         kernels_compiled=8,
         graphs_captured=9,
+        policy_faults=10,
     )
     found = samples(board(), stats)
     expected = {
@@ -72,8 +75,16 @@ def test_engine_statistics_are_exported() -> None:
         ("engine_phase_seconds_total", "wait"): 1.5,
         ("engine_kernels_compiled_total", ""): 8,
         ("engine_graphs_captured_total", ""): 9,
+        ("engine_policy_faults_total", ""): 10,
     }
     assert {key: found[key] for key in expected} == expected
+
+
+def test_every_metric_is_documented() -> None:
+    names = {name for name, _ in samples(board(), EngineStats())}
+    families = {re.sub("_(bucket|count|sum|created)$", "", name) for name in names}
+    documented = set(re.findall(r"`(engine_\w+)", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")))
+    assert families <= documented
 
 
 def test_durations_and_finish_reasons_are_exported() -> None:

@@ -72,10 +72,10 @@ def test_null_means_not_given() -> None:
         (CompletionBody, {"model": "m"}, "prompt", "is missing"),
         (CompletionBody, {"prompt": "m"}, "model", "is missing"),
         (CompletionBody, COMPLETION | {"stream_options": {"a": 1}}, "stream_options.a", "is not a parameter"),
-        (ChatBody, CHAT | {"tools": []}, "tools", "is not supported"),
-        (ChatBody, CHAT | {"tool_choice": "auto"}, "tool_choice", "is not supported"),
+        (ChatBody, CHAT | {"service_tier": "flex"}, "service_tier", "invalid enum"),
+        (ChatBody, CHAT | {"metadata": {"a": 1}}, "metadata[...]", "expected str"),
         (ChatBody, CHAT | {"functions": [{}]}, "functions", "is not supported"),
-        (ChatBody, CHAT | {"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        (ChatBody, CHAT | {"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
         (
             ChatBody,
             CHAT | {"messages": [{"role": "user", "content": "", "x": 1}]},

@@ -1,0 +1,185 @@
+"""Compiles the grammars of requests for one model: in threads, bounded in size and time, each once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from attrs import define
+
+from engine.core.errors import EngineError, InvalidRequestError, PluginError
+from engine.core.grammars.base import CompiledGrammar, GrammarBackend
+from engine.core.grammars.grammar import PARAMETER, Grammar
+from engine.core.grammars.limits import check_limits
+from engine.core.grammars.threads import CompileThreads
+from engine.core.grammars.vocabulary import grammar_vocabulary
+from engine.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from engine.core.config.tree import EngineConfig
+
+log = logging.getLogger(__name__)
+
+THREADS = 2
+"""Grammars compiled at a time."""
+CACHED = 128
+"""Grammars, compiled or refused, that are kept for later requests."""
+QUEUE_SECONDS = 60.0
+"""Time that a grammar waits for a thread at most."""
+
+
+@define(eq=False)
+class _Entry:
+    """A grammar that is compiled, refused, or about to be."""
+
+    future: Future[CompiledGrammar]
+    queued: float
+    """When it was queued, time.monotonic()."""
+    begun: float | None = None
+    """When a thread began to compile it, time.monotonic()."""
+
+
+class Grammars:
+    """Compiles grammars with one backend, and keeps the latest. May be used from several threads.
+
+    Costs nothing until the first grammar: then the backend is made, which reads the tokenizer.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        backend: type[GrammarBackend[Any]] | None,
+        options: Any,
+        *,
+        vocab_size: int,
+        eos_tokens: Collection[int],
+        owner: str,
+    ) -> None:
+        """backend: None if there is none. vocab_size: of the model's logits. owner: the plugin, as errors name it, or
+        why there is none."""
+        self._settings = config.grammar
+        self._model = config.model
+        self._class = backend
+        self._options = options
+        self._vocab_size = vocab_size
+        self._eos_tokens = eos_tokens
+        self._owner = owner
+        self._backend: GrammarBackend[Any] | None = None
+        self._making = threading.Lock()
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
+        self._threads = CompileThreads(THREADS)
+
+    def begin(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """Compile a grammar in a thread, unless that was done. The future raises InvalidRequestError for a refusal."""
+        return self._entry(grammar).future
+
+    def ready(self, grammar: Grammar) -> bool:
+        """Whether `compile` returns or raises without waiting. Begins to compile the grammar otherwise."""
+        entry = self._entry(grammar)
+        return entry.future.done() or self._seconds_left(entry) <= 0
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Wait for a compiled grammar. Raises InvalidRequestError for a refusal, PluginError for a broken backend."""
+        entry = self._entry(grammar)
+        while not entry.future.done():
+            seconds = self._seconds_left(entry)
+            if seconds <= 0:
+                raise self._too_slow(entry)
+            with suppress(FutureTimeoutError):
+                entry.future.exception(min(seconds, 1.0))
+        error = entry.future.exception()
+        if error is not None:
+            raise error.with_traceback(None)  # else each request would add frames to an error that is kept
+        return entry.future.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()
+
+    def _entry(self, grammar: Grammar) -> _Entry:
+        with self._lock:
+            entry = self._entries.get(grammar)
+            if entry is None:
+                entry = self._entries[grammar] = self._queue(grammar)
+                if len(self._entries) > CACHED:
+                    self._forget_one()
+            self._entries.move_to_end(grammar)
+            return entry
+
+    def _forget_one(self) -> None:
+        """Forget the least recently used grammar that is done; one in progress would be compiled again and again."""
+        done = (grammar for grammar, entry in self._entries.items() if entry.future.done())
+        if (oldest := next(done, None)) is not None:
+            del self._entries[oldest]
+
+    def _queue(self, grammar: Grammar) -> _Entry:
+        def compile_it() -> CompiledGrammar:
+            entry.begun = time.monotonic()
+            return self._compile(grammar)
+
+        entry = _Entry(Future(), time.monotonic())
+        try:
+            self._check(grammar)
+        except EngineError as error:
+            entry.future.set_exception(error)
+        else:
+            entry.future = self._threads.submit(compile_it)
+        return entry
+
+    def _check(self, grammar: Grammar) -> None:
+        """Refuse what no library need see."""
+        if self._class is None:
+            raise InvalidRequestError(f"this engine enforces no grammars: {self._owner}", PARAMETER)
+        if grammar.kind not in self._class.kinds:
+            raise InvalidRequestError(
+                f"{self._owner} knows no grammars of the kind {grammar.kind!r}; it knows "
+                f"{', '.join(sorted(self._class.kinds))}",
+                PARAMETER,
+            )
+        check_limits(grammar, max_chars=self._settings.max_chars, max_depth=self._settings.max_depth)
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        backend = self._made()
+        try:
+            return backend.compile(grammar)
+        except EngineError:
+            raise
+        except Exception as error:
+            log.exception("%s failed in compile()", self._owner)
+            raise PluginError(
+                f"{self._owner} failed in compile(): {type(error).__name__}: {error}; the log says where"
+            ) from None
+
+    def _made(self) -> GrammarBackend[Any]:
+        """The backend, made by the first thread that needs it."""
+        with self._making:
+            if self._backend is None:
+                assert self._class is not None
+                tokenizer = Tokenizer.of_model(self._model)
+                vocabulary = grammar_vocabulary(tokenizer, self._vocab_size, self._eos_tokens)
+                self._backend = self._class(vocabulary, self._options)
+            return self._backend
+
+    def _seconds_left(self, entry: _Entry) -> float:
+        """Time until a grammar counts as too slow."""
+        if entry.begun is None or self._backend is None:
+            return entry.queued + QUEUE_SECONDS - time.monotonic()
+        return entry.begun + self._settings.compile_timeout - time.monotonic()
+
+    def _too_slow(self, entry: _Entry) -> InvalidRequestError:
+        if entry.begun is None:
+            return InvalidRequestError(
+                f"the grammar has waited {QUEUE_SECONDS:g} s for others to be compiled; try again later", PARAMETER
+            )
+        return InvalidRequestError(
+            f"the grammar takes more than {self._settings.compile_timeout:g} s to compile (grammar.compile_timeout); "
+            "use a simpler one",
+            PARAMETER,
+        )

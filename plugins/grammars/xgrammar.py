@@ -1,0 +1,143 @@
+"""Grammars by XGrammar (https://github.com/mlc-ai/xgrammar): pushdown automata, precomputed for the vocabulary.
+
+XGrammar ignores keywords of JSON Schema that it does not know, and some that it knows next to certain others. What it
+gets is therefore restricted to what it enforces in full (xgrammar_schemas.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.core.errors import InvalidRequestError
+from engine.core.grammars import CompiledGrammar, Grammar, GrammarBackend, GrammarMatcher, GrammarVocabulary, schema_of
+from engine.plugins.grammars.masks import allows_any, eos_mask
+from engine.plugins.grammars.options import JsonOptions
+from engine.plugins.grammars.xgrammar_schemas import check_pattern, closed_schema
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_MAX_ERROR = 300
+"""Characters of the library's error that are passed on."""
+_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
+"""Time and place in the library, at the beginning of its errors."""
+
+
+class XGrammar(GrammarBackend[JsonOptions]):
+    """Takes longer to compile than to follow a grammar. Refuses more of JSON Schema than llguidance does."""
+
+    api = "1"
+    options_class = JsonOptions
+    kinds = frozenset({"json_schema", "json_object", "regex", "choice"})
+
+    @classmethod
+    def refuses(cls) -> str | None:
+        if find_spec("xgrammar") is None:
+            return "xgrammar is not installed; pip install 'xgrammar>=0.2.8'"
+        return None
+
+    def __init__(self, vocabulary: GrammarVocabulary, options: JsonOptions) -> None:
+        import xgrammar
+
+        self._options = options
+        self._eos_mask = eos_mask(vocabulary)
+        self._tokens_mask = _tokens_mask(len(vocabulary.tokens))
+        special = vocabulary.special_tokens
+        texts = [b"" if token in special else text for token, text in enumerate(vocabulary.tokens)]
+        self._tokenizer = xgrammar.TokenizerInfo(
+            texts,
+            xgrammar.VocabType.RAW,
+            vocab_size=len(texts),
+            stop_token_ids=sorted(vocabulary.eos_tokens),
+        )
+        # Core keeps what is compiled, and compiles in threads.
+        self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        try:
+            made = self._compile(grammar)
+        except RuntimeError as error:  # the only class that the library raises
+            reason = _PLACE.sub("", " ".join(str(error)[:_MAX_ERROR].split()))
+            raise InvalidRequestError(f"xgrammar refuses the {grammar.kind}: {reason}", "grammar") from None
+        compiled = _Compiled(made, self._eos_mask, self._tokens_mask)
+        if not allows_any(compiled.matcher(), self._eos_mask):
+            raise InvalidRequestError(f"xgrammar refuses the {grammar.kind}: no text matches it", "grammar")
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> Any:
+        if grammar.kind == "regex":
+            check_pattern(grammar.source)
+            return self._compiler.compile_regex(grammar.source)
+        if grammar.kind == "choice":
+            return self._compiler.compile_grammar(f"root ::= {' | '.join(map(_quoted, json.loads(grammar.source)))}")
+        schema = {"type": "object"} if grammar.kind == "json_object" else closed_schema(schema_of(grammar))
+        most = self._options.max_whitespace
+        return self._compiler.compile_json_schema(
+            json.dumps(schema),
+            any_whitespace=most > 0,
+            max_whitespace_cnt=most or None,
+            separators=None if most else (",", ":"),
+            strict_mode=False,
+        )
+
+
+class _Compiled(CompiledGrammar):
+    def __init__(self, compiled: Any, eos: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> None:
+        self._compiled = compiled
+        self._eos = eos
+        self._tokens = tokens
+
+    def matcher(self) -> GrammarMatcher:
+        import xgrammar
+
+        return _Matcher(xgrammar.GrammarMatcher(self._compiled), self._eos, self._tokens)
+
+
+class _Matcher(GrammarMatcher):
+    def __init__(self, matcher: Any, eos: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> None:
+        self._matcher = matcher
+        self._eos = eos
+        self._tokens = tokens
+        self._more_ends = 0
+        """End-of-sequence tokens accepted after the first, of which the library takes none."""
+
+    @property
+    def is_terminated(self) -> bool:
+        return bool(self._matcher.is_terminated())
+
+    def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
+        if self.is_terminated:
+            mask[:] = self._eos
+            return
+        self._matcher.fill_next_token_bitmask(mask[None, :], 0)
+        mask &= self._tokens  # the library sets the bits beyond the vocabulary
+
+    def accept(self, token: int) -> bool:
+        if self.is_terminated:
+            ends = bool(self._eos[token // 32] >> (token % 32) & 1)
+            self._more_ends += ends
+            return ends
+        return bool(self._matcher.accept_token(token))
+
+    def rollback(self, count: int) -> None:
+        ends = min(count, self._more_ends)
+        self._more_ends -= ends
+        if count > ends:
+            self._matcher.rollback(count - ends)
+
+
+def _tokens_mask(vocab_size: int) -> npt.NDArray[np.int32]:
+    """The mask that allows every token of the vocabulary."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    allowed[:vocab_size] = 1
+    return np.packbits(allowed, bitorder="little").view(np.int32)
+
+
+def _quoted(text: str) -> str:
+    """A text in XGrammar's EBNF."""
+    return '"' + "".join(one if one.isascii() and one.isalnum() else rf"\U{ord(one):08x}" for one in text) + '"'

@@ -1,0 +1,174 @@
+"""gpt-oss: harmony, messages that each have a channel and perhaps a recipient.
+
+openai-harmony, the reference, is not used: it downloads its vocabulary when it is first used, works on tokens, which
+front ends have turned into text, and raises where a header is malformed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from engine.core.parsers import (
+    CallBegin,
+    Content,
+    Event,
+    Found,
+    Malformed,
+    Parser,
+    Parsing,
+    Reasoning,
+    SequentialParsing,
+    Steps,
+    Templates,
+    read_arguments,
+    tool_names,
+)
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+FUNCTIONS = "functions."
+"""Begins the recipient of a call."""
+BEGINNINGS = (START, CHANNEL, MESSAGE, CONSTRAIN, "assistant", "to=")
+"""Where one of these does not follow, there is no header."""
+HEADER_CHARS = 512
+"""Maximum length of a message's header."""
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+SEPARATOR = "\n"
+"""Between the texts of two messages that become one, as two of reasoning."""
+
+
+class GptOss(Parser[None]):
+    """Reasoning in the channel analysis, calls to a recipient, everything else is content."""
+
+    api = "1"
+    special_tokens = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
+
+    @classmethod
+    def recognizes(cls, templates: Templates) -> bool:
+        return CHANNEL in templates.chat and MESSAGE in templates.chat
+
+    def begin(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Parsing:
+        return _HarmonyParsing(tool_names(tools))
+
+    def template_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Reasoning is called `thinking`. With calls, the template takes either that or content: they are joined."""
+        changed = dict(message)
+        reasoning = changed.pop("reasoning_content", None)
+        if "tool_calls" in changed and reasoning and changed["content"]:
+            reasoning, changed["content"] = f"{reasoning}\n\n{changed['content']}", ""
+        return changed | {"thinking": reasoning} if reasoning else changed
+
+
+@frozen
+class _Header:
+    """The header of a message."""
+
+    channel: str
+    recipient: str
+
+    @classmethod
+    def of(cls, text: str) -> _Header:
+        """Read what stands before the text of a message; the recipient may stand before or after the channel."""
+        _, mark, after = text.partition(CHANNEL)
+        words = after.replace(CONSTRAIN, " ").split() if mark else []
+        recipient = RECIPIENT.search(text)
+        return cls(words[0] if words else "", recipient[1] if recipient else "")
+
+
+class _HarmonyParsing(SequentialParsing):
+    """One output in this format. The prompt ends within the header of its first message."""
+
+    def __init__(self, tools: frozenset[str]) -> None:
+        super().__init__()
+        self._tools = tools
+        self._reasoning = False
+        self._kind: type[Reasoning | Content] = Content
+        """What the text of this message is."""
+        self._begun: set[type[Reasoning | Content]] = set()
+        """Kinds of text that there have been."""
+        self._separate = False
+        """Whether the next text comes after that of another message."""
+
+    @property
+    def reasoning(self) -> bool:
+        return self._reasoning
+
+    def read(self) -> Steps[None]:
+        while (yield from self.source.character()):
+            yield from self._message()
+
+    def _message(self) -> Steps[None]:
+        """Read a message up to its end mark."""
+        begins = yield from self._begins()
+        found = (yield from self.source.find((MESSAGE,), HEADER_CHARS)) if begins else None
+        if found is None:
+            if begins:
+                yield Malformed("a message has no text mark; it is content")
+            self._begin(Content)
+            yield from self._rest()
+            return
+        header = _Header.of(self.source.unread[: found[0]])
+        if header.recipient:
+            name = header.recipient.removeprefix(FUNCTIONS)
+            if self._tools and (name != header.recipient or name in self._tools):
+                yield from self._call(CallBegin(name), found[0] + len(MESSAGE))
+                return
+            yield Malformed(f"a message is for {header.recipient[:64]!r}, which is none of the tools; it is content")
+        elif header.channel not in ("analysis", "commentary", "final"):
+            yield Malformed(f"a message has the channel {header.channel[:64]!r}, which is unknown; it is content")
+        self.source.take(found[0] + len(MESSAGE))
+        self._begin(Reasoning if header.channel == "analysis" and not header.recipient else Content)
+        yield from self._rest()
+
+    def _call(self, begin: CallBegin, at: int) -> Steps[None]:
+        """Read the arguments of a call, from position `at` on, and the end of its message."""
+        self._reasoning = False
+        found = yield from read_arguments(self.source, begin, at)
+        self._begin(Content)
+        if found is Found.NOTHING:
+            yield Malformed(f"the call of {begin.name[:64]!r} has no arguments in JSON; it is content")
+            self.source.take(at)
+            yield from self._rest()
+            return
+        at = yield from self.source.skip_space()
+        for mark in (CALL, END, RETURN):
+            if (yield from self.source.starts_with(mark, at)):
+                self.source.take(at + len(mark))
+                return
+        if found is Found.CALL and not (yield from self.source.character(at)):
+            self.source.take(at)
+            return
+        if found is Found.CALL:
+            yield Malformed("text follows the arguments of a tool call; it is content")
+        yield from self._rest()
+
+    def _begins(self) -> Steps[bool]:
+        """Whether the text goes on with what may be a header."""
+        at = yield from self.source.skip_space()
+        for beginning in BEGINNINGS:
+            if (yield from self.source.starts_with(beginning, at)):
+                return True
+        return False
+
+    def _begin(self, kind: type[Reasoning | Content]) -> None:
+        """Begin a message whose text is of a kind."""
+        self._kind, self._reasoning = kind, kind is Reasoning
+        self._separate = kind in self._begun
+
+    def _rest(self) -> Steps[None]:
+        """Read the text of a message and its end mark. A message may begin where none has ended."""
+        yield from self.source.text_until((END, RETURN, CALL, START), self._text)
+        self._reasoning = False
+
+    def _text(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        self._begun.add(self._kind)
+        if self._separate:
+            self._separate = False
+            text = SEPARATOR + text
+        return [self._kind(text)]

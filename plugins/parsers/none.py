@@ -1,0 +1,22 @@
+"""All of the text is content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.core.parsers import Parser, Templates
+
+
+class NoParser(Parser[None]):
+    """For models that neither reason in marks nor call tools."""
+
+    api = "1"
+    reads_calls = False
+
+    @classmethod
+    def recognizes(cls, templates: Templates) -> bool:
+        return True
+
+    def begin(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        return None

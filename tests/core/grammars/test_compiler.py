@@ -1,0 +1,195 @@
+"""Grammars are compiled in a few threads, once each, and what goes wrong reaches the request alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.config.tree import EngineConfig, GrammarConfig, ModelConfig
+from engine.core.errors import InvalidRequestError, PluginError
+from engine.core.grammars import compiler
+from engine.core.grammars.base import CompiledGrammar, GrammarBackend, GrammarMatcher, GrammarVocabulary
+from engine.core.grammars.compiler import Grammars
+from engine.core.grammars.grammar import Grammar
+from engine.core.text.tokenizer import Tokenizer
+
+
+class Nothing(CompiledGrammar):
+    def matcher(self) -> GrammarMatcher:
+        raise NotImplementedError
+
+
+class Backend(GrammarBackend[None]):
+    """Compiles `hold` when let go, refuses `no`, and breaks on `bug`."""
+
+    api = "1"
+    kinds = frozenset({"regex"})
+
+    def __init__(self, vocabulary: GrammarVocabulary, options: None) -> None:
+        self.vocabulary = vocabulary
+        self.compiled: list[str] = []
+        self.threads: set[threading.Thread] = set()
+        self.begun = threading.Semaphore(0)
+        self.let_go = threading.Event()
+        made.append(self)
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        self.compiled.append(grammar.source)
+        self.threads.add(threading.current_thread())
+        if grammar.source == "no":
+            raise InvalidRequestError("not this one", "grammar")
+        if grammar.source == "bug":
+            raise KeyError("tide")
+        if grammar.source.startswith("hold"):
+            self.begun.release()
+            self.let_go.wait()
+        return Nothing()
+
+
+made: list[Backend] = []
+Make = Callable[..., Grammars]
+
+
+@pytest.fixture
+def make(engine_checkpoint: Path) -> Iterator[Make]:
+    """Makes Grammars over the tiny checkpoint; ended after the test."""
+    made.clear()
+    all_made: list[Grammars] = []
+
+    def grammars(*, eos: frozenset[int] = frozenset({509}), backend: Any = Backend, **settings: Any) -> Grammars:
+        config = EngineConfig(model=ModelConfig(path=str(engine_checkpoint)), grammar=GrammarConfig(**settings))
+        one = Grammars(config, backend, None, vocab_size=520, eos_tokens=eos, owner="grammar 'mine'")
+        all_made.append(one)
+        return one
+
+    yield grammars
+    for backend in made:
+        backend.let_go.set()
+    for one in all_made:
+        one.close()
+
+
+def test_a_grammar_is_compiled_once_with_the_models_vocabulary(make: Make) -> None:
+    grammars = make()
+    assert not made
+    assert grammars.compile(Grammar.regex("a")) is grammars.compile(Grammar.regex("a"))
+    assert grammars.ready(Grammar.regex("a"))
+    [backend] = made
+    assert backend.compiled == ["a"]
+    vocabulary = backend.vocabulary
+    assert len(vocabulary.tokens) == 520
+    assert vocabulary.tokens[ord("a")] != b""
+    assert vocabulary.tokens[512:] == (b"",) * 8
+    assert vocabulary.eos_tokens == {509}
+    assert vocabulary.special_tokens == {509, 510, 511}
+    assert b"".join(vocabulary.tokens[token] for token in vocabulary.encode("these")) == b"these"
+
+
+def test_the_latest_grammars_are_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "CACHED", 2)
+    grammars = make()
+    for source in ("a", "b", "a", "c", "a", "b"):
+        grammars.compile(Grammar.regex(source))
+    assert made[0].compiled == ["a", "b", "c", "b"]
+
+
+def test_more_grammars_than_are_kept_are_compiled_once_each(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "CACHED", 2)
+    grammars = make()
+    grammars.compile(Grammar.regex("a"))
+    waiting = [Grammar.regex(f"hold {number}") for number in range(6)]
+    for _ in range(3):
+        assert not any(map(grammars.ready, waiting))
+    made[0].let_go.set()
+    for grammar in waiting:
+        grammars.begin(grammar).result()
+    assert sorted(made[0].compiled) == ["a", *(grammar.source for grammar in waiting)]
+
+
+def test_a_refusal_is_raised_again(make: Make) -> None:
+    grammars = make()
+    depths = []
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError, match="not this one") as caught:
+            grammars.compile(Grammar.regex("no"))
+        depths.append(len(caught.traceback))
+    assert made[0].compiled == ["no"]
+    assert len(set(depths)) == 1
+
+
+def test_a_fault_names_the_plugin(make: Make) -> None:
+    with pytest.raises(PluginError, match=r"grammar 'mine' failed in compile\(\): KeyError: 'tide'"):
+        make().compile(Grammar.regex("bug"))
+
+
+def test_a_grammar_in_progress_is_not_ready_and_few_are_compiled_at_a_time(make: Make) -> None:
+    grammars = make()
+    grammars.compile(Grammar.regex("a"))
+    [backend] = made
+    sources = [Grammar.regex(f"hold {number}") for number in range(4)]
+    assert not any(map(grammars.ready, sources))
+    for _ in range(compiler.THREADS):
+        backend.begun.acquire()
+    assert len(backend.compiled) == 1 + compiler.THREADS
+    backend.let_go.set()
+    assert all(map(grammars.compile, sources))
+    assert len(backend.threads) <= compiler.THREADS
+
+
+def test_a_slow_grammar_is_refused_and_known_when_it_is_done(make: Make) -> None:
+    grammars = make(compile_timeout=0.05)
+    grammars.compile(Grammar.regex("a"))
+    slow = Grammar.regex("hold")
+    with pytest.raises(InvalidRequestError, match=r"takes more than 0.05 s to compile \(grammar.compile_timeout\)"):
+        grammars.compile(slow)
+    assert grammars.ready(slow)
+    made[0].let_go.set()
+    assert grammars.begin(slow).result()
+    assert grammars.compile(slow)
+
+
+def test_a_grammar_that_no_thread_takes_up_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "QUEUE_SECONDS", 0.05)
+    grammars = make()
+    grammars.compile(Grammar.regex("a"))
+    for number in range(compiler.THREADS):
+        grammars.begin(Grammar.regex(f"hold {number}"))
+    with pytest.raises(InvalidRequestError, match=r"has waited 0\.05 s for others"):
+        grammars.compile(Grammar.regex("b"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "grammar", "reason"),
+    [
+        ({"backend": None}, Grammar.regex("a"), "this engine enforces no grammars: grammar 'mine'"),
+        ({}, Grammar.lark("start: /a/"), "knows no grammars of the kind 'lark'; it knows regex"),
+        ({"max_chars": 2}, Grammar.regex("abc"), "at most 2"),
+        ({"eos": frozenset()}, Grammar.regex("a"), "has no end-of-sequence token"),
+        ({"eos": frozenset({600})}, Grammar.regex("a"), "has no end-of-sequence token"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(
+    make: Make, settings: dict[str, Any], grammar: Grammar, reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        make(**settings).compile(grammar)
+
+
+def test_a_deep_recursion_of_the_library_fits_into_the_threads_stack(make: Make) -> None:
+    """With 8 MiB of stack, 3000 rules in a chain end the process."""
+    from engine.plugins.grammars.llguidance import LLGuidance
+    from engine.plugins.grammars.options import JsonOptions
+
+    rules = "\n".join(f"r{number}: r{number + 1}" for number in range(4000))
+    config = EngineConfig(model=make()._model)
+    grammars = Grammars(
+        config, LLGuidance, JsonOptions(), vocab_size=512, eos_tokens=frozenset({509}), owner="grammar 'llguidance'"
+    )
+    chain = Grammar.lark(f'start: r0\n{rules}\nr4000: "a"')
+    [token] = Tokenizer.open(config.model.path).encode("a")
+    assert grammars.compile(chain).matcher().accept(token)
+    grammars.close()

@@ -1,0 +1,106 @@
+"""Masks rule tokens out, and a grammar that fails ends its own request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from engine.core.engine import Engine
+from engine.core.errors import ExecutorError, InvalidRequestError
+from engine.core.grammars.base import CompiledGrammar, GrammarBackend, GrammarMatcher, GrammarVocabulary
+from engine.core.grammars.grammar import Grammar
+from engine.core.sampling.arithmetic import apply_masks
+from engine.core.sampling.sampler import Sampler
+from engine.core.types import NewSequence, SamplingParams
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100])
+def test_masks_rule_out_the_tokens_whose_bits_are_0(vocab: int) -> None:
+    random = np.random.default_rng(vocab)
+    allowed = random.random((3, vocab)) < 0.5
+    padded = np.zeros((3, -(-vocab // 32) * 32), bool)
+    padded[:, :vocab] = allowed
+    masks = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+    logits = torch.from_numpy(random.standard_normal((3, vocab), np.float32))
+    expected = np.where(allowed, logits.numpy(), -np.inf)
+    assert np.array_equal(apply_masks(logits, masks).numpy(), expected)
+
+
+class Fails(GrammarBackend[None]):
+    """Allows every token, and fails as the grammar says after as many tokens."""
+
+    api = "1"
+    kinds = frozenset({"mask", "accept", "matcher"})
+
+    def __init__(self, vocabulary: GrammarVocabulary, options: None) -> None:
+        pass
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        return FailingGrammar(grammar)
+
+
+class FailingGrammar(CompiledGrammar):
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+
+    def matcher(self) -> GrammarMatcher:
+        if self.grammar.kind == "matcher":
+            raise KeyError("tide")
+        return FailingMatcher(self.grammar)
+
+
+class FailingMatcher(GrammarMatcher):
+    def __init__(self, grammar: Grammar) -> None:
+        self.kind, self.left = grammar.kind, int(grammar.source)
+
+    @property
+    def is_terminated(self) -> bool:
+        return False
+
+    def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
+        if self.kind == "mask" and self.left == 0:
+            raise InvalidRequestError("this is too complex")
+        mask[:] = -1
+
+    def accept(self, token: int) -> bool:
+        self.left -= 1
+        return self.kind != "accept" or self.left >= 0
+
+    def rollback(self, count: int) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "tokens", "reason"),
+    [
+        ("mask", "3", 3, "this is too complex"),
+        ("accept", "3", 4, "came after 3 tokens, where it may not"),  # the mask had allowed it
+        ("matcher", "0", 0, "tide"),
+    ],
+)
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_grammar_that_fails_ends_its_request_alone(
+    make_engine: Callable[..., Engine], kind: str, source: str, tokens: int, reason: str, overlap: str, caplog: Any
+) -> None:
+    engine = make_engine(grammar=Fails, scheduler__overlap=overlap)
+    limit = SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=[])
+    [free] = engine.generate([[1, 2, 3]], limit)
+    failing = SamplingParams(max_tokens=8, temperature=0.0, grammar=Grammar(kind, source))
+    broken, other = engine.generate([[4, 5, 6], [1, 2, 3]], [failing, limit])
+    assert other.token_ids == free.token_ids
+    assert (broken.finish_reason, len(broken.token_ids)) == ("error", tokens)
+    assert f"no token may follow after {tokens} tokens of output" in str(broken.error)
+    assert reason in caplog.text
+    assert engine.generate([[1, 2, 3]], limit)[0].token_ids == free.token_ids
+
+
+def test_a_sampler_that_compiles_no_grammars_refuses_one() -> None:
+    sampler = Sampler(16, "cpu", frozenset({1}), max_running=1, fused=False)
+    new = NewSequence(sequence=1, tokens=(2,), prompt_len=1, params=SamplingParams(seed=0, grammar=Grammar.regex("a")))
+    with pytest.raises(ExecutorError, match="cannot compile any"):
+        sampler.add(new, 0)

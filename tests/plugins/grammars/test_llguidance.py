@@ -1,0 +1,88 @@
+"""The llguidance backend conforms, and refuses what it would not enforce."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.core.errors import InvalidRequestError
+from engine.core.grammars import Grammar
+from engine.plugins.grammars.llguidance import LLGuidance
+from engine.plugins.grammars.options import JsonOptions
+from engine.testing.grammar_cases import WORDS, vocabulary
+from engine.testing.grammars import GrammarConformance, matches
+
+
+class TestLLGuidance(GrammarConformance):
+    backend = LLGuidance
+
+
+MANY = {"anyOf": [{"properties": {name: {"type": "string"}}} for name in "abcdefgh"]}
+
+
+ALIKE = "\n".join(
+    [f"start: {' | '.join(f'r{number}' for number in range(300))}"]
+    + [f"r{number}: /[a-z]{{{number + 1},}}/ start?" for number in range(300)]
+)
+"""With the library's own limits, each of its masks takes 0.2 s for a large vocabulary."""
+
+
+def backend(max_whitespace: int = 16) -> LLGuidance:
+    return LLGuidance(vocabulary(), JsonOptions(max_whitespace=max_whitespace))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar.json_schema({"properties": {"a": {"extends": {}}}}), "extends, of draft 3"),
+        (Grammar.json_schema({"$ref": "#"}), "no text matches it"),
+        (Grammar.json_schema({"$ref": "http://elsewhere/schema"}), "http://elsewhere/schema"),
+        (Grammar.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-ahead"),
+        (Grammar.regex("a$b"), "lookarounds not supported"),
+        (Grammar.regex(r"[^\x00-\U0010ffff]"), "no text matches it"),
+        (Grammar.lark('start[temperature=0.5]: "a"'), "temperature"),
+        (Grammar.lark('start: <|end|> "a"'), "no text matches it"),
+        (Grammar.lark("start: <|other|>"), "unknown special token"),
+        (Grammar.json_schema({"allOf": [MANY] * 5}), "schema too large"),
+    ],
+)
+def test_compile_refuses_what_would_not_be_enforced(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        backend().compile(grammar)
+    assert caught.value.parameter == "grammar"
+
+
+def test_a_grammar_of_many_ways_ends_instead_of_taking_long() -> None:
+    matcher = backend().compile(Grammar.lark(ALIKE)).matcher()
+    assert not matcher.accept(ord("a"))
+    with pytest.raises(InvalidRequestError, match="it is too complex: Parser Error: Current row has 301 items"):
+        matcher.fill_mask(np.zeros(WORDS, np.int32))
+
+
+def test_a_property_may_have_the_name_of_an_old_keyword() -> None:
+    schema = {"type": "object", "properties": {"extends": {"const": 1}}, "required": ["extends"]}
+    assert matches(backend().compile(Grammar.json_schema(schema)), '{"extends":1}')
+
+
+@pytest.mark.parametrize(("most", "spaces", "allowed"), [(0, 0, True), (0, 1, False), (3, 3, True), (3, 4, False)])
+def test_whitespace_between_the_parts_of_json_is_bounded(most: int, spaces: int, allowed: bool) -> None:
+    compiled = backend(most).compile(Grammar.json_object())
+    assert matches(compiled, '{"a":' + " " * spaces + "1}") is allowed
+
+
+def test_a_special_token_of_a_lark_grammar_is_the_token_not_its_name() -> None:
+    matcher = backend().compile(Grammar.lark('start: <|special|> "a"')).matcher()
+    assert not matcher.accept(ord("<"))
+    assert [matcher.accept(token) for token in (258, ord("a"), 256)] == [True] * 3
+
+
+def test_choices_of_any_characters() -> None:
+    texts = ["a\0\n\x7f", "a|b", "(é", '"\\']
+    compiled = backend().compile(Grammar.choice(texts))
+    assert all(matches(compiled, text) for text in texts)
+    assert not matches(compiled, "a")
+
+
+def test_options_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_whitespace is -1; give a number from 0 to 1000"):
+        JsonOptions(max_whitespace=-1)

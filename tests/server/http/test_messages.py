@@ -1,0 +1,84 @@
+"""How messages reach a chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.server.front_end.errors import ApiError
+from engine.server.http.messages import Message, template_message
+from engine.server.http.request_bodies import decode
+
+CALL: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def rendered(**fields: Any) -> dict[str, Any]:
+    """What the template receives for the message with these fields."""
+    return template_message(decode(msgspec.json.encode(fields), Message), "messages[3]")
+
+
+def test_a_call_and_its_result_reach_the_template() -> None:
+    assert rendered(role="assistant", content=None, reasoning_content="hm", tool_calls=[CALL]) == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+    }
+    assert rendered(role="tool", tool_call_id="c1", name="f", content="2") == {
+        "role": "tool",
+        "content": "2",
+        "name": "f",
+        "tool_call_id": "c1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [("", {}), (" ", {}), ("{}", {}), ('{"a": [1]}', {"a": [1]}), ('{"a": ', '{"a": '), ("[1]", "[1]"), ("x", "x")],
+)
+def test_arguments_are_an_object_unless_they_were_cut_short(text: str, arguments: Any) -> None:
+    call = CALL | {"function": {"name": "f", "arguments": text}}
+    [found] = rendered(role="assistant", tool_calls=[call])["tool_calls"]
+    assert found["function"]["arguments"] == arguments
+
+
+def test_an_answer_of_openais_client_is_accepted_as_it_is() -> None:
+    answer = {"content": "a", "refusal": None, "annotations": None, "audio": None, "function_call": None}
+    assert rendered(role="assistant", tool_calls=None, **answer) == {"role": "assistant", "content": "a"}
+    assert rendered(role="assistant", refusal="I cannot")["content"] == "I cannot"
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    assert rendered(role="assistant", content=parts)["content"] == "a\nb"
+    assert rendered(role="assistant")["content"] == ""
+
+
+def test_reasoning_has_two_names() -> None:
+    assert rendered(role="assistant", content="a", reasoning="hm")["reasoning_content"] == "hm"
+    assert "reasoning_content" not in rendered(role="assistant", content="a", reasoning_content="")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": None}, "content"),
+        ({"role": "tool", "content": "x"}, "tool_call_id"),
+        ({"role": "user", "content": "x", "tool_call_id": "c"}, "tool_call_id"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "tool_calls"),
+        ({"role": "user", "content": "x", "reasoning_content": "y"}, "reasoning_content"),
+        ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "content[0]"),
+        ({"role": "assistant", "reasoning": "x", "reasoning_content": "y"}, "reasoning"),
+        ({"role": "function", "content": "x"}, "role"),
+    ],
+)
+def test_a_message_that_makes_no_sense_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        rendered(**fields)
+    assert caught.value.param == f"messages[3].{param}"
+
+
+@pytest.mark.parametrize("call", [{"id": "c"}, CALL | {"type": "custom"}, CALL | {"function": {"name": "f"}}])
+def test_a_call_without_its_parts_is_refused(call: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=r"tool_calls\[0\]"):
+        rendered(role="assistant", tool_calls=[call])

@@ -1,0 +1,208 @@
+"""Reasoning and tool calls over HTTP: OpenAI's client against a real server whose model says what the chat asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+
+Serve = Callable[..., AbstractContextManager[Any]]
+
+MODEL = "tiny"
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("weather", "time")
+]
+ROME = '{"city": "Rome"}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>'
+TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+WRONG = '<tool_call>{"name": "weather", "arguments": {"city": Rome}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def hermes(serve_fake: Serve) -> Iterator[Any]:
+    """A server whose model writes calls as Hermes does."""
+    with serve_fake(parser="hermes", options={"max_len": 4096}) as server:
+        yield server
+        assert server.stop() == 0
+        assert "ERROR" not in server.errors
+
+
+@pytest.fixture(scope="module")
+def client(hermes: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0)
+
+
+def chat(client: openai.OpenAI, said: str, **body: Any) -> Any:
+    """The choice of a chat whose model says a text."""
+    messages = [{"role": "user", "content": f"say {said}"}]
+    return client.chat.completions.create(model=MODEL, messages=cast("Any", messages), **body).choices[0]
+
+
+def streamed(client: openai.OpenAI, said: str, **body: Any) -> tuple[Any, list[Any]]:
+    """The choice that OpenAI's client makes of a stream, and the chunks."""
+    messages: Any = [{"role": "user", "content": f"say {said}"}]
+    state = ChatCompletionStreamState(input_tools=body.get("tools", openai.omit))
+    body |= {"model": MODEL, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(**body))
+    for chunk in chunks:
+        state.handle_chunk(chunk)
+    return state.get_final_completion().choices[0], chunks
+
+
+def comparable(choice: Any) -> Any:
+    """A choice without the ids of its calls, which are random, and without what only the stream helper adds."""
+    found = choice.model_dump(exclude_none=True, exclude_unset=True)
+    for call in found["message"].get("tool_calls") or ():
+        assert call.pop("id").startswith("call_")
+        call.pop("index", None)
+        call["function"].pop("parsed_arguments", None)
+    found["message"].pop("parsed", None)
+    found.pop("parse_error", None)
+    found.pop("logprobs", None)
+    return found
+
+
+def test_a_call_reaches_the_client(client: openai.OpenAI) -> None:
+    choice = chat(client, CALL, tools=TOOLS)
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", ROME)
+
+
+def test_an_output_that_matches_a_grammar_is_all_content(client: openai.OpenAI) -> None:
+    said = "<think>a</think>b"
+    choice = chat(client, said, response_format={"type": "json_object"})
+    assert choice.message.content == said
+    assert chat(client, said).message.content == "b"
+
+
+def test_tools_and_a_grammar_together_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with tools") as caught:
+        chat(client, "x", tools=TOOLS, response_format={"type": "json_object"})
+    assert caught.value.param == "response_format"
+    assert chat(client, "x", tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("It is sunny.", "stop"),
+        (CALL, "tool_calls"),
+        (f"Let me see.\n{CALL}\n{TIME}", "tool_calls"),
+        (WRONG, "stop"),
+        ("<tool_call>weather</tool_call>", "stop"),
+    ],
+)
+def test_a_stream_says_the_same(client: openai.OpenAI, said: str, reason: str) -> None:
+    whole = chat(client, said, tools=TOOLS)
+    joined, chunks = streamed(client, said, tools=TOOLS)
+    assert whole.finish_reason == reason
+    assert comparable(joined) == comparable(whole)
+    last = chunks[-2].choices[0]
+    assert last.finish_reason == reason
+    assert getattr(last, "parse_error", None) == getattr(whole, "parse_error", None)
+    assert [bool(chunk.usage) for chunk in chunks][-2:] == [False, True]
+
+
+def test_the_deltas_of_a_call_are_as_openai_sends_them(client: openai.OpenAI) -> None:
+    _, chunks = streamed(client, f"{CALL}{TIME}", tools=TOOLS)
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": None}
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    first = [call for call in calls if "id" in call]
+    assert [(call["index"], call["type"], call["function"]) for call in first] == [
+        (0, "function", {"name": "weather", "arguments": ""}),
+        (1, "function", {"name": "time", "arguments": ""}),
+    ]
+    rest = [call for call in calls if "id" not in call]
+    assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in rest)
+    assert len([call for call in rest if call["index"] == 0]) > 5, "the arguments come as they are generated"
+    assert deltas[-1] == {}
+
+
+def test_what_does_not_parse_is_content_and_is_said(client: openai.OpenAI) -> None:
+    choice = chat(client, "<tool_call>weather</tool_call>", tools=TOOLS)
+    assert choice.message.content == "<tool_call>weather</tool_call>"
+    assert "no call that can be read" in choice.parse_error
+    choice = chat(client, WRONG, tools=TOOLS)
+    assert choice.message.content == "Rome}}"
+    assert choice.message.tool_calls[0].function.arguments == '{"city": '
+    assert choice.parse_error == "the arguments of a tool call are not JSON"
+    assert not hasattr(chat(client, CALL, tools=TOOLS), "parse_error")
+
+
+def test_a_call_that_is_cut_short_ends_with_length(client: openai.OpenAI) -> None:
+    choice = chat(client, CALL, tools=TOOLS, max_tokens=50)
+    assert choice.finish_reason == "length"
+    [call] = choice.message.tool_calls
+    assert ROME.startswith(call.function.arguments)
+    assert "ended within the arguments" in choice.parse_error
+
+
+@pytest.mark.parametrize("given", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_nothing_is_a_call(client: openai.OpenAI, given: Any) -> None:
+    assert chat(client, CALL, **given).message.content == CALL
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_output_ends_with_its_first_call_if_only_one_is_wanted(client: openai.OpenAI, stream: bool) -> None:
+    said = f"{CALL}{TIME}"
+    given: Any = {"tools": TOOLS, "parallel_tool_calls": False}
+    choice = streamed(client, said, **given)[0] if stream else chat(client, said, **given)
+    assert choice.finish_reason == "tool_calls"
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+
+
+def test_reasoning_has_a_field_and_tokens_of_its_own(client: openai.OpenAI) -> None:
+    said = f"<think>\nhm\n</think>\n\nsunny\n{CALL}"
+    choice = chat(client, said, tools=TOOLS)
+    assert (choice.message.reasoning_content, choice.message.content) == ("hm", "sunny")
+    joined, chunks = streamed(client, said, tools=TOOLS)
+    assert comparable(joined) == comparable(choice)
+    usage = chunks[-1].usage
+    assert usage.completion_tokens_details.reasoning_tokens == len("<think>\nhm\n</think>") - len("<think") - 1
+    assert usage.completion_tokens == len(said) + 1
+    assert usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_tools_and_the_effort_reach_the_template(client: openai.OpenAI) -> None:
+    body: Any = {"model": MODEL, "messages": [{"role": "user", "content": "say x"}]}
+    plain = client.chat.completions.create(**body).usage
+    more = client.chat.completions.create(**body, tools=TOOLS, reasoning_effort="low").usage
+    assert plain is not None
+    assert more is not None
+    assert more.prompt_tokens - plain.prompt_tokens == len("<tool>weather<tool>time<effort>low")
+
+
+def test_a_conversation_with_tools_goes_back_and_forth(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": f"say {CALL}"}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0].message
+    assert answer.tool_calls
+    result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "sunny"}
+    messages += [answer, result, {"role": "user", "content": "say It is sunny."}]
+    choice = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("It is sunny.", "stop")
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+    ],
+)
+def test_what_needs_a_grammar_is_refused_by_name(client: openai.OpenAI, given: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, "x", **given)
+    assert caught.value.param == param
