@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,6 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     """Collect garbage from now on, but not among what has been imported."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
@@ -69,9 +69,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Assign tests to their groups; skip those marked gpu or interpreter where these are missing."""
     here = Path(__file__).parent
     group_of = {here / name: group for group, names in GROUPS.items() for name in names}
+
+    @cache
+    def find_group(path: Path) -> str | None:
+        return next((group_of[place] for place in (path, *path.parents) if place in group_of), None)
+
     for item in items:
-        places = (item.path, *item.path.parents)
-        group = next((group_of[place] for place in places if place in group_of), None)
+        group = find_group(item.path)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("interpreter") is not None and not os.environ.get("TRITON_INTERPRET"):
