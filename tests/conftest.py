@@ -68,7 +68,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu or interpreter where these are missing."""
+    """Order the tests for the workers of pytest-xdist; skip those marked gpu or interpreter where these are missing."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.distribution import in_order
+
+        place = in_order(item.nodeid for item in items)
+        items.sort(key=lambda item: place(item.nodeid))
     for item in items:
         if item.get_closest_marker("interpreter") is not None and not os.environ.get("TRITON_INTERPRET"):
             item.add_marker(pytest.mark.skip(reason="Triton compiles for the GPU here"))

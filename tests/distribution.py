@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import PurePosixPath
+from typing import Any
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 GROUPS = {
@@ -36,11 +40,26 @@ def unit(file: str) -> str:
     return next((_GROUP_OF[place] for place in (path, *path.parents) if place in _GROUP_OF), file)
 
 
+def unit_of(nodeid: str) -> str:
+    """The unit of a test."""
+    return unit(nodeid.partition("::")[0])
+
+
+def in_order(nodeids: Iterable[str]) -> Callable[[str], tuple[bool, int]]:
+    """A sort key: groups come first, since they take longest, then files with many tests."""
+    sizes = Counter(map(unit_of, nodeids))
+    return lambda nodeid: (unit_of(nodeid) not in GROUPS, -sizes[unit_of(nodeid)])
+
+
 class FilesAndGroups(LoadScopeScheduling):
-    """Gives a worker that is free the next group or file, in the order of their numbers of tests.
+    """Gives a worker that is free the next group or file, in the order of the tests.
 
     pytest-xdist's own groups are marks of tests, which it hands on in their names; with pytest 9.2 they have no effect.
     """
 
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
+
     def _split_scope(self, nodeid: str) -> str:
-        return unit(nodeid.partition("::")[0])
+        return unit_of(nodeid)
