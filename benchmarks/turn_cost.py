@@ -38,7 +38,6 @@ from engine.cli.bench.server_process import Server, cpu_seconds, running
 from engine.core.config import EngineConfig, load_config
 from engine.core.engine import Engine
 from engine.core.executors import MessageDecoder, encode
-from engine.core.schedulers import HashChain
 from engine.core.types import Request
 from engine.server.engine_process.pending_requests import make_choice
 from engine.server.front_end.routing import Router
@@ -208,7 +207,7 @@ class Parts:
         """Queue a request, and step the engine until it has ended."""
         engine, times = self._engine, self.times.setdefault
         blocks = engine._scheduler._blocks
-        chain = HashChain(blocks.block_size)
+        chain = blocks.chain("")
         count = (len(request.prompt) - 1) // blocks.block_size
         timed(lambda: chain.digest(request.prompt, count - 1), times("hash", []))
         timed(lambda: blocks.lookup(request.prompt, chain), times("look up", []))

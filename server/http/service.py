@@ -166,7 +166,7 @@ class Service:
         return [
             Request(
                 id=f"{name}-{index}",
-                prompt=tuple(prompt),
+                prompt=prompt,
                 params=each,
                 priority=body.priority or 0,
                 arrival=now,
