@@ -42,7 +42,7 @@ from engine.core.types import Request
 from engine.server.engine_process.pending_requests import make_choice
 from engine.server.front_end.routing import Router
 from engine.server.http.messages import template_message
-from engine.server.http.request_bodies import ChatBody, check_values, decode
+from engine.server.http.request_bodies import ChatBody, check_values, decode, surely_fits
 from engine.server.http.service import Service
 from engine.server.shared.messages import Add, FrontEndToEngine, Started
 
@@ -178,7 +178,8 @@ class Parts:
         times = self.times.setdefault
 
         begin = time.process_time()
-        await check_values(data, service.limits.max_body_values)
+        if not surely_fits(data, service.limits.max_body_values):
+            await check_values(data, service.limits.max_body_values)
         body = decode(data, ChatBody)
         times("parse the body", []).append(1e3 * (time.process_time() - begin))
 
@@ -186,7 +187,7 @@ class Parts:
         timed(lambda: service.tokenizer.render_chat(plain), times("render the chat template", []))
 
         begin = time.process_time()
-        prompt = await service.encode_chat(body.messages)
+        prompt = await service.encode_chat(body.messages, salt="")
         both = 1e3 * (time.process_time() - begin)
         times("tokenize", []).append(both - self.times["render the chat template"][-1])
         self.prompt_tokens = len(prompt.tokens)
