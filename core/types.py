@@ -226,6 +226,8 @@ class Request:
     """time.monotonic() at arrival, seconds."""
     salt: str = field(default="", validator=_of_type(str, "a string"))
     """Requests share prefix cache entries only if their salts are equal."""
+    cache_key: str = field(default="", validator=_of_type(str, "a string"))
+    """Requests with the same key likely share a prefix, so a server sends them to the same replica. Empty: no key."""
 
 
 @frozen(kw_only=True)

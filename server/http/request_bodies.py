@@ -63,6 +63,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -92,7 +93,6 @@ class ChatBody(Body, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     # Parameters of which only values that ask for nothing are accepted, or that say who asks.
     metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: bool | None = None

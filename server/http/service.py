@@ -173,6 +173,7 @@ class Service:
                 priority=body.priority or 0,
                 arrival=now,
                 salt=body.cache_salt or "",
+                cache_key=body.prompt_cache_key or "",
             )
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
