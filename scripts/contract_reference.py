@@ -47,7 +47,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "core/parsers/json_scanner.py",
     ),
     "Grammars": ("core/grammars/base.py", "core/grammars/grammar.py"),
-    "What travels": ("core/types.py",),
+    "What travels": ("core/types.py", "core/tokens.py"),
     "Devices": ("core/device.py",),
     "Errors": ("core/errors.py",),
     "Hooks": ("core/hooks.py",),

@@ -55,7 +55,8 @@ async def _respond(service: Service, body: ChatBody) -> SendResponse:
     if tools and params.grammar is not None:
         name = parameter_of_grammar(body)
         raise invalid(f"{name} cannot be combined with tools: an output that matches it calls none", name)
-    prompt = await service.encode_chat(body.messages, template_variables(service, body), tools)
+    variables = template_variables(service, body)
+    prompt = await service.encode_chat(body.messages, variables, tools, salt=body.cache_salt or "")
     params = _max_tokens(service, body, params, len(prompt.tokens))
     name = f"chatcmpl-{uuid.uuid4().hex}"
     requests = service.requests(name, [prompt.tokens], [params], body)

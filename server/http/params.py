@@ -37,7 +37,8 @@ MAX_LOGIT_BIAS = 100.0
 def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, vocab_size: int) -> SamplingParams:
     """All sampling parameters except max_tokens and logprobs. Raises ApiError naming a parameter out of range."""
     given: dict[str, object] = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
-    check_salt(body.cache_salt, limits)
+    _check_length(body.cache_salt, limits, "cache_salt")
+    _check_length(body.prompt_cache_key, limits, "prompt_cache_key")
     if body.seed == RANDOM_SEED:
         given["seed"] = None
     if body.stop is not None:
@@ -67,13 +68,13 @@ def num_choices(body: Body, limits: ServerConfig) -> int:
     return n
 
 
-def check_salt(salt: str | None, limits: ServerConfig) -> None:
-    """Raise ApiError for a cache_salt that is too long."""
-    if salt is not None and len(salt) > limits.max_salt_chars:
+def _check_length(text: str | None, limits: ServerConfig, param: str) -> None:
+    """Raise ApiError for a cache_salt or prompt_cache_key that is too long."""
+    if text is not None and len(text) > limits.max_salt_chars:
         raise invalid(
-            f"cache_salt has {len(salt)} characters; at most {limits.max_salt_chars} (server.max_salt_chars) are "
+            f"{param} has {len(text)} characters; at most {limits.max_salt_chars} (server.max_salt_chars) are "
             "allowed, so send a hash of a longer one",
-            "cache_salt",
+            param,
         )
 
 

@@ -14,7 +14,8 @@ from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig, served_name
 from engine.core.parsers import Parser
-from engine.core.text import Tokenizer
+from engine.core.text import TokenCache, Tokenizer
+from engine.core.tokens import Tokens
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
@@ -53,7 +54,7 @@ class ChatPrompt:
     """A chat up to the assistant's answer."""
 
     text: str
-    tokens: list[int]
+    tokens: Tokens
 
 
 class Service:
@@ -89,6 +90,7 @@ class Service:
         self.active = 0
         """Number of POST requests being answered."""
         self._threads = TextThreads()
+        self._token_cache = TokenCache(tokenizer, config.server.token_cache_bytes)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -166,11 +168,12 @@ class Service:
         return [
             Request(
                 id=f"{name}-{index}",
-                prompt=tuple(prompt),
+                prompt=prompt,
                 params=each,
                 priority=body.priority or 0,
                 arrival=now,
                 salt=body.cache_salt or "",
+                cache_key=body.prompt_cache_key or "",
             )
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
@@ -202,10 +205,13 @@ class Service:
         messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        salt: str,
     ) -> ChatPrompt:
         """Render and tokenize a chat up to the assistant's answer.
 
-        variables: additional variables of the chat template. tools: as it expects them.
+        variables: additional variables of the chat template. tools: as it expects them. salt: chats share what is kept
+        of their tokens only with those of the same salt, as they do their prefixes.
         Raises ApiError or InvalidRequestError.
         """
         if len(messages) > self.max_len:
@@ -223,20 +229,25 @@ class Service:
         given = dict(variables or {}) | ({"tools": tools} if tools else {})
         if given:
             length += len(msgspec.json.encode(given))
-        chat = partial(self._encode_chat, plain, given)
+        chat = partial(self._encode_chat, plain, given, salt)
         return chat() if length < THREAD_CHARS else await self._threads.run(chat)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> ChatPrompt:
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], salt: str) -> ChatPrompt:
         if self.parser is not None:
             messages = [self.parser.template_message(message) for message in messages]
         text = self.tokenizer.render_chat(messages, **given)
-        return ChatPrompt(text, self._encode_long(text, special=False))
+        self._check_length(text)
+        return ChatPrompt(text, self._token_cache.encode(text, salt))
 
     def _encode_long(self, text: str, special: bool = True) -> list[int]:
         """Tokenize a text of any length in a time that is bounded by the context's. Raises ApiError."""
+        self._check_length(text)
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    def _check_length(self, text: str) -> None:
+        """Raise ApiError for a text that surely has more tokens than the context holds."""
         if len(text) > self.max_len * LONG_TOKEN_CHARS and self.tokenizer.exceeds(text, self.max_len):
             raise self._too_long(f"a text has {len(text)} characters, which are more tokens")
-        return self.tokenizer.encode(text, add_special_tokens=special)
 
     def _too_long(self, reason: str, param: str | None = None) -> ApiError:
         message = f"this model's context holds {self.max_len} tokens, but {reason}; send less"
