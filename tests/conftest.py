@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Packages of their own: test_sample_plugin.py runs the tests of one where it has installed it, `make clients` the other.
+# They have environments of their own: see test_sample_plugin.py, and `make clients`.
 collect_ignore = ["sample_plugin", "clients"]
 
 
