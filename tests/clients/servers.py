@@ -79,7 +79,7 @@ class Scripts:
         return f"script-{name}"
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     """A tool call as the scripted model writes it."""
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
@@ -113,11 +113,20 @@ def start_scripted(directory: Path, flags: Sequence[str] = ()) -> tuple[Server, 
         "tokenizer": str(checkpoint),
     }
     (checkpoint / "config.json").write_text(json.dumps(config))
-    memory = ("--model", str(checkpoint), "--load-format", "dummy", "--kv-memory", "64MiB")
+    memory = (
+        "--model",
+        str(checkpoint),
+        "--architecture",
+        "scripted",
+        "--load-format",
+        "dummy",
+        "--kv-memory",
+        "64MiB",
+    )
     return Server("scripted", directory, *memory, *flags, plugins=plugins), scripts
 
 
 def start_demo(directory: Path, flags: Sequence[str] = ()) -> Server:
     """A server of the demo model, with white space in JSON bounded, so that its outputs end."""
-    memory = ("--model", str(DEMO), "--kv-memory", "64MiB", "--grammar-option", "max_whitespace=1")
-    return Server("demo", directory, *memory, *flags)
+    model = ("--model", str(DEMO), "--grammar-option", "max_whitespace=1")
+    return Server("demo", directory, *model, "--kv-memory", "64MiB", *flags)
