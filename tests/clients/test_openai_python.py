@@ -167,7 +167,7 @@ def test_json_object_and_choice(real: openai.OpenAI) -> None:
     assert (made.choices[0].message.content or "").startswith("{")
 
 
-@pytest.mark.shows("structured output", "chat")
+@pytest.mark.shows("structured output", "completions")
 def test_completions_with_a_regular_expression(real: openai.OpenAI) -> None:
     made = real.completions.create(
         model="demo", prompt="A date: ", extra_body={"structured_outputs": {"regex": r"[0-9]{4}-[0-9]{2}"}}
