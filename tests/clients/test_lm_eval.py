@@ -1,4 +1,4 @@
-"""lm_eval with a remote tokenizer, by completions and chat completions, on tasks of its own: no data set is downloaded."""
+"""lm_eval with a remote tokenizer, by completions and chat completions, on tasks of its own: no data is downloaded."""
 
 from __future__ import annotations
 
