@@ -127,6 +127,6 @@ def start_scripted(directory: Path, flags: Sequence[str] = ()) -> tuple[Server, 
 
 
 def start_demo(directory: Path, flags: Sequence[str] = ()) -> Server:
-    """A server of the demo model, which never reasons, and with white space in JSON bounded, so that its outputs end."""
+    """A server of the demo model, which does not reason; white space in JSON is bounded, so that outputs end."""
     model = ("--model", str(DEMO), "--grammar-option", "max_whitespace=1", "--parser-option", "reasoning=false")
     return Server("demo", directory, *model, "--kv-memory", "64MiB", *flags)
