@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from node_clients import command
-from servers import KEY, Scripts, Server, call
+from servers import KEY, Scripts, Server, call, thought
 
 CLIENT, PACKAGE = "coding agents", ""
 
@@ -104,3 +104,24 @@ def test_qwen_code(scripted: Server, script: Scripts, place: Path) -> None:
     assert (last["subtype"], last["result"], last["num_turns"]) == ("success", "It is written.", 3)
     assert last["stats"]["tools"]["totalSuccess"] == 2
     assert last["usage"]["cache_read_input_tokens"] > 0
+
+
+@pytest.mark.client("Codex", "npm:@openai/codex")
+@pytest.mark.shows("responses", "streamed", "tools", "reasoning", "usage")
+def test_codex(scripted: Server, script: Scripts, place: Path) -> None:
+    word = script(
+        thought("Let me look.") + "I look.\n" + call("exec_command", cmd="cat notes.txt"),
+        call("get_goal"),
+        call("exec_command", cmd="echo forty-two > answer.txt"),
+        "It is written.",
+    )
+    provider = {"name": "local", "base_url": scripted.v1, "wire_api": "responses", "env_key": "LOCAL_KEY"}
+    settings = ",".join(f"{key}={json.dumps(value)}" for key, value in provider.items())
+    options = ["--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--model", "scripted"]
+    options += ["--config", "model_provider=local", "--config", f"model_providers.local={{{settings}}}"]
+    lines = run([command("codex"), "exec", *options, f"{TASK} ({word})"], place, LOCAL_KEY=KEY)
+    assert (place / "answer.txt").read_text() == "forty-two\n"
+    items = [line["item"] for line in lines if line["type"] == "item.completed"]
+    assert [item["text"] for item in items if item["type"] == "agent_message"] == ["I look.", "It is written."]
+    assert [item["exit_code"] for item in items if item["type"] == "command_execution"] == [0, 0]
+    assert lines[-1]["usage"]["cached_input_tokens"] > 0
