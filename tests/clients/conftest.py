@@ -6,7 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from outcomes import Recorder
 from servers import Scripts, Server, start_demo, start_scripted
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --outcomes."""
+    parser.addoption("--outcomes", type=Path, help="file that keeps the outcomes for docs/clients.md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep outcomes if asked to."""
+    if (file := config.getoption("--outcomes")) is not None:
+        config.pluginmanager.register(Recorder(file))
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +48,3 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield server
     assert server.stop() == 0
     assert "ERROR" not in server.errors, server.errors
-
-
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home directory for clients that write files."""
-    return tmp_path_factory.mktemp("home")

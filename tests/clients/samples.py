@@ -28,6 +28,7 @@ TIME = {
 class Person(pydantic.BaseModel):
     """A person. Bounded, so that a model that writes nonsense comes to an end."""
 
+    model_config = pydantic.ConfigDict(extra="forbid")
     name: Annotated[str, pydantic.Field(max_length=12)]
     age: Annotated[int, pydantic.Field(ge=0, le=150)]
     drinks: Literal["tea", "coffee"]
