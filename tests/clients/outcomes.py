@@ -24,11 +24,12 @@ FEATURES = (
 INTRODUCTION = """\
 # Clients
 
-Clients of other projects, as their users install them, against this server. `make clients` runs the tests of `tests/clients`,
-and writes this page from what it saw. Some tests ask the demo model, whose structured outputs and forced calls are the work of
-grammars; others ask a model that plays scripts, so that it reasons and calls tools.
+Clients of other projects, as their users install them, against this server. `make clients` runs the tests of
+`tests/clients`, and writes this page from what it saw. Some tests ask the demo model, whose structured outputs and forced
+calls are the work of grammars; others ask a model that plays scripts, so that it reasons and calls tools.
 
-- **chat**: /v1/chat/completions; **completions**: /v1/completions; **responses**: /v1/responses; **messages**: /v1/messages
+- **chat**: /v1/chat/completions; **completions**: /v1/completions
+- **responses**: /v1/responses; **messages**: /v1/messages
 - **streamed**: answers come in pieces, which the client joins
 - **tools**: the client reads the model's calls, and the model answers with their results
 - **forced tool**: `tool_choice`, required or a named function, with arguments that match the schema
