@@ -25,8 +25,8 @@ INTRODUCTION = """\
 # Clients
 
 Clients of other projects, as their users install them, against this server. `make clients` runs the tests of
-`tests/clients`, and writes this page from what it saw. Some tests ask the demo model, whose structured outputs and forced
-calls are the work of grammars; others ask a model that plays scripts, so that it reasons and calls tools.
+`tests/clients`, and writes this page from what it saw. Some tests ask the demo model, whose structured outputs and
+forced calls are the work of grammars; others ask a model that plays scripts, so that it reasons and calls tools.
 
 - **chat**: /v1/chat/completions; **completions**: /v1/completions
 - **responses**: /v1/responses; **messages**: /v1/messages
