@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
@@ -13,15 +13,15 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 DESCRIPTION = "The weather in a city."
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": DESCRIPTION, "parameters": PARAMETERS},
 }
 """A tool, as OpenAI's chat has it."""
 
-TIME = {
+TIME: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "local_time", "parameters": PARAMETERS | {"required": ["city"]}},
+    "function": {"name": "local_time", "parameters": PARAMETERS},
 }
 
 
