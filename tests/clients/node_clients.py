@@ -38,6 +38,6 @@ def runner(script: str) -> Callable[..., Any]:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             pytest.fail(f"{script} {what} failed:\n{done.stderr}", pytrace=False)
-        return json.loads(done.stdout)
+        return json.loads(done.stdout.splitlines()[-1])  # the lines before are warnings
 
     return run
