@@ -62,10 +62,9 @@ def test_loop_of_tools(run: Run, scripted: Server, script: Scripts, provider: st
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_forced_tools(run: Run, demo: Server, provider: str, choice: str) -> None:
     (made,) = run(f"{provider}.{choice}", demo, "The weather in Rome?")
-    for name, arguments in made["calls"]:
-        assert name in ({"weather", "local_time"} if choice == "required" else {"weather"})
-        assert set(arguments) == {"city"}
-    assert made["calls"]
+    name, arguments = made["calls"][0]  # a model that must call may go on with more, which the limit cuts short
+    assert name in ({"weather", "local_time"} if choice == "required" else {"weather"})
+    assert set(arguments) == {"city"}
 
 
 @pytest.mark.shows("structured output")
@@ -76,6 +75,9 @@ def test_objects(run: Run, demo: Server, provider: str, how: str) -> None:
 
 @pytest.mark.shows("structured output", "streamed")
 def test_stream_object(run: Run, scripted: Server, script: Scripts, provider: str) -> None:
-    made = run(f"{provider}.streamObject", scripted, script(PERSON_JSON))
+    text = (
+        call("json", **json.loads(PERSON_JSON)) if provider == "messages" else PERSON_JSON
+    )  # Anthropic's asks by a tool
+    made = run(f"{provider}.streamObject", scripted, script(text))
     assert made["object"] == json.loads(PERSON_JSON)
     assert made["parts"][0].keys() < made["object"].keys()

@@ -19,7 +19,7 @@ const tools = {
   local_time: tool({ inputSchema: City, execute: async ({ city }) => `noon in ${city}` }),
 };
 const passive = { weather: tool({ inputSchema: City }), local_time: tool({ inputSchema: City }) };
-const providerOptions = { openai: { store: false } };
+const providerOptions = { openai: { store: false, parallelToolCalls: false }, anthropic: { disableParallelToolUse: true } };
 const asked = { prompt, maxRetries: 0, providerOptions };
 const steps = (made) => made.map(({ text, reasoningText, toolCalls, finishReason }) => ({
   text, reasoningText, finishReason, calls: toolCalls.map(({ toolName, input }) => [toolName, input]),
