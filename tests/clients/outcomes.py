@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "clients.md"
 FEATURES = (
     *("chat", "completions", "streamed", "tools", "forced tool", "structured output", "reasoning"),
-    *("responses", "messages", "usage"),
+    *("responses", "messages", "usage", "errors"),
 )
 """Columns of the table: the arguments of the mark `shows`."""
 
@@ -36,6 +36,7 @@ forced calls are the work of grammars; others ask a model that plays scripts, so
 - **structured output**: the answer matches a schema (or another grammar)
 - **reasoning**: the client shows the model's reasoning apart from its answer
 - **usage**: the client has the numbers of tokens, the cached ones included
+- **errors**: a refusal reaches the user as the client's own exception
 
 An empty cell: the client has no such thing, or no test asks for it. A number refers to the notes below.
 """

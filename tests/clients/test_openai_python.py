@@ -196,6 +196,16 @@ def test_no_reasoning_is_asked_for(client: openai.OpenAI, script: Scripts) -> No
     assert made.choices[0].message.tool_calls is not None
 
 
+@pytest.mark.shows("errors")
+def test_errors(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "scripted", "messages": said("Hello")}
+    with pytest.raises(openai.NotFoundError, match="another"):
+        client.chat.completions.create(**asked | {"model": "another"})
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**asked, extra_body={"nonsense": 1}, stream=True)
+    assert caught.value.param == "nonsense"
+
+
 # The Responses API.
 
 FLAT = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}
