@@ -10,5 +10,6 @@ service.py                                       what the routes need of the pro
 job.py, generation.py                            run a request's choices and turn outputs into text and events
 responses.py, errors.py                          send JSON or server-sent events, until the client disconnects
 openapi.py, openapi_schemas.py                   GET /openapi.json
+page.py                                          GET /: the page of ../page, to talk to the model in a browser
 logprobs.py, health_report.py, prometheus.py     the JSON of log probabilities, the text of /health and /metrics
 """

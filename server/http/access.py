@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 
 from starlette.datastructures import Headers
@@ -14,15 +15,19 @@ from engine.server.http.limits import RequestLimits
 from engine.server.http.service import Service
 from engine.server.shared.api_keys import ApiKeys
 
-PUBLIC = ("/health", "/ping")
-"""Paths that need no API key."""
+PUBLIC = frozenset({"/health", "/ping"})
+"""Paths that never need an API key."""
 
 
 class AccessControl:
     """Middleware that refuses requests before they reach a route, and counts those being answered."""
 
-    def __init__(self, app: ASGIApp, service: Service, keys: ApiKeys, limits: RequestLimits) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, keys: ApiKeys, limits: RequestLimits, public: Collection[str] = PUBLIC
+    ) -> None:
+        """public: paths that need no API key."""
         self._app = app
+        self._public = public
         self._limits = limits
         self._service = service
         self._keys = keys
@@ -38,7 +43,7 @@ class AccessControl:
             try:
                 key = self._check(scope)
                 if scope["method"] == "POST":
-                    if scope["path"] not in PUBLIC:
+                    if scope["path"] not in self._public:
                         stack.enter_context(self._limits.admit(max(0, key - 1)))
                     stack.enter_context(self._service.answering())
             except ApiError as refusal:
@@ -59,7 +64,7 @@ class AccessControl:
                 code="cross_site",
             )
         key = 0
-        if self._keys and scope["path"] not in PUBLIC:
+        if self._keys and scope["path"] not in self._public:
             key = scope["state"]["key"] = self._check_key(headers)
         if self._service.draining and posted:
             raise ApiError(

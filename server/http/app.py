@@ -14,9 +14,10 @@ from starlette.types import ASGIApp
 from engine.core.errors import InvalidRequestError
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http import chat, completions, openapi, status, tokenize
-from engine.server.http.access import AccessControl
+from engine.server.http.access import PUBLIC, AccessControl
 from engine.server.http.errors import error_response
 from engine.server.http.limits import RequestLimits
+from engine.server.http.page import Page
 from engine.server.http.request_log import RequestLog
 from engine.server.http.request_timeout import RequestTimeout
 from engine.server.http.service import Service
@@ -34,10 +35,15 @@ def make_app(service: Service, api_keys: Sequence[str], table: LimitsTable | Non
         app.include_router(module.routes(service))
     if service.limits.openapi:
         app.include_router(openapi.routes(service, has_keys=len(api_keys) > 0))
+    public = PUBLIC
+    if service.limits.page:
+        page = Page()
+        app.include_router(page.routes())
+        public |= page.paths
     limits = RequestLimits(service.limits, table)
     if service.limits.request_timeout:
         app.add_middleware(RequestTimeout, seconds=service.limits.request_timeout)
-    app.add_middleware(AccessControl, service=service, keys=ApiKeys(api_keys), limits=limits)
+    app.add_middleware(AccessControl, service=service, keys=ApiKeys(api_keys), limits=limits, public=public)
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
