@@ -39,6 +39,13 @@ class Delta:
     events: list[Event] | None = None
     """What the text says, if it is parsed."""
 
+    @property
+    def said(self) -> Sequence[Event]:
+        """What the text says; if it is not parsed, all of it is content."""
+        if self.events is not None:
+            return self.events
+        return (Content(self.text),) if self.text else ()
+
 
 @define
 class Usage:
@@ -106,12 +113,12 @@ class Generation:
         requests: Sequence[Request],
         choices_per_prompt: int,
         output_format: OutputFormat | None = None,
-        parameter_of_grammar: str | None = None,
+        grammar_parameter: str | None = None,
     ) -> None:
         """requests: one per prompt, in order. output_format: how outputs are parsed; None: they are not.
-        parameter_of_grammar: names it in refusals.
+        grammar_parameter: the parameter that asks for the grammar, for refusals.
         """
-        self._parameter_of_grammar = parameter_of_grammar
+        self._grammar_parameter = grammar_parameter
         self._client = client
         self._format = output_format
         self._parsed: dict[int, ParsedOutput] = {}
@@ -274,7 +281,7 @@ class Generation:
             raise ApiError(
                 400 if output.refused else 500,
                 output.error or "the engine failed this request",
-                param=self._parameter_of_grammar if output.parameter == "grammar" else output.parameter,
+                param=self._grammar_parameter if output.parameter == "grammar" else output.parameter,
             )
         if detokenizer is None:
             request = self._requests[choice // self._choices_per_prompt]
@@ -327,11 +334,11 @@ class EventStream:
     """The event of each choice for plain text; None: all events are built."""
     build_events: BuildEvents
     """Builds the events of any other delta."""
-    usage_event: Callable[[Usage], bytes]
-    """Builds the event after all choices have finished; may be empty."""
+    end_events: Callable[[Usage], bytes]
+    """Builds the events after all choices have finished; may be empty."""
 
     def take(self) -> bytes:
         """The events of all new outputs, without waiting. Raises ApiError when a choice failed."""
         generation = self.generation
         data = generation.events(self.templates, self.build_events)
-        return data + self.usage_event(generation.usage) if generation.finished else data
+        return data + self.end_events(generation.usage) if generation.finished else data

@@ -11,9 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from engine.core.config import ServerConfig
 from engine.server.front_end.errors import ApiError
+from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
 from engine.server.http.messages import Message
-from engine.server.http.tools import Tool
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
