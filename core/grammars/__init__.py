@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from engine.core.grammars.compiler import Grammars as Grammars
     from engine.core.grammars.grammar import Grammar as Grammar
     from engine.core.grammars.limits import schema_of as schema_of
+    from engine.core.grammars.structural_tag_forms import format_of as format_of
+    from engine.core.grammars.structural_tags import FormatResolver as FormatResolver
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -26,4 +28,6 @@ __getattr__, __dir__, __all__ = exports(
     compiler=("Grammars",),
     grammar=("Grammar",),
     limits=("schema_of",),
+    structural_tag_forms=("format_of",),
+    structural_tags=("FormatResolver",),
 )

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import CompiledGrammar, Grammar, GrammarBackend, GrammarMatcher, GrammarVocabulary, schema_of
+from engine.core.grammars import (
+    CompiledGrammar,
+    FormatResolver,
+    Grammar,
+    GrammarBackend,
+    GrammarMatcher,
+    GrammarVocabulary,
+    schema_of,
+)
 from engine.plugins.grammars.json_schema import keywords
+from engine.plugins.grammars.llguidance_formats import LarkWriter, escaped
 from engine.plugins.grammars.masks import allows_any, eos_mask
 from engine.plugins.grammars.options import JsonOptions
 
@@ -36,7 +45,7 @@ class LLGuidance(GrammarBackend[JsonOptions]):
 
     api = "1"
     options_class = JsonOptions
-    kinds = frozenset({"json_schema", "json_object", "regex", "choice", "lark"})
+    kinds = frozenset({"json_schema", "json_object", "regex", "choice", "lark", "structural_tag"})
 
     @classmethod
     def refuses(cls) -> str | None:
@@ -50,6 +59,7 @@ class LLGuidance(GrammarBackend[JsonOptions]):
         self._options = options
         self._eos_tokens = vocabulary.eos_tokens
         self._eos_mask = eos_mask(vocabulary)
+        self._formats = FormatResolver(vocabulary)
         self._tokenizer = LLTokenizer(
             _Tokens(vocabulary),  # type: ignore[arg-type]  # it has what the library reads of a TokenizerWrapper
             n_vocab=len(vocabulary.tokens),
@@ -90,12 +100,18 @@ class LLGuidance(GrammarBackend[JsonOptions]):
         if grammar.kind == "regex":
             return LLMatcher.grammar_from_regex(grammar.source)
         if grammar.kind == "choice":
-            return LLMatcher.grammar_from_regex("|".join(map(_escaped, json.loads(grammar.source))))
+            return LLMatcher.grammar_from_regex("|".join(map(escaped, json.loads(grammar.source))))
         if grammar.kind == "lark":
-            if _TEMPERATURE.search(grammar.source):
-                raise InvalidRequestError("a temperature in a Lark grammar is not supported; leave it out", "grammar")
-            return LLMatcher.grammar_from_lark(grammar.source)
+            return LLMatcher.grammar_from_lark(_checked_lark(grammar.source))
+        if grammar.kind == "structural_tag":
+            return LarkWriter(self._lark_of_part).write(self._formats.resolve(grammar.source))
         return LLMatcher.grammar_from_json_schema(self._schema(grammar), overrides=self._json_options())
+
+    def _lark_of_part(self, grammar: Grammar) -> str:
+        """A grammar inside a structural tag: a schema as the library's %json, another as Lark."""
+        if grammar.kind != "json_schema":
+            return _checked_lark(grammar.source)
+        return json.dumps({**json.loads(self._schema(grammar)), "x-guidance": self._json_options()})
 
     def _schema(self, grammar: Grammar) -> str:
         if grammar.kind == "json_object":
@@ -188,11 +204,17 @@ def _error(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error()[:_MAX_ERROR].replace("<non-verbose/>", "").split())
 
 
-def _escaped(text: str) -> str:
-    """A regular expression that matches a text alone."""
-    return "".join(one if one.isascii() and one.isalnum() else rf"\x{{{ord(one):x}}}" for one in text)
+def _checked_lark(source: str) -> str:
+    if _TEMPERATURE.search(source):
+        raise InvalidRequestError("a temperature in a Lark grammar is not supported; leave it out", "grammar")
+    return source
 
 
 def _name(grammar: Grammar) -> str:
-    names = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+    names = {
+        "json_schema": "JSON schema",
+        "regex": "regular expression",
+        "lark": "Lark grammar",
+        "structural_tag": "structural tag",
+    }
     return names.get(grammar.kind, grammar.kind)

@@ -85,6 +85,10 @@ def constraints(service: Service) -> dict[str, Schema]:
                 "regex": {"type": ["string", "null"]},
                 "choice": {"anyOf": [{"type": "array", "items": text, "minItems": 1}, NULL]},
                 "grammar": {"type": ["string", "null"], "description": "A grammar in Lark."},
+                "structural_tag": {
+                    "type": ["object", "string", "null"],
+                    "description": "A format of texts, special tokens and parts with grammars of their own.",
+                },
             },
             "additionalProperties": False,
         },

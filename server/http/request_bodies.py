@@ -34,6 +34,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     choice: list[str] | None = None
     grammar: str | None = None
     """A grammar in Lark."""
+    structural_tag: dict[str, Any] | str | None = None
+    """A format of texts, special tokens and parts with grammars, also as JSON."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -120,6 +120,14 @@ def test_structured_outputs_by_the_names_of_vllm(client: openai.OpenAI) -> None:
     assert json.loads(ask(json={"enum": [1, "one"]})) in (1, "one")
     assert ask(grammar='start: "(" "x" ")"') == "(x)"
     assert ask(json='{"const": null}') == "null"
+    call = {
+        "type": "tag",
+        "begin": "<f>",
+        "content": {"type": "json_schema", "json_schema": {"const": 1}},
+        "end": "</f>",
+    }
+    assert ask(structural_tag={"type": "structural_tag", "format": call}) == "<f>1</f>"
+    assert ask(structural_tag=json.dumps(call)) == "<f>1</f>"
 
 
 @pytest.mark.parametrize("stream", [False, True])
