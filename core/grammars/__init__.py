@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from engine.core.grammars.limits import schema_of as schema_of
     from engine.core.grammars.structural_tag_forms import format_of as format_of
     from engine.core.grammars.structural_tags import FormatResolver as FormatResolver
+    from engine.core.grammars.tool_schemas import TOOL_LABEL as TOOL_LABEL, compile_with_tools as compile_with_tools
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -28,6 +29,7 @@ __getattr__, __dir__, __all__ = exports(
     compiler=("Grammars",),
     grammar=("Grammar",),
     limits=("schema_of",),
+    tool_schemas=("TOOL_LABEL", "compile_with_tools"),
     structural_tag_forms=("format_of",),
     structural_tags=("FormatResolver",),
 )

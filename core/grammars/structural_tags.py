@@ -92,9 +92,13 @@ class FormatResolver:
         return self._text(mark) if isinstance(mark, str) else self._token(mark["token"])
 
     def _excluded(self, strings: ListLike[Any]) -> tuple[str, ...]:
-        """Strings that free text may contain; those with special tokens it cannot contain anyway."""
-        found = [one if isinstance(one, Text) else None for one in map(self._token, strings)]
-        return tuple(one.value for one in found if one is not None)
+        """Strings that free text may not contain. It contains no special tokens, but may spell their names."""
+        return tuple(self._name(one) if isinstance(one, int) else one for one in strings)
+
+    def _name(self, token: int) -> str:
+        """The name of a special token. Raises InvalidRequestError for another token."""
+        self._token(token)
+        return next(name for name, one in self._special.items() if one == token)
 
     def _tag(self, given: Mapping[str, Any]) -> Sequence:
         return Sequence((self._mark(given["begin"]), self._made(given["content"]), self._mark(given["end"])))
@@ -128,6 +132,8 @@ class FormatResolver:
             if any(one in other for other in starts if other != one):
                 raise refusal(f"the trigger {one!r} is a part of another trigger, which could never come")
         excludes = self._excluded(given.get("exclude_tokens" if by_token else "excludes", ()))
+        spelled = (self._name(start.token) for start in rules if isinstance(start, Token))
+        excludes = tuple(dict.fromkeys((*excludes, *spelled)))
         made = Dispatch(tuple((start, Either(tuple(rest))) for start, rest in rules.items()), not once, excludes)
         return Sequence((Either(tags), made)) if first else made
 
@@ -144,8 +150,9 @@ class FormatResolver:
         """
         if isinstance(made, Token) and made.token in self._eos_tokens:
             if not last:
-                name = next(name for name, token in self._special.items() if token == made.token)
-                raise refusal(f"the token {name} ends an output of this model, so nothing may follow it")
+                raise refusal(
+                    f"the token {self._name(made.token)} ends an output of this model, so nothing may follow it"
+                )
             return Sequence()
         if isinstance(made, Sequence):
             elements: list[Format] = []
