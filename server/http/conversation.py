@@ -18,23 +18,23 @@ because they belong to the application, the generation and the response.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
 from attrs import frozen
 
 from engine.core.grammars import Grammar
+from engine.core.parsers import ToolChoice
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import excerpt
 from engine.server.http import params as parameters
 from engine.server.http.answer_writer import AnswerWriter
 from engine.server.http.errors import invalid
 from engine.server.http.job import Job
-from engine.server.http.parsed_output import OutputFormat
+from engine.server.http.output_rules import planned_output
 from engine.server.http.responses import SendResponse
 from engine.server.http.service import TEMPLATE_ARGUMENTS, ChatPrompt, Service
-from engine.server.http.tools import FunctionTool, ToolChoice, offered_tools
+from engine.server.http.tools import FunctionTool, offered_tools
 
 EFFORT = "reasoning_effort"
 """Variable of chat templates that say how much to reason."""
@@ -67,7 +67,7 @@ class Conversation:
     tools: Sequence[FunctionTool] = ()
     tool_choice: ToolChoice = attrs.field(factory=ToolChoice)
     parallel_calls: bool = True
-    """False: the answer ends with its first tool call."""
+    """Whether there may be several tool calls."""
     variables: Mapping[str, Any] = attrs.field(factory=dict)
     """Additional variables of the chat template."""
     effort: str | None = None
@@ -80,7 +80,7 @@ class Conversation:
     logprobs: int | None = None
     """Number of most likely tokens to report for each token; 0: only the token itself; None: no log probabilities."""
     grammar: Grammar | None = None
-    """What the whole answer must match, from its first token on; it is not parsed then."""
+    """What the content must match, after the reasoning, if there is any; next to tools, there may be calls instead."""
     n: int = 1
     """Number of answers."""
     priority: int = 0
@@ -98,6 +98,9 @@ async def respond(
     """
     params, tools = checked(service, conversation)
     prompt = await encode(service, conversation, tools)
+    output = planned_output(service, conversation, tools, prompt.text)
+    if output.grammar is not None:
+        params = parameters.evolve(params, grammar=output.grammar)
     names, default = conversation.names, service.default_params.max_tokens
     params = parameters.with_max_tokens(
         conversation.max_tokens, names.max_tokens, default, params, len(prompt.tokens), service.max_len
@@ -110,13 +113,6 @@ async def respond(
         priority=conversation.priority,
         salt=conversation.salt or "",
     )
-    output_format = None
-    if service.parser is not None and params.grammar is None:
-        output_format = OutputFormat(
-            begin=partial(service.parser.begin, prompt.text, tools),
-            keep=service.parser_tokens,
-            one_call=not conversation.parallel_calls,
-        )
     return Job(
         service,
         name,
@@ -124,19 +120,17 @@ async def respond(
         writer,
         stream=stream,
         choices_per_prompt=conversation.n,
-        output_format=output_format,
-        grammar_parameter=names.grammar,
+        output_format=output.format,
+        grammar_parameter=output.grammar_parameter,
     ).response()
 
 
 def checked(service: Service, conversation: Conversation) -> tuple[SamplingParams, list[dict[str, Any]]]:
-    """All sampling parameters but max_tokens, and the tools as chat templates expect them. Raises ApiError."""
+    """All sampling parameters but max_tokens and grammar, and the tools as templates expect them. Raises ApiError."""
     names, limits = conversation.names, service.limits
     parameters.check_num_choices(conversation.n, limits)
     parameters.check_salt(conversation.salt, limits)
     params = parameters.checked_params(conversation.sampling, service.default_params, limits, service.vocab_size)
-    if conversation.grammar is not None:
-        params = parameters.evolve(params, grammar=conversation.grammar)
     if conversation.logprobs is not None:
         parameters.check_logprobs(conversation.logprobs, limits, names.logprobs)
         params = attrs.evolve(params, logprobs=conversation.logprobs)
@@ -147,10 +141,6 @@ def checked(service: Service, conversation: Conversation) -> tuple[SamplingParam
         readable=parser is not None and parser.reads_calls,
         parameter=names.tool_choice,
     )
-    if tools and params.grammar is not None:
-        raise invalid(
-            f"{names.grammar} cannot be combined with tools: an output that matches it calls none", names.grammar
-        )
     return params, tools
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from attrs import frozen
 
+from engine.core.parsers import ToolChoice
 from engine.server.front_end.errors import excerpt
 from engine.server.http.errors import invalid
 
@@ -31,28 +32,14 @@ class FunctionTool:
     """Where the function stands in the request, for refusals: `tools[0].function`."""
 
 
-@frozen
-class ToolChoice:
-    """Which tools the model must call."""
-
-    mode: Literal["auto", "none", "required"] = "auto"
-    """auto: the model decides. none: it calls none. required: it calls at least one."""
-    name: str | None = None
-    """With required: the function that it must call; None: any."""
-    allowed: frozenset[str] | None = None
-    """The functions that it may call; None: all."""
-
-
 def offered_tools(
     tools: Sequence[FunctionTool], choice: ToolChoice, *, readable: bool, parameter: str = "tool_choice"
 ) -> list[dict[str, Any]]:
     """The tools as chat templates expect them; none if the model is to call none.
 
-    readable: whether the server can read the model's calls. parameter: that of `choice`. Raises ApiError for what would
-    change the answer and is not supported.
+    They do not depend on which of them may be called, so that prompts keep their prefixes. readable: whether the server
+    can read the model's calls. parameter: that of `choice`. Raises ApiError for what cannot be honoured.
     """
-    if choice.mode == "required" or choice.allowed is not None:
-        raise invalid(f"{parameter} must be none or auto: this server cannot make the model call a tool", parameter)
     found: dict[str, dict[str, Any]] = {}
     for tool in tools:
         _check(tool)
@@ -60,6 +47,10 @@ def offered_tools(
             where = f"{tool.where}.name"
             raise invalid(f"{where} is {excerpt(tool.name)!r}, as of another tool; give each its own name", where)
         found[tool.name] = _template_tool(tool)
+    if choice.forced and not found:
+        raise invalid(f"{parameter} asks for a tool call, but the request has no tools", parameter)
+    if choice.mode != "none":
+        _check_names(choice, found, parameter)
     if not found or choice.mode == "none":
         return []
     if not readable:
@@ -77,11 +68,16 @@ def _check(tool: FunctionTool) -> None:
             f"{tool.where}.name is {excerpt(tool.name)!r}; use at most 128 letters, digits and characters of _.:/-",
             f"{tool.where}.name",
         )
-    if tool.strict:
-        raise invalid(
-            f"{tool.where}.strict must be false: this server cannot make the model keep to a schema",
-            f"{tool.where}.strict",
-        )
+
+
+def _check_names(choice: ToolChoice, found: Mapping[str, Any], parameter: str) -> None:
+    """Refuse a choice of tools that are not offered."""
+    named = {choice.name} if choice.name is not None else set()
+    for name in sorted(named | (choice.allowed or frozenset())):
+        if name not in found:
+            raise invalid(f"{parameter} names {excerpt(name)!r}, which is none of the tools", parameter)
+    if choice.allowed is not None and not choice.allowed:
+        raise invalid(f"{parameter} allows no tools; say none instead", parameter)
 
 
 def _template_tool(tool: FunctionTool) -> dict[str, Any]:
