@@ -20,8 +20,8 @@ from engine.core.grammars import (
     GrammarVocabulary,
     schema_of,
 )
-from engine.plugins.grammars.json_schema import keywords
 from engine.plugins.grammars.llguidance_formats import LarkWriter, escaped
+from engine.plugins.grammars.llguidance_schemas import ESCAPES, exact_schema
 from engine.plugins.grammars.masks import allows_any, eos_mask
 from engine.plugins.grammars.options import JsonOptions
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from llguidance import LLMatcher
 
-OLD_KEYWORDS = frozenset({"disallow", "divisibleBy", "extends"})
-"""Keywords of draft 3 of JSON Schema, which llguidance takes for comments."""
 _TEMPERATURE = re.compile(r"^\s*\w+\[[^\]\n]*\btemperature\b", re.MULTILINE)
 MAX_ITEMS_IN_ROW, STEP_MAX_ITEMS, STEP_LEXER_FUEL = 100, 5000, 50_000
 """Less than the library's own limits, since all requests of a step wait for a mask: with its own, 300 rules that begin
@@ -116,20 +114,13 @@ class LLGuidance(GrammarBackend[JsonOptions]):
     def _schema(self, grammar: Grammar) -> str:
         if grammar.kind == "json_object":
             return '{"type": "object"}'
-        schema = schema_of(grammar)
-        for keyword, _, _ in keywords(schema):
-            if keyword in OLD_KEYWORDS:
-                raise InvalidRequestError(
-                    f"llguidance does not enforce {keyword}, of draft 3 of JSON Schema; use a keyword of a later draft",
-                    "grammar",
-                )
-        return json.dumps(schema)
+        return json.dumps(exact_schema(schema_of(grammar)))
 
     def _json_options(self) -> Any:
         """Options that take precedence over those that a schema may hold (x-guidance)."""
         most = self._options.max_whitespace
         spaces = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}"} if most else {"whitespace_flexible": False}
-        return {"lenient": False, "coerce_one_of": False, **spaces}
+        return {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": ESCAPES, **spaces}
 
 
 class _Tokens:
