@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from engine.server.front_end.errors import excerpt
+from engine.core.protocols import FunctionTool, ToolChoice, excerpt
 from engine.server.http.errors import invalid
-from engine.server.http.tools import FunctionTool, ToolChoice
 
 MODES = {"auto": ToolChoice("auto"), "none": ToolChoice("none"), "required": ToolChoice("required")}
 """`tool_choice` as a text."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.core.protocols import template_arguments
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.errors import invalid
 
@@ -112,7 +113,7 @@ def _of_assistant(message: Message, where: str) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": call.type,
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": template_arguments(call.function.arguments)},
             }
             for call in message.tool_calls
         ]
@@ -142,20 +143,6 @@ def _content(message: Message, where: str) -> str:
                 f'{name} must be {{"type": "text", "text": "..."}}; other parts are not supported', name
             ) from None
     return "\n".join(texts)
-
-
-def _arguments(text: str) -> Any:
-    """The arguments of a call as the object that templates expect.
-
-    An empty text is no arguments. A text that is no JSON object, as of a call that was cut short, stays a text.
-    """
-    if not text.strip():
-        return {}
-    try:
-        found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
 
 
 def _misplaced(where: str, field: str, role: str) -> ApiError:

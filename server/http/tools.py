@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-from attrs import frozen
-
+from engine.core.protocols import FunctionTool, ToolChoice
 from engine.server.front_end.errors import excerpt
 from engine.server.http.errors import invalid
 
@@ -15,32 +14,6 @@ TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 """Names that no format of a model confuses with something else."""
 NO_PARAMETERS = {"type": "object", "properties": {}}
 """Schema of a function that takes none; chat templates expect a schema."""
-
-
-@frozen(kw_only=True)
-class FunctionTool:
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: Mapping[str, Any] | None = None
-    """JSON schema of the arguments; None: the function takes none."""
-    strict: bool = False
-    """Whether the arguments must keep to the schema."""
-    where: str = "tools"
-    """Where the function stands in the request, for refusals: `tools[0].function`."""
-
-
-@frozen
-class ToolChoice:
-    """Which tools the model must call."""
-
-    mode: Literal["auto", "none", "required"] = "auto"
-    """auto: the model decides. none: it calls none. required: it calls at least one."""
-    name: str | None = None
-    """With required: the function that it must call; None: any."""
-    allowed: frozenset[str] | None = None
-    """The functions that it may call; None: all."""
 
 
 def offered_tools(
