@@ -9,7 +9,7 @@ conversation.py, tools.py                        what conversation protocols sha
 chat_message.py, chat_tools.py                   messages and tools in the JSON of chat completions
 service.py                                       what the routes need of the process; makes engine requests
 job.py, generation.py, parsed_output.py          run a request's choices and turn outputs into text and events
-answer_writer.py, choices_writer.py              write the answer in an API's JSON
+choices_writer.py                                writes the answers of completions and chat completions
 responses.py, errors.py                          send JSON or server-sent events, until the client disconnects
 openapi.py, openapi_schemas.py                   GET /openapi.json
 logprobs.py, health_report.py, prometheus.py     the JSON of log probabilities, the text of /health and /metrics

@@ -11,14 +11,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.core.protocols import Conversation, Delta, ParameterNames
 from engine.core.types import TokenLogprobs
 from engine.server.http import params as parameters
 from engine.server.http.chat_message import ChatMessage
 from engine.server.http.chat_tools import chosen_tools, custom_names, function_tools
 from engine.server.http.choices_writer import ChoicesWriter
-from engine.server.http.conversation import Conversation, ParameterNames, respond
+from engine.server.http.conversation import respond
 from engine.server.http.errors import invalid
-from engine.server.http.generation import Delta
 from engine.server.http.logprobs import JsonLists, chat_logprobs
 from engine.server.http.request_bodies import ChatBody, StreamOptions, read
 from engine.server.http.responses import SendResponse, prepared

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.core.parsers import ToolChoice, custom_parameters
-from engine.server.front_end.errors import excerpt
+from engine.core.parsers import custom_parameters
+from engine.core.protocols import FunctionTool, ToolChoice, excerpt
 from engine.server.http.errors import invalid
-from engine.server.http.tools import FunctionTool
 
 MODES = {"auto": ToolChoice("auto"), "none": ToolChoice("none"), "required": ToolChoice("required")}
 """`tool_choice` as a text."""

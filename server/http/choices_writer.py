@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from engine.server.http.answer_writer import AnswerWriter, sse_event
-from engine.server.http.generation import Delta, Template, Templates, Usage
+from engine.core.protocols import AnswerWriter, Delta, Template, Usage, sse_event
+from engine.server.http.generation import Templates
 from engine.server.http.request_bodies import StreamOptions
 
 

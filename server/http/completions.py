@@ -15,11 +15,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.core.protocols import Delta
 from engine.core.types import SamplingParams, TokenLogprobs
 from engine.server.http import params as parameters
 from engine.server.http.choices_writer import ChoicesWriter
 from engine.server.http.errors import invalid
-from engine.server.http.generation import Delta
 from engine.server.http.job import Job
 from engine.server.http.logprobs import JsonLists, completion_logprobs, prompt_offsets
 from engine.server.http.request_bodies import CompletionBody, read

@@ -1,18 +1,9 @@
-"""The layer that all conversation protocols share: from a conversation to the engine's requests and the parsed answer.
+"""The layer that all conversation protocols share: from a conversation to the engine's requests and the answer.
 
-A protocol, such as /v1/chat/completions, is three things on top of it:
-
-1. It decodes its own body (request_bodies.read) and refuses what it cannot honour.
-2. It builds a `Conversation`: messages as chat templates expect them, functions, sampling parameters by the engine's
-   names, and `ParameterNames`, so that refusals name the parameters of the protocol.
-3. It writes the answer with an `AnswerWriter` of its own (answer_writer.py), which receives `Delta`s. `delta.said` are
-   the parser's events of a choice (engine.core.parsers): Reasoning, Content, CallBegin, CallArguments, CallEnd and
-   Malformed; `delta.logprobs` the log probabilities of its tokens; `delta.finish_reason` is set with the last one.
-   `Usage` has the token counts.
-
-`respond` does all between: checks, the chat template, tokens, grammar and parser, and sends the answer. Limits of keys,
-timeouts, the request log, turns between streams and the end of a request whose client has left apply to every protocol,
-because they belong to the application, the generation and the response.
+engine.core.protocols says how a protocol is built on it. /v1/chat/completions, which is part of the server, calls
+`respond` directly; protocols of plugins call it by Routes (plugin_routes.py). Limits of keys, timeouts, the request
+log, turns between streams and the end of a request whose client has left apply to every protocol, because they belong
+to the application, the generation and the response.
 """
 
 from __future__ import annotations
@@ -21,20 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-from attrs import frozen
 
-from engine.core.grammars import Grammar
-from engine.core.parsers import ToolChoice
+from engine.core.protocols import AnswerWriter, Conversation
 from engine.core.types import SamplingParams
 from engine.server.front_end.errors import excerpt
 from engine.server.http import params as parameters
-from engine.server.http.answer_writer import AnswerWriter
 from engine.server.http.errors import invalid
 from engine.server.http.job import Job
 from engine.server.http.output_rules import planned_output
 from engine.server.http.responses import SendResponse
 from engine.server.http.service import TEMPLATE_ARGUMENTS, ChatPrompt, Service
-from engine.server.http.tools import FunctionTool, offered_tools
+from engine.server.http.tools import offered_tools
 
 EFFORT = "reasoning_effort"
 """Variable of chat templates that say how much to reason."""
@@ -42,59 +30,18 @@ ENABLE_THINKING = "enable_thinking"
 """Variable of chat templates that turn reasoning on and off."""
 
 
-@frozen(kw_only=True)
-class ParameterNames:
-    """What a protocol calls its parameters, for refusals. Sampling parameters have the engine's names."""
-
-    messages: str = "messages"
-    tools: str = "tools"
-    tool_choice: str = "tool_choice"
-    max_tokens: str = "max_tokens"
-    logprobs: str = "top_logprobs"
-    grammar: str = "response_format"
-    effort: str = "reasoning_effort"
-    variables: str = "chat_template_kwargs"
-
-
-@frozen(kw_only=True)
-class Conversation:
-    """What a request asks of the model, in no protocol's own terms."""
-
-    messages: Sequence[Mapping[str, Any]]
-    """As chat templates expect them. Each has `role` (system, user, assistant or tool) and `content`, a text; perhaps
-    `name`; of an assistant, `reasoning_content`, a text, and `tool_calls` ({"id", "type": "function", "function":
-    {"name", "arguments"}}), arguments an object or, if they are none, a text; of a tool, `tool_call_id`."""
-    tools: Sequence[FunctionTool] = ()
-    tool_choice: ToolChoice = attrs.field(factory=ToolChoice)
-    parallel_calls: bool = True
-    """Whether there may be several tool calls."""
-    variables: Mapping[str, Any] = attrs.field(factory=dict)
-    """Additional variables of the chat template."""
-    effort: str | None = None
-    """How much to reason, in the template's words; none turns reasoning off."""
-    sampling: Mapping[str, Any] = attrs.field(factory=dict)
-    """Sampling parameters by the engine's names, as the client gave them, unchecked (params.checked_params); None: the
-    model's default. max_tokens, logprobs and grammar have fields of their own."""
-    max_tokens: int | None = None
-    """Of the answer, reasoning included; None: the model's default, else what the context holds."""
-    logprobs: int | None = None
-    """Number of most likely tokens to report for each token; 0: only the token itself; None: no log probabilities."""
-    grammar: Grammar | None = None
-    """What the content must match, after the reasoning, if there is any; next to tools, there may be calls instead."""
-    n: int = 1
-    """Number of answers."""
-    priority: int = 0
-    salt: str | None = None
-    """Prefixes are shared only with requests of the same salt."""
-    names: ParameterNames = attrs.field(factory=ParameterNames)
-
-
 async def respond(
-    service: Service, name: str, conversation: Conversation, writer: AnswerWriter, *, stream: bool
+    service: Service,
+    name: str,
+    conversation: Conversation,
+    writer: AnswerWriter,
+    *,
+    stream: bool,
+    headers: Mapping[str, str] | None = None,
 ) -> SendResponse:
     """Check a conversation, render and tokenize it; what sends the answer, which begins when it is called.
 
-    name: id of the response. Raises ApiError or InvalidRequestError.
+    name: id of the response. headers: further headers of the response. Raises ApiError or InvalidRequestError.
     """
     params, tools = checked(service, conversation)
     prompt = await encode(service, conversation, tools)
@@ -119,6 +66,7 @@ async def respond(
         requests,
         writer,
         stream=stream,
+        headers=headers,
         choices_per_prompt=conversation.n,
         output_format=output.format,
         grammar_parameter=output.grammar_parameter,

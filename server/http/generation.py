@@ -8,11 +8,12 @@ from functools import partial
 from types import TracebackType
 
 import msgspec
-from attrs import define, field
+from attrs import define
 
-from engine.core.parsers import Content, Event
+from engine.core.parsers import Content
+from engine.core.protocols import Delta, Template, Usage
 from engine.core.text import Detokenizer, Tokenizer
-from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request, TokenLogprobs
+from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request
 from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
 from engine.server.http.parsed_output import OutputFormat, ParsedOutput
@@ -21,66 +22,6 @@ SLICE_SECONDS = 0.005
 """Seconds of work on one request after which other streams get their turns."""
 
 _json = msgspec.json.Encoder().encode
-
-
-@define
-class Delta:
-    """New text of one choice."""
-
-    choice: int
-    text: str = ""
-    offsets: list[int] = field(factory=list)
-    """Character position in the choice's text at which each new token begins."""
-    logprobs: list[TokenLogprobs] = field(factory=list)
-    """For each new token, if requested."""
-    prompt_logprobs: Sequence[bytes] = ()
-    """With the first text, if requested, in slices (packed_logprobs.py)."""
-    finish_reason: str | None = None
-    events: list[Event] | None = None
-    """What the text says, if it is parsed."""
-
-    @property
-    def said(self) -> Sequence[Event]:
-        """What the text says; if it is not parsed, all of it is content."""
-        if self.events is not None:
-            return self.events
-        return (Content(self.text),) if self.text else ()
-
-
-@define
-class Usage:
-    """Token counts of one HTTP request. Each prompt counts once, whatever its number of choices."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int | None = None
-    """None: the output is not parsed."""
-
-    def body(self) -> dict[str, object]:
-        """The JSON object `usage` of both APIs."""
-        parsed = self.reasoning_tokens is not None
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        } | ({"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}} if parsed else {})
-
-
-@define
-class Template:
-    """The bytes of an event before and after its text. Most events of a stream differ in their text only."""
-
-    before: bytes
-    after: bytes
-
-    @classmethod
-    def of(cls, event: Callable[[str], bytes]) -> Template:
-        """Make a template from a function that builds the event for a given text."""
-        mark = "<text>"  # the last occurrence: the model's name, which may hold any string, comes before
-        before, _, after = event(mark).rpartition(_json(mark))
-        return cls(before, after)
 
 
 BuildEvents = Callable[[Delta], Iterator[bytes]]

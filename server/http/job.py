@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from starlette.types import Scope
 
+from engine.core.protocols import AnswerWriter
 from engine.core.types import Request
-from engine.server.http.answer_writer import AnswerWriter
 from engine.server.http.generation import SLICE_SECONDS, EventStream, Generation
 from engine.server.http.parsed_output import OutputFormat
 from engine.server.http.request_timeout import enforce_deadline
@@ -45,26 +45,29 @@ class Job:
         writer: AnswerWriter,
         *,
         stream: bool,
+        headers: Mapping[str, str] | None = None,
         choices_per_prompt: int = 1,
         output_format: OutputFormat | None = None,
         grammar_parameter: str | None = None,
     ) -> None:
-        """name: id of the response. requests: one per prompt, in order. output_format: None if nothing is parsed.
+        """name: id of the response. requests: one per prompt, in order. headers: further ones of the response.
 
-        grammar_parameter: the parameter that asks for the requests' grammar, for refusals.
+        output_format: None if nothing is parsed. grammar_parameter: the parameter that asks for the requests' grammar,
+        for refusals.
         """
         self._service = service
         self._name = name
         self._requests = requests
         self._writer = writer
         self._stream = stream
+        self._headers = headers or {}
         self._choices_per_prompt = choices_per_prompt
         self._output_format = output_format
         self._grammar_parameter = grammar_parameter
 
     def response(self) -> SendResponse:
         """Sends the HTTP response; generation begins when the response is sent."""
-        headers = {"x-request-id": self._name}
+        headers = {"x-request-id": self._name, **self._headers}
         if not self._stream:
             return answer(self._whole, headers)
         generation = self._generation()

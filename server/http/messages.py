@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.core.protocols import template_arguments
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.errors import invalid
 
@@ -131,7 +132,7 @@ def _called(call: ToolCall, where: str) -> dict[str, Any]:
         raise invalid(f"{where} has the type {call.type}: give {call.type}, and no {other}", f"{where}.{call.type}")
     if isinstance(given, CustomCall):
         return {"name": given.name, "arguments": {"input": given.input}}
-    return {"name": given.name, "arguments": _arguments(given.arguments)}
+    return {"name": given.name, "arguments": template_arguments(given.arguments)}
 
 
 def _content(message: Message, where: str) -> str:
@@ -157,20 +158,6 @@ def _content(message: Message, where: str) -> str:
                 f'{name} must be {{"type": "text", "text": "..."}}; other parts are not supported', name
             ) from None
     return "\n".join(texts)
-
-
-def _arguments(text: str) -> Any:
-    """The arguments of a call as the object that templates expect.
-
-    An empty text is no arguments. A text that is no JSON object, as of a call that was cut short, stays a text.
-    """
-    if not text.strip():
-        return {}
-    try:
-        found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
 
 
 def _misplaced(where: str, field: str, role: str) -> ApiError:

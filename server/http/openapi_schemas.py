@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,9 @@ STRING: Schema = {"type": "string"}
 NUMBER: Schema = {"type": "number"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NULL: Schema = {"type": "null"}
+REF = "#/components/schemas/"
+OF_PLUGINS = "plugin."
+"""Beginning of the names of schemas of plugins, so that none is that of another type."""
 STREAM: Schema = {"description": "Events `data: {...}`, the last one `data: [DONE]`."}
 FINISH_REASON: Schema = {"enum": ["stop", "length"]}
 CHAT_FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
@@ -26,17 +29,19 @@ CHAT_FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
 
 def ref(name: str) -> Schema:
     """A reference to a schema of the document."""
-    return {"$ref": f"#/components/schemas/{name}"}
+    return {"$ref": REF + name}
 
 
-def components(service: Service) -> dict[str, Any]:
-    """All schemas by name."""
+def components(service: Service, others: Sequence[type] = ()) -> tuple[dict[str, Any], dict[type, Schema]]:
+    """All schemas by name, and references to those of `others`, which are types of plugins."""
     bodies = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TextPart, RefusalPart)
-    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=REF + "{name}")
     for body in ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody", "Message", "Function"):
         _narrow(schemas[body], constraints(service))
     schemas["ChatBody"]["properties"]["logprobs"] = {"anyOf": [{"type": "boolean"}, NULL], "default": None}
-    return schemas | _responses(service)
+    found, of_plugins = msgspec.json.schema_components(others, ref_template=REF + OF_PLUGINS + "{name}")
+    schemas |= {OF_PLUGINS + name: schema for name, schema in of_plugins.items()}
+    return schemas | _responses(service), dict(zip(others, found, strict=True))
 
 
 def constraints(service: Service) -> dict[str, Schema]:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar
 from engine.core.parsers import OutputRules
+from engine.core.protocols import Conversation, FunctionTool
 from engine.server.http.errors import invalid
 from engine.server.http.parsed_output import OutputFormat
 from engine.server.http.service import Service
-from engine.server.http.tools import FunctionTool
-
-if TYPE_CHECKING:
-    from engine.server.http.conversation import Conversation
 
 
 @frozen(kw_only=True)

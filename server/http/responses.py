@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.core.protocols import DONE, error_event
 from engine.server.front_end.connections import Connection
 from engine.server.front_end.errors import ApiError
-from engine.server.http.answer_writer import DONE, error_event
 from engine.server.http.errors import error_response
 from engine.server.http.generation import EventStream
 from engine.server.http.request_timeout import enforce_deadline
@@ -61,7 +61,7 @@ def answer(body: Callable[[Scope], Awaitable[Sequence[bytes]]], headers: Mapping
         try:
             pieces = await body(scope)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         length = str(sum(map(len, pieces)))
         whole = {"content-type": "application/json", "content-length": length, **headers}
@@ -99,17 +99,26 @@ def stream(
                 await writer.rest()
         except ApiError as error:
             if not started:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
-            last = error_event(error)
+            last = _built(error_event, error)
         except Exception:
             if not started:
                 raise
             log.exception("a stream failed")
-            last = error_event(ApiError(500, "internal server error; see the server's log"))
+            last = _built(error_event, ApiError(500, "internal server error; see the server's log"))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     return send_response
+
+
+def _built(build: Callable[[ApiError], bytes], error: ApiError) -> bytes:
+    """The event that reports `error`; in OpenAI's shape if a protocol's own cannot be built."""
+    try:
+        return build(error)
+    except Exception:
+        log.exception("the last event of a stream could not be built")
+        return error_event(error)
 
 
 class _EventWriter:

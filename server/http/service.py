@@ -20,7 +20,7 @@ from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError, excerpt
-from engine.server.http.errors import invalid
+from engine.server.http.errors import ErrorBody, invalid
 from engine.server.http.messages import Message, template_message
 from engine.server.http.prometheus import EngineReport
 from engine.server.http.text_threads import TextThreads
@@ -85,6 +85,8 @@ class Service:
         self.vocab_size = started.vocab_size
         self.default_params: SamplingParams = started.default_params
         self.draining = False
+        self.error_bodies: dict[str, ErrorBody] = {}
+        """The shape of error responses of each path whose errors are not OpenAI's."""
         self.active = 0
         """Number of POST requests being answered."""
         self._threads = TextThreads()

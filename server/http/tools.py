@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
-
-from engine.core.parsers import ToolChoice
+from engine.core.protocols import FunctionTool, ToolChoice
 from engine.server.front_end.errors import excerpt
 from engine.server.http.errors import invalid
 
@@ -16,20 +14,6 @@ TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 """Names that no format of a model confuses with something else."""
 NO_PARAMETERS = {"type": "object", "properties": {}}
 """Schema of a function that takes none; chat templates expect a schema."""
-
-
-@frozen(kw_only=True)
-class FunctionTool:
-    """A function that the model may call."""
-
-    name: str
-    description: str | None = None
-    parameters: Mapping[str, Any] | None = None
-    """JSON schema of the arguments; None: the function takes none."""
-    strict: bool = False
-    """Whether the arguments must keep to the schema."""
-    where: str = "tools"
-    """Where the function stands in the request, for refusals: `tools[0].function`."""
 
 
 def offered_tools(

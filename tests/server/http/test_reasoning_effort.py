@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 
 from engine.core.parsers import Templates
+from engine.core.protocols import Conversation
 from engine.plugins.parsers.none import NoParser
 from engine.server.front_end.errors import ApiError
-from engine.server.http.conversation import Conversation, template_variables
+from engine.server.http.conversation import template_variables
 
 
 def variables(chat: str, reasoning_effort: str | None = None, chat_template_kwargs: Any = None) -> Any:
