@@ -21,6 +21,7 @@ from engine.core.grammars import (
     compile_with_tools,
 )
 from engine.core.parsers import Content, OutputRules, Parser, Templates, ToolChoice
+from engine.core.plugin_host import load_plugins
 from engine.testing.parsers import Answer
 
 CITY = {
@@ -92,7 +93,7 @@ class MarkedVocabulary:
 
 
 class ParserGrammarConformance:
-    """Derive a class named Test... from this class and set `parser`, `templates` and `backends`."""
+    """Derive a class named Test... from this class and set `parser`, `templates` and, if there are any, `prompts`."""
 
     parser: ClassVar[type[Parser[Any]]]
     options: ClassVar[Any] = None
@@ -103,8 +104,9 @@ class ParserGrammarConformance:
     """Texts of the format for which a vocabulary has tokens; None: the parser's special tokens."""
     prompts: ClassVar[tuple[str, ...]] = ("",)
     """Ends of prompts, such as those with and without the beginning of reasoning."""
-    backends: ClassVar[tuple[type[GrammarBackend[Any]], ...]]
-    """Grammar backends for the test. The first one is tested with all prompts, and with marks that are texts."""
+    backends: ClassVar[tuple[str, ...]] = ()
+    """Names of grammar backends for the test, the first one with all prompts and with marks that are texts too. Empty:
+    the one that `auto` takes."""
     marks_are_special: ClassVar[bool] = False
     """Whether marks amid the arguments of a call break the format; special tokens cannot stand there."""
     max_calls: ClassVar[int | None] = None
@@ -134,9 +136,10 @@ class ParserGrammarConformance:
         if self.marks_are_special and not special:
             pytest.skip("the marks are special tokens")
         marks = self.marks if self.marks is not None else (self.parser.special_tokens or ())
-        for backend in self.backends if special else self.backends[:1]:
+        backends = self.backends or (usual_backend(),)
+        for backend in backends if special else backends[:1]:
             vocabulary, compiler = _prepared(backend, tuple(marks), special)
-            for prompt in self.prompts if backend is self.backends[0] else self.prompts[:1]:
+            for prompt in self.prompts if backend == backends[0] else self.prompts[:1]:
                 grammar = parser.grammar(evolve(rules, prompt=prompt))
                 assert grammar is not None
                 self.check(evolve(rules, prompt=prompt), compile_with_tools(grammar, compiler.compile), vocabulary)
@@ -194,11 +197,19 @@ class ParserGrammarConformance:
 
 
 @cache
-def _prepared(
-    backend: type[GrammarBackend[Any]], marks: tuple[str, ...], special: bool
-) -> tuple[MarkedVocabulary, GrammarBackend[Any]]:
+def usual_backend() -> str:
+    """The name of the grammar backend that `auto` takes."""
+    for one in load_plugins().grammars.candidates():
+        if one.load().refuses() is None:
+            return one.name
+    pytest.skip("no grammar backend is installed")
+
+
+@cache
+def _prepared(name: str, marks: tuple[str, ...], special: bool) -> tuple[MarkedVocabulary, GrammarBackend[Any]]:
     """A vocabulary with these marks, and a grammar backend for it."""
     vocabulary = MarkedVocabulary.of(marks, special=special)
+    backend = load_plugins().grammars.get(name).load()
     options = None if backend.options_class is None else backend.options_class()
     return vocabulary, backend(vocabulary.of_grammars(), options)
 

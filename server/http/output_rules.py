@@ -53,9 +53,10 @@ def planned_output(
         keep=service.parser_tokens,
         one_call=not conversation.parallel_calls,
     )
-    param = names.tool_choice if rules.choice.forced else names.tools if content is None else names.grammar
+    chosen = rules.choice.forced or rules.choice.allowed is not None
+    param = names.tool_choice if chosen else names.tools if content is None else names.grammar
     if not parser.describes_format:
-        what = names.tool_choice if rules.choice.forced or rules.choice.allowed is not None else "strict tools"
+        what = names.tool_choice if chosen else "strict tools"
         who = f"the parser {type(parser).__name__} does not say how this model writes calls"
         if rules.restricts_calls:
             raise invalid(f"{what} cannot be enforced: {who}; leave it out, or use another --parser", param)

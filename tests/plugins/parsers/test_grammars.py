@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from engine.core.parsers import Templates
-from engine.plugins.grammars.llguidance import LLGuidance
-from engine.plugins.grammars.xgrammar import XGrammar
 from engine.plugins.parsers.deepseek import DeepSeek
 from engine.plugins.parsers.gpt_oss import GptOss
 from engine.plugins.parsers.hermes import Hermes
@@ -20,7 +18,7 @@ THINK = ("", "<think>\n", "<think>\n\n</think>\n\n")
 
 
 class Both(ParserGrammarConformance):
-    backends = (LLGuidance, XGrammar)
+    backends = ("llguidance", "xgrammar")
 
 
 class TestHermes(Both):
