@@ -41,24 +41,28 @@ async def template_messages(given: str | Sequence[Mapping[str, Any]], instructio
         history.add_message("system", instructions)
     if isinstance(given, str):
         history.add_message("user", given)
-        return history.messages
+        return history.finish()
     for index, item in enumerate(given):
         history.add(item, f"input[{index}]")
         if index % ITEMS_AT_A_TIME == ITEMS_AT_A_TIME - 1:
             await asyncio.sleep(0)
-    return history.messages
+    return history.finish()
 
 
 class _History:
     """The messages so far. Reasoning, text and calls of one turn of the assistant are one message."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []
+        self._system: list[str] = []
+        """System messages at the beginning: they become one, since many templates take only one."""
+        self._reasoning: list[str] = []
+        """Of the assistant's next message."""
         self._names: dict[str, str] = {}
         """The functions that were called, by the id of the call."""
         self._readers: dict[str, Callable[[Mapping[str, Any], str], None]] = {
             "message": self._message,
-            "reasoning": self._reasoning,
+            "reasoning": self._reasoning_item,
             "function_call": self._function_call,
             "custom_tool_call": self._custom_call,
             "function_call_output": self._call_output,
@@ -78,14 +82,34 @@ class _History:
         reader(item, where)
 
     def add_message(self, role: str, content: str) -> None:
-        """Add a message. System messages at the beginning become one, since many templates take only one."""
-        last = self.messages[-1] if self.messages else None
-        if role == "system" and len(self.messages) == 1 and last is not None and last["role"] == "system":
-            last["content"] += "\n\n" + content
-        elif role == "assistant" and last is not None and last["role"] == role and self._only_reasoning(last):
-            last["content"] = content
+        """Add a message."""
+        if role == "system" and not self._messages and not self._reasoning:
+            self._system.append(content)
+        elif role == "assistant":
+            self._messages.append(self._assistant(content))
         else:
-            self.messages.append({"role": role, "content": content})
+            self._end_reasoning()
+            self._messages.append({"role": role, "content": content})
+
+    def finish(self) -> list[Message]:
+        """All messages."""
+        self._end_reasoning()
+        if self._system:
+            self._messages.insert(0, {"role": "system", "content": "\n\n".join(self._system)})
+        return self._messages
+
+    def _assistant(self, content: str = "") -> Message:
+        """A message of the assistant, with the reasoning that came before."""
+        found: Message = {"role": "assistant", "content": content}
+        if self._reasoning:
+            found["reasoning_content"] = "\n".join(self._reasoning)
+            self._reasoning = []
+        return found
+
+    def _end_reasoning(self) -> None:
+        """Make a message of reasoning that nothing of the assistant follows."""
+        if self._reasoning:
+            self._messages.append(self._assistant())
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "role", "content")
@@ -94,17 +118,14 @@ class _History:
             raise _refused(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
         self.add_message(ROLES[role], _text(item.get("content"), f"{where}.content"))
 
-    def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
+    def _reasoning_item(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "summary", "content", "encrypted_content")
         text = _parts(item.get("content") or [], f"{where}.content", "reasoning_text")
         if not text and (given := item.get("encrypted_content")):
             text = _decrypted(given, f"{where}.encrypted_content")
         text = text or _parts(item.get("summary") or [], f"{where}.summary", "summary_text")
-        last = self.messages[-1] if self.messages else None
-        if text and last is not None and self._only_reasoning(last):
-            last["reasoning_content"] += "\n" + text
-        elif text:
-            self.messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        if text:
+            self._reasoning.append(text)
 
     def _function_call(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "call_id", "name", "arguments", "namespace")
@@ -122,14 +143,15 @@ class _History:
 
     def _add_call(self, call_id: str, name: str, arguments: Any) -> None:
         self._names[call_id] = name
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
+        if self._reasoning or not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append(self._assistant())
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self.messages[-1].setdefault("tool_calls", []).append(call)
+        self._messages[-1].setdefault("tool_calls", []).append(call)
 
     def _call_output(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "call_id", "output", "name", "namespace")
         call_id = _string(item, "call_id", where)
+        self._end_reasoning()
         message: Message = {
             "role": "tool",
             "content": _text(item.get("output"), f"{where}.output"),
@@ -137,11 +159,7 @@ class _History:
         }
         if (name := self._names.get(call_id)) is not None:
             message["name"] = name
-        self.messages.append(message)
-
-    @staticmethod
-    def _only_reasoning(message: Message) -> bool:
-        return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
+        self._messages.append(message)
 
 
 def _text(content: Any, where: str) -> str:

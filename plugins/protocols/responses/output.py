@@ -23,6 +23,8 @@ Emit = Callable[..., None]
 """Emits an event: its type, and its fields."""
 
 _BEGIN = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
+_BEGIN_CHARS = 64
+"""Characters within which arguments with an input must have begun."""
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"
 _COMPLETE = re.compile(rf'(?:[^"\\]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}}|\\[^u])*')
 """Characters and escapes of a JSON string that are complete; the halves of a surrogate pair come together."""
@@ -205,8 +207,10 @@ class CustomCall(Item):
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
         self._arguments.append(text)
+        if not self._within and len(self._unread) >= _BEGIN_CHARS:
+            return
         self._unread += text
-        if not self._within and (begin := _BEGIN.match(self._unread)):
+        if not self._within and (begin := _BEGIN.match(self._unread[:_BEGIN_CHARS])):
             self._within = True
             self._unread = self._unread[begin.end() :]
         if self._within and (end := _COMPLETE.match(self._unread)) and end.end():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,6 +16,7 @@ from engine.core.protocols import ApiError, Delta, Usage
 from engine.core.types import TokenLogprobs
 from engine.plugins.parsers.hermes import Hermes
 from engine.plugins.parsers.tagged import ReasoningOptions
+from engine.plugins.protocols.responses.input import encrypted, template_messages
 from engine.plugins.protocols.responses.tools import read_tools
 from engine.plugins.protocols.responses.writer import Answer, ResponseWriter
 
@@ -156,3 +158,75 @@ def test_a_custom_tool_with_other_arguments_keeps_them() -> None:
         assert text == arguments
         assert "patch with other arguments than input" in error
     assert read('{"input": "a", "more": "b"}')[0] == "a"
+
+
+def messages(*items: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:
+    return asyncio.run(template_messages(items, instructions))
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    def call(number: int) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": f"call_{number}", "name": "f", "arguments": '{"a": 1}'}
+
+    def output(number: int) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": f"call_{number}", "output": "2"}
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": text}]}
+
+    def called(number: int) -> dict[str, Any]:
+        return {"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+    def result(number: int) -> dict[str, Any]:
+        return {"role": "tool", "content": "2", "tool_call_id": f"call_{number}", "name": "f"}
+
+    found = messages(
+        {"role": "developer", "content": "b"},
+        {"role": "user", "content": [{"type": "input_text", "text": "c"}, {"type": "input_text", "text": "d"}]},
+        thought("e"),
+        thought("f"),
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "g", "annotations": []}]},
+        call(1),
+        call(2),
+        output(2),
+        output(1),
+        thought("h"),
+        call(3),
+        output(3),
+        {"role": "system", "content": "i"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "j"}]},
+        thought("k"),
+        instructions="a",
+    )
+    assert found == [
+        {"role": "system", "content": "a\n\nb"},
+        {"role": "user", "content": "c\nd"},
+        {"role": "assistant", "content": "g", "reasoning_content": "e\nf", "tool_calls": [called(1), called(2)]},
+        result(2),
+        result(1),
+        {"role": "assistant", "content": "", "reasoning_content": "h", "tool_calls": [called(3)]},
+        result(3),
+        {"role": "system", "content": "i"},
+        {"role": "assistant", "content": "j"},
+        {"role": "assistant", "content": "", "reasoning_content": "k"},
+    ]
+
+
+def test_reasoning_is_read_from_the_fullest_field() -> None:
+    item = {
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": "s"}],
+        "content": [{"type": "reasoning_text", "text": "c"}],
+        "encrypted_content": encrypted("é"),
+    }
+    assert messages(item)[0]["reasoning_content"] == "c"
+    assert messages(item | {"content": None})[0]["reasoning_content"] == "é"
+    assert messages(item | {"content": None, "encrypted_content": None})[0]["reasoning_content"] == "s"
+    assert messages({"type": "reasoning", "summary": []}) == []
+
+
+def test_long_inputs_are_read_in_time_that_grows_with_their_length() -> None:
+    text = "x" * 1000
+    systems = [{"role": "system", "content": text}] * 5000
+    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}] * 5000
+    assert [len(one["content"]) for one in messages(*systems, *thoughts)] == [5000 * 1002 - 2, 0]
