@@ -111,6 +111,21 @@ def test_parse_returns_what_the_model_class_asks_for(client: openai.OpenAI, temp
     assert [choice.message.parsed for choice in streamed.choices] == [choice.message.parsed for choice in whole.choices]
 
 
+def test_responses_streamed_or_not(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "input": "hello", "instructions": "be brief", "max_output_tokens": 16}
+    whole = client.responses.create(**asked, temperature=0)
+    *_, last = client.responses.create(**asked, temperature=0, stream=True)
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.output_text == whole.output_text
+    assert (last.response.status, whole.store) == (whole.status, False)
+    assert whole.usage is not None
+    assert 0 < whole.usage.output_tokens <= 16
+    asked = {"model": "tiny", "input": "somebody", "text_format": Person, "max_output_tokens": 200, "temperature": 1}
+    assert isinstance(client.responses.parse(**asked).output_parsed, Person)
+    with client.responses.stream(**asked) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Person)
+
+
 class Weather(pydantic.BaseModel):
     city: Literal["Rome", "Bern"]
     days: Annotated[int, pydantic.Field(ge=0, le=9)] | None
@@ -147,6 +162,15 @@ def test_a_call_that_is_asked_for_comes(client: openai.OpenAI, name: str, temper
     assert [[call.function.arguments for call in one.message.tool_calls or ()] for one in streamed.choices] == [
         [call.function.arguments for call in one.message.tool_calls or ()] for one in whole.choices
     ]
+
+
+def test_a_call_that_is_asked_for_comes_as_a_response(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", **tool["function"]} for tool in STRICT]
+    asked: Any = {"model": "tiny", "input": "weather", "max_output_tokens": 150, "parallel_tool_calls": False}
+    for choice in ("required", {"type": "function", "name": "Weather"}):
+        [call] = client.responses.create(**asked, tools=tools, tool_choice=choice).output
+        assert call.type == "function_call"
+        assert {"Weather": Weather, "Now": Now}[call.name].model_validate_json(call.arguments)
 
 
 def test_the_model_may_answer_or_call(client: openai.OpenAI) -> None:

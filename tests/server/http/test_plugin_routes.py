@@ -89,7 +89,7 @@ def register_routes(routes):
         return routes.json({"tokens": await routes.count_tokens(Conversation(messages=messages)), "of": routes.max_len})
 
     routes.post(
-        "/v1/poem", Order, write, api="1", summary="A poem", streams=True, error_body=lambda error: {"no": error.message}
+        "/v1/poem", Order, write, api="1", summary="A poem", streams=True, error_body=lambda one: {"no": one.message}
     )
     routes.get("/v1/poem_length", count, api="1")
 '''
@@ -194,6 +194,16 @@ def test_a_writer_that_fails_ends_its_stream_alone(poems: Any, client: httpx.Cli
         assert last in response.text.strip().split("\n\n")[-1]
         assert "internal server error" in response.text
     assert client.post("/v1/poem", json={"subject": "sea"}).json()["poem"] == "sea"
+
+
+def test_a_client_that_leaves_ends_its_request(poems: Any, client: httpx.Client) -> None:
+    def aborted() -> bool:
+        lines = client.get("/metrics").text.splitlines()
+        return 'engine_requests_finished_total{finish_reason="abort"} 1.0' in lines
+
+    with client.stream("POST", "/v1/poem", json={"subject": "x" * 100, "stream": True}) as response:
+        assert next(response.iter_bytes())
+    poems.until(aborted)
 
 
 def test_a_plugin_that_fails_to_register_is_named_and_adds_nothing(poems: Any, client: httpx.Client) -> None:
