@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.server.front_end.errors import ApiError, excerpt
-from engine.server.http.errors import error_response, invalid
+from engine.server.http.errors import ERROR_BODY, error_response, invalid
 from engine.server.http.hosts import AllowedHosts, is_cross_site
 from engine.server.http.limits import RequestLimits
 from engine.server.http.service import Service
@@ -39,6 +39,8 @@ class AccessControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (error_body := self._service.error_bodies.get(scope["path"])) is not None:
+            scope["state"][ERROR_BODY] = error_body
         with ExitStack() as stack:
             try:
                 key = self._check(scope)
@@ -47,7 +49,7 @@ class AccessControl:
                         stack.enter_context(self._limits.admit(max(0, key - 1)))
                     stack.enter_context(self._service.answering())
             except ApiError as refusal:
-                await error_response(refusal)(scope, receive, send)
+                await error_response(refusal, scope)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
 
