@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from engine.core.config import ServerConfig
+from engine.core.protocols import explain
 from engine.server.front_end.errors import ApiError
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
@@ -127,11 +127,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_UNKNOWN = re.compile(r"contains unknown field `([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-
-
 NUMBERS_PER_VALUE = 8
 """A number is decoded in this fraction of the time of a list."""
 _SMALL_BODY = 2**16
@@ -206,20 +201,3 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None
-
-
-def explain(message: str, parent: str = "") -> ApiError:
-    """Turn msgspec's message into a sentence that begins with the parameter's name. parent: what holds it."""
-    path = _PATH.search(message)
-    where = ".".join(filter(None, (parent, path.group(1) if path else "")))
-    reason = _PATH.sub("", message)
-    if match := _UNKNOWN.search(reason):
-        name = f"{where}.{match.group(1)}".lstrip(".")
-        return invalid(f"{name} is not a parameter of this server; leave it out", name, "unknown_parameter")
-    if match := _MISSING.search(reason):
-        name = f"{where}.{match.group(1)}".lstrip(".")
-        return invalid(f"{name} is missing", name, "missing_required_parameter")
-    if reason.startswith("Expected `null`"):
-        return invalid(f"{where} is not supported by this server; leave it out", where, "unsupported_parameter")
-    reason = reason[:1].lower() + reason[1:].replace("`", "")
-    return invalid(f"{where or 'the body'}: {reason}", where or None, "invalid_type")
