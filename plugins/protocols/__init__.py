@@ -13,3 +13,6 @@ if TYPE_CHECKING:
 @hookimpl
 def register_routes(routes: Routes) -> None:
     """Add the routes of the built-in protocols."""
+    from engine.plugins.protocols.anthropic.routes import MessagesApi
+
+    MessagesApi(routes).register()

@@ -95,6 +95,7 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
     routes: list[Any] = [one for module in MODULES for one in module.routes(service).routes]
     found = {(route.path.replace(":path", ""), method.lower()) for route in routes for method in route.methods}
     found |= {("/openapi.json", method) for method in ("get", "head")}
+    found |= {(path, "post") for path in ("/v1/messages", "/v1/messages/count_tokens")}  # of built-in plugins
     assert found == {(path, method) for path, methods in document["paths"].items() for method in methods}
 
 
@@ -256,7 +257,10 @@ def test_keys_and_limits_are_described(serve_fake: Serve) -> None:
     with serve_fake(api_key=("k",), rate_limit=1) as server, server.client(authorization="Bearer k") as http:
         assert httpx.get(f"{server.url}/openapi.json", timeout=30).status_code == 401
         document = http.get("/openapi.json").json()
-        assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+        assert document["components"]["securitySchemes"] == {
+            "key": {"type": "http", "scheme": "bearer"},
+            "keyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
         assert document["paths"]["/health"]["get"]["security"] == []
         for status in (200, 429):
             response = http.post("/v1/completions", json=COMPLETION)
