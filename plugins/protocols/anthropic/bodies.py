@@ -93,7 +93,7 @@ class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     eager_input_streaming: bool | None = None
     """Of a stream: arguments come as they are generated in any case."""
     defer_loading: bool | None = None
-    """Has no effect: all tools are offered from the beginning."""
+    """Whether the model may call it only once a tool_reference has named it."""
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: Annotated[list[Any], msgspec.Meta(max_length=0)] | None = None
 
@@ -111,7 +111,8 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "updates", "omitted"] | None = None
+    """Omitted: no text. Otherwise the text comes as the model wrote it."""
 
 
 class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):

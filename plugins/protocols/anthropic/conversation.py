@@ -44,6 +44,8 @@ class TemplateMessages:
         said by the user.
         """
         self.found: list[dict[str, Any]] = []
+        self.references: set[str] = set()
+        """The names of the tools that the search for tools has found."""
         self._system_anywhere = system_anywhere
 
     def add_system(self, system: str | Sequence[dict[str, Any]] | None) -> Iterator[None]:
@@ -103,7 +105,7 @@ class TemplateMessages:
         self._append(ASSISTANT, "".join(texts), **others)
 
     def _append_result(self, block: ToolResultBlock, where: str) -> None:
-        text = "\n".join(_texts(block.content, f"{where}.content"))
+        text = "\n".join(_texts(block.content, f"{where}.content", self.references))
         if block.is_error and not text.lstrip().lower().startswith("error"):
             text = ERROR + text
         self.found.append({"role": TOOL, "content": text, "tool_call_id": _template_id(block.tool_use_id)})
@@ -155,15 +157,22 @@ def _blocks(message: Message, where: str) -> Iterator[tuple[Block, str]]:
         yield convert(given, _KINDS[kind], place), place
 
 
-def _texts(content: str | Sequence[dict[str, Any]] | None, where: str) -> Iterator[str]:
-    """The texts of what may hold nothing else but references to tools, whose text is the name. Raises ApiError."""
+def _texts(
+    content: str | Sequence[dict[str, Any]] | None, where: str, references: set[str] | None = None
+) -> Iterator[str]:
+    """The texts of what may hold nothing else. Raises ApiError.
+
+    references: gets the names of tools in references to tools, whose text is the name; None: there may be none.
+    """
     if isinstance(content, str):
         yield content
         return
     for index, given in enumerate(content or ()):
         place = f"{where}[{index}]"
-        if given.get("type") == "tool_reference":
-            yield convert(given, ToolReferenceBlock, place).tool_name
+        if given.get("type") == "tool_reference" and references is not None:
+            name = convert(given, ToolReferenceBlock, place).tool_name
+            references.add(name)
+            yield name
             continue
         if given.get("type") != "text":
             raise _unsupported(given.get("type"), place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -41,17 +41,21 @@ class Reasoning:
 
 
 def conversation_of(
-    body: CountTokensBody, messages: Sequence[Mapping[str, Any]], template: str
+    body: CountTokensBody,
+    messages: Sequence[Mapping[str, Any]],
+    template: str,
+    references: Collection[str] = (),
 ) -> tuple[Conversation, list[str]]:
     """A request in no protocol's own terms, and the parameters without effect on this model. Raises ApiError.
 
-    messages: as chat templates expect them. template: source of the model's.
+    messages: as chat templates expect them. template: source of the model's. references: names of tools that the search
+    for tools has found.
     """
     reasoning = requested_reasoning(body, template)
     choice = body.tool_choice or ToolChoice("auto")
     conversation = Conversation(
         messages=messages,
-        tools=client_tools(body.tools or ()),
+        tools=client_tools(body.tools or (), references),
         tool_choice=_shared_choice(choice),
         parallel_calls=not choice.disable_parallel_tool_use,
         variables=reasoning.variables,
@@ -112,8 +116,11 @@ def _check_budget(thinking: Thinking, body: CountTokensBody) -> None:
         raise invalid(f"{name} must be at least {MIN_BUDGET} and less than max_tokens, not {budget}", name)
 
 
-def client_tools(tools: Sequence[dict[str, Any]]) -> list[FunctionTool]:
-    """The functions that the model may call. Raises ApiError for tools that the API's own servers run."""
+def client_tools(tools: Sequence[dict[str, Any]], references: Collection[str] = ()) -> list[FunctionTool]:
+    """The functions that the model may call. Raises ApiError for tools that the API's own servers run.
+
+    references: names of tools that the search for tools has found.
+    """
     found = []
     for index, given in enumerate(tools):
         where = f"tools[{index}]"
@@ -125,6 +132,8 @@ def client_tools(tools: Sequence[dict[str, Any]]) -> list[FunctionTool]:
                 f"{where}.type",
             )
         tool = convert(given, ClientTool, where)
+        if tool.defer_loading and tool.name not in references:
+            continue
         found.append(
             FunctionTool(
                 name=tool.name,

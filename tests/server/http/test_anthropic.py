@@ -237,7 +237,10 @@ def test_what_a_coding_agent_sends_is_accepted(api: httpx.Client) -> None:
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "say hello", **mark}]},
         ],
-        "tools": [tool | {"description": "d", "eager_input_streaming": True} for tool in TOOLS],
+        "tools": [
+            *(tool | {"description": "d", "eager_input_streaming": True} for tool in TOOLS),
+            {"name": "later", "description": "d", "input_schema": {"type": "object"}, "defer_loading": True},
+        ],
         "max_tokens": 32000,
         "thinking": {"type": "adaptive", "display": "omitted"},
         "output_config": {"effort": "medium"},

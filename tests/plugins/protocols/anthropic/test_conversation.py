@@ -85,12 +85,19 @@ def test_calls_and_their_results_are_messages_of_their_own() -> None:
         (result("no such city", is_error=True), "Error: no such city"),
         (result("error: no such city", is_error=True), "error: no such city"),
         (result(is_error=True), "Error: "),
-        (result([text("found"), {"type": "tool_reference", "tool_name": "weather"}]), "found\nweather"),
     ],
 )
 def test_a_result_says_that_it_is_an_error(block: Any, content: str) -> None:
     [found] = converted(("user", [block]))
     assert found == said("tool", content, tool_call_id="a1")
+
+
+def test_a_reference_to_a_tool_is_its_name() -> None:
+    found = TemplateMessages()
+    content = [result([text("found"), {"type": "tool_reference", "tool_name": "weather"}])]
+    list(found.add(Message(role="user", content=content), "messages[0]"))
+    assert found.found == [said("tool", "found\nweather", tool_call_id="a1")]
+    assert found.references == {"weather"}
 
 
 def test_messages_of_one_role_become_one() -> None:
@@ -144,6 +151,7 @@ def test_what_clients_send_back_of_an_answer_is_accepted() -> None:
         ("user", [text("a"), IMAGE], r"messages\[0\]\.content\[1\] is of type 'image', .* text only"),
         ("user", [{"type": "document", "source": {}}], r"content\[0\] is of type 'document'"),
         ("user", [result([IMAGE])], r"messages\[0\]\.content\[0\]\.content\[0\] is of type 'image'"),
+        ("system", [{"type": "tool_reference", "tool_name": "f"}], "is of type 'tool_reference'"),
         ("user", [{"text": "a"}], r"messages\[0\]\.content\[0\]\.type is missing"),
         ("user", [CALL], "a block of type tool_use is allowed only in a message of role assistant"),
         ("assistant", [result("x")], "tool_result is allowed only in a message of role user"),

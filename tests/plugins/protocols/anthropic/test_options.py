@@ -93,7 +93,7 @@ def test_a_tool_is_a_function() -> None:
         "strict": True,
         "cache_control": {"type": "ephemeral"},
         "eager_input_streaming": True,
-        "defer_loading": True,
+        "defer_loading": False,
         "allowed_callers": ["direct"],
         "input_examples": [],
     }
@@ -102,6 +102,15 @@ def test_a_tool_is_a_function() -> None:
     assert (tool.strict, tool.where) == (True, "tools[0]")
     [tool] = asked(tools=[TOOL])[0].tools
     assert not tool.strict
+
+
+def test_a_deferred_tool_is_offered_once_it_has_been_found() -> None:
+    tools = [TOOL, TOOL | {"name": "time", "defer_loading": True}]
+    body = msgspec.convert({"model": "m", "messages": [], "tools": tools}, CountTokensBody)
+    found: list[tuple[set[str], list[str]]] = [(set(), ["weather"]), ({"time"}, ["weather", "time"])]
+    for references, names in found:
+        conversation, _ = conversation_of(body, [], LLAMA, references)
+        assert [tool.name for tool in conversation.tools] == names
 
 
 @pytest.mark.parametrize(
