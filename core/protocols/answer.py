@@ -35,6 +35,10 @@ class Delta:
     events: list[Event] | None = None
     """What the text says, if it is parsed; see `said`."""
 
+    spans: list[tuple[int, list[TokenLogprobs]]] = field(factory=list)
+    """If the text is parsed, for each output of the engine: the number of `events` before it, and its log
+    probabilities. Text that a parser holds back comes with a later output."""
+
     @property
     def said(self) -> Sequence[Event]:
         """What the text says; if it is not parsed, all of it is content."""

@@ -12,6 +12,7 @@ from engine.core.config import ServerConfig
 from engine.core.protocols.answer import AnswerWriter
 from engine.core.protocols.conversation import Conversation
 from engine.core.protocols.errors import ApiError
+from engine.core.types import SamplingParams
 
 API = "1"
 
@@ -112,6 +113,11 @@ class Routes(ABC):
 
         messages: see Conversation. Raises InvalidRequestError if the template rejects them.
         """
+
+    @property
+    @abstractmethod
+    def default_params(self) -> SamplingParams:
+        """The model's sampling parameters, for what a request does not say."""
 
     @abstractmethod
     def check_model(self, model: str | None) -> None:

@@ -245,6 +245,7 @@ class Generation:
         elif piece.finish_reason is not None:
             self._stop(choice)
         if (parsed := self._parsed.get(choice)) is not None:
+            delta.spans.append((len(delta.events or ()), list(piece.logprobs)))
             delta.events = [*(delta.events or []), *parsed.feed(piece.text, len(piece.tokens))]
             if delta.finish_reason is not None:
                 delta.events += parsed.end()

@@ -54,6 +54,8 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Of an assistant: what it said instead of content."""
     annotations: list[Any] | None = None
     """Of an earlier answer: nothing that a prompt has."""
+    provider_specific_fields: dict[str, Any] | None = None
+    """Of an earlier answer: litellm's notes on its fields."""
     # OpenAI's client sends these as null when an earlier answer is part of the chat.
     audio: None = None
     function_call: None = None
@@ -95,7 +97,7 @@ def template_message(message: Message, where: str) -> dict[str, Any]:
     if message.role == ASSISTANT:
         found |= _of_assistant(message, where)
         return found
-    for field in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
+    for field in ("tool_calls", "reasoning_content", "reasoning", "refusal", "provider_specific_fields"):
         if getattr(message, field):
             raise _misplaced(where, field, ASSISTANT)
     return found

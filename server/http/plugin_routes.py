@@ -17,6 +17,7 @@ from engine.core.config import ServerConfig
 from engine.core.errors import InvalidRequestError, PluginError
 from engine.core.plugin_host import Plugins, raise_interrupt
 from engine.core.protocols import API, AnswerWriter, ApiError, Call, Conversation, Reply, Routes
+from engine.core.types import SamplingParams
 from engine.server.http.conversation import encode, respond
 from engine.server.http.errors import READ, ErrorBody, json_response
 from engine.server.http.request_bodies import read
@@ -164,6 +165,10 @@ class _PluginRoutes(Routes):
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return self._service.render(messages)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        return self._service.default_params
 
     def check_model(self, model: str | None) -> None:
         self._service.check_model(model)

@@ -107,6 +107,21 @@ def test_parse_returns_what_the_model_class_asks_for(client: openai.OpenAI, temp
     assert [choice.message.parsed for choice in streamed.choices] == [choice.message.parsed for choice in whole.choices]
 
 
+def test_responses_streamed_or_not(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "input": "hello", "instructions": "be brief", "max_output_tokens": 16}
+    whole = client.responses.create(**asked, temperature=0)
+    *_, last = client.responses.create(**asked, temperature=0, stream=True)
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.output_text == whole.output_text
+    assert (last.response.status, whole.store) == (whole.status, False)
+    assert whole.usage is not None
+    assert 0 < whole.usage.output_tokens <= 16
+    asked = {"model": "tiny", "input": "somebody", "text_format": Person, "max_output_tokens": 200, "temperature": 1}
+    assert isinstance(client.responses.parse(**asked).output_parsed, Person)
+    with client.responses.stream(**asked) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Person)
+
+
 def test_structured_outputs_by_the_names_of_vllm(client: openai.OpenAI) -> None:
     def ask(**structure: Any) -> str:
         made = client.completions.create(

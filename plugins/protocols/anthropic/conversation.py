@@ -47,6 +47,8 @@ class TemplateMessages:
         self.references: set[str] = set()
         """The names of the tools that the search for tools has found."""
         self._system_anywhere = system_anywhere
+        self._called: dict[str, str] = {}
+        """The tool of each call, by the id of the call as the template sees it."""
 
     def add_system(self, system: str | Sequence[dict[str, Any]] | None) -> Iterator[None]:
         """Add the parameter `system`; yields after each block. Raises ApiError."""
@@ -96,6 +98,7 @@ class TemplateMessages:
                     reasoning.append(_reasoning(block, place))
                 case ToolUseBlock():
                     calls.append(_call(block))
+                    self._called[calls[-1]["id"]] = block.name
             yield
         others: dict[str, Any] = {}
         if any(reasoning):
@@ -108,7 +111,9 @@ class TemplateMessages:
         text = "\n".join(_texts(block.content, f"{where}.content", self.references))
         if block.is_error and not text.lstrip().lower().startswith("error"):
             text = ERROR + text
-        self.found.append({"role": TOOL, "content": text, "tool_call_id": _template_id(block.tool_use_id)})
+        call_id = _template_id(block.tool_use_id)
+        name = {"name": self._called[call_id]} if call_id in self._called else {}
+        self.found.append({"role": TOOL, "content": text, "tool_call_id": call_id, **name})
 
     def _append_texts(self, role: str, texts: list[str]) -> None:
         """Append a message of several texts, if there are any, and forget them."""

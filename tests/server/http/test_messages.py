@@ -53,6 +53,12 @@ def test_an_answer_of_openais_client_is_accepted_as_it_is() -> None:
     assert rendered(role="assistant")["content"] == ""
 
 
+def test_an_answer_with_litellms_notes_is_accepted_and_they_have_no_effect() -> None:
+    notes = {"refusal": None, "reasoning_content": "hm"}
+    answer = rendered(role="assistant", content="a", function_call=None, provider_specific_fields=notes)
+    assert answer == {"role": "assistant", "content": "a"}
+
+
 def test_reasoning_has_two_names() -> None:
     assert rendered(role="assistant", content="a", reasoning="hm")["reasoning_content"] == "hm"
     assert "reasoning_content" not in rendered(role="assistant", content="a", reasoning_content="")
@@ -67,6 +73,7 @@ def test_reasoning_has_two_names() -> None:
         ({"role": "user", "content": "x", "tool_call_id": "c"}, "tool_call_id"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "tool_calls"),
         ({"role": "user", "content": "x", "reasoning_content": "y"}, "reasoning_content"),
+        ({"role": "user", "content": "x", "provider_specific_fields": {"a": 1}}, "provider_specific_fields"),
         ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "content[0]"),
         ({"role": "assistant", "reasoning": "x", "reasoning_content": "y"}, "reasoning"),
         ({"role": "function", "content": "x"}, "role"),

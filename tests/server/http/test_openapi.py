@@ -95,13 +95,16 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
     routes: list[Any] = [one for module in MODULES for one in module.routes(service).routes]
     found = {(route.path.replace(":path", ""), method.lower()) for route in routes for method in route.methods}
     found |= {("/openapi.json", method) for method in ("get", "head")}
-    found |= {(path, "post") for path in ("/v1/messages", "/v1/messages/count_tokens")}  # of built-in plugins
+    of_plugins = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+    found |= {(path, "post") for path in of_plugins}
     assert found == {(path, method) for path, methods in document["paths"].items() for method in methods}
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 4}),
+        ("/v1/responses", {"model": "tiny", "input": [{"role": "user", "content": "hi"}], "stream": True}),
         ("/v1/completions", COMPLETION),
         ("/v1/completions", COMPLETION | {"stream": True, "stream_options": {"include_usage": True}}),
         ("/v1/completions", COMPLETION | {"prompt": [[1], [2, 3]], "echo": True, "logprobs": 2, "n": 2, "best_of": 2}),

@@ -89,7 +89,7 @@ def register_routes(routes):
         return routes.json({"tokens": await routes.count_tokens(Conversation(messages=messages)), "of": routes.max_len})
 
     routes.post(
-        "/v1/poem", Order, write, api="1", summary="A poem", streams=True, error_body=lambda error: {"no": error.message}
+        "/v1/poem", Order, write, api="1", summary="A poem", streams=True, error_body=lambda one: {"no": one.message}
     )
     routes.get("/v1/poem_length", count, api="1")
 '''

@@ -71,7 +71,7 @@ def test_calls_and_their_results_are_messages_of_their_own() -> None:
     assert found == [
         said("user", "a"),
         said("assistant", "b", reasoning_content="why", tool_calls=[TEMPLATE_CALL]),
-        said("tool", "sunny\n20 degrees", tool_call_id="a1"),
+        said("tool", "sunny\n20 degrees", tool_call_id="a1", name="weather"),
         said("user", "c\nd"),
     ]
 
@@ -114,8 +114,8 @@ def test_messages_of_one_role_become_one() -> None:
     ) == [
         said("user", "a\nb"),
         said("assistant", "cd", reasoning_content="why\nwhy", tool_calls=[TEMPLATE_CALL, TEMPLATE_CALL]),
-        said("tool", "1", tool_call_id="a1"),
-        said("tool", "2", tool_call_id="a1"),
+        said("tool", "1", tool_call_id="a1", name="weather"),
+        said("tool", "2", tool_call_id="a1", name="weather"),
         said("user", "e\nf"),
     ]
 
