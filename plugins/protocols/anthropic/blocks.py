@@ -107,6 +107,8 @@ class _Collected:
 
     start: Mapping[str, Any]
     texts: dict[str, list[str]] = field(factory=dict)
+    is_whole_call: bool = False
+    """Whether it is a call whose arguments are known to be a JSON object."""
 
 
 class CollectedBlocks:
@@ -124,11 +126,16 @@ class CollectedBlocks:
             [name] = delta.keys() - {"type"}
             self._blocks[event["index"]].texts.setdefault(name, []).append(delta[name])
 
+    def end_call(self) -> None:
+        """Note that the call of the last block is complete."""
+        self._blocks[-1].is_whole_call = True
+
     def content(self) -> Iterator[dict[str, Any]]:
         """The elements of a message's `content`, one at a time."""
         for block in self._blocks:
             texts = {name: "".join(parts) for name, parts in block.texts.items()}
             given: dict[str, Any] = texts
             if block.start["type"] == TOOL_USE:
-                given = {"input": msgspec.Raw(complete(texts.get("partial_json", "")).encode())}
+                arguments = texts.get("partial_json", "")
+                given = {"input": msgspec.Raw((arguments if block.is_whole_call else complete(arguments)).encode())}
             yield {**block.start, **given}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from attrs import define, field
 
 from engine.core.protocols import ApiError, convert, excerpt, invalid
 from engine.plugins.protocols.anthropic import signature
@@ -32,6 +34,27 @@ OF_ROLE = {"text": ROLES, "thinking": (ASSISTANT,), "redacted_thinking": (ASSIST
 """Type of a block -> roles of the messages that may hold it."""
 
 
+@define
+class _Said:
+    """A message as it is collected."""
+
+    role: str
+    texts: list[str] = field(factory=list)
+    """Lines of their own; empty ones are left out."""
+    reasoning: list[str] = field(factory=list)
+    calls: list[dict[str, Any]] = field(factory=list)
+    others: Mapping[str, str] = field(factory=dict)
+
+    def message(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        found: dict[str, Any] = {"role": self.role, "content": "\n".join(filter(None, self.texts)), **self.others}
+        if reasoning := "\n".join(filter(None, self.reasoning)):
+            found["reasoning_content"] = reasoning
+        if self.calls:
+            found["tool_calls"] = self.calls
+        return found
+
+
 class TemplateMessages:
     """Collects messages as chat templates expect them.
 
@@ -43,96 +66,74 @@ class TemplateMessages:
         """system_anywhere: whether the chat template takes system messages after the first message; if not, those are
         said by the user.
         """
-        self.found: list[dict[str, Any]] = []
         self.references: set[str] = set()
         """The names of the tools that the search for tools has found."""
+        self._said: list[_Said] = []
         self._system_anywhere = system_anywhere
         self._called: dict[str, str] = {}
         """The tool of each call, by the id of the call as the template sees it."""
 
+    def found(self) -> list[dict[str, Any]]:
+        """The messages."""
+        return [said.message() for said in self._said]
+
     def add_system(self, system: str | Sequence[dict[str, Any]] | None) -> Iterator[None]:
         """Add the parameter `system`; yields after each block. Raises ApiError."""
-        texts = []
         for text in _texts(system, "system"):
-            texts.append(_without_billing_header(text))
+            if prompt := _without_billing_header(text):
+                self._continue(SYSTEM).texts.append(prompt)
             yield
-        if said := "\n".join(filter(None, texts)):
-            self._append(SYSTEM, said)
 
     def add(self, message: Message, where: str) -> Iterator[None]:
         """Add a message; yields after each block. where: its position, for errors. Raises ApiError."""
-        if message.role not in ROLES:
-            raise invalid(
-                f"{where}.role is {excerpt(message.role)!r}; it must be one of {', '.join(ROLES)}", f"{where}.role"
-            )
-        if message.clear_at is not None and message.role != SYSTEM:
+        role = message.role
+        if role not in ROLES:
+            raise invalid(f"{where}.role is {excerpt(role)!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
+        if message.clear_at is not None and role != SYSTEM:
             raise invalid(f"{where}.clear_at is allowed only in a message of role {SYSTEM}", f"{where}.clear_at")
-        if message.role == ASSISTANT:
+        if role == SYSTEM and not self._system_anywhere and self._said and self._said[-1].role != SYSTEM:
+            role = USER
+        if role == ASSISTANT:
             yield from self._add_answer(message, where)
             return
-        role = message.role
-        if role == SYSTEM and not self._system_anywhere and self.found and self.found[-1]["role"] != SYSTEM:
-            role = USER
-        texts: list[str] = []
         for block, place in _blocks(message, where):
             if isinstance(block, ToolResultBlock):
-                self._append_texts(role, texts)
-                self._append_result(block, place)
+                self._add_result(block, place)
             elif isinstance(block, TextBlock):
-                texts.append(block.text)
+                self._continue(role).texts.append(block.text)
             yield
-        self._append_texts(role, texts)
         if not message.content:
-            self._append(role, "")
+            self._continue(role)
 
     def _add_answer(self, message: Message, where: str) -> Iterator[None]:
-        """Add what the assistant said."""
+        """Add what the assistant said; its texts are one."""
+        said = self._continue(ASSISTANT)
         texts: list[str] = []
-        reasoning: list[str] = []
-        calls: list[dict[str, Any]] = []
         for block, place in _blocks(message, where):
             match block:
                 case TextBlock():
                     texts.append(block.text)
                 case ThinkingBlock():
-                    reasoning.append(_reasoning(block, place))
+                    said.reasoning.append(_reasoning(block, place))
                 case ToolUseBlock():
-                    calls.append(_call(block))
-                    self._called[calls[-1]["id"]] = block.name
+                    said.calls.append(_call(block))
+                    self._called[said.calls[-1]["id"]] = block.name
             yield
-        others: dict[str, Any] = {}
-        if any(reasoning):
-            others["reasoning_content"] = "\n".join(filter(None, reasoning))
-        if calls:
-            others["tool_calls"] = calls
-        self._append(ASSISTANT, "".join(texts), **others)
+        said.texts.append("".join(texts))
 
-    def _append_result(self, block: ToolResultBlock, where: str) -> None:
+    def _add_result(self, block: ToolResultBlock, where: str) -> None:
         text = "\n".join(_texts(block.content, f"{where}.content", self.references))
         if block.is_error and not text.lstrip().lower().startswith("error"):
             text = ERROR + text
         call_id = _template_id(block.tool_use_id)
         name = {"name": self._called[call_id]} if call_id in self._called else {}
-        self.found.append({"role": TOOL, "content": text, "tool_call_id": call_id, **name})
+        self._said.append(_Said(TOOL, [text], others={"tool_call_id": call_id, **name}))
 
-    def _append_texts(self, role: str, texts: list[str]) -> None:
-        """Append a message of several texts, if there are any, and forget them."""
-        if texts:
-            self._append(role, "\n".join(texts))
-            texts.clear()
-
-    def _append(self, role: str, content: str, **others: Any) -> None:
-        """Append a message, or continue the last one if it is of the same role."""
-        last = self.found[-1] if self.found else {}
-        if last.get("role") != role:
-            self.found.append({"role": role, "content": content, **others})
-            return
-        last["content"] = "\n".join(filter(None, (last["content"], content)))
-        if "reasoning_content" in others:
-            earlier = last.get("reasoning_content")
-            last["reasoning_content"] = "\n".join(filter(None, (earlier, others["reasoning_content"])))
-        if "tool_calls" in others:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *others["tool_calls"]]
+    def _continue(self, role: str) -> _Said:
+        """The last message if it is of this role, else a new one."""
+        if not self._said or self._said[-1].role != role:
+            self._said.append(_Said(role))
+        return self._said[-1]
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock

@@ -101,7 +101,7 @@ class MessagesApi:
                 blocks += 1
                 if blocks % BLOCKS_AT_A_TIME == 0:
                     await asyncio.sleep(0)
-        return conversation_of(body, found.found, self._routes.chat_template, found.references)
+        return conversation_of(body, found.found(), self._routes.chat_template, found.references)
 
     def _takes_system_anywhere(self) -> bool:
         """Whether the model's chat template has a place for system messages after the first message."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from engine.core.parsers import CallEnd
 from engine.core.protocols import AnswerWriter, ApiError, Delta, Template, Usage, sse_event
 from engine.core.types import FINISH_LENGTH
 from engine.plugins.protocols.anthropic.blocks import BlockSequence, CollectedBlocks
@@ -51,6 +52,8 @@ class MessageWriter(AnswerWriter):
         for event in delta.said:
             for part in self._blocks.feed(event):
                 self._collected.add(part)
+            if isinstance(event, CallEnd):
+                self._collected.end_call()
             yield
         self._note(delta)
 

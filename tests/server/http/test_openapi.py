@@ -103,6 +103,9 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/v1/messages", CHAT | {"max_tokens": 4, "thinking": {"type": "adaptive"}, "stop_sequences": ["zz"]}),
+        ("/v1/messages", CHAT | {"max_tokens": 4, "stream": True, "system": [{"type": "text", "text": "a"}]}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
         ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 4}),
         ("/v1/responses", {"model": "tiny", "input": [{"role": "user", "content": "hi"}], "stream": True}),
         ("/v1/completions", COMPLETION),

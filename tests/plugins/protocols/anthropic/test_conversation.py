@@ -28,7 +28,7 @@ def converted(*messages: tuple[str, Any], system: Any = None, system_anywhere: b
     list(found.add_system(system))
     for index, (role, content) in enumerate(messages):
         list(found.add(Message(role=role, content=content), f"messages[{index}]"))
-    return found.found
+    return found.found()
 
 
 def said(role: str, content: str, **others: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_a_reference_to_a_tool_is_its_name() -> None:
     found = TemplateMessages()
     content = [result([text("found"), {"type": "tool_reference", "tool_name": "weather"}])]
     list(found.add(Message(role="user", content=content), "messages[0]"))
-    assert found.found == [said("tool", "found\nweather", tool_call_id="a1")]
+    assert found.found() == [said("tool", "found\nweather", tool_call_id="a1")]
     assert found.references == {"weather"}
 
 
@@ -175,6 +175,6 @@ def test_what_the_model_cannot_be_given_is_refused_by_name(role: str, content: A
 def test_a_message_that_the_model_sees_for_a_while_is_refused_unless_it_is_for_good() -> None:
     found = TemplateMessages()
     list(found.add(Message(role="system", content="a", clear_at="never"), "messages[0]"))
-    assert found.found == [said("system", "a")]
+    assert found.found() == [said("system", "a")]
     with pytest.raises(ApiError, match="only in a message of role system"):
         list(found.add(Message(role="user", content="a", clear_at="never"), "messages[0]"))

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from engine.core.parsers import CallBegin, CallEnd, Content, Event, Malformed, Reasoning
+from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Malformed, Reasoning
 from engine.core.protocols import ApiError, Delta, Usage
 from engine.plugins.protocols.anthropic import writer as module
 from engine.plugins.protocols.anthropic.errors import error_body
 from engine.plugins.protocols.anthropic.writer import MessageWriter
 
 USAGE = Usage(10, 5, 4, 2)
-CALL: list[Event] = [CallBegin("f"), CallEnd()]
+CALL: list[Event] = [CallBegin("f"), CallArguments("{}"), CallEnd()]
 
 
 def writer(**given: Any) -> MessageWriter:
