@@ -186,6 +186,7 @@ def test_beta_parameters_that_change_nothing(client: anthropic.Anthropic, script
 def test_errors(client: anthropic.Anthropic, scripted: Server) -> None:
     with pytest.raises(anthropic.NotFoundError, match="this server has no model 'other'") as caught:
         client.messages.create(**asked("x", model="other"))
-    assert caught.value.type == "not_found_error"
+    body: Any = caught.value.body
+    assert body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="takes text only"):
         client.messages.create(**asked("x", messages=[{"role": "user", "content": [{"type": "image"}]}]))
