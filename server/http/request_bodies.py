@@ -34,6 +34,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     choice: list[str] | None = None
     grammar: str | None = None
     """A grammar in Lark."""
+    structural_tag: dict[str, Any] | str | None = None
+    """A format of texts, special tokens and parts with grammars, also as JSON."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -132,6 +134,8 @@ _MISSING = re.compile(r"missing required field `([^`]*)`")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
+REPLACED = {"functions": "tools", "function_call": "tool_choice"}
+"""Old parameters of chat, and those that have replaced them."""
 NUMBERS_PER_VALUE = 8
 """A number is decoded in this fraction of the time of a list."""
 _SMALL_BODY = 2**16
@@ -220,6 +224,7 @@ def explain(message: str, parent: str = "") -> ApiError:
         name = f"{where}.{match.group(1)}".lstrip(".")
         return invalid(f"{name} is missing", name, "missing_required_parameter")
     if reason.startswith("Expected `null`"):
-        return invalid(f"{where} is not supported by this server; leave it out", where, "unsupported_parameter")
+        instead = f"use {REPLACED[where]} instead" if where in REPLACED else "leave it out"
+        return invalid(f"{where} is not supported by this server; {instead}", where, "unsupported_parameter")
     reason = reason[:1].lower() + reason[1:].replace("`", "")
     return invalid(f"{where or 'the body'}: {reason}", where or None, "invalid_type")
