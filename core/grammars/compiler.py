@@ -18,6 +18,7 @@ from engine.core.grammars.base import CompiledGrammar, GrammarBackend
 from engine.core.grammars.grammar import PARAMETER, Grammar
 from engine.core.grammars.limits import check_limits
 from engine.core.grammars.threads import CompileThreads
+from engine.core.grammars.tool_schemas import compile_with_tools
 from engine.core.grammars.vocabulary import grammar_vocabulary
 from engine.core.text.tokenizer import Tokenizer
 
@@ -148,7 +149,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         backend = self._made()
         try:
-            return backend.compile(grammar)
+            return compile_with_tools(grammar, backend.compile)
         except EngineError:
             raise
         except Exception as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import msgspec
 from attrs import frozen
 
 from engine.core.grammars import Grammar
+from engine.core.parsers import ToolChoice as ToolChoice  # noqa: PLC0414  (a public name of this package too)
 
 
 @frozen(kw_only=True)
@@ -24,18 +25,6 @@ class FunctionTool:
     """Whether the arguments must keep to the schema."""
     where: str = "tools"
     """Where the function stands in the request, for refusals: `tools[0].function`."""
-
-
-@frozen
-class ToolChoice:
-    """Which tools the model must call."""
-
-    mode: Literal["auto", "none", "required"] = "auto"
-    """auto: the model decides. none: it calls none. required: it calls at least one."""
-    name: str | None = None
-    """With required: the function that it must call; None: any."""
-    allowed: frozenset[str] | None = None
-    """The functions that it may call; None: all."""
 
 
 @frozen(kw_only=True)
@@ -63,7 +52,7 @@ class Conversation:
     tools: Sequence[FunctionTool] = ()
     tool_choice: ToolChoice = attrs.field(factory=ToolChoice)
     parallel_calls: bool = True
-    """False: the answer ends with its first tool call."""
+    """Whether there may be several tool calls."""
     variables: Mapping[str, Any] = attrs.field(factory=dict)
     """Additional variables of the chat template."""
     effort: str | None = None
@@ -78,7 +67,7 @@ class Conversation:
     logprobs: int | None = None
     """Number of most likely tokens to report for each token; 0: only the token itself; None: no log probabilities."""
     grammar: Grammar | None = None
-    """What the whole answer must match, from its first token on; it is not parsed then."""
+    """What the content must match, after the reasoning, if there is any; next to tools, there may be calls instead."""
     n: int = 1
     """Number of answers."""
     priority: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -27,8 +28,11 @@ def convert(value: object, kind: type[T], where: str) -> T:
         raise explain(str(error), where) from None
 
 
-def explain(message: str, parent: str = "") -> ApiError:
-    """Turn msgspec's message into a sentence that begins with the parameter's name. parent: what holds it."""
+def explain(message: str, parent: str = "", *, replaced: Mapping[str, str] = {}) -> ApiError:
+    """Turn msgspec's message into a sentence that begins with the parameter's name.
+
+    parent: what holds it. replaced: parameters that take only null, and what to use instead.
+    """
     path = _PATH.search(message)
     where = ".".join(filter(None, (parent, path.group(1) if path else "")))
     reason = _PATH.sub("", message)
@@ -39,7 +43,8 @@ def explain(message: str, parent: str = "") -> ApiError:
         name = f"{where}.{match.group(1)}".lstrip(".")
         return invalid(f"{name} is missing", name, "missing_required_parameter")
     if reason.startswith("Expected `null`"):
-        return invalid(f"{where} is not supported by this server; leave it out", where, "unsupported_parameter")
+        instead = f"use {replaced[where]} instead" if where in replaced else "leave it out"
+        return invalid(f"{where} is not supported by this server; {instead}", where, "unsupported_parameter")
     reason = reason[:1].lower() + reason[1:].replace("`", "")
     return invalid(f"{where or 'the body'}: {reason}", where or None, "invalid_type")
 

@@ -15,7 +15,7 @@ from engine.core.protocols import Conversation, Delta, ParameterNames
 from engine.core.types import TokenLogprobs
 from engine.server.http import params as parameters
 from engine.server.http.chat_message import ChatMessage
-from engine.server.http.chat_tools import chosen_tools, function_tools
+from engine.server.http.chat_tools import chosen_tools, custom_names, function_tools
 from engine.server.http.choices_writer import ChoicesWriter
 from engine.server.http.conversation import respond
 from engine.server.http.errors import invalid
@@ -65,7 +65,15 @@ async def _respond(service: Service, body: ChatBody) -> SendResponse:
         names=ParameterNames(max_tokens=max_tokens_name, grammar=parameter_of_grammar(body)),
     )
     name = f"chatcmpl-{uuid.uuid4().hex}"
-    writer = ChatWriter(service, name, n, body.stream_options, conversation.logprobs)
+    messages = [
+        ChatMessage(
+            service.new_call_id,
+            named_call=conversation.tool_choice.name is not None,
+            custom=custom_names(body.tools),
+        )
+        for _ in range(n)
+    ]
+    writer = ChatWriter(service, name, messages, body.stream_options, conversation.logprobs)
     return await respond(service, name, conversation, writer, stream=bool(body.stream))
 
 
@@ -85,13 +93,23 @@ class ChatWriter(ChoicesWriter):
     chunk_object_name = "chat.completion.chunk"
 
     def __init__(
-        self, service: Service, name: str, num_choices: int, options: StreamOptions | None, logprobs: int | None
+        self,
+        service: Service,
+        name: str,
+        messages: Sequence[ChatMessage],
+        options: StreamOptions | None,
+        logprobs: int | None,
     ) -> None:
-        """name: id of the response. logprobs: number of most likely tokens to report; None: no log probabilities."""
+        """name: id of the response. messages: one per choice, empty. logprobs: number of most likely tokens to report;
+        None: no log probabilities.
+        """
+        num_choices = len(messages)
         super().__init__(name, service.name, num_choices, options)
         self._tokenizer = service.tokenizer
         self._top_logprobs = logprobs
-        self._messages = [ChatMessage(service.new_call_id) for _ in range(num_choices)]
+        self._messages = messages
+        self._early: set[int] = set()
+        """Choices of a stream that have begun before it was known what they say."""
         self._logprob_lists = [JsonLists("content") for _ in range(num_choices)]
         self._finish_reasons: list[str | None] = [None] * num_choices
 
@@ -126,14 +144,30 @@ class ChatWriter(ChoicesWriter):
         deltas = [found for event in delta.said if (found := message.delta(event)) is not None]
         if logprobs is not None and not deltas:
             deltas = [{"content": ""} if delta.events is None else {}]
-        if (deltas or delta.finish_reason is not None or delta.events is None) and self._is_first(choice):
-            null = bool(deltas) and "content" not in deltas[0]
-            yield self._delta_event(choice, {"role": "assistant", "content": None if null else ""})
+        if deltas or delta.finish_reason is not None or delta.events is None:
+            yield from self._beginnings(choice, deltas)
         for found in deltas:
             yield self._delta_event(choice, found, logprobs)
             logprobs = None
         if delta.finish_reason is not None:
             yield self._delta_event(choice, {}, None, message.finish_reason(delta.finish_reason), message.error)
+
+    def _beginnings(self, choice: int, deltas: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        """The first event of a choice, whose first deltas are given, after those of all choices before.
+
+        OpenAI's client numbers choices as they come. A choice that had to begin early has `content` null, which becomes
+        empty if nothing else comes.
+        """
+        null = bool(deltas) and "content" not in deltas[0]
+        if self._is_first(choice):
+            for before in filter(self._is_first, range(choice)):
+                self._early.add(before)
+                yield self._delta_event(before, {"role": "assistant", "content": None})
+            yield self._delta_event(choice, {"role": "assistant", "content": None if null else ""})
+        elif choice in self._early:
+            self._early.discard(choice)
+            if not deltas:
+                yield self._delta_event(choice, {"content": ""})
 
     def _delta_event(
         self,

@@ -9,7 +9,6 @@ to the application, the generation and the response.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -20,7 +19,7 @@ from engine.server.front_end.errors import excerpt
 from engine.server.http import params as parameters
 from engine.server.http.errors import invalid
 from engine.server.http.job import Job
-from engine.server.http.parsed_output import OutputFormat
+from engine.server.http.output_rules import planned_output
 from engine.server.http.responses import SendResponse
 from engine.server.http.service import TEMPLATE_ARGUMENTS, ChatPrompt, Service
 from engine.server.http.tools import offered_tools
@@ -46,6 +45,9 @@ async def respond(
     """
     params, tools = checked(service, conversation)
     prompt = await encode(service, conversation, tools)
+    output = planned_output(service, conversation, tools, prompt.text)
+    if output.grammar is not None:
+        params = parameters.evolve(params, grammar=output.grammar)
     names, default = conversation.names, service.default_params.max_tokens
     max_tokens = conversation.max_tokens
     if conversation.may_exceed_context and max_tokens is not None:
@@ -62,13 +64,6 @@ async def respond(
         priority=conversation.priority,
         salt=conversation.salt or "",
     )
-    output_format = None
-    if service.parser is not None and params.grammar is None:
-        output_format = OutputFormat(
-            begin=partial(service.parser.begin, prompt.text, tools),
-            keep=service.parser_tokens,
-            one_call=not conversation.parallel_calls,
-        )
     return Job(
         service,
         name,
@@ -77,19 +72,17 @@ async def respond(
         stream=stream,
         headers=headers,
         choices_per_prompt=conversation.n,
-        output_format=output_format,
-        grammar_parameter=names.grammar,
+        output_format=output.format,
+        grammar_parameter=output.grammar_parameter,
     ).response()
 
 
 def checked(service: Service, conversation: Conversation) -> tuple[SamplingParams, list[dict[str, Any]]]:
-    """All sampling parameters but max_tokens, and the tools as chat templates expect them. Raises ApiError."""
+    """All sampling parameters but max_tokens and grammar, and the tools as templates expect them. Raises ApiError."""
     names, limits = conversation.names, service.limits
     parameters.check_num_choices(conversation.n, limits)
     parameters.check_salt(conversation.salt, limits)
     params = parameters.checked_params(conversation.sampling, service.default_params, limits, service.vocab_size)
-    if conversation.grammar is not None:
-        params = parameters.evolve(params, grammar=conversation.grammar)
     if conversation.logprobs is not None:
         parameters.check_logprobs(conversation.logprobs, limits, names.logprobs)
         params = attrs.evolve(params, logprobs=conversation.logprobs)
@@ -100,10 +93,6 @@ def checked(service: Service, conversation: Conversation) -> tuple[SamplingParam
         readable=parser is not None and parser.reads_calls,
         parameter=names.tool_choice,
     )
-    if tools and params.grammar is not None:
-        raise invalid(
-            f"{names.grammar} cannot be combined with tools: an output that matches it calls none", names.grammar
-        )
     return params, tools
 
 

@@ -24,12 +24,20 @@ class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
     """JSON, as the model wrote it."""
 
 
+class CustomCall(msgspec.Struct, forbid_unknown_fields=True):
+    """The custom tool that an assistant called."""
+
+    name: str
+    input: str
+
+
 class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One tool call of an assistant's message."""
 
     id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     index: int | None = None
     """Sent back by clients that join the pieces of a stream; has no effect."""
 
@@ -112,14 +120,21 @@ def _of_assistant(message: Message, where: str) -> dict[str, Any]:
         found["reasoning_content"] = reasoning
     if message.tool_calls:
         found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": call.type,
-                "function": {"name": call.function.name, "arguments": template_arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
+            {"id": call.id, "type": "function", "function": _called(call, f"{where}.tool_calls[{index}]")}
+            for index, call in enumerate(message.tool_calls)
         ]
     return found
+
+
+def _called(call: ToolCall, where: str) -> dict[str, Any]:
+    """The function of a call; that of a custom tool has its input as the only argument."""
+    given = call.custom if call.type == "custom" else call.function
+    if given is None or (call.custom is not None and call.function is not None):
+        other = "function" if call.type == "custom" else "custom"
+        raise invalid(f"{where} has the type {call.type}: give {call.type}, and no {other}", f"{where}.{call.type}")
+    if isinstance(given, CustomCall):
+        return {"name": given.name, "arguments": {"input": given.input}}
+    return {"name": given.name, "arguments": template_arguments(given.arguments)}
 
 
 def _content(message: Message, where: str) -> str:

@@ -90,6 +90,10 @@ def constraints(service: Service) -> dict[str, Schema]:
                 "regex": {"type": ["string", "null"]},
                 "choice": {"anyOf": [{"type": "array", "items": text, "minItems": 1}, NULL]},
                 "grammar": {"type": ["string", "null"], "description": "A grammar in Lark."},
+                "structural_tag": {
+                    "type": ["object", "string", "null"],
+                    "description": "A format of texts, special tokens and parts with grammars of their own.",
+                },
             },
             "additionalProperties": False,
         },
@@ -108,9 +112,31 @@ def constraints(service: Service) -> dict[str, Schema]:
             "description": "Null or absent only from an assistant; refusals too.",
         },
         "store": {"const": False},
-        "tool_choice": {"enum": ["none", "auto"]},
-        "strict": {"const": False},
+        "tool_choice": _tool_choice(),
     }
+
+
+def _tool_choice() -> Schema:
+    named: list[Schema] = [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind}, kind: {"type": "object", "required": ["name"]}},
+            "required": ["type", kind],
+        }
+        for kind in ("function", "custom")
+    ]
+    allowed = _format(
+        "allowed_tools",
+        allowed_tools={
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": {"anyOf": named}},
+            },
+            "required": ["mode", "tools"],
+        },
+    )
+    return {"anyOf": [{"enum": ["none", "auto", "required"]}, *named, allowed]}
 
 
 def _format(kind: str, **properties: Schema) -> Schema:
@@ -183,7 +209,10 @@ def _responses(service: Service) -> dict[str, Schema]:
         text_offset=_array(COUNT),
     )
     head = {"id": STRING, "created": COUNT, "model": name}
-    call = _object(id=STRING, type={"const": "function"}, function=_object(name=STRING, arguments=STRING))
+    calls: list[Schema] = [
+        _object(id=STRING, type={"const": "function"}, function=_object(name=STRING, arguments=STRING)),
+        _object(id=STRING, type={"const": "custom"}, custom=_object(name=STRING, input=STRING)),
+    ]
     choice = {"index": COUNT, "finish_reason": FINISH_REASON}
     return {
         "Error": _object(
@@ -213,7 +242,7 @@ def _responses(service: Service) -> dict[str, Schema]:
                         role={"const": "assistant"},
                         content=_nullable(STRING),
                         refusal=NULL,
-                        optional={"reasoning_content": STRING, "tool_calls": _array(call)},
+                        optional={"reasoning_content": STRING, "tool_calls": _array({"anyOf": calls})},
                     ),
                     logprobs=_nullable(chat_logprobs),
                     optional={"parse_error": STRING},

@@ -34,6 +34,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     choice: list[str] | None = None
     grammar: str | None = None
     """A grammar in Lark."""
+    structural_tag: dict[str, Any] | str | None = None
+    """A format of texts, special tokens and parts with grammars, also as JSON."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +129,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+REPLACED = {"functions": "tools", "function_call": "tool_choice"}
+"""Old parameters of chat, and those that have replaced them."""
 NUMBERS_PER_VALUE = 8
 """A number is decoded in this fraction of the time of a list."""
 _SMALL_BODY = 2**16
@@ -198,6 +202,6 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise explain(str(error)) from None
+        raise explain(str(error), replaced=REPLACED) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None

@@ -85,6 +85,7 @@ def _of_structure(asked: StructuredOutputs | None) -> Grammar | None:
         "regex": Grammar.regex,
         "choice": Grammar.choice,
         "grammar": Grammar.lark,
+        "structural_tag": Grammar.structural_tag,
     }
     for name, value in given.items():
         return _made(makers[name], value, f"structured_outputs.{name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.core.protocols import FunctionTool, ToolChoice
@@ -21,11 +21,9 @@ def offered_tools(
 ) -> list[dict[str, Any]]:
     """The tools as chat templates expect them; none if the model is to call none.
 
-    readable: whether the server can read the model's calls. parameter: that of `choice`. Raises ApiError for what would
-    change the answer and is not supported.
+    They do not depend on which of them may be called, so that prompts keep their prefixes. readable: whether the server
+    can read the model's calls. parameter: that of `choice`. Raises ApiError for what cannot be honoured.
     """
-    if choice.mode == "required" or choice.allowed is not None:
-        raise invalid(f"{parameter} must be none or auto: this server cannot make the model call a tool", parameter)
     found: dict[str, dict[str, Any]] = {}
     for tool in tools:
         _check(tool)
@@ -33,6 +31,10 @@ def offered_tools(
             where = f"{tool.where}.name"
             raise invalid(f"{where} is {excerpt(tool.name)!r}, as of another tool; give each its own name", where)
         found[tool.name] = _template_tool(tool)
+    if choice.forced and not found:
+        raise invalid(f"{parameter} asks for a tool call, but the request has no tools", parameter)
+    if choice.mode != "none":
+        _check_names(choice, found, parameter)
     if not found or choice.mode == "none":
         return []
     if not readable:
@@ -50,11 +52,16 @@ def _check(tool: FunctionTool) -> None:
             f"{tool.where}.name is {excerpt(tool.name)!r}; use at most 128 letters, digits and characters of _.:/-",
             f"{tool.where}.name",
         )
-    if tool.strict:
-        raise invalid(
-            f"{tool.where}.strict must be false: this server cannot make the model keep to a schema",
-            f"{tool.where}.strict",
-        )
+
+
+def _check_names(choice: ToolChoice, found: Mapping[str, Any], parameter: str) -> None:
+    """Refuse a choice of tools that are not offered."""
+    named = {choice.name} if choice.name is not None else set()
+    for name in sorted(named | (choice.allowed or frozenset())):
+        if name not in found:
+            raise invalid(f"{parameter} names {excerpt(name)!r}, which is none of the tools", parameter)
+    if choice.allowed is not None and not choice.allowed:
+        raise invalid(f"{parameter} allows no tools; say none instead", parameter)
 
 
 def _template_tool(tool: FunctionTool) -> dict[str, Any]:

@@ -196,6 +196,16 @@ def test_a_writer_that_fails_ends_its_stream_alone(poems: Any, client: httpx.Cli
     assert client.post("/v1/poem", json={"subject": "sea"}).json()["poem"] == "sea"
 
 
+def test_a_client_that_leaves_ends_its_request(poems: Any, client: httpx.Client) -> None:
+    def aborted() -> bool:
+        lines = client.get("/metrics").text.splitlines()
+        return 'engine_requests_finished_total{finish_reason="abort"} 1.0' in lines
+
+    with client.stream("POST", "/v1/poem", json={"subject": "x" * 100, "stream": True}) as response:
+        assert next(response.iter_bytes())
+    poems.until(aborted)
+
+
 def test_a_plugin_that_fails_to_register_is_named_and_adds_nothing(poems: Any, client: httpx.Client) -> None:
     assert "plugin 'broken' of broken 1.5 could not add its routes: the path /health belongs to the server" in (
         poems.errors

@@ -74,7 +74,7 @@ def test_null_means_not_given() -> None:
         (CompletionBody, COMPLETION | {"stream_options": {"a": 1}}, "stream_options.a", "is not a parameter"),
         (ChatBody, CHAT | {"service_tier": "flex"}, "service_tier", "invalid enum"),
         (ChatBody, CHAT | {"metadata": {"a": 1}}, "metadata[...]", "expected str"),
-        (ChatBody, CHAT | {"functions": [{}]}, "functions", "is not supported"),
+        (ChatBody, CHAT | {"functions": [{}]}, "functions", "use tools instead"),
         (ChatBody, CHAT | {"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
         (
             ChatBody,
