@@ -90,13 +90,15 @@ class AccessControl:
             )
 
     def _check_key(self, headers: Headers) -> int:
-        """The number of the client's API key. Raises ApiError."""
+        """The number of the client's API key, which either of two headers has. Raises ApiError."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        number = self._keys.number(key.strip().encode("latin-1"))
-        if number is None or scheme.lower() != "bearer":
+        number = self._keys.number(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+        if number is None:
+            number = self._keys.number(headers.get("x-api-key", "").strip().encode("latin-1"))
+        if number is None:
             raise ApiError(
                 401,
-                "the API key is missing or wrong; send the header `Authorization: Bearer KEY`",
+                "the API key is missing or wrong; send the header `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )

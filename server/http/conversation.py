@@ -49,8 +49,12 @@ async def respond(
     if output.grammar is not None:
         params = parameters.evolve(params, grammar=output.grammar)
     names, default = conversation.names, service.default_params.max_tokens
+    max_tokens = conversation.max_tokens
+    if conversation.may_exceed_context and max_tokens is not None:
+        parameters.check_room(len(prompt.tokens), service.max_len)
+        max_tokens = min(max_tokens, service.max_len - len(prompt.tokens))
     params = parameters.with_max_tokens(
-        conversation.max_tokens, names.max_tokens, default, params, len(prompt.tokens), service.max_len
+        max_tokens, names.max_tokens, default, params, len(prompt.tokens), service.max_len
     )
     requests = service.requests(
         name,

@@ -254,10 +254,19 @@ class Service:
         if len(messages) > self.max_len:
             raise self._too_long(f"the chat has {len(messages)} messages", parameter)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], salt: str) -> ChatPrompt:
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat template, the one for tools if there are several; empty if it is not known."""
+        return self.parser.templates.chat if self.parser is not None else ""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        """Render a conversation. given: arguments of Tokenizer.render_chat. Raises InvalidRequestError."""
         if self.parser is not None:
             messages = [self.parser.template_message(message) for message in messages]
-        text = self.tokenizer.render_chat(messages, **given)
+        return self.tokenizer.render_chat(messages, **given)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], salt: str) -> ChatPrompt:
+        text = self.render(messages, **given)
         self._check_length(text)
         return ChatPrompt(text, self._token_cache.encode(text, salt))
 

@@ -164,15 +164,6 @@ def test_a_call_that_is_asked_for_comes(client: openai.OpenAI, name: str, temper
     ]
 
 
-def test_a_call_that_is_asked_for_comes_as_a_response(client: openai.OpenAI) -> None:
-    tools: Any = [{"type": "function", **tool["function"]} for tool in STRICT]
-    asked: Any = {"model": "tiny", "input": "weather", "max_output_tokens": 150, "parallel_tool_calls": False}
-    for choice in ("required", {"type": "function", "name": "Weather"}):
-        [call] = client.responses.create(**asked, tools=tools, tool_choice=choice).output
-        assert call.type == "function_call"
-        assert {"Weather": Weather, "Now": Now}[call.name].model_validate_json(call.arguments)
-
-
 def test_the_model_may_answer_or_call(client: openai.OpenAI) -> None:
     asked = {**CALLS, "tools": STRICT, "n": 4, "seed": 1, "max_completion_tokens": 40}
     for one in client.chat.completions.create(**asked).choices:
@@ -221,6 +212,21 @@ def test_a_custom_tool_gets_what_its_pattern_matches(client: openai.OpenAI) -> N
     found = client.chat.completions.create(**CALLS, tools=tools, tool_choice=choice).choices[0]
     assert found.message.tool_calls
     assert re.fullmatch("[a-c]{2,4}", found.message.tool_calls[0].custom.input)
+
+
+def test_responses_with_a_call_that_is_asked_for(client: openai.OpenAI) -> None:
+    schema = Weather.model_json_schema() | {"additionalProperties": False}
+    tool: Any = {"type": "function", "name": "weather", "strict": True, "parameters": schema}
+    digits = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{3}"}
+    dial: Any = {"type": "custom", "name": "dial", "format": digits}
+    asked: Any = {"model": "tiny", "input": "weather", "tools": [tool, dial], "max_output_tokens": 150}
+    asked |= {"parallel_tool_calls": False, "temperature": 1, "extra_body": {"seed": 3}}
+    [call] = client.responses.create(**asked, tool_choice={"type": "function", "name": "weather"}).output
+    assert call.type == "function_call"
+    Weather.model_validate_json(call.arguments)
+    *_, last = client.responses.create(**asked, tool_choice={"type": "custom", "name": "dial"}, stream=True)
+    [dialled] = last.response.output
+    assert re.fullmatch("[0-9]{3}", dialled.input)
 
 
 def test_structured_outputs_by_the_names_of_vllm(client: openai.OpenAI) -> None:
