@@ -27,7 +27,7 @@ installed = $(VENV)/.installed-$(1)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := check
-.PHONY: check lint format types tests test browser-test serve docs site linkcheck format-fix clean
+.PHONY: check lint format types tests test browser-test clients serve docs site linkcheck format-fix clean
 
 check: lint format types tests ## lint, format, types and tests
 
@@ -48,6 +48,18 @@ test: $(call installed,test) ## the tests, with only what they need
 
 browser-test: $(call installed,test) $(BROWSER_PACKAGES)/.installed ## the page at / in Chromium, which must be there
 	BROWSER_PACKAGES=$(BROWSER_PACKAGES) SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest tests/server/browser $(ARGS)
+
+# Each environment has what the others' versions exclude; Node.js has to be there, 20 or newer.
+CLIENTS := build/clients
+CLIENT_TESTS = ENGINE_PYTHON=$(abspath $(BIN)/python) CLIENTS_NODE=$(abspath $(CLIENTS)/node) \
+	$(CLIENTS)/$(1)/bin/python -m pytest --outcomes $(CLIENTS)/outcomes.json $(ARGS)
+
+clients: $(call installed,server) $(foreach name,main instructor litellm node,$(CLIENTS)/$(name)/.installed) ## run other projects' clients, write docs/clients.md (needs the network to install)
+	rm -f $(CLIENTS)/outcomes.json
+	$(call CLIENT_TESTS,main) tests/clients $(foreach name,instructor litellm,--ignore tests/clients/test_$(name).py)
+	$(call CLIENT_TESTS,instructor) tests/clients/test_instructor.py
+	$(call CLIENT_TESTS,litellm) tests/clients/test_litellm.py
+	CLIENTS_NODE=$(abspath $(CLIENTS)/node) $(CLIENTS)/main/bin/python tests/clients/outcomes.py $(CLIENTS)/outcomes.json
 
 serve: $(call installed,server) ## answer on 127.0.0.1:8000 with the demo model
 	$(BIN)/engine serve $(ARGS)
@@ -76,6 +88,20 @@ $(BIN)/python:
 
 $(BROWSER_PACKAGES)/.installed: $(CONSTRAINTS) | $(call installed,test)
 	$(PIP) --upgrade --target $(BROWSER_PACKAGES) playwright $(CONSTRAINTS:%=--constraint %)
+	@touch $@
+
+$(CLIENTS)/%/.installed: tests/clients/requirements-%.txt
+	$(PYTHON) -m venv $(CLIENTS)/$*
+ifneq ($(TORCH_INDEX),)
+	$(if $(filter main,$*),$(CLIENTS)/$*/bin/python -m pip install torch --index-url $(TORCH_INDEX) --constraint $<)
+endif
+	$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+$(CLIENTS)/node/.installed: tests/clients/package.json tests/clients/package-lock.json
+	@mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --no-audit --no-fund --prefix $(@D)
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
