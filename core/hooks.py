@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import typer
 
     from engine.core.engine import Engine
+    from engine.core.protocols.routes import Routes
 
 PROJECT = "engine"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -126,6 +127,15 @@ def register_grammars(register: Register) -> None:
     """Register grammar backends (engine.core.grammars.GrammarBackend): call `register` once for each.
 
     Called when plugins are loaded. An exception makes the plugin fail to load.
+    """
+
+
+@hookspec
+def register_routes(routes: Routes) -> None:
+    """Add routes to the HTTP server, such as those of a conversation protocol (engine.core.protocols.Routes).
+
+    Called in each front end process of `engine serve`, when all engines have started. An exception becomes a warning,
+    and none of the plugin's routes is added; a path that is taken is refused by name.
     """
 
 

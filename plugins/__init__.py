@@ -11,6 +11,7 @@ BUILTINS = (
     "engine.plugins.grammars",
     "engine.plugins.models",
     "engine.plugins.parsers",
+    "engine.plugins.protocols",
     "engine.plugins.quant",
     "engine.plugins.schedulers",
 )

@@ -47,6 +47,12 @@ PAGES: dict[str, tuple[str, ...]] = {
         "core/parsers/json_scanner.py",
     ),
     "Grammars": ("core/grammars/base.py", "core/grammars/grammar.py"),
+    "Protocols": (
+        "core/protocols/routes.py",
+        "core/protocols/conversation.py",
+        "core/protocols/answer.py",
+        "core/protocols/errors.py",
+    ),
     "What travels": ("core/types.py", "core/tokens.py"),
     "Devices": ("core/device.py",),
     "Errors": ("core/errors.py",),

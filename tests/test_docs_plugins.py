@@ -133,6 +133,12 @@ def test_quant(example: Example, run: Run) -> None:
     assert run(plugin, quant="int8-rows", quant__options__skip=everything) == plain
 
 
+def test_routes(example: Example) -> None:
+    """tests/server/http/test_plugin_routes.py asks them."""
+    hooks = load_plugins(extra=[example("poem")]).hook.register_routes.get_hookimpls()
+    assert "poem" in [one.plugin.__name__ for one in hooks]
+
+
 def test_grammars(example: Example) -> None:
     plugins = load_plugins(extra=[example("choices")])
     assert plugins.grammars.names() == ("llguidance", "xgrammar", "choices")

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from engine.core.grammars.compiler import Grammars as Grammars
     from engine.core.grammars.grammar import Grammar as Grammar
     from engine.core.grammars.limits import schema_of as schema_of
+    from engine.core.grammars.structural_tag_forms import format_of as format_of
+    from engine.core.grammars.structural_tags import FormatResolver as FormatResolver
+    from engine.core.grammars.tool_schemas import TOOL_LABEL as TOOL_LABEL, compile_with_tools as compile_with_tools
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
@@ -26,4 +29,7 @@ __getattr__, __dir__, __all__ = exports(
     compiler=("Grammars",),
     grammar=("Grammar",),
     limits=("schema_of",),
+    tool_schemas=("TOOL_LABEL", "compile_with_tools"),
+    structural_tag_forms=("format_of",),
+    structural_tags=("FormatResolver",),
 )

@@ -18,6 +18,7 @@ from engine.core.grammars.base import CompiledGrammar, GrammarBackend
 from engine.core.grammars.grammar import PARAMETER, Grammar
 from engine.core.grammars.limits import check_limits
 from engine.core.grammars.threads import CompileThreads
+from engine.core.grammars.tool_schemas import compile_with_tools
 from engine.core.grammars.vocabulary import grammar_vocabulary
 from engine.core.text.tokenizer import Tokenizer
 
@@ -74,11 +75,22 @@ class Grammars:
         self._making = threading.Lock()
         self._lock = threading.Lock()
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
+        self._begun: list[Grammar] = []
         self._threads = CompileThreads(THREADS)
 
     def begin(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Compile a grammar in a thread, unless that was done. The future raises InvalidRequestError for a refusal."""
         return self._entry(grammar).future
+
+    def take_begun(self) -> tuple[Grammar, ...]:
+        """The grammars that were begun since the last call; at most as many as are kept. Refused ones are not among
+        them."""
+        if not self._begun:
+            return ()
+        with self._lock:
+            begun = tuple(self._begun[-CACHED:])
+            self._begun.clear()
+            return begun
 
     def ready(self, grammar: Grammar) -> bool:
         """Whether `compile` returns or raises without waiting. Begins to compile the grammar otherwise."""
@@ -131,6 +143,7 @@ class Grammars:
             entry.future.set_exception(error)
         else:
             entry.future = self._threads.submit(compile_it)
+            self._begun = [*self._begun[-CACHED:], grammar]
         return entry
 
     def _check(self, grammar: Grammar) -> None:
@@ -148,7 +161,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         backend = self._made()
         try:
-            return backend.compile(grammar)
+            return compile_with_tools(grammar, backend.compile)
         except EngineError:
             raise
         except Exception as error:

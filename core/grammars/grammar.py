@@ -16,6 +16,7 @@ JSON_OBJECT: Final = "json_object"
 REGEX: Final = "regex"
 CHOICE: Final = "choice"
 LARK: Final = "lark"
+STRUCTURAL_TAG: Final = "structural_tag"
 PARAMETER: Final = "grammar"
 """The field of SamplingParams, as errors name it."""
 
@@ -39,7 +40,7 @@ class Grammar:
     """
 
     kind: str = field(validator=_text)
-    """json_schema, json_object, regex, choice, lark, or a name that a grammar plugin knows."""
+    """json_schema, json_object, regex, choice, lark, structural_tag, or a name that a grammar plugin knows."""
     source: str = field(default="", validator=_text, repr=shortened)
     """The grammar in its own language; of a choice its texts, as a JSON list."""
 
@@ -81,6 +82,21 @@ class Grammar:
     def lark(cls, source: str) -> Grammar:
         """A text that a context-free grammar in Lark's language matches, from its rule `start`."""
         return cls(LARK, source)
+
+    @classmethod
+    def structural_tag(cls, tag: Mapping[str, Any] | str) -> Grammar:
+        """A format of texts, special tokens, free text, and parts that match grammars (docs/structured-output.md).
+
+        tag: {"type": "structural_tag", "format": ...} or the inner format alone; as a mapping, or as JSON.
+        """
+        from engine.core.grammars.structural_tag_forms import checked_source
+
+        return cls(STRUCTURAL_TAG, checked_source(tag))
+
+
+def refusal(sentence: str) -> InvalidRequestError:
+    """The error for a grammar that is not of the right form, or cannot be enforced."""
+    return InvalidRequestError(sentence, PARAMETER)
 
 
 def _json(value: Any, what: str) -> str:

@@ -6,7 +6,8 @@ import json
 import re
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars.grammar import JSON_SCHEMA, LARK, PARAMETER, REGEX, Grammar
+from engine.core.grammars.grammar import JSON_SCHEMA, LARK, PARAMETER, REGEX, STRUCTURAL_TAG, Grammar
+from engine.core.grammars.structural_tag_forms import part_grammars
 
 _QUOTED = r'"(?:\\.|[^"\\])*(?:"|\Z)'
 _PATTERN = r"/(?:\\.|[^/\\\n])+/"
@@ -28,6 +29,9 @@ def check_limits(grammar: Grammar, *, max_chars: int, max_depth: int) -> None:
             f"{what} is nested more than {max_depth} deep (grammar.max_depth); use fewer levels, or $ref and rules",
             PARAMETER,
         )
+    if grammar.kind == STRUCTURAL_TAG:
+        for part in part_grammars(grammar.source):
+            check_limits(part, max_chars=max_chars, max_depth=max_depth)
 
 
 def depth(grammar: Grammar) -> int:

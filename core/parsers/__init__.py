@@ -13,10 +13,12 @@ if TYPE_CHECKING:
         Content as Content,
         Event as Event,
         Malformed as Malformed,
+        OutputRules as OutputRules,
         Parser as Parser,
         Parsing as Parsing,
         Reasoning as Reasoning,
         Templates as Templates,
+        ToolChoice as ToolChoice,
         tool_names as tool_names,
     )
     from engine.core.parsers.call_reader import (
@@ -24,7 +26,25 @@ if TYPE_CHECKING:
         read_arguments as read_arguments,
         read_call as read_call,
     )
+    from engine.core.parsers.custom_tools import CustomInput as CustomInput, custom_parameters as custom_parameters
     from engine.core.parsers.json_scanner import JsonScanner as JsonScanner
+    from engine.core.parsers.output_formats import (
+        CallFormat as CallFormat,
+        Format as Format,
+        answer_format as answer_format,
+        any_text as any_text,
+        call_arguments as call_arguments,
+        const_string as const_string,
+        content_format as content_format,
+        either as either,
+        json_string as json_string,
+        optional as optional,
+        regex as regex,
+        sequence as sequence,
+        star as star,
+        structural_tag as structural_tag,
+        tag as tag,
+    )
     from engine.core.parsers.sequential import (
         SequentialParsing as SequentialParsing,
         Source as Source,
@@ -41,10 +61,12 @@ __getattr__, __dir__, __all__ = exports(
         "Content",
         "Event",
         "Malformed",
+        "OutputRules",
         "Parser",
         "Parsing",
         "Reasoning",
         "Templates",
+        "ToolChoice",
         "tool_names",
     ),
     call_reader=(
@@ -52,7 +74,25 @@ __getattr__, __dir__, __all__ = exports(
         "read_arguments",
         "read_call",
     ),
+    custom_tools=("CustomInput", "custom_parameters"),
     json_scanner=("JsonScanner",),
+    output_formats=(
+        "CallFormat",
+        "Format",
+        "answer_format",
+        "any_text",
+        "call_arguments",
+        "const_string",
+        "content_format",
+        "either",
+        "json_string",
+        "optional",
+        "regex",
+        "sequence",
+        "star",
+        "structural_tag",
+        "tag",
+    ),
     sequential=(
         "SequentialParsing",
         "Source",

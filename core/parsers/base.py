@@ -5,9 +5,14 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from attrs import frozen
+
+from engine.core.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from engine.core.grammars import Grammar
 
 API = "1"
 
@@ -70,6 +75,68 @@ class Templates:
     """transformers' response template, if the tokenizer has one."""
 
 
+@frozen
+class ToolChoice:
+    """Which of the offered tools an output may call, and whether it must."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    """auto: the model decides. none: it calls none. required: it calls at least one, and there is no content."""
+    name: str | None = None
+    """With required: the function that it must call, once; None: any."""
+    allowed: frozenset[str] | None = None
+    """The functions that it may call; None: all."""
+
+    @property
+    def forced(self) -> bool:
+        """Whether the output must call a tool."""
+        return self.mode == "required"
+
+    def allows(self, name: str) -> bool:
+        """Whether the function of this name may be called."""
+        return (
+            self.mode in ("auto", "required")
+            and self.name in (None, name)
+            and (self.allowed is None or name in self.allowed)
+        )
+
+
+@frozen(kw_only=True)
+class OutputRules:
+    """What an output may be, from which a parser makes the grammar of its format."""
+
+    prompt: str
+    """The rendered conversation, whose end may be the beginning of the answer."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Those that are offered, as in OpenAI's API."""
+    strict: frozenset[str] = frozenset()
+    """Names of the tools whose arguments must match their schemas."""
+    choice: ToolChoice = ToolChoice()
+    parallel_calls: bool = True
+    """Whether there may be several calls."""
+    content: Grammar | None = None
+    """What the content must match; None: it is free."""
+
+    @property
+    def callable_tools(self) -> list[Mapping[str, Any]]:
+        """The tools that may be called, in the order in which they are offered."""
+        return [tool for tool in self.tools if self.choice.allows(tool["function"]["name"])]
+
+    @property
+    def several_calls(self) -> bool:
+        """Whether there may be more than one call. A named tool is called once."""
+        return self.parallel_calls and self.choice.name is None
+
+    @property
+    def restricts_calls(self) -> bool:
+        """Whether calls are restricted more than by the model's own decision."""
+        callable_tools = self.callable_tools
+        return bool(callable_tools) and (
+            self.choice.forced
+            or len(callable_tools) < len(self.tools)
+            or bool(self.strict & tool_names(callable_tools))
+        )
+
+
 class Parsing(ABC):
     """One output that is being parsed.
 
@@ -105,6 +172,9 @@ class Parser(ABC, Generic[OptionsT]):
     special_tokens: ClassVar[tuple[str, ...] | None] = ()
     """Texts of the special tokens that must stay in the text, because the format needs them; None: all of them. Others
     are left out, as the request asks."""
+    describes_format: ClassVar[bool] = False
+    """Whether `grammar` describes the format. If not, the server refuses requests that force or restrict calls, and an
+    output that must match a grammar is not parsed: all of it is content."""
 
     @classmethod
     def refuses(cls, templates: Templates) -> str | None:
@@ -127,6 +197,15 @@ class Parser(ABC, Generic[OptionsT]):
         prompt: the rendered conversation, whose end may be the beginning of the answer. tools: those that the model may
         call, as in OpenAI's API; without any, nothing is a call.
         """
+
+    def grammar(self, rules: OutputRules) -> Grammar | None:
+        """The grammar of an output that follows some rules, reasoning included; None: nothing is restricted.
+
+        `begin` reads every text that matches without Malformed: as calls of tools that may be called, with arguments
+        that the rules allow, and content that matches `rules.content`. Called if `describes_format`. Raises
+        InvalidRequestError for rules that the format cannot express.
+        """
+        raise InvalidRequestError(f"the parser {type(self).__name__} does not describe its format", "tool_choice")
 
     def template_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """An earlier message as the format's chat templates expect it; as OpenAI's API has it by default.

@@ -10,13 +10,13 @@ def register_grammars(register: Register) -> None:
         "llguidance",
         lazy("engine.plugins.grammars.llguidance:LLGuidance"),
         api="1",
-        summary="JSON schemas, regular expressions, choices and Lark grammars, by llguidance",
+        summary="JSON schemas, regular expressions, choices, Lark grammars and structural tags, by llguidance",
         preference=10,
     )
     register(
         "xgrammar",
         lazy("engine.plugins.grammars.xgrammar:XGrammar"),
         api="1",
-        summary="JSON schemas, regular expressions and choices, by XGrammar",
+        summary="JSON schemas, regular expressions, choices and structural tags, by XGrammar",
         preference=5,
     )

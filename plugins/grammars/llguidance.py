@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import CompiledGrammar, Grammar, GrammarBackend, GrammarMatcher, GrammarVocabulary, schema_of
-from engine.plugins.grammars.json_schema import keywords
+from engine.core.grammars import (
+    CompiledGrammar,
+    FormatResolver,
+    Grammar,
+    GrammarBackend,
+    GrammarMatcher,
+    GrammarVocabulary,
+    schema_of,
+)
+from engine.plugins.grammars.llguidance_formats import LarkWriter, escaped
+from engine.plugins.grammars.llguidance_schemas import ESCAPES, exact_schema
 from engine.plugins.grammars.masks import allows_any, eos_mask
 from engine.plugins.grammars.options import JsonOptions
 
@@ -20,12 +29,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from llguidance import LLMatcher
 
-OLD_KEYWORDS = frozenset({"disallow", "divisibleBy", "extends"})
-"""Keywords of draft 3 of JSON Schema, which llguidance takes for comments."""
 _TEMPERATURE = re.compile(r"^\s*\w+\[[^\]\n]*\btemperature\b", re.MULTILINE)
-MAX_ITEMS_IN_ROW, STEP_MAX_ITEMS, STEP_LEXER_FUEL = 100, 5000, 50_000
+STEP_MAX_ITEMS, STEP_LEXER_FUEL = 5000, 50_000
 """Less than the library's own limits, since all requests of a step wait for a mask: with its own, 300 rules that begin
-alike took 194 ms per token; now the worst that was found takes 10 ms. Objects of 900 optional properties still compile.
+alike took 194 ms per token; now the worst that was found takes 13 ms. Objects of 100 optional properties, and 200
+tools, are within the limits; objects of 300 are not.
 """
 _MAX_ERROR = 300
 """Characters of the library's error that are passed on."""
@@ -36,7 +44,7 @@ class LLGuidance(GrammarBackend[JsonOptions]):
 
     api = "1"
     options_class = JsonOptions
-    kinds = frozenset({"json_schema", "json_object", "regex", "choice", "lark"})
+    kinds = frozenset({"json_schema", "json_object", "regex", "choice", "lark", "structural_tag"})
 
     @classmethod
     def refuses(cls) -> str | None:
@@ -50,6 +58,7 @@ class LLGuidance(GrammarBackend[JsonOptions]):
         self._options = options
         self._eos_tokens = vocabulary.eos_tokens
         self._eos_mask = eos_mask(vocabulary)
+        self._formats = FormatResolver(vocabulary)
         self._tokenizer = LLTokenizer(
             _Tokens(vocabulary),  # type: ignore[arg-type]  # it has what the library reads of a TokenizerWrapper
             n_vocab=len(vocabulary.tokens),
@@ -64,7 +73,6 @@ class LLGuidance(GrammarBackend[JsonOptions]):
         except ValueError as error:
             raise InvalidRequestError(f"llguidance refuses the {_name(grammar)}: {error}", "grammar") from None
         limits = LLParserLimits(
-            max_items_in_row=MAX_ITEMS_IN_ROW,
             step_max_items=STEP_MAX_ITEMS,
             step_lexer_fuel=STEP_LEXER_FUEL,
             verbose_errors=False,
@@ -90,30 +98,29 @@ class LLGuidance(GrammarBackend[JsonOptions]):
         if grammar.kind == "regex":
             return LLMatcher.grammar_from_regex(grammar.source)
         if grammar.kind == "choice":
-            return LLMatcher.grammar_from_regex("|".join(map(_escaped, json.loads(grammar.source))))
+            return LLMatcher.grammar_from_regex("|".join(map(escaped, json.loads(grammar.source))))
         if grammar.kind == "lark":
-            if _TEMPERATURE.search(grammar.source):
-                raise InvalidRequestError("a temperature in a Lark grammar is not supported; leave it out", "grammar")
-            return LLMatcher.grammar_from_lark(grammar.source)
+            return LLMatcher.grammar_from_lark(_checked_lark(grammar.source))
+        if grammar.kind == "structural_tag":
+            return LarkWriter(self._lark_of_part).write(self._formats.resolve(grammar.source))
         return LLMatcher.grammar_from_json_schema(self._schema(grammar), overrides=self._json_options())
+
+    def _lark_of_part(self, grammar: Grammar) -> str:
+        """A grammar inside a structural tag: a schema as the library's %json, another as Lark."""
+        if grammar.kind != "json_schema":
+            return _checked_lark(grammar.source)
+        return json.dumps({**json.loads(self._schema(grammar)), "x-guidance": self._json_options()})
 
     def _schema(self, grammar: Grammar) -> str:
         if grammar.kind == "json_object":
             return '{"type": "object"}'
-        schema = schema_of(grammar)
-        for keyword, _, _ in keywords(schema):
-            if keyword in OLD_KEYWORDS:
-                raise InvalidRequestError(
-                    f"llguidance does not enforce {keyword}, of draft 3 of JSON Schema; use a keyword of a later draft",
-                    "grammar",
-                )
-        return json.dumps(schema)
+        return json.dumps(exact_schema(schema_of(grammar)))
 
     def _json_options(self) -> Any:
         """Options that take precedence over those that a schema may hold (x-guidance)."""
         most = self._options.max_whitespace
         spaces = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{most}}}"} if most else {"whitespace_flexible": False}
-        return {"lenient": False, "coerce_one_of": False, **spaces}
+        return {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": ESCAPES, **spaces}
 
 
 class _Tokens:
@@ -188,11 +195,17 @@ def _error(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error()[:_MAX_ERROR].replace("<non-verbose/>", "").split())
 
 
-def _escaped(text: str) -> str:
-    """A regular expression that matches a text alone."""
-    return "".join(one if one.isascii() and one.isalnum() else rf"\x{{{ord(one):x}}}" for one in text)
+def _checked_lark(source: str) -> str:
+    if _TEMPERATURE.search(source):
+        raise InvalidRequestError("a temperature in a Lark grammar is not supported; leave it out", "grammar")
+    return source
 
 
 def _name(grammar: Grammar) -> str:
-    names = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+    names = {
+        "json_schema": "JSON schema",
+        "regex": "regular expression",
+        "lark": "Lark grammar",
+        "structural_tag": "structural tag",
+    }
     return names.get(grammar.kind, grammar.kind)

@@ -14,9 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import CompiledGrammar, Grammar, GrammarBackend, GrammarMatcher, GrammarVocabulary, schema_of
+from engine.core.grammars import (
+    CompiledGrammar,
+    FormatResolver,
+    Grammar,
+    GrammarBackend,
+    GrammarMatcher,
+    GrammarVocabulary,
+    schema_of,
+)
 from engine.plugins.grammars.masks import allows_any, eos_mask
 from engine.plugins.grammars.options import JsonOptions
+from engine.plugins.grammars.xgrammar_formats import NO_TEXT, json_form, xgrammar_format
 from engine.plugins.grammars.xgrammar_schemas import check_pattern, closed_schema
 
 if TYPE_CHECKING:
@@ -33,7 +42,7 @@ class XGrammar(GrammarBackend[JsonOptions]):
 
     api = "1"
     options_class = JsonOptions
-    kinds = frozenset({"json_schema", "json_object", "regex", "choice"})
+    kinds = frozenset({"json_schema", "json_object", "regex", "choice", "structural_tag"})
 
     @classmethod
     def refuses(cls) -> str | None:
@@ -47,8 +56,9 @@ class XGrammar(GrammarBackend[JsonOptions]):
         self._options = options
         self._eos_mask = eos_mask(vocabulary)
         self._tokens_mask = _tokens_mask(len(vocabulary.tokens))
-        special = vocabulary.special_tokens
-        texts = [b"" if token in special else text for token, text in enumerate(vocabulary.tokens)]
+        self._formats = FormatResolver(vocabulary)
+        special = vocabulary.special_tokens - vocabulary.eos_tokens
+        texts = [NO_TEXT if token in special else text for token, text in enumerate(vocabulary.tokens)]
         self._tokenizer = xgrammar.TokenizerInfo(
             texts,
             xgrammar.VocabType.RAW,
@@ -75,15 +85,11 @@ class XGrammar(GrammarBackend[JsonOptions]):
             return self._compiler.compile_regex(grammar.source)
         if grammar.kind == "choice":
             return self._compiler.compile_grammar(f"root ::= {' | '.join(map(_quoted, json.loads(grammar.source)))}")
+        if grammar.kind == "structural_tag":
+            made = xgrammar_format(self._formats.resolve(grammar.source), self._options.max_whitespace)
+            return self._compiler.compile_structural_tag({"type": "structural_tag", "format": made})
         schema = {"type": "object"} if grammar.kind == "json_object" else closed_schema(schema_of(grammar))
-        most = self._options.max_whitespace
-        return self._compiler.compile_json_schema(
-            json.dumps(schema),
-            any_whitespace=most > 0,
-            max_whitespace_cnt=most or None,
-            separators=None if most else (",", ":"),
-            strict_mode=False,
-        )
+        return self._compiler.compile_json_schema(json.dumps(schema), **json_form(self._options.max_whitespace))
 
 
 class _Compiled(CompiledGrammar):

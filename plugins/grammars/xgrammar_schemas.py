@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
+from engine.plugins.grammars.json_schema import keywords
+from engine.plugins.grammars.xgrammar_limits import check_counts, check_expression
 
 ANNOTATIONS = frozenset(
     {
@@ -24,6 +26,8 @@ ANNOTATIONS = frozenset(
     | {"readOnly", "title", "writeOnly"}
 )
 """Keywords that restrict nothing, or only hold schemas that others refer to."""
+DEFINITIONS = ("$defs", "definitions")
+"""Keywords that hold schemas that others refer to."""
 ALONE = ("$ref", "anyOf", "const", "enum")
 """Keywords next to which XGrammar ignores others."""
 OF_TYPE: Mapping[str, frozenset[str]] = {
@@ -45,6 +49,19 @@ def closed_schema(schema: Any) -> Any:
 
     Raises InvalidRequestError that names the keyword for what XGrammar would not enforce.
     """
+    found = list(keywords(schema))
+    names = {f"#/{name}/{key}" for name in DEFINITIONS if isinstance(schema, Mapping) for key in schema.get(name) or ()}
+    refs = [value for keyword, value, _ in found if keyword == "$ref"]
+    for ref in refs:
+        if ref != "#" and (ref not in names or re.search("[%~]", ref)):
+            raise _refusal("$ref", f"to {str(ref)[:100]!r}; it may be # and #/$defs/ with a plain name of the schema")
+    if refs and any(keyword in ("$id", "id") and where is not schema for keyword, _, where in found):
+        raise _refusal("$id", "inside of a schema with $ref")
+    check_counts(schema)
+    return _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
     if isinstance(schema, bool):
         if not schema:
             raise _refusal("false", "as a schema")
@@ -52,15 +69,15 @@ def closed_schema(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         raise _refusal(str(schema)[:40], "as a schema")
     made = dict(schema)
-    for name in ("$defs", "definitions"):
+    for name in DEFINITIONS:
         if name in made:
-            made[name] = {key: closed_schema(one) for key, one in _mapping(name, made[name]).items()}
+            made[name] = {key: _closed(one) for key, one in _mapping(name, made[name]).items()}
     asserting = {name: value for name, value in made.items() if name not in ANNOTATIONS}
     alone = next((name for name in ALONE if name in asserting), None)
     if alone is not None:
         _check_alone(alone, asserting)
         if alone == "anyOf":
-            made["anyOf"] = [closed_schema(one) for one in asserting["anyOf"]]
+            made["anyOf"] = [_closed(one) for one in asserting["anyOf"]]
         return made
     kind = asserting.pop("type", None)
     if isinstance(kind, list):
@@ -77,6 +94,7 @@ def closed_schema(schema: Any) -> Any:
 
 def check_pattern(pattern: str) -> None:
     """Raise InvalidRequestError for anchors amid a regular expression, which XGrammar ignores, and for its flags."""
+    check_expression(pattern)
     rest = _FLAT.sub(lambda found: " " * len(found[0]), pattern)
     if "^" in rest[1:] or "$" in rest[:-1]:
         raise _refusal("^ or $", f"amid the pattern {pattern[:100]!r}")
@@ -108,7 +126,7 @@ def _closed_object(schema: dict[str, Any]) -> dict[str, Any]:
         raise _refusal("additionalProperties", "other than false next to properties, and as a schema")
     made = {**schema, "additionalProperties": more}
     if properties:
-        made["properties"] = {name: closed_schema(one) for name, one in properties.items()}
+        made["properties"] = {name: _closed(one) for name, one in properties.items()}
     return made
 
 
@@ -117,9 +135,9 @@ def _closed_array(schema: dict[str, Any]) -> dict[str, Any]:
     if "items" in made:
         if isinstance(made["items"], list):
             raise _refusal("items", "as a list; use prefixItems")
-        made["items"] = made["items"] if made["items"] is False else closed_schema(made["items"])
+        made["items"] = made["items"] if made["items"] is False else _closed(made["items"])
     if "prefixItems" in made:
-        made["prefixItems"] = [closed_schema(one) for one in made["prefixItems"]]
+        made["prefixItems"] = [_closed(one) for one in made["prefixItems"]]
     return made
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.core.parsers import CallBegin, Found, Malformed, Parsing, Steps, Templates, read_arguments
+from engine.core.parsers import CallBegin, CallFormat, Found, Malformed, Parsing, Steps, Templates, read_arguments
 from engine.plugins.parsers.tagged import Marks, Tagged, TaggedParsing
 
 BAR, BLANK = "\uff5c", "\u2581"
@@ -35,6 +35,24 @@ class DeepSeek(Tagged):
     @classmethod
     def recognizes(cls, templates: Templates) -> bool:
         return CALLS in templates.chat
+
+    def call_format(self) -> CallFormat:
+        if f"{FENCE}json" in self.templates.chat:  # V3 and R1
+            return CallFormat(
+                mark=CALLS,
+                opening=CALLS,
+                begin=lambda name: f"{CALL}function{SEPARATOR}{name}\n{FENCE}json\n",
+                end=f"\n{FENCE}{CALL_END}",
+                separator="\n",
+                closing=CALLS_END,
+            )
+        return CallFormat(
+            mark=CALLS,
+            opening=CALLS,
+            begin=lambda name: f"{CALL}{name}{SEPARATOR}",
+            end=CALL_END,
+            closing=CALLS_END,
+        )
 
     def parsing(self, marks: Marks | None, begun: bool, tools: frozenset[str]) -> Parsing:
         return _DeepSeekParsing(marks, begun, tools)

@@ -12,19 +12,31 @@ from typing import Any
 
 from attrs import frozen
 
+from engine.core.grammars import Grammar
 from engine.core.parsers import (
     CallBegin,
     Content,
     Event,
     Found,
     Malformed,
+    OutputRules,
     Parser,
     Parsing,
     Reasoning,
     SequentialParsing,
     Steps,
     Templates,
+    any_text,
+    call_arguments,
+    const_string,
+    content_format,
+    either,
+    optional,
     read_arguments,
+    sequence,
+    star,
+    structural_tag,
+    tag,
     tool_names,
 )
 
@@ -36,6 +48,8 @@ BEGINNINGS = (START, CHANNEL, MESSAGE, CONSTRAIN, "assistant", "to=")
 """Where one of these does not follow, there is no header."""
 HEADER_CHARS = 512
 """Maximum length of a message's header."""
+CONTENT_TYPES = ("json", "code")
+"""What a header may say of the text of its message."""
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 SEPARATOR = "\n"
 """Between the texts of two messages that become one, as two of reasoning."""
@@ -46,6 +60,7 @@ class GptOss(Parser[None]):
 
     api = "1"
     special_tokens = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
+    describes_format = True
 
     @classmethod
     def recognizes(cls, templates: Templates) -> bool:
@@ -53,6 +68,35 @@ class GptOss(Parser[None]):
 
     def begin(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Parsing:
         return _HarmonyParsing(tool_names(tools))
+
+    def grammar(self, rules: OutputRules) -> Grammar | None:
+        """Messages of reasoning, then one that ends the output: a call, or the answer.
+
+        The mark that ends a call ends the output, so there is one call at most, whatever `rules` allow.
+        """
+        if not rules.restricts_calls and rules.content is None:
+            return None
+        free = any_text((START, CHANNEL, MESSAGE, END, RETURN, CALL))
+        before = [tag(f"{CHANNEL}analysis{MESSAGE}", free, f"{END}{START}assistant")]
+        content = content_format(rules)
+        if content is None and not rules.choice.forced:
+            before.append(tag(f"{CHANNEL}commentary{MESSAGE}", free, f"{END}{START}assistant"))
+        as_json = [const_string(f" {CONSTRAIN}json"), const_string(" json")]
+        last = [
+            tag(
+                f"{CHANNEL}commentary to={FUNCTIONS}{tool['function']['name']}",
+                sequence(
+                    optional(either(*as_json)),
+                    const_string(MESSAGE),
+                    call_arguments(rules, tool),
+                ),
+                CALL,
+            )
+            for tool in rules.callable_tools
+        ]
+        if not rules.choice.forced:
+            last.append(sequence(const_string(f"{CHANNEL}final{MESSAGE}"), free if content is None else content))
+        return structural_tag(sequence(star(either(*before)), either(*last)))
 
     def template_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Reasoning is called `thinking`. With calls, the template takes either that or content: they are joined."""
@@ -69,14 +113,19 @@ class _Header:
 
     channel: str
     recipient: str
+    unknown: tuple[str, ...]
+    """Words that mean nothing here, such as another role than the assistant's."""
 
     @classmethod
     def of(cls, text: str) -> _Header:
         """Read what stands before the text of a message; the recipient may stand before or after the channel."""
-        _, mark, after = text.partition(CHANNEL)
-        words = after.replace(CONSTRAIN, " ").split() if mark else []
+        before, mark, after = text.partition(CHANNEL)
         recipient = RECIPIENT.search(text)
-        return cls(words[0] if words else "", recipient[1] if recipient else "")
+        role = before.replace(START, " ").replace(CONSTRAIN, " ").split()
+        channel, *others = after.replace(CONSTRAIN, " ").split() if mark else [""]
+        known = {"assistant", *CONTENT_TYPES, f"to={recipient[1]}" if recipient else ""}
+        unknown = tuple(word for word in (*role, *others) if word not in known)
+        return cls(channel, recipient[1] if recipient else "", unknown)
 
 
 class _HarmonyParsing(SequentialParsing):
@@ -117,11 +166,20 @@ class _HarmonyParsing(SequentialParsing):
             if self._tools and (name != header.recipient or name in self._tools):
                 yield from self._call(CallBegin(name), found[0] + len(MESSAGE))
                 return
-            yield Malformed(f"a message is for {header.recipient[:64]!r}, which is none of the tools; it is content")
+            problem = f"a message is for {header.recipient[:64]!r}, which is none of the tools"
         elif header.channel not in ("analysis", "commentary", "final"):
-            yield Malformed(f"a message has the channel {header.channel[:64]!r}, which is unknown; it is content")
-        self.source.take(found[0] + len(MESSAGE))
+            problem = f"a message has the channel {header.channel[:64]!r}, which is unknown"
+        elif header.unknown:
+            problem = f"the header of a message has {header.unknown[0][:64]!r}, which is unknown"
+        else:
+            problem = ""
+        text = self.source.take(found[0] + len(MESSAGE))
+        if problem:
+            yield Malformed(f"{problem}; the header is content")
+            self._begin(Content)
+            yield from self._text(text)
         self._begin(Reasoning if header.channel == "analysis" and not header.recipient else Content)
+        self._separate = self._separate and not problem
         yield from self._rest()
 
     def _call(self, begin: CallBegin, at: int) -> Steps[None]:

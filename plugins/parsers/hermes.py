@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.parsers import Found, Parsing, Steps, Templates, read_call
+from engine.core.parsers import CallFormat, Found, Parsing, Steps, Templates, json_string, read_call
 from engine.plugins.parsers.tagged import Marks, Tagged, TaggedParsing
 
 MARK, CLOSING_MARK = "<tool_call>", "</tool_call>"
@@ -18,6 +18,14 @@ class Hermes(Tagged):
     @classmethod
     def recognizes(cls, templates: Templates) -> bool:
         return MARK in templates.chat and not any(other in templates.chat for other in OTHER_FORMATS)
+
+    def call_format(self) -> CallFormat:
+        return CallFormat(
+            mark=MARK,
+            begin=lambda name: f'{MARK}\n{{"name": "{json_string(name)}", "arguments": ',
+            end=f"}}\n{CLOSING_MARK}",
+            separator="\n",
+        )
 
     def parsing(self, marks: Marks | None, begun: bool, tools: frozenset[str]) -> Parsing:
         return _HermesParsing(marks, begun, tools)

@@ -5,12 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.core.parsers import Found, Parser, Parsing, Steps, Templates, read_call, tool_names
+from engine.core.grammars import Grammar
+from engine.core.parsers import (
+    CallFormat,
+    Format,
+    Found,
+    OutputRules,
+    Parser,
+    Parsing,
+    Steps,
+    Templates,
+    answer_format,
+    any_text,
+    const_string,
+    either,
+    json_string,
+    optional,
+    read_call,
+    regex,
+    sequence,
+    structural_tag,
+    tool_names,
+)
 from engine.plugins.parsers.tagged import TaggedParsing
 
 PYTHON_TAG = "<|python_tag|>"
 SEPARATOR = ";"
 """Between two calls."""
+SPACES = "".join(one if one >= " " else f"\\x{ord(one):02x}" for one in map(chr, range(0x3001)) if one.isspace())
+"""White space, behind which JSON may begin, within brackets of a regular expression."""
+NO_CALL = f"[ \\t\\r\\n]*([^{SPACES}{{<]|<[^|])"
+"""The beginning of a text in which no call can follow but after PYTHON_TAG, as a regular expression."""
 
 
 class Llama3(Parser[None]):
@@ -18,6 +43,7 @@ class Llama3(Parser[None]):
 
     api = "1"
     special_tokens = (PYTHON_TAG,)
+    describes_format = True
 
     @classmethod
     def recognizes(cls, templates: Templates) -> bool:
@@ -26,6 +52,27 @@ class Llama3(Parser[None]):
     def begin(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Parsing | None:
         names = tool_names(tools)
         return _Llama3Parsing(None, False, names) if names else None
+
+    def grammar(self, rules: OutputRules) -> Grammar | None:
+        if not rules.restricts_calls and (rules.content is None or not rules.callable_tools):
+            return rules.content
+        calls = _Calls(
+            mark=PYTHON_TAG,
+            begin=lambda name: f'{{"name": "{json_string(name)}", "parameters": ',
+            end="}",
+            separator=f"{SEPARATOR} ",
+        )
+        return structural_tag(answer_format(rules, calls))
+
+
+class _Calls(CallFormat):
+    """Calls without a mark."""
+
+    def free(self, rules: OutputRules) -> Format:
+        """Calls, or a text. What begins with a brace is a call: where calls are restricted, no answer is JSON."""
+        calls = sequence(optional(const_string(PYTHON_TAG)), self.calls(rules))
+        text = sequence(regex(NO_CALL), any_text([PYTHON_TAG]))
+        return either(calls, text, regex(r"[ \t\r\n]*"))
 
 
 class _Llama3Parsing(TaggedParsing):

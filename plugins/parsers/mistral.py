@@ -5,7 +5,18 @@ from __future__ import annotations
 import secrets
 import string
 
-from engine.core.parsers import CallBegin, Found, Malformed, Parsing, Steps, Templates, read_arguments, read_call
+from engine.core.parsers import (
+    CallBegin,
+    CallFormat,
+    Found,
+    Malformed,
+    Parsing,
+    Steps,
+    Templates,
+    json_string,
+    read_arguments,
+    read_call,
+)
 from engine.plugins.parsers.tagged import Marks, Tagged, TaggedParsing
 
 MARK, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -24,6 +35,18 @@ class Mistral(Tagged):
     @classmethod
     def recognizes(cls, templates: Templates) -> bool:
         return MARK in templates.chat
+
+    def call_format(self) -> CallFormat:
+        if ARGUMENTS in self.templates.chat:
+            return CallFormat(mark=MARK, begin=lambda name: f"{MARK}{name}{ARGUMENTS}")
+        return CallFormat(
+            mark=MARK,
+            opening=f"{MARK} [",
+            begin=lambda name: f'{{"name": "{json_string(name)}", "arguments": ',
+            end="}",
+            separator=", ",
+            closing="]",
+        )
 
     def parsing(self, marks: Marks | None, begun: bool, tools: frozenset[str]) -> Parsing:
         return _MistralParsing(marks, begun, tools)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.core.parsers import Parser, Templates
+from engine.core.grammars import Grammar
+from engine.core.parsers import OutputRules, Parser, Templates
 
 
 class NoParser(Parser[None]):
@@ -13,6 +14,7 @@ class NoParser(Parser[None]):
 
     api = "1"
     reads_calls = False
+    describes_format = True
 
     @classmethod
     def recognizes(cls, templates: Templates) -> bool:
@@ -20,3 +22,6 @@ class NoParser(Parser[None]):
 
     def begin(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
         return None
+
+    def grammar(self, rules: OutputRules) -> Grammar | None:
+        return rules.content

@@ -6,24 +6,39 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from attrs import evolve
 
+from engine.core.errors import InvalidRequestError
+from engine.core.grammars import Grammar
 from engine.core.parsers import (
     CallArguments,
     CallBegin,
     CallEnd,
+    CallFormat,
     Content,
     Event,
+    Format,
     Malformed,
+    OutputRules,
     Parser,
     Parsing,
     Reasoning,
     Templates,
+    answer_format,
+    any_text,
+    json_string,
+    optional,
+    sequence,
+    structural_tag,
+    tag,
 )
 
 CONTENT, CALLS = "content", "tool_calls"
 REASONING = ("thinking", "reasoning_content", "reasoning")
 KNOWN = (CONTENT, CALLS, *REASONING)
 """Fields of a message for which the API has a place."""
+CALL_AS_IS = {"type": "function", "function": "{content}"}
+"""Transformation of a call that is {"name": ..., "arguments": ...} in the text."""
 PROMPT_CHARS = 2**16
 """Characters of the end of the prompt in which the beginning of the answer is looked for."""
 
@@ -33,6 +48,7 @@ class ResponseTemplate(Parser[None]):
 
     api = "1"
     special_tokens = None
+    describes_format = True
 
     def __init__(self, options: None, templates: Templates) -> None:
         super().__init__(options, templates)
@@ -58,8 +74,59 @@ class ResponseTemplate(Parser[None]):
     def recognizes(cls, templates: Templates) -> bool:
         return templates.response is not None
 
-    def begin(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> Parsing:
+    def begin(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> _TemplateParsing:
         return _TemplateParsing(self._template, prompt[-PROMPT_CHARS:], [dict(tool) for tool in tools])
+
+    def grammar(self, rules: OutputRules) -> Grammar | None:
+        """Refuses templates whose marks are expressions, or whose calls are not {"name": ..., "arguments": ...}."""
+        if not rules.restricts_calls and rules.content is None:
+            return None
+        calls = self._call_format() if rules.callable_tools else None
+        if calls is not None and not self._template.fields[CALLS].repeats:
+            rules = evolve(rules, parallel_calls=False)
+        content = self._template.fields.get(CONTENT)
+        if content is None or content.open_re is not None or content.content != "text" or content.transform:
+            raise _not_described("what it says of content")
+        reasoning = self._reasoning_format(rules, calls)
+        if reasoning is None and not rules.callable_tools:
+            return rules.content
+        return structural_tag(sequence(reasoning, answer_format(rules, calls)))
+
+    def _call_format(self) -> CallFormat:
+        field = self._template.fields.get(CALLS)
+        plain = field is not None and field.content == "json" and field.transform == CALL_AS_IS
+        if not plain or not field.open_literals or not field.close_literals:
+            raise _not_described("what it says of tool calls")
+        mark: str = field.open_literals[0]
+        return CallFormat(
+            mark=mark,
+            begin=lambda name: f'{mark}{{"name": "{json_string(name)}", "arguments": ',
+            end=f"}}{field.close_literals[0]}",
+        )
+
+    def _reasoning_format(self, rules: OutputRules, calls: CallFormat | None) -> Format | None:
+        """The reasoning with which the output may begin, or goes on; None if there is none, or the prompt closes it."""
+        named = [self._template.fields[name] for name in REASONING if name in self._template.fields]
+        if not named:
+            return None
+        [field, *others] = named
+        if others or not field.open_literals or not field.close_literals or field.content != "text":
+            raise _not_described("what it says of reasoning")
+        parsing = self.begin(rules.prompt, rules.tools)
+        if parsing.closed:
+            return None
+        close = field.close_literals[0]
+        text = any_text([close, calls.mark] if calls is not None else [close])
+        reasoning = tag("" if parsing.reasoning else field.open_literals[0], text, field.close_literals[0])
+        return reasoning if parsing.reasoning else optional(reasoning)
+
+
+def _not_described(what: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the tokenizer's response template cannot be made a grammar ({what}); leave out what needs one, or start the "
+        "server with --parser, if the model writes one of its formats",
+        "tool_choice",
+    )
 
 
 def _load(templates: Templates) -> Any:
@@ -87,6 +154,8 @@ class _TemplateParsing(Parsing):
         """White space that is dropped if its field ends."""
         self._first = True
         """Whether the open field has no text so far."""
+        self.closed = False
+        """Whether reasoning ended in the prompt."""
         self._begin(prompt)
 
     @property
@@ -113,6 +182,7 @@ class _TemplateParsing(Parsing):
             if event["type"] == "region_open":
                 self._field, self._first, self._space = event["field"], True, ""
             elif event["type"] == "region_close":
+                self.closed = self.closed or self._field in REASONING
                 self._field = ""
 
     def _read(self, character: str | None) -> list[Event]:

@@ -8,22 +8,35 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
+from engine.core.grammars import Grammar
 from engine.core.parsers import (
+    CallFormat,
     Content,
     Event,
+    Format,
     Found,
     Malformed,
+    OutputRules,
     Parser,
     Parsing,
     Reasoning,
     SequentialParsing,
     Steps,
     Templates,
+    answer_format,
+    any_text,
+    optional,
+    regex,
+    sequence,
+    structural_tag,
+    tag,
     tool_names,
 )
 
 NOT_A_CALL = "the output has the mark of a tool call, but no call that can be read; the text is left as it is"
 
+SPACE_AFTER_REASONING = r"\n{0,2}"
+"""Line breaks between the mark that ends reasoning and what follows."""
 END_CHARS = 256
 """Characters of the end of a prompt that may be the beginning of the answer."""
 
@@ -44,6 +57,7 @@ class Tagged(Parser[ReasoningOptions]):
 
     api = "1"
     options_class = ReasoningOptions
+    describes_format = True
     reasoning_marks: ClassVar[Marks] = ("<think>", "</think>")
 
     def __init__(self, options: ReasoningOptions, templates: Templates) -> None:
@@ -57,6 +71,34 @@ class Tagged(Parser[ReasoningOptions]):
             return None
         marks = self.reasoning_marks if self._reasons else None
         return self.parsing(marks, prompt[-END_CHARS:].rstrip().endswith(self.reasoning_marks[0]), names)
+
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls; None for a format without any."""
+        return None
+
+    def grammar(self, rules: OutputRules) -> Grammar | None:
+        if not rules.restricts_calls and rules.content is None:
+            return None
+        calls = self.call_format()
+        reasoning = self._reasoning_format(rules, calls)
+        if reasoning is None and not rules.callable_tools:
+            return rules.content
+        return structural_tag(sequence(reasoning, answer_format(rules, calls)))
+
+    def _reasoning_format(self, rules: OutputRules, calls: CallFormat | None) -> Format | None:
+        """The reasoning with which the output may begin, or goes on; None if it is off, or closed in the prompt.
+
+        A call within it would be read as one, so its mark may not come before the reasoning ends.
+        """
+        begin, end = self.reasoning_marks
+        prompt = rules.prompt[-END_CHARS:].rstrip()
+        if not self._reasons or prompt.endswith(end):
+            return None
+        begun = prompt.endswith(begin)
+        text = any_text([end, calls.mark] if calls is not None and rules.callable_tools else [end])
+        reasoning = tag("" if begun else begin, text, end)
+        with_space = sequence(reasoning, regex(SPACE_AFTER_REASONING))
+        return with_space if begun else optional(with_space)
 
     @abstractmethod
     def parsing(self, marks: Marks | None, begun: bool, tools: frozenset[str]) -> Parsing:

@@ -1,50 +1,24 @@
-"""The error that a front end reports to an HTTP client."""
+"""The error that a front end reports to an HTTP client; it is a part of the contract of protocols."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-ECHO_CHARS = 200
-"""Maximum characters of what a client sent that an error repeats."""
-MAX_MESSAGE = 2 * ECHO_CHARS
-"""Maximum characters of the message of a refusal."""
+from engine.core.protocols import MAX_MESSAGE, ApiError, excerpt
+
+__all__ = ["ERROR_BODY", "MAX_MESSAGE", "ApiError", "ErrorBody", "body_of", "excerpt"]
+
+ErrorBody = Callable[[ApiError], object]
+"""Makes the JSON body of an error response."""
+ERROR_BODY = "error_body"
+"""Name of a request's ErrorBody in the scope's state; OpenAI's shape without."""
 
 
-class ApiError(Exception):
-    """A refusal or failure: an HTTP status and OpenAI's error object."""
+def body_of(error: ApiError, state: dict[str, Any]) -> object:
+    """The JSON body of the response that reports `error`, in the shape of the protocol of the request's path.
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        """param: the request parameter at fault. code: OpenAI's or this server's error code.
-
-        Message and parameter of a refusal are shortened, so that no refusal sends a large request back.
-        """
-        if status < 500:
-            message = excerpt(message, MAX_MESSAGE)
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = None if param is None else excerpt(param)
-        self.code = code
-        self.headers = dict(headers or {})
-
-    def body(self) -> dict[str, Any]:
-        """The JSON object of the response; `type` follows from the status."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def excerpt(text: str, max_chars: int = ECHO_CHARS) -> str:
-    """`text`, without its middle if it is longer than `max_chars`."""
-    if len(text) <= max_chars:
-        return text
-    end = max_chars // 3
-    return f"{text[: max_chars - end - 3]}...{text[-end:]}"
+    state: that of the request's scope.
+    """
+    body: ErrorBody = state.get(ERROR_BODY, ApiError.body)
+    return body(error)

@@ -21,7 +21,7 @@ import uvicorn
 from engine.core.config import ModelConfig
 from engine.core.errors import ConfigError, EngineError
 from engine.core.parsers import Parser
-from engine.core.plugin_host import choose_parser, load_plugins
+from engine.core.plugin_host import Plugins, choose_parser, load_plugins
 from engine.core.text import Tokenizer
 from engine.server.front_end import access_log
 from engine.server.front_end.engine_client import EngineClient
@@ -98,14 +98,15 @@ class _FrontEnd:
         self._supervisor.listen(receive, self._launch.directory)
         self._beat()
         try:
-            tokenizer, parser = await asyncio.to_thread(self._load, open_tokenizer)
+            tokenizer, parser, plugins = await asyncio.to_thread(self._load, open_tokenizer)
         except EngineError as error:
             self._supervisor.send(Failed(str(error)))
             return 1
         try:
             started = await self._wait_for_engines()
             if started is not None:
-                await self._serve(Service(self._config, self._client, tokenizer, started, self._launch.created, parser))
+                service = Service(self._config, self._client, tokenizer, started, self._launch.created, parser)
+                await self._serve(service, plugins)
         except ConfigError as error:
             self._supervisor.send(Failed(str(error)))
             return 1
@@ -113,16 +114,15 @@ class _FrontEnd:
             self._client.close()
         return 0
 
-    def _load(self, open_tokenizer: OpenTokenizer) -> tuple[Tokenizer, Parser[Any]]:
-        """The tokenizer, and the output parser for its templates. Raises EngineError."""
+    def _load(self, open_tokenizer: OpenTokenizer) -> tuple[Tokenizer, Parser[Any], Plugins]:
+        """The tokenizer, the output parser for its templates, and the plugins. Raises EngineError."""
         tokenizer = open_tokenizer(self._config.model)
-        parser, choice = choose_parser(
-            self._config, load_plugins(self._config.plugins, quiet=True), tokenizer.templates
-        )
+        plugins = load_plugins(self._config.plugins, quiet=True)
+        parser, choice = choose_parser(self._config, plugins, tokenizer.templates)
         if choice.notice and self._launch.row == 0:
             log.warning("%s", choice.notice)
         log.info("%s reads the outputs: %s", choice, choice.reason)
-        return tokenizer, parser
+        return tokenizer, parser, plugins
 
     def _beat(self) -> None:
         """Record that the event loop runs, for the supervisor; schedules its next call."""
@@ -147,7 +147,7 @@ class _FrontEnd:
             case EngineDown():
                 self._client.mark_down(event)
 
-    async def _serve(self, service: Service) -> None:
+    async def _serve(self, service: Service, plugins: Plugins) -> None:
         """Answer HTTP until Shutdown. Raises ConfigError when there are too few file descriptors."""
         capacity = connection_capacity(self._config.server)
         if self._launch.row == 0 and capacity < self._config.server.max_connections:
@@ -160,7 +160,7 @@ class _FrontEnd:
             )
         server = _Uvicorn(
             uvicorn.Config(
-                make_app(service, self._launch.api_keys, self._limits_table()),
+                make_app(service, self._launch.api_keys, self._limits_table(), plugins, warn=self._launch.row == 0),
                 lifespan="off",
                 ws="none",
                 log_level=self._config.server.log_level,

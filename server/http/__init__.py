@@ -5,10 +5,13 @@ access.py, hosts.py, limits.py                   who may use the server: host, o
 request_log.py                                   request IDs and the access log
 completions.py, chat.py, tokenize.py, status.py  one family of routes each
 request_bodies.py, messages.py, params.py        decode and check a request
-tools.py, parsed_output.py, chat_message.py      tools of a chat, and what its outputs say
+conversation.py, tools.py                        what conversation protocols share: how one is built
+chat_message.py, chat_tools.py                   messages and tools in the JSON of chat completions
 service.py                                       what the routes need of the process; makes engine requests
-job.py, generation.py                            run a request's choices and turn outputs into text and events
+job.py, generation.py, parsed_output.py          run a request's choices and turn outputs into text and events
+choices_writer.py                                writes the answers of completions and chat completions
 responses.py, errors.py                          send JSON or server-sent events, until the client disconnects
 openapi.py, openapi_schemas.py                   GET /openapi.json
+page.py                                          GET /: the page of ../page, to talk to the model in a browser
 logprobs.py, health_report.py, prometheus.py     the JSON of log probabilities, the text of /health and /metrics
 """

@@ -9,14 +9,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from engine.core.errors import InvalidRequestError
+from engine.core.plugin_host import Plugins
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http import chat, completions, openapi, status, tokenize
-from engine.server.http.access import AccessControl
-from engine.server.http.errors import error_response
+from engine.server.http.access import PUBLIC, AccessControl
+from engine.server.http.errors import error_response, json_response
 from engine.server.http.limits import RequestLimits
+from engine.server.http.page import Page
+from engine.server.http.plugin_routes import plugin_routes, starlette_routes
 from engine.server.http.request_log import RequestLog
 from engine.server.http.request_timeout import RequestTimeout
 from engine.server.http.service import Service
@@ -24,36 +28,48 @@ from engine.server.shared.api_keys import ApiKeys
 from engine.server.shared.limits_table import LimitsTable
 
 
-def make_app(service: Service, api_keys: Sequence[str], table: LimitsTable | None) -> ASGIApp:
+def make_app(
+    service: Service, api_keys: Sequence[str], table: LimitsTable | None, plugins: Plugins, *, warn: bool = True
+) -> ASGIApp:
     """Make the application; the engine must have started.
 
-    api_keys: empty if clients need none. table: counts for the limits of each key; None: no limits.
+    api_keys: empty if clients need none. table: counts for the limits of each key; None: no limits. plugins: may add
+    routes. warn: whether to log a warning for each plugin that fails to.
     """
     app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for module in (completions, chat, tokenize, status):
         app.include_router(module.routes(service))
+    public = PUBLIC
+    if service.limits.page:
+        page = Page()
+        app.include_router(page.routes())
+        public |= page.paths
+    built_in = [*app.routes, Route(openapi.PATH, json_response)]  # taken even if the server does not describe itself
+    of_plugins = plugin_routes(service, plugins, built_in, warn=warn)
+    app.routes.extend(starlette_routes(of_plugins))
+    service.error_bodies |= {one.path: one.error_body for one in of_plugins if one.error_body is not None}
     if service.limits.openapi:
-        app.include_router(openapi.routes(service, has_keys=len(api_keys) > 0))
+        app.include_router(openapi.routes(service, of_plugins, has_keys=len(api_keys) > 0))
     limits = RequestLimits(service.limits, table)
     if service.limits.request_timeout:
         app.add_middleware(RequestTimeout, seconds=service.limits.request_timeout)
-    app.add_middleware(AccessControl, service=service, keys=ApiKeys(api_keys), limits=limits)
+    app.add_middleware(AccessControl, service=service, keys=ApiKeys(api_keys), limits=limits, public=public)
 
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return error_response(error)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error_response(error, request.scope)
 
     @app.exception_handler(InvalidRequestError)
-    async def invalid_request(_: Request, error: InvalidRequestError) -> Response:
-        return error_response(ApiError(400, str(error), param=error.parameter))
+    async def invalid_request(request: Request, error: InvalidRequestError) -> Response:
+        return error_response(ApiError(400, str(error), param=error.parameter), request.scope)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return error_response(_routing_error(request, error))
+        return error_response(_routing_error(request, error), request.scope)
 
     @app.exception_handler(Exception)
-    async def internal_error(_: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "internal server error; see the server's log"))
+    async def internal_error(request: Request, error: Exception) -> Response:
+        return error_response(ApiError(500, "internal server error; see the server's log"), request.scope)
 
     config = service.limits
     if not config.allowed_origins:

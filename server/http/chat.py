@@ -7,31 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import attrs
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.core.parsers import Content, Event
-from engine.core.types import Request as EngineRequest, SamplingParams, TokenLogprobs
-from engine.server.front_end.errors import excerpt
+from engine.core.protocols import Conversation, Delta, ParameterNames
+from engine.core.types import TokenLogprobs
 from engine.server.http import params as parameters
 from engine.server.http.chat_message import ChatMessage
+from engine.server.http.chat_tools import chosen_tools, custom_names, function_tools
+from engine.server.http.choices_writer import ChoicesWriter
+from engine.server.http.conversation import respond
 from engine.server.http.errors import invalid
-from engine.server.http.generation import Delta
-from engine.server.http.job import Job
 from engine.server.http.logprobs import JsonLists, chat_logprobs
-from engine.server.http.parsed_output import OutputFormat
-from engine.server.http.request_bodies import ChatBody, read
+from engine.server.http.request_bodies import ChatBody, StreamOptions, read
 from engine.server.http.responses import SendResponse, prepared
 from engine.server.http.service import Service
-from engine.server.http.structured_output import parameter_of_grammar
-from engine.server.http.tools import offered_tools
-
-EFFORT = "reasoning_effort"
-"""Variable of chat templates that say how much to reason, and parameter of the request."""
-ENABLE_THINKING = "enable_thinking"
-"""Variable of chat templates that turn reasoning on and off."""
+from engine.server.http.structured_output import parameter_of_grammar, requested_grammar
 
 
 def routes(service: Service) -> APIRouter:
@@ -49,78 +41,54 @@ def routes(service: Service) -> APIRouter:
 async def _respond(service: Service, body: ChatBody) -> SendResponse:
     """Check and tokenize a request. Raises ApiError or InvalidRequestError."""
     service.check_model(body.model)
-    params = _params(service, body)
-    parser = service.parser
-    tools = offered_tools(body.tools, body.tool_choice, readable=parser is not None and parser.reads_calls)
-    if tools and params.grammar is not None:
-        name = parameter_of_grammar(body)
-        raise invalid(f"{name} cannot be combined with tools: an output that matches it calls none", name)
-    variables = template_variables(service, body)
-    prompt = await service.encode_chat(body.messages, variables, tools, salt=body.cache_salt or "")
-    params = _max_tokens(service, body, params, len(prompt.tokens))
-    name = f"chatcmpl-{uuid.uuid4().hex}"
-    requests = service.requests(name, [prompt.tokens], [params], body)
-    output_format = None
-    if parser is not None and params.grammar is None:  # a grammar is that of the content, from the first token on
-        output_format = OutputFormat(
-            begin=partial(parser.begin, prompt.text, tools),
-            keep=service.parser_tokens,
-            one_call=body.parallel_tool_calls is False,
-        )
-    return _ChatJob(service, body, name, requests, output_format).response()
-
-
-def template_variables(service: Service, body: ChatBody) -> Mapping[str, Any]:
-    """The additional variables of the chat template. Raises ApiError for a reasoning_effort that it cannot express."""
-    variables = dict(body.chat_template_kwargs or {})
-    effort = body.reasoning_effort
-    if effort is None:
-        return variables
-    template = service.parser.templates.chat if service.parser is not None else ""
-    found: dict[str, Any] = {}
-    if EFFORT in template:
-        found = {EFFORT: effort}
-    elif effort == "none" and ENABLE_THINKING in template:
-        found = {ENABLE_THINKING: False}
-    if both := found.keys() & variables.keys():
-        raise invalid(f"chat_template_kwargs has {min(both)}; give either that or {EFFORT}", EFFORT)
-    if found:
-        return variables | found
-    raise invalid(
-        f"this model's chat template has no place for {EFFORT} {excerpt(effort)!r}; leave it out"
-        + (f", or set {ENABLE_THINKING} in chat_template_kwargs" if ENABLE_THINKING in template else ""),
-        EFFORT,
-    )
-
-
-def _params(service: Service, body: ChatBody) -> SamplingParams:
-    """All sampling parameters except max_tokens, which depends on the prompt length. Raises ApiError."""
     parameters.check_stream_options(body)
-    parameters.num_choices(body, service.limits)
+    n = parameters.num_choices(body, service.limits)
     if body.store:
         raise invalid("store must be false: this server stores nothing", "store")
-    params = parameters.sampling_params(body, service.default_params, service.limits, service.vocab_size)
-    if body.top_logprobs is not None:
-        if not body.logprobs:
-            raise invalid("top_logprobs is allowed only with logprobs: true", "top_logprobs")
-        parameters.check_logprobs(body.top_logprobs, service.limits, "top_logprobs")
-    return attrs.evolve(params, logprobs=body.top_logprobs or 0) if body.logprobs else params
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs is allowed only with logprobs: true", "top_logprobs")
+    max_tokens, max_tokens_name = _max_tokens(body)
+    conversation = Conversation(
+        messages=await service.template_messages(body.messages),
+        tools=function_tools(body.tools),
+        tool_choice=chosen_tools(body.tool_choice),
+        parallel_calls=body.parallel_tool_calls is not False,
+        variables=body.chat_template_kwargs or {},
+        effort=body.reasoning_effort,
+        sampling=parameters.given_params(body),
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=requested_grammar(body),
+        n=n,
+        priority=body.priority or 0,
+        salt=body.cache_salt,
+        cache_key=body.prompt_cache_key,
+        names=ParameterNames(max_tokens=max_tokens_name, grammar=parameter_of_grammar(body)),
+    )
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    messages = [
+        ChatMessage(
+            service.new_call_id,
+            named_call=conversation.tool_choice.name is not None,
+            custom=custom_names(body.tools),
+        )
+        for _ in range(n)
+    ]
+    writer = ChatWriter(service, name, messages, body.stream_options, conversation.logprobs)
+    return await respond(service, name, conversation, writer, stream=bool(body.stream))
 
 
-def _max_tokens(service: Service, body: ChatBody, params: SamplingParams, prompt_len: int) -> SamplingParams:
-    """`params` with max_tokens, under either of its two names. Raises ApiError."""
+def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
+    """The limit of the answer, under either of its two names, and the name. Raises ApiError."""
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise invalid("max_tokens and max_completion_tokens differ; give only one of them", "max_tokens")
-    given, name = body.max_completion_tokens, "max_completion_tokens"
-    if given is None:
-        given, name = body.max_tokens, "max_tokens"
-    return parameters.with_max_tokens(
-        given, name, service.default_params.max_tokens, params, prompt_len, service.max_len
-    )
+    if body.max_completion_tokens is not None:
+        return body.max_completion_tokens, "max_completion_tokens"
+    return body.max_tokens, "max_tokens"
 
 
-class _ChatJob(Job[ChatBody]):
-    """One chat request in progress."""
+class ChatWriter(ChoicesWriter):
+    """Writes the answer of one chat completion."""
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
@@ -128,19 +96,26 @@ class _ChatJob(Job[ChatBody]):
     def __init__(
         self,
         service: Service,
-        body: ChatBody,
         name: str,
-        requests: Sequence[EngineRequest],
-        output_format: OutputFormat | None,
+        messages: Sequence[ChatMessage],
+        options: StreamOptions | None,
+        logprobs: int | None,
     ) -> None:
-        super().__init__(service, body, name, requests, output_format)
-        new_id = str if service.parser is None else service.parser.new_call_id
-        self._messages = [ChatMessage(new_id) for _ in range(self.num_choices)]
-        self._logprob_lists = [JsonLists("content") for _ in range(self.num_choices)]
-        self._finish_reasons: list[str | None] = [None] * self.num_choices
+        """name: id of the response. messages: one per choice, empty. logprobs: number of most likely tokens to report;
+        None: no log probabilities.
+        """
+        num_choices = len(messages)
+        super().__init__(name, service.name, num_choices, options)
+        self._tokenizer = service.tokenizer
+        self._top_logprobs = logprobs
+        self._messages = messages
+        self._early: set[int] = set()
+        """Choices of a stream that have begun before it was known what they say."""
+        self._logprob_lists = [JsonLists("content") for _ in range(num_choices)]
+        self._finish_reasons: list[str | None] = [None] * num_choices
 
-    def _add(self, delta: Delta) -> Iterator[None]:
-        for event in _events(delta):
+    def add(self, delta: Delta) -> Iterator[None]:
+        for event in delta.said:
             self._messages[delta.choice].add(event)
         self._finish_reasons[delta.choice] = delta.finish_reason
         if logprobs := self._logprobs(delta.logprobs):
@@ -148,7 +123,7 @@ class _ChatJob(Job[ChatBody]):
         yield
 
     def _choice_body(self, choice: int) -> dict[str, Any]:
-        logprobs = self._logprob_lists[choice].body() | {"refusal": None} if self.body.logprobs else None
+        logprobs = None if self._top_logprobs is None else self._logprob_lists[choice].body() | {"refusal": None}
         message = self._messages[choice]
         return {
             "index": choice,
@@ -167,17 +142,33 @@ class _ChatJob(Job[ChatBody]):
         """
         message, choice = self._messages[delta.choice], delta.choice
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        deltas = [found for event in _events(delta) if (found := message.delta(event)) is not None]
+        deltas = [found for event in delta.said if (found := message.delta(event)) is not None]
         if logprobs is not None and not deltas:
             deltas = [{"content": ""} if delta.events is None else {}]
-        if (deltas or delta.finish_reason is not None or delta.events is None) and self._is_first(choice):
-            null = bool(deltas) and "content" not in deltas[0]
-            yield self._delta_event(choice, {"role": "assistant", "content": None if null else ""})
+        if deltas or delta.finish_reason is not None or delta.events is None:
+            yield from self._beginnings(choice, deltas)
         for found in deltas:
             yield self._delta_event(choice, found, logprobs)
             logprobs = None
         if delta.finish_reason is not None:
             yield self._delta_event(choice, {}, None, message.finish_reason(delta.finish_reason), message.error)
+
+    def _beginnings(self, choice: int, deltas: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        """The first event of a choice, whose first deltas are given, after those of all choices before.
+
+        OpenAI's client numbers choices as they come. A choice that had to begin early has `content` null, which becomes
+        empty if nothing else comes.
+        """
+        null = bool(deltas) and "content" not in deltas[0]
+        if self._is_first(choice):
+            for before in filter(self._is_first, range(choice)):
+                self._early.add(before)
+                yield self._delta_event(before, {"role": "assistant", "content": None})
+            yield self._delta_event(choice, {"role": "assistant", "content": None if null else ""})
+        elif choice in self._early:
+            self._early.discard(choice)
+            if not deltas:
+                yield self._delta_event(choice, {"content": ""})
 
     def _delta_event(
         self,
@@ -190,13 +181,6 @@ class _ChatJob(Job[ChatBody]):
         return self._chunk({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **others})
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not self.body.logprobs:
+        if self._top_logprobs is None:
             return None
-        return chat_logprobs(self.service.tokenizer, entries, self.body.top_logprobs or 0)
-
-
-def _events(delta: Delta) -> Sequence[Event]:
-    """What a delta says; all of its text is content if it is not parsed."""
-    if delta.events is not None:
-        return delta.events
-    return (Content(delta.text),) if delta.text else ()
+        return chat_logprobs(self._tokenizer, entries, self._top_logprobs)

@@ -7,7 +7,16 @@ from typing import Any
 
 from attrs import define, field
 
-from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Malformed, Reasoning
+from engine.core.parsers import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    CustomInput,
+    Event,
+    Malformed,
+    Reasoning,
+)
 from engine.core.types import FINISH_STOP
 
 FINISH_TOOL_CALLS = "tool_calls"
@@ -20,24 +29,44 @@ class _Call:
     id: str
     name: str
     arguments: list[str] = field(factory=list)
+    input: CustomInput | None = None
+    """Reads the input of a custom tool."""
 
     def body(self) -> dict[str, Any]:
+        """As in a message; the arguments so far."""
+        if self.input is not None:
+            return {"id": self.id, "type": "custom", "custom": {"name": self.name, "input": "".join(self.arguments)}}
         return {
             "id": self.id,
             "type": "function",
             "function": {"name": self.name, "arguments": "".join(self.arguments)},
         }
 
+    def piece(self, arguments: str) -> tuple[str, dict[str, Any]]:
+        """What a further piece of the arguments adds: a text, and the delta that says so."""
+        if self.input is None:
+            return arguments, {"function": {"arguments": arguments}}
+        text = self.input.feed(arguments)
+        return text, {"custom": {"input": text}}
+
 
 class ChatMessage:
     """An assistant's message as its events come."""
 
-    def __init__(self, new_call_id: Callable[[], str]) -> None:
-        """new_call_id: makes an id for a call to which the model has given none."""
+    def __init__(
+        self, new_call_id: Callable[[], str], *, named_call: bool = False, custom: frozenset[str] = frozenset()
+    ) -> None:
+        """new_call_id: makes an id for a call to which the model has given none. named_call: whether the client named
+        the function that is called. custom: names of custom tools.
+        """
+        self._named_call = named_call
+        self._custom = custom
         self._new_call_id = new_call_id
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
+        self._open: _Call | None = None
+        """The call of a stream that began last."""
         self._num_calls = 0
         self._complete = False
         self._errors: list[str] = []
@@ -48,8 +77,8 @@ class ChatMessage:
         return {"parse_error": "; ".join(dict.fromkeys(self._errors))} if self._errors else {}
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The engine's finish reason as the API's: tool_calls where the output ended with a complete call."""
-        return FINISH_TOOL_CALLS if reason == FINISH_STOP and self._complete else reason
+        """The engine's finish reason as the API's: tool_calls where the model decided for a call, and completed it."""
+        return FINISH_TOOL_CALLS if reason == FINISH_STOP and self._complete and not self._named_call else reason
 
     def add(self, event: Event) -> None:
         """Collect an event for `body`."""
@@ -59,7 +88,7 @@ class ChatMessage:
             case Reasoning():
                 self._reasoning.append(event.text)
             case CallArguments():
-                self._calls[-1].arguments.append(event.text)
+                self._calls[-1].arguments.append(self._calls[-1].piece(event.text)[0])
             case CallBegin():
                 self._calls.append(self._begin(event))
             case _:
@@ -73,10 +102,12 @@ class ChatMessage:
             case Reasoning():
                 return {"reasoning_content": event.text}
             case CallBegin():
-                call = self._begin(event)
-                return {"tool_calls": [{"index": self._num_calls - 1, **call.body()}]}
+                self._open = self._begin(event)
+                return {"tool_calls": [{"index": self._num_calls - 1, **self._open.body()}]}
             case CallArguments():
-                return {"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": event.text}}]}
+                assert self._open is not None
+                text, piece = self._open.piece(event.text)
+                return {"tool_calls": [{"index": self._num_calls - 1, **piece}]} if text else None
             case _:
                 self._note(event)
                 return None
@@ -93,7 +124,8 @@ class ChatMessage:
 
     def _begin(self, event: CallBegin) -> _Call:
         self._num_calls += 1
-        return _Call(event.id or self._new_call_id(), event.name)
+        custom = CustomInput() if event.name in self._custom else None
+        return _Call(event.id or self._new_call_id(), event.name, input=custom)
 
     def _note(self, event: Event) -> None:
         if isinstance(event, CallEnd):

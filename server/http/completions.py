@@ -15,15 +15,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.core.types import Request as EngineRequest, SamplingParams, TokenLogprobs
+from engine.core.protocols import Delta
+from engine.core.types import SamplingParams, TokenLogprobs
 from engine.server.http import params as parameters
+from engine.server.http.choices_writer import ChoicesWriter
 from engine.server.http.errors import invalid
-from engine.server.http.generation import Delta
 from engine.server.http.job import Job
 from engine.server.http.logprobs import JsonLists, completion_logprobs, prompt_offsets
 from engine.server.http.request_bodies import CompletionBody, read
 from engine.server.http.responses import SendResponse, prepared
 from engine.server.http.service import Service
+from engine.server.http.structured_output import parameter_of_grammar
 from engine.server.shared.packed_logprobs import SLICE, unpack
 
 DEFAULT_MAX_TOKENS = 16
@@ -49,10 +51,28 @@ async def _respond(service: Service, body: CompletionBody) -> SendResponse:
     params = _params(service, body, [len(prompt.tokens) for prompt in prompts])
     name = f"cmpl-{uuid.uuid4().hex}"
     tokens = [prompt.tokens for prompt in prompts]
-    requests = service.requests(name, tokens, params, body)
+    n = parameters.num_choices(body, service.limits)
+    requests = service.requests(
+        name,
+        tokens,
+        params,
+        n=n,
+        priority=body.priority or 0,
+        salt=body.cache_salt or "",
+        cache_key=body.prompt_cache_key or "",
+    )
     if len(requests) > 1:
         await asyncio.sleep(0)  # streams get their turn before many prompts are sent
-    return _CompletionJob(service, body, name, requests, prompts).response()
+    writer = CompletionWriter(service, name, body, prompts, n)
+    return Job(
+        service,
+        name,
+        requests,
+        writer,
+        stream=bool(body.stream),
+        choices_per_prompt=n,
+        grammar_parameter=parameter_of_grammar(body),
+    ).response()
 
 
 @define
@@ -110,27 +130,26 @@ def _params(service: Service, body: CompletionBody, lengths: Sequence[int]) -> l
     ]
 
 
-class _CompletionJob(Job[CompletionBody]):
-    """One completion request in progress."""
+class CompletionWriter(ChoicesWriter):
+    """Writes the answer of one completion request."""
 
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
     def __init__(
-        self,
-        service: Service,
-        body: CompletionBody,
-        name: str,
-        requests: Sequence[EngineRequest],
-        prompts: Sequence[Prompt],
+        self, service: Service, name: str, request: CompletionBody, prompts: Sequence[Prompt], choices_per_prompt: int
     ) -> None:
-        super().__init__(service, body, name, requests)
+        """name: id of the response."""
+        super().__init__(name, service.name, len(prompts) * choices_per_prompt, request.stream_options)
+        self._tokenizer = service.tokenizer
+        self._request = request
+        self._choices_per_prompt = choices_per_prompt
         self._prompts = prompts
         self._texts: list[list[str]] = [[] for _ in range(self.num_choices)]
         self._logprob_lists: dict[int, JsonLists] = {}
         self._finish_reasons: list[str | None] = [None] * self.num_choices
 
-    def _add(self, delta: Delta) -> Iterator[None]:
+    def add(self, delta: Delta) -> Iterator[None]:
         choice = delta.choice
         for piece in self._pieces(delta):
             self._texts[choice].append(piece["text"])
@@ -159,13 +178,13 @@ class _CompletionJob(Job[CompletionBody]):
 
         With echo, the prompt precedes the first text of a choice.
         """
-        prompt = self._prompts[delta.choice // self.choices_per_prompt]
+        prompt = self._prompts[delta.choice // self._choices_per_prompt]
         text, entries, offsets = delta.text, list[TokenLogprobs | None](delta.logprobs), delta.offsets
-        if self.body.echo and self.body.logprobs is not None:
+        if self._request.echo and self._request.logprobs is not None:
             offsets = [len(prompt.text) + offset for offset in offsets]
-        if self.body.echo and self._is_first(delta.choice):
+        if self._request.echo and self._is_first(delta.choice):
             begin = 0
-            if self.body.logprobs is not None:
+            if self._request.logprobs is not None:
                 slices = self._prompt_slices(prompt, delta.prompt_logprobs)
                 last_entries, last_offsets = next(slices)
                 for next_entries, next_offsets in slices:
@@ -181,7 +200,7 @@ class _CompletionJob(Job[CompletionBody]):
     ) -> Iterator[tuple[list[TokenLogprobs | None], list[int]]]:
         """The log probabilities of a prompt's tokens and the tokens' offsets, a slice at a time."""
         entries = chain([None], unpack(packed))
-        offsets = prompt_offsets(self.service.tokenizer, prompt.tokens, prompt.text)
+        offsets = prompt_offsets(self._tokenizer, prompt.tokens, prompt.text)
         while some := list(islice(offsets, SLICE)):
             yield list(islice(entries, len(some))), some
 
@@ -190,10 +209,11 @@ class _CompletionJob(Job[CompletionBody]):
     ) -> dict[str, Any]:
         """An element of `choices` that has not finished."""
         piece = _text_choice(choice, text)
-        if entries and self.body.logprobs is not None:
-            first_token = self._prompts[choice // self.choices_per_prompt].tokens[0]
-            tokenizer = self.service.tokenizer
-            piece["logprobs"] = completion_logprobs(tokenizer, entries, offsets, self.body.logprobs, first_token)
+        if entries and self._request.logprobs is not None:
+            first_token = self._prompts[choice // self._choices_per_prompt].tokens[0]
+            piece["logprobs"] = completion_logprobs(
+                self._tokenizer, entries, offsets, self._request.logprobs, first_token
+            )
         return piece
 
 

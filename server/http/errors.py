@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's shape."""
+"""JSON responses, those that report errors too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
-from engine.server.front_end.errors import ApiError
+from engine.core.protocols import invalid
+from engine.server.front_end.errors import ERROR_BODY, ApiError, ErrorBody, body_of
+
+__all__ = ["ERROR_BODY", "READ", "ErrorBody", "error_response", "invalid", "json_response"]
 
 READ = ["GET", "HEAD"]
 """Methods of routes that only report."""
@@ -19,11 +23,6 @@ def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | 
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    """The HTTP response that reports `error`."""
-    return json_response(error.body(), status=error.status, headers=error.headers)
-
-
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """An ApiError with status 400, for the parameter `param`."""
-    return ApiError(400, message, param=param, code=code)
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """The HTTP response that reports `error` of a request, in the shape of its path's protocol."""
+    return json_response(body_of(error, scope["state"]), status=error.status, headers=error.headers)

@@ -8,11 +8,12 @@ from functools import partial
 from types import TracebackType
 
 import msgspec
-from attrs import define, field
+from attrs import define
 
-from engine.core.parsers import Content, Event
+from engine.core.parsers import Content
+from engine.core.protocols import Delta, Template, Usage
 from engine.core.text import Detokenizer, Tokenizer
-from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request, TokenLogprobs
+from engine.core.types import FINISH_ERROR, FINISH_STOP, Output, Request
 from engine.server.front_end.engine_client import EngineClient, OutputEvent, RequestGroup
 from engine.server.front_end.errors import ApiError
 from engine.server.http.parsed_output import OutputFormat, ParsedOutput
@@ -21,59 +22,6 @@ SLICE_SECONDS = 0.005
 """Seconds of work on one request after which other streams get their turns."""
 
 _json = msgspec.json.Encoder().encode
-
-
-@define
-class Delta:
-    """New text of one choice."""
-
-    choice: int
-    text: str = ""
-    offsets: list[int] = field(factory=list)
-    """Character position in the choice's text at which each new token begins."""
-    logprobs: list[TokenLogprobs] = field(factory=list)
-    """For each new token, if requested."""
-    prompt_logprobs: Sequence[bytes] = ()
-    """With the first text, if requested, in slices (packed_logprobs.py)."""
-    finish_reason: str | None = None
-    events: list[Event] | None = None
-    """What the text says, if it is parsed."""
-
-
-@define
-class Usage:
-    """Token counts of one HTTP request. Each prompt counts once, whatever its number of choices."""
-
-    prompt_tokens: int
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int | None = None
-    """None: the output is not parsed."""
-
-    def body(self) -> dict[str, object]:
-        """The JSON object `usage` of both APIs."""
-        parsed = self.reasoning_tokens is not None
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        } | ({"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}} if parsed else {})
-
-
-@define
-class Template:
-    """The bytes of an event before and after its text. Most events of a stream differ in their text only."""
-
-    before: bytes
-    after: bytes
-
-    @classmethod
-    def of(cls, event: Callable[[str], bytes]) -> Template:
-        """Make a template from a function that builds the event for a given text."""
-        mark = "<text>"  # the last occurrence: the model's name, which may hold any string, comes before
-        before, _, after = event(mark).rpartition(_json(mark))
-        return cls(before, after)
 
 
 BuildEvents = Callable[[Delta], Iterator[bytes]]
@@ -106,12 +54,12 @@ class Generation:
         requests: Sequence[Request],
         choices_per_prompt: int,
         output_format: OutputFormat | None = None,
-        parameter_of_grammar: str | None = None,
+        grammar_parameter: str | None = None,
     ) -> None:
         """requests: one per prompt, in order. output_format: how outputs are parsed; None: they are not.
-        parameter_of_grammar: names it in refusals.
+        grammar_parameter: the parameter that asks for the grammar, for refusals.
         """
-        self._parameter_of_grammar = parameter_of_grammar
+        self._grammar_parameter = grammar_parameter
         self._client = client
         self._format = output_format
         self._parsed: dict[int, ParsedOutput] = {}
@@ -207,7 +155,8 @@ class Generation:
                 detokenizer = self._detokenizers[choice]
                 text = detokenizer.push(tokens)
                 if detokenizer.stop_string is not None:
-                    data += build_events(Delta(choice, text, finish_reason=self._stop(choice)))
+                    last = Delta(choice, text, finish_reason=self._stop(choice), stop_string=detokenizer.stop_string)
+                    data += build_events(last)
                 elif text:
                     template = templates[choice]
                     data += (template.before, _json(text), template.after)
@@ -254,7 +203,7 @@ class Generation:
             for token in tokens:  # one by one, so that tokens of reasoning are counted alike however they come
                 delta.events += parsed.feed(detokenizer.push((token,)), 1)
                 if detokenizer.stop_string is not None:
-                    delta.finish_reason = self._stop(choice)
+                    delta.finish_reason, delta.stop_string = self._stop(choice), detokenizer.stop_string
                     delta.events += parsed.end()
                 elif parsed.ended:
                     delta.finish_reason = self._stop(choice)
@@ -264,7 +213,7 @@ class Generation:
             detokenizer = self._detokenizers[choice]
             delta.text += detokenizer.push(tokens)
             if detokenizer.stop_string is not None:
-                delta.finish_reason = self._stop(choice)
+                delta.finish_reason, delta.stop_string = self._stop(choice), detokenizer.stop_string
         else:
             self._feed_full(choice, output, delta)
 
@@ -274,7 +223,7 @@ class Generation:
             raise ApiError(
                 400 if output.refused else 500,
                 output.error or "the engine failed this request",
-                param=self._parameter_of_grammar if output.parameter == "grammar" else output.parameter,
+                param=self._grammar_parameter if output.parameter == "grammar" else output.parameter,
             )
         if detokenizer is None:
             request = self._requests[choice // self._choices_per_prompt]
@@ -290,12 +239,13 @@ class Generation:
         assert self._group is not None
         if choice in self._group.prompt_logprobs:
             delta.prompt_logprobs = self._group.prompt_logprobs.pop(choice)
-        delta.finish_reason = piece.finish_reason
+        delta.finish_reason, delta.stop_string = piece.finish_reason, piece.stop_string
         if output.finish_reason is not None:
             self.running.discard(choice)
         elif piece.finish_reason is not None:
             self._stop(choice)
         if (parsed := self._parsed.get(choice)) is not None:
+            delta.spans.append((len(delta.events or ()), list(piece.logprobs)))
             delta.events = [*(delta.events or []), *parsed.feed(piece.text, len(piece.tokens))]
             if delta.finish_reason is not None:
                 delta.events += parsed.end()
@@ -327,11 +277,11 @@ class EventStream:
     """The event of each choice for plain text; None: all events are built."""
     build_events: BuildEvents
     """Builds the events of any other delta."""
-    usage_event: Callable[[Usage], bytes]
-    """Builds the event after all choices have finished; may be empty."""
+    end_events: Callable[[Usage], bytes]
+    """Builds the events after all choices have finished; may be empty."""
 
     def take(self) -> bytes:
         """The events of all new outputs, without waiting. Raises ApiError when a choice failed."""
         generation = self.generation
         data = generation.events(self.templates, self.build_events)
-        return data + self.usage_event(generation.usage) if generation.finished else data
+        return data + self.end_events(generation.usage) if generation.finished else data

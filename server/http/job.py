@@ -1,30 +1,24 @@
-"""One completion or chat request in progress: what both APIs do alike."""
+"""One HTTP request in progress: what all APIs do alike."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from functools import partial
 
-import msgspec
 from starlette.types import Scope
 
+from engine.core.protocols import AnswerWriter
 from engine.core.types import Request
-from engine.server.http.generation import SLICE_SECONDS, Delta, EventStream, Generation, Templates, Usage
-from engine.server.http.params import num_choices
+from engine.server.http.generation import SLICE_SECONDS, EventStream, Generation
 from engine.server.http.parsed_output import OutputFormat
-from engine.server.http.request_bodies import Body
 from engine.server.http.request_timeout import enforce_deadline
-from engine.server.http.responses import SendResponse, answer, sse_event, stream
+from engine.server.http.responses import SendResponse, answer, stream
 from engine.server.http.service import Service
-from engine.server.http.structured_output import parameter_of_grammar
 
 MIN_PIECE = 2**16
 """Smaller pieces of a body are joined, bytes."""
-
-BodyT = TypeVar("BodyT", bound=Body)
 
 
 class Turn:
@@ -40,76 +34,47 @@ class Turn:
             self._end = time.monotonic() + SLICE_SECONDS
 
 
-class Job(ABC, Generic[BodyT]):
-    """Runs the engine requests of one HTTP request and builds its response, whole or streamed."""
-
-    object_name: ClassVar[str]
-    """`object` of a whole response."""
-    chunk_object_name: ClassVar[str]
-    """`object` of each streamed chunk."""
+class Job:
+    """Runs the engine requests of one HTTP request and sends the response, whole or streamed."""
 
     def __init__(
         self,
         service: Service,
-        body: BodyT,
         name: str,
         requests: Sequence[Request],
+        writer: AnswerWriter,
+        *,
+        stream: bool,
+        headers: Mapping[str, str] | None = None,
+        choices_per_prompt: int = 1,
         output_format: OutputFormat | None = None,
+        grammar_parameter: str | None = None,
     ) -> None:
-        """name: id of the response. requests: one per prompt, in order. output_format: None if nothing is parsed."""
-        self._output_format = output_format
-        self.service = service
-        self.body = body
-        self.requests = requests
-        self.choices_per_prompt = num_choices(body, service.limits)
-        self.num_choices = len(requests) * self.choices_per_prompt
-        self._created = int(time.time())
+        """name: id of the response. requests: one per prompt, in order. headers: further ones of the response.
+
+        output_format: None if nothing is parsed. grammar_parameter: the parameter that asks for the requests' grammar,
+        for refusals.
+        """
+        self._service = service
         self._name = name
-        self._begun: set[int] = set()
-        options = body.stream_options
-        self._include_usage = options is not None and bool(options.include_usage)
-        self._continuous_usage = self._include_usage and options is not None and bool(options.continuous_usage_stats)
-        self._streamed: Generation | None = None
+        self._requests = requests
+        self._writer = writer
+        self._stream = stream
+        self._headers = headers or {}
+        self._choices_per_prompt = choices_per_prompt
+        self._output_format = output_format
+        self._grammar_parameter = grammar_parameter
 
     def response(self) -> SendResponse:
         """Sends the HTTP response; generation begins when the response is sent."""
-        headers = {"x-request-id": self._name}
-        if self.body.stream:
-            self._streamed = self._generation()
-            templates = None if self._continuous_usage else Templates(self._text_event)
-            events = EventStream(self._streamed, templates, self._delta_events, self._usage_event)
-            return stream(events, headers)
-        return answer(self._whole, headers)
-
-    @abstractmethod
-    def _add(self, delta: Delta) -> Iterator[None]:
-        """Collect a delta for `_choice_body`; yields after each few milliseconds of work."""
-
-    @abstractmethod
-    def _choice_body(self, choice: int) -> dict[str, Any]:
-        """An element of `choices` of the whole response, from all collected deltas."""
-
-    @abstractmethod
-    def _text_event(self, choice: int, text: str) -> bytes:
-        """The event of a chunk with nothing but text."""
-
-    @abstractmethod
-    def _delta_events(self, delta: Delta) -> Iterator[bytes]:
-        """The events of any other delta; none when the delta holds nothing to send."""
-
-    def _is_first(self, choice: int) -> bool:
-        """Whether this is the first call for a choice."""
-        if choice in self._begun:
-            return False
-        self._begun.add(choice)
-        return True
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        """The event of one chunk; choice: the element of its `choices`."""
-        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        if self._continuous_usage and self._streamed is not None:
-            usage = {"usage": self._streamed.usage.body()}
-        return sse_event(self._head(self.chunk_object_name) | {"choices": [choice]} | usage)
+        headers = {"x-request-id": self._name, **self._headers}
+        if not self._stream:
+            return answer(self._whole, headers)
+        generation = self._generation()
+        writer = self._writer
+        build_events = partial(writer.events, usage=lambda: generation.usage)
+        events = EventStream(generation, writer.templates(), build_events, writer.end)
+        return stream(events, headers, end=writer.stream_end, error_event=writer.error_event)
 
     async def _whole(self, scope: Scope) -> list[bytes]:
         """The body of a response that is not streamed, in pieces."""
@@ -117,37 +82,24 @@ class Job(ABC, Generic[BodyT]):
         with self._generation() as generation, enforce_deadline(scope, generation):
             while generation.running:
                 for delta in await generation.next():
-                    for _ in self._add(delta):
+                    for _ in self._writer.add(delta):
                         await turn.yield_if_over()
-        body = self._head(self.object_name) | {"choices": [], "usage": generation.usage.body()}
-        before, name, after = msgspec.json.encode(body).rpartition(b'"choices":[')
-        pieces = [before + name]
-        for choice in range(self.num_choices):
-            data = msgspec.json.encode(self._choice_body(choice))
-            if choice:
-                data = b"," + data
+        pieces = [b""]
+        for data in self._writer.body(generation.usage):
             if len(pieces[-1]) < MIN_PIECE:
                 pieces[-1] += data
             else:
                 pieces.append(data)
             await turn.yield_if_over()
-        return [*pieces, after]
-
-    def _usage_event(self, usage: Usage) -> bytes:
-        """The last event of a stream; empty unless the client asked for the usage."""
-        if not self._include_usage:
-            return b""
-        return sse_event(self._head(self.chunk_object_name) | {"choices": [], "usage": usage.body()})
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._name, "object": kind, "created": self._created, "model": self.service.name}
+        return pieces
 
     def _generation(self) -> Generation:
+        service = self._service
         return Generation(
-            self.service.client,
-            self.service.tokenizer,
-            self.requests,
-            self.choices_per_prompt,
+            service.client,
+            service.tokenizer,
+            self._requests,
+            self._choices_per_prompt,
             self._output_format,
-            parameter_of_grammar(self.body),
+            self._grammar_parameter,
         )

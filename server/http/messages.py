@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.core.protocols import template_arguments
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http.errors import invalid
 
@@ -23,12 +24,20 @@ class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
     """JSON, as the model wrote it."""
 
 
+class CustomCall(msgspec.Struct, forbid_unknown_fields=True):
+    """The custom tool that an assistant called."""
+
+    name: str
+    input: str
+
+
 class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One tool call of an assistant's message."""
 
     id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     index: int | None = None
     """Sent back by clients that join the pieces of a stream; has no effect."""
 
@@ -111,14 +120,21 @@ def _of_assistant(message: Message, where: str) -> dict[str, Any]:
         found["reasoning_content"] = reasoning
     if message.tool_calls:
         found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": call.type,
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
+            {"id": call.id, "type": "function", "function": _called(call, f"{where}.tool_calls[{index}]")}
+            for index, call in enumerate(message.tool_calls)
         ]
     return found
+
+
+def _called(call: ToolCall, where: str) -> dict[str, Any]:
+    """The function of a call; that of a custom tool has its input as the only argument."""
+    given = call.custom if call.type == "custom" else call.function
+    if given is None or (call.custom is not None and call.function is not None):
+        other = "function" if call.type == "custom" else "custom"
+        raise invalid(f"{where} has the type {call.type}: give {call.type}, and no {other}", f"{where}.{call.type}")
+    if isinstance(given, CustomCall):
+        return {"name": given.name, "arguments": {"input": given.input}}
+    return {"name": given.name, "arguments": template_arguments(given.arguments)}
 
 
 def _content(message: Message, where: str) -> str:
@@ -144,20 +160,6 @@ def _content(message: Message, where: str) -> str:
                 f'{name} must be {{"type": "text", "text": "..."}}; other parts are not supported', name
             ) from None
     return "\n".join(texts)
-
-
-def _arguments(text: str) -> Any:
-    """The arguments of a call as the object that templates expect.
-
-    An empty text is no arguments. A text that is no JSON object, as of a call that was cut short, stays a text.
-    """
-    if not text.strip():
-        return {}
-    try:
-        found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
 
 
 def _misplaced(where: str, field: str, role: str) -> ApiError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,6 +11,7 @@ from starlette.responses import Response
 from engine.core.config import ServerConfig
 from engine.server.http.errors import json_response
 from engine.server.http.openapi_schemas import STREAM, Schema, components, ref
+from engine.server.http.plugin_routes import PluginRoute
 from engine.server.http.service import Service
 
 PATH = "/openapi.json"
@@ -43,10 +44,10 @@ REQUEST_ID: Schema = {
 RETRY_AFTER: Schema = {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}}
 
 
-def routes(service: Service, *, has_keys: bool) -> APIRouter:
+def routes(service: Service, of_plugins: Sequence[PluginRoute], *, has_keys: bool) -> APIRouter:
     """The route of this module; has_keys: whether clients need an API key."""
     router = APIRouter()
-    described = document(service, has_keys=has_keys)
+    described = document(service, of_plugins, has_keys=has_keys)
 
     @router.api_route(PATH, methods=["GET", "HEAD"], response_model=None)
     async def openapi() -> Response:
@@ -55,17 +56,19 @@ def routes(service: Service, *, has_keys: bool) -> APIRouter:
     return router
 
 
-def document(service: Service, *, has_keys: bool) -> dict[str, Any]:
+def document(service: Service, of_plugins: Sequence[PluginRoute], *, has_keys: bool) -> dict[str, Any]:
     """The OpenAPI document of a server."""
     operations = _Operations(service.limits, has_keys=has_keys)
     body = service.limits.max_body_bytes
     paths = {
-        "/v1/completions": {"post": operations.post("createCompletion", "CompletionBody", "Completion", body, STREAM)},
-        "/v1/chat/completions": {
-            "post": operations.post("createChatCompletion", "ChatBody", "ChatCompletion", body, STREAM)
+        "/v1/completions": {
+            "post": operations.post("createCompletion", ref("CompletionBody"), ref("Completion"), body, STREAM)
         },
-        "/tokenize": {"post": operations.post("tokenize", "TokenizeBody", "Tokens", body)},
-        "/detokenize": {"post": operations.post("detokenize", "DetokenizeBody", "Text", body)},
+        "/v1/chat/completions": {
+            "post": operations.post("createChatCompletion", ref("ChatBody"), ref("ChatCompletion"), body, STREAM)
+        },
+        "/tokenize": {"post": operations.post("tokenize", ref("TokenizeBody"), ref("Tokens"), body)},
+        "/detokenize": {"post": operations.post("detokenize", ref("DetokenizeBody"), ref("Text"), body)},
         "/v1/models": operations.read("listModels", _json(ref("Models"))),
         "/v1/models/{model}": operations.read(
             "getModel", _json(ref("Model")), parameters=[_parameter("model", "path")], errors=(404,)
@@ -85,16 +88,37 @@ def document(service: Service, *, has_keys: bool) -> dict[str, Any]:
         "/metrics": operations.read("metrics", {"text/plain": {"schema": {"type": "string"}}}),
         PATH: operations.read("openapi", _json({"type": "object"})),
     }
+    schemas, references = components(service, [kind for one in of_plugins for kind in (one.body, one.answer) if kind])
+    for one in of_plugins:
+        if one.summary:
+            paths.setdefault(one.path, {}).update(_of_plugin(one, operations, references, body))
     described: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "engine", "version": API_VERSION},
         "paths": paths,
-        "components": {"schemas": components(service)},
+        "components": {"schemas": schemas},
     }
     if has_keys:
-        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        described["security"] = [{"key": []}]
+        described["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "keyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        described["security"] = [{"key": []}, {"keyHeader": []}]
     return described
+
+
+def _of_plugin(
+    route: PluginRoute, operations: _Operations, references: Mapping[type, Schema], max_bytes: int
+) -> dict[str, Any]:
+    """The operations of a plugin's route; references: the schema of each type."""
+    answer = references[route.answer] if route.answer is not None else {"type": "object"}
+    name = "_".join(part for part in route.path.split("/") if part)
+    if route.body is None:
+        found = operations.read(name, _json(answer))
+    else:
+        stream: Schema | None = {"description": "Server-sent events."} if route.streams else None
+        found = {"post": operations.post(f"post_{name}", references[route.body], answer, max_bytes, stream)}
+    return {method: {**operation, "summary": route.summary} for method, operation in found.items()}
 
 
 class _Operations:
@@ -109,15 +133,17 @@ class _Operations:
         if limits.request_timeout:
             self._of_posts.append(504)
 
-    def post(self, name: str, body: str, answer: str, max_bytes: int, stream: Schema | None = None) -> dict[str, Any]:
+    def post(
+        self, name: str, body: Schema, answer: Schema, max_bytes: int, stream: Schema | None = None
+    ) -> dict[str, Any]:
         """An operation with a body; stream: the schema of its server-sent events."""
-        content = _json(ref(answer)) | ({} if stream is None else {"text/event-stream": {"schema": stream}})
+        content = _json(answer) | ({} if stream is None else {"text/event-stream": {"schema": stream}})
         return {
             "operationId": name,
             "requestBody": {
                 "required": True,
                 "description": f"At most {max_bytes} bytes.",
-                "content": _json(ref(body)),
+                "content": _json(body),
             },
             "responses": self._responses(content, self._of_posts, public=False),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,9 @@ STRING: Schema = {"type": "string"}
 NUMBER: Schema = {"type": "number"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NULL: Schema = {"type": "null"}
+REF = "#/components/schemas/"
+OF_PLUGINS = "plugin."
+"""Beginning of the names of schemas of plugins, so that none is that of another type."""
 STREAM: Schema = {"description": "Events `data: {...}`, the last one `data: [DONE]`."}
 FINISH_REASON: Schema = {"enum": ["stop", "length"]}
 CHAT_FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
@@ -26,17 +29,19 @@ CHAT_FINISH_REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
 
 def ref(name: str) -> Schema:
     """A reference to a schema of the document."""
-    return {"$ref": f"#/components/schemas/{name}"}
+    return {"$ref": REF + name}
 
 
-def components(service: Service) -> dict[str, Any]:
-    """All schemas by name."""
+def components(service: Service, others: Sequence[type] = ()) -> tuple[dict[str, Any], dict[type, Schema]]:
+    """All schemas by name, and references to those of `others`, which are types of plugins."""
     bodies = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TextPart, RefusalPart)
-    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=REF + "{name}")
     for body in ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody", "Message", "Function"):
         _narrow(schemas[body], constraints(service))
     schemas["ChatBody"]["properties"]["logprobs"] = {"anyOf": [{"type": "boolean"}, NULL], "default": None}
-    return schemas | _responses(service)
+    found, of_plugins = msgspec.json.schema_components(others, ref_template=REF + OF_PLUGINS + "{name}")
+    schemas |= {OF_PLUGINS + name: schema for name, schema in of_plugins.items()}
+    return schemas | _responses(service), dict(zip(others, found, strict=True))
 
 
 def constraints(service: Service) -> dict[str, Schema]:
@@ -85,6 +90,10 @@ def constraints(service: Service) -> dict[str, Schema]:
                 "regex": {"type": ["string", "null"]},
                 "choice": {"anyOf": [{"type": "array", "items": text, "minItems": 1}, NULL]},
                 "grammar": {"type": ["string", "null"], "description": "A grammar in Lark."},
+                "structural_tag": {
+                    "type": ["object", "string", "null"],
+                    "description": "A format of texts, special tokens and parts with grammars of their own.",
+                },
             },
             "additionalProperties": False,
         },
@@ -103,9 +112,31 @@ def constraints(service: Service) -> dict[str, Schema]:
             "description": "Null or absent only from an assistant; refusals too.",
         },
         "store": {"const": False},
-        "tool_choice": {"enum": ["none", "auto"]},
-        "strict": {"const": False},
+        "tool_choice": _tool_choice(),
     }
+
+
+def _tool_choice() -> Schema:
+    named: list[Schema] = [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind}, kind: {"type": "object", "required": ["name"]}},
+            "required": ["type", kind],
+        }
+        for kind in ("function", "custom")
+    ]
+    allowed = _format(
+        "allowed_tools",
+        allowed_tools={
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": {"anyOf": named}},
+            },
+            "required": ["mode", "tools"],
+        },
+    )
+    return {"anyOf": [{"enum": ["none", "auto", "required"]}, *named, allowed]}
 
 
 def _format(kind: str, **properties: Schema) -> Schema:
@@ -178,7 +209,10 @@ def _responses(service: Service) -> dict[str, Schema]:
         text_offset=_array(COUNT),
     )
     head = {"id": STRING, "created": COUNT, "model": name}
-    call = _object(id=STRING, type={"const": "function"}, function=_object(name=STRING, arguments=STRING))
+    calls: list[Schema] = [
+        _object(id=STRING, type={"const": "function"}, function=_object(name=STRING, arguments=STRING)),
+        _object(id=STRING, type={"const": "custom"}, custom=_object(name=STRING, input=STRING)),
+    ]
     choice = {"index": COUNT, "finish_reason": FINISH_REASON}
     return {
         "Error": _object(
@@ -208,7 +242,7 @@ def _responses(service: Service) -> dict[str, Schema]:
                         role={"const": "assistant"},
                         content=_nullable(STRING),
                         refusal=NULL,
-                        optional={"reasoning_content": STRING, "tool_calls": _array(call)},
+                        optional={"reasoning_content": STRING, "tool_calls": _array({"anyOf": calls})},
                     ),
                     logprobs=_nullable(chat_logprobs),
                     optional={"parse_error": STRING},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -28,6 +29,8 @@ SAME_NAMES = (
     "skip_special_tokens",
 )
 """Parameters with the same name and meaning in the request and in SamplingParams."""
+CONVERTED = ("stop", "stop_token_ids", "logit_bias")
+"""Parameters with the same name, whose values are converted: a text or a list, a list, an object."""
 RANDOM_SEED = -1
 """A seed that asks for a random one, as no seed does."""
 MAX_LOGIT_BIAS = 100.0
@@ -36,20 +39,35 @@ MAX_LOGIT_BIAS = 100.0
 
 def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, vocab_size: int) -> SamplingParams:
     """All sampling parameters except max_tokens and logprobs. Raises ApiError naming a parameter out of range."""
-    given: dict[str, object] = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
-    _check_length(body.cache_salt, limits, "cache_salt")
-    _check_length(body.prompt_cache_key, limits, "prompt_cache_key")
-    if body.seed == RANDOM_SEED:
-        given["seed"] = None
-    if body.stop is not None:
-        given["stop"] = _stop(body.stop, limits)
-    if body.stop_token_ids is not None:
-        given["stop_token_ids"] = _token_ids(body.stop_token_ids, vocab_size, limits)
-    if (grammar := requested_grammar(body)) is not None:
-        given["grammar"] = grammar
-    if body.logit_bias is not None:
-        given["logit_bias"] = _logit_bias(body.logit_bias, vocab_size, limits)
-    return evolve(defaults, **given)
+    check_length(body.cache_salt, limits, "cache_salt")
+    check_length(body.prompt_cache_key, limits, "prompt_cache_key")
+    params = checked_params(given_params(body), defaults, limits, vocab_size)
+    grammar = requested_grammar(body)
+    return params if grammar is None else evolve(params, grammar=grammar)
+
+
+def given_params(body: Body) -> dict[str, Any]:
+    """The parameters of a request that `checked_params` takes, as the client gave them."""
+    return {name: getattr(body, name) for name in (*SAME_NAMES, *CONVERTED)}
+
+
+def checked_params(
+    given: Mapping[str, Any], defaults: SamplingParams, limits: ServerConfig, vocab_size: int
+) -> SamplingParams:
+    """`defaults` with the parameters that are given, by the names of SAME_NAMES and CONVERTED; None: not given.
+
+    Raises ApiError naming a parameter out of range.
+    """
+    changes = {name: value for name in SAME_NAMES if (value := given.get(name)) is not None}
+    if changes.get("seed") == RANDOM_SEED:
+        changes["seed"] = None
+    if (stop := given.get("stop")) is not None:
+        changes["stop"] = _stop(stop, limits)
+    if (tokens := given.get("stop_token_ids")) is not None:
+        changes["stop_token_ids"] = _token_ids(tokens, vocab_size, limits)
+    if (bias := given.get("logit_bias")) is not None:
+        changes["logit_bias"] = _logit_bias(bias, vocab_size, limits)
+    return evolve(defaults, **changes)
 
 
 def evolve(params: SamplingParams, **changes: object) -> SamplingParams:
@@ -63,12 +81,17 @@ def evolve(params: SamplingParams, **changes: object) -> SamplingParams:
 def num_choices(body: Body, limits: ServerConfig) -> int:
     """The number of choices per prompt. Raises ApiError."""
     n = 1 if body.n is None else body.n
-    if not 1 <= n <= limits.max_n:
-        raise invalid(f"n must be from 1 to {limits.max_n} (server.max_n), not {n}", "n")
+    check_num_choices(n, limits)
     return n
 
 
-def _check_length(text: str | None, limits: ServerConfig, param: str) -> None:
+def check_num_choices(n: int, limits: ServerConfig) -> None:
+    """Raise ApiError unless each prompt may have `n` choices."""
+    if not 1 <= n <= limits.max_n:
+        raise invalid(f"n must be from 1 to {limits.max_n} (server.max_n), not {n}", "n")
+
+
+def check_length(text: str | None, limits: ServerConfig, param: str) -> None:
     """Raise ApiError for a cache_salt or prompt_cache_key that is too long."""
     if text is not None and len(text) > limits.max_salt_chars:
         raise invalid(

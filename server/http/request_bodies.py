@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from engine.core.config import ServerConfig
+from engine.core.protocols import explain
 from engine.server.front_end.errors import ApiError
+from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
 from engine.server.http.messages import Message
-from engine.server.http.tools import Tool
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,6 +34,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     choice: list[str] | None = None
     grammar: str | None = None
     """A grammar in Lark."""
+    structural_tag: dict[str, Any] | str | None = None
+    """A format of texts, special tokens and parts with grammars, also as JSON."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -127,11 +129,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_UNKNOWN = re.compile(r"contains unknown field `([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-
-
+REPLACED = {"functions": "tools", "function_call": "tool_choice"}
+"""Old parameters of chat, and those that have replaced them."""
 NUMBERS_PER_VALUE = 8
 """A number is decoded in this fraction of the time of a list."""
 _SMALL_BODY = 2**16
@@ -210,23 +209,6 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise explain(str(error)) from None
+        raise explain(str(error), replaced=REPLACED) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None
-
-
-def explain(message: str, parent: str = "") -> ApiError:
-    """Turn msgspec's message into a sentence that begins with the parameter's name. parent: what holds it."""
-    path = _PATH.search(message)
-    where = ".".join(filter(None, (parent, path.group(1) if path else "")))
-    reason = _PATH.sub("", message)
-    if match := _UNKNOWN.search(reason):
-        name = f"{where}.{match.group(1)}".lstrip(".")
-        return invalid(f"{name} is not a parameter of this server; leave it out", name, "unknown_parameter")
-    if match := _MISSING.search(reason):
-        name = f"{where}.{match.group(1)}".lstrip(".")
-        return invalid(f"{name} is missing", name, "missing_required_parameter")
-    if reason.startswith("Expected `null`"):
-        return invalid(f"{where} is not supported by this server; leave it out", where, "unsupported_parameter")
-    reason = reason[:1].lower() + reason[1:].replace("`", "")
-    return invalid(f"{where or 'the body'}: {reason}", where or None, "invalid_type")

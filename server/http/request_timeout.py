@@ -81,6 +81,6 @@ class RequestTimeout:
         except TimeoutError:
             if started or not timeout.expired():
                 raise
-            response = error_response(deadline.error())
+            response = error_response(deadline.error(), scope)
             response.headers["connection"] = "close"  # the rest of the body may still come
             await response(scope, receive, send)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.core.protocols import DONE, error_event
 from engine.server.front_end.connections import Connection
 from engine.server.front_end.errors import ApiError
 from engine.server.http.errors import error_response
@@ -22,7 +21,6 @@ log = logging.getLogger(__name__)
 SendResponse = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SSE_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-DONE = b"data: [DONE]\n\n"
 
 
 class CancellableResponse(Response):
@@ -63,7 +61,7 @@ def answer(body: Callable[[Scope], Awaitable[Sequence[bytes]]], headers: Mapping
         try:
             pieces = await body(scope)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         length = str(sum(map(len, pieces)))
         whole = {"content-type": "application/json", "content-length": length, **headers}
@@ -75,16 +73,23 @@ def answer(body: Callable[[Scope], Awaitable[Sequence[bytes]]], headers: Mapping
     return send_response
 
 
-def stream(events: EventStream, headers: Mapping[str, str]) -> SendResponse:
-    """Sends server-sent events, with `data: [DONE]` at the end.
+def stream(
+    events: EventStream,
+    headers: Mapping[str, str],
+    *,
+    end: bytes = DONE,
+    error_event: Callable[[ApiError], bytes] = error_event,
+) -> SendResponse:
+    """Sends server-sent events, and `end` after the last one.
 
-    An ApiError before the first event becomes a plain error response; a later one becomes the last event.
+    An ApiError before the first event becomes a plain error response; a later one becomes the last event, which
+    `error_event` builds.
     """
 
     async def send_response(scope: Scope, receive: Receive, send: Send) -> None:
         writer = _EventWriter(events, scope["state"]["connection"])
         raw = _raw({**SSE_HEADERS, **headers})
-        last = DONE
+        last = end
         started = False
         try:
             with events.generation, enforce_deadline(scope, events.generation):
@@ -94,17 +99,26 @@ def stream(events: EventStream, headers: Mapping[str, str]) -> SendResponse:
                 await writer.rest()
         except ApiError as error:
             if not started:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
-            last = sse_event(error.body())
+            last = _built(error_event, error)
         except Exception:
             if not started:
                 raise
             log.exception("a stream failed")
-            last = sse_event(ApiError(500, "internal server error; see the server's log").body())
+            last = _built(error_event, ApiError(500, "internal server error; see the server's log"))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     return send_response
+
+
+def _built(build: Callable[[ApiError], bytes], error: ApiError) -> bytes:
+    """The event that reports `error`; in OpenAI's shape if a protocol's own cannot be built."""
+    try:
+        return build(error)
+    except Exception:
+        log.exception("the last event of a stream could not be built")
+        return error_event(error)
 
 
 class _EventWriter:
@@ -179,11 +193,6 @@ class _EventWriter:
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-
-
-def sse_event(body: Any) -> bytes:
-    """Encode one server-sent event with a JSON body."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:

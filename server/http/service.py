@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,11 +21,9 @@ from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
 from engine.server.front_end.errors import ApiError, excerpt
-from engine.server.http.errors import invalid
+from engine.server.http.errors import ErrorBody, invalid
 from engine.server.http.messages import Message, template_message
-from engine.server.http.params import num_choices
 from engine.server.http.prometheus import EngineReport
-from engine.server.http.request_bodies import Body
 from engine.server.http.text_threads import TextThreads
 from engine.server.shared.heartbeat import Fault
 from engine.server.shared.messages import Probe, Started
@@ -87,6 +86,8 @@ class Service:
         self.vocab_size = started.vocab_size
         self.default_params: SamplingParams = started.default_params
         self.draining = False
+        self.error_bodies: dict[str, ErrorBody] = {}
+        """The shape of error responses of each path whose errors are not OpenAI's."""
         self.active = 0
         """Number of POST requests being answered."""
         self._threads = TextThreads()
@@ -100,6 +101,10 @@ class Service:
             yield
         finally:
             self.active -= 1
+
+    def new_call_id(self) -> str:
+        """An id for a tool call to which the model has given none, as the model's format has them."""
+        return f"call_{uuid.uuid4().hex}" if self.parser is None else self.parser.new_call_id()
 
     def engine_reports(self) -> list[EngineReport]:
         """State and statistics of each replica, for /metrics."""
@@ -151,14 +156,20 @@ class Service:
         name: str,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        body: Body,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        salt: str = "",
+        cache_key: str = "",
     ) -> list[Request]:
-        """One engine request per prompt, with its `params`. name: ID of the HTTP request.
+        """One engine request per prompt, with its `params`.
 
+        name: ID of the HTTP request. n: choices per prompt. salt: prefixes are shared only with requests of the same.
+        cache_key: requests of one key go to the same replica, if it is not overloaded.
         Raises ApiError for more choices than the server ever accepts.
         """
         now = time.monotonic()
-        choices = len(prompts) * num_choices(body, self.limits)
+        choices = len(prompts) * n
         if choices > self.limits.max_waiting:
             raise invalid(
                 f"the request asks for {choices} choices, but the server accepts at most {self.limits.max_waiting} "
@@ -170,10 +181,10 @@ class Service:
                 id=f"{name}-{index}",
                 prompt=prompt,
                 params=each,
-                priority=body.priority or 0,
+                priority=priority,
                 arrival=now,
-                salt=body.cache_salt or "",
-                cache_key=body.prompt_cache_key or "",
+                salt=salt,
+                cache_key=cache_key,
             )
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
@@ -200,42 +211,62 @@ class Service:
         decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=skip_special_tokens)
         return decode() if len(tokens) < THREAD_TOKENS else await self._threads.run(decode)
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Message],
-        variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        salt: str,
-    ) -> ChatPrompt:
-        """Render and tokenize a chat up to the assistant's answer.
+    async def encode_chat(self, messages: Sequence[Message]) -> ChatPrompt:
+        """Render and tokenize the messages of a chat. Raises ApiError or InvalidRequestError."""
+        return await self.encode_conversation(await self.template_messages(messages))
 
-        variables: additional variables of the chat template. tools: as it expects them. salt: chats share what is kept
-        of their tokens only with those of the same salt, as they do their prefixes.
-        Raises ApiError or InvalidRequestError.
-        """
-        if len(messages) > self.max_len:
-            raise self._too_long(f"the chat has {len(messages)} messages", "messages")
-        for name in variables or ():
-            if name in TEMPLATE_ARGUMENTS:
-                raise invalid(f"chat_template_kwargs must not contain {name}", "chat_template_kwargs")
+    async def template_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as chat templates expect them. Raises ApiError."""
+        self._check_number(messages, "messages")
         plain = []
         for index, message in enumerate(messages):
             plain.append(template_message(message, f"messages[{index}]"))
             if index % MESSAGES_AT_A_TIME == MESSAGES_AT_A_TIME - 1:
                 await asyncio.sleep(0)
-        length = MESSAGE_CHARS * len(plain) + sum(len(message["content"]) for message in plain)
-        length += sum(len(msgspec.json.encode(message)) for message in plain if len(message) > PLAIN_FIELDS)
+        return plain
+
+    async def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        parameter: str = "messages",
+        *,
+        salt: str = "",
+    ) -> ChatPrompt:
+        """Render and tokenize a conversation up to the assistant's answer.
+
+        messages: as chat templates expect them, `content` a text. variables: additional variables of the chat template,
+        none of TEMPLATE_ARGUMENTS. tools: as it expects them. parameter: that of the messages, for refusals. salt:
+        conversations share what is kept of their tokens only with those of the same salt, as they do their prefixes.
+        Raises ApiError or InvalidRequestError.
+        """
+        self._check_number(messages, parameter)
+        length = MESSAGE_CHARS * len(messages) + sum(len(message["content"]) for message in messages)
+        length += sum(len(msgspec.json.encode(message)) for message in messages if len(message) > PLAIN_FIELDS)
         given = dict(variables or {}) | ({"tools": tools} if tools else {})
         if given:
             length += len(msgspec.json.encode(given))
-        chat = partial(self._encode_chat, plain, given, salt)
+        chat = partial(self._encode_chat, messages, given, salt)
         return chat() if length < THREAD_CHARS else await self._threads.run(chat)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], salt: str) -> ChatPrompt:
+    def _check_number(self, messages: Sequence[object], parameter: str) -> None:
+        if len(messages) > self.max_len:
+            raise self._too_long(f"the chat has {len(messages)} messages", parameter)
+
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat template, the one for tools if there are several; empty if it is not known."""
+        return self.parser.templates.chat if self.parser is not None else ""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        """Render a conversation. given: arguments of Tokenizer.render_chat. Raises InvalidRequestError."""
         if self.parser is not None:
             messages = [self.parser.template_message(message) for message in messages]
-        text = self.tokenizer.render_chat(messages, **given)
+        return self.tokenizer.render_chat(messages, **given)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], salt: str) -> ChatPrompt:
+        text = self.render(messages, **given)
         self._check_length(text)
         return ChatPrompt(text, self._token_cache.encode(text, salt))
 

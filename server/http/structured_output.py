@@ -9,8 +9,9 @@ import msgspec
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar
+from engine.core.protocols import explain
 from engine.server.http.errors import invalid
-from engine.server.http.request_bodies import Body, ChatBody, StructuredOutputs, explain
+from engine.server.http.request_bodies import Body, ChatBody, StructuredOutputs
 
 FORMATS = ("text", "json_object", "json_schema")
 """Types of `response_format`."""
@@ -84,6 +85,7 @@ def _of_structure(asked: StructuredOutputs | None) -> Grammar | None:
         "regex": Grammar.regex,
         "choice": Grammar.choice,
         "grammar": Grammar.lark,
+        "structural_tag": Grammar.structural_tag,
     }
     for name, value in given.items():
         return _made(makers[name], value, f"structured_outputs.{name}")

@@ -19,6 +19,8 @@ import openai
 import pydantic
 import pytest
 
+from engine.testing.checkpoints import CHAT_TEMPLATE
+
 pytestmark = pytest.mark.e2e
 
 Start = Callable[..., Any]
@@ -46,8 +48,10 @@ def start(tmp_path_factory: pytest.TempPathFactory, start_server: Callable[[Sequ
 
 
 @pytest.fixture(scope="module")
-def server(start: Start) -> Iterator[Any]:
-    running = start("--api-workers", "2")
+def server(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text("{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE)
+    running = start("--api-workers", "2", "--parser", "hermes", "--chat-template", str(template))
     yield running
     assert running.stop() == 0
 
@@ -107,6 +111,124 @@ def test_parse_returns_what_the_model_class_asks_for(client: openai.OpenAI, temp
     assert [choice.message.parsed for choice in streamed.choices] == [choice.message.parsed for choice in whole.choices]
 
 
+def test_responses_streamed_or_not(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "input": "hello", "instructions": "be brief", "max_output_tokens": 16}
+    whole = client.responses.create(**asked, temperature=0)
+    *_, last = client.responses.create(**asked, temperature=0, stream=True)
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.output_text == whole.output_text
+    assert (last.response.status, whole.store) == (whole.status, False)
+    assert whole.usage is not None
+    assert 0 < whole.usage.output_tokens <= 16
+    asked = {"model": "tiny", "input": "somebody", "text_format": Person, "max_output_tokens": 200, "temperature": 1}
+    assert isinstance(client.responses.parse(**asked).output_parsed, Person)
+    with client.responses.stream(**asked) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Person)
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Rome", "Bern"]
+    days: Annotated[int, pydantic.Field(ge=0, le=9)] | None
+
+
+class Now(pydantic.BaseModel):
+    """A tool without arguments."""
+
+
+CALLS: Any = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "weather"}],
+    "max_completion_tokens": 150,
+    "parallel_tool_calls": False,
+}
+STRICT: Any = [openai.pydantic_function_tool(Weather), openai.pydantic_function_tool(Now)]
+ODD: Any = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("name", ["required", "Weather"])
+def test_a_call_that_is_asked_for_comes(client: openai.OpenAI, name: str, temperature: int) -> None:
+    choice: Any = name if name == "required" else {"type": "function", "function": {"name": name}}
+    asked = {**CALLS, "tools": STRICT, "tool_choice": choice, "temperature": temperature, "n": 2, "seed": 3}
+    whole = client.chat.completions.parse(**asked)
+    for one in whole.choices:
+        assert one.finish_reason == ("tool_calls" if name == "required" else "stop")
+        assert one.message.content is None
+        assert one.message.tool_calls is not None
+        [call] = one.message.tool_calls
+        assert isinstance(call.function.parsed_arguments, (Weather, Now) if name == "required" else Weather)
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion()
+    assert [[call.function.arguments for call in one.message.tool_calls or ()] for one in streamed.choices] == [
+        [call.function.arguments for call in one.message.tool_calls or ()] for one in whole.choices
+    ]
+
+
+def test_the_model_may_answer_or_call(client: openai.OpenAI) -> None:
+    asked = {**CALLS, "tools": STRICT, "n": 4, "seed": 1, "max_completion_tokens": 40}
+    for one in client.chat.completions.create(**asked).choices:
+        assert one.finish_reason in ("stop", "length", "tool_calls")
+    asked |= {"max_completion_tokens": 200, "response_format": Person}
+    for choice in client.chat.completions.parse(**asked).choices:
+        calls = choice.message.tool_calls or []
+        assert calls or isinstance(choice.message.parsed, Person)
+        assert all(isinstance(call.function.parsed_arguments, (Weather, Now)) for call in calls)
+
+
+def test_only_the_allowed_tools_are_called(client: openai.OpenAI) -> None:
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "Now"}}]}
+    asked = {**CALLS, "tools": STRICT, "n": 4, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    for choice in client.chat.completions.create(**asked).choices:
+        [call] = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("Now", {})
+
+
+def test_a_strict_tool_is_enforced_or_refused(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "odd", "parameters": ODD}}
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=r"the tool odd is strict.*uniqueItems") as caught:
+            client.chat.completions.create(**CALLS, tools=[strict], stream=stream)
+        assert caught.value.param == "tools"
+    found = client.chat.completions.create(
+        **{**CALLS, "max_completion_tokens": 60}, tools=[tool], tool_choice="required"
+    ).choices[0]
+    assert found.message.tool_calls
+    assert found.message.tool_calls[0].function.arguments.startswith("{")
+
+
+def test_a_forced_call_that_is_cut_short_reaches_the_client(client: openai.OpenAI) -> None:
+    asked = {**CALLS, "max_completion_tokens": 36, "tools": STRICT[:1], "tool_choice": "required"}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "length"
+    said = choice.message.model_dump_json()
+    assert "Weather" in said or "<tool_call>" in said
+
+
+def test_a_custom_tool_gets_what_its_pattern_matches(client: openai.OpenAI) -> None:
+    pattern = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-c]{2,4}"}}
+    tools: Any = [{"type": "custom", "custom": {"name": "spell", "format": pattern}}]
+    choice: Any = {"type": "custom", "custom": {"name": "spell"}}
+    found = client.chat.completions.create(**CALLS, tools=tools, tool_choice=choice).choices[0]
+    assert found.message.tool_calls
+    assert re.fullmatch("[a-c]{2,4}", found.message.tool_calls[0].custom.input)
+
+
+def test_responses_with_a_call_that_is_asked_for(client: openai.OpenAI) -> None:
+    schema = Weather.model_json_schema() | {"additionalProperties": False}
+    tool: Any = {"type": "function", "name": "weather", "strict": True, "parameters": schema}
+    digits = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{3}"}
+    dial: Any = {"type": "custom", "name": "dial", "format": digits}
+    asked: Any = {"model": "tiny", "input": "weather", "tools": [tool, dial], "max_output_tokens": 150}
+    asked |= {"parallel_tool_calls": False, "temperature": 1, "extra_body": {"seed": 3}}
+    [call] = client.responses.create(**asked, tool_choice={"type": "function", "name": "weather"}).output
+    assert call.type == "function_call"
+    Weather.model_validate_json(call.arguments)
+    *_, last = client.responses.create(**asked, tool_choice={"type": "custom", "name": "dial"}, stream=True)
+    [dialled] = last.response.output
+    assert re.fullmatch("[0-9]{3}", dialled.input)
+
+
 def test_structured_outputs_by_the_names_of_vllm(client: openai.OpenAI) -> None:
     def ask(**structure: Any) -> str:
         made = client.completions.create(
@@ -120,6 +242,14 @@ def test_structured_outputs_by_the_names_of_vllm(client: openai.OpenAI) -> None:
     assert json.loads(ask(json={"enum": [1, "one"]})) in (1, "one")
     assert ask(grammar='start: "(" "x" ")"') == "(x)"
     assert ask(json='{"const": null}') == "null"
+    call = {
+        "type": "tag",
+        "begin": "<f>",
+        "content": {"type": "json_schema", "json_schema": {"const": 1}},
+        "end": "</f>",
+    }
+    assert ask(structural_tag={"type": "structural_tag", "format": call}) == "<f>1</f>"
+    assert ask(structural_tag=json.dumps(call)) == "<f>1</f>"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -206,11 +336,9 @@ def test_errors_of_each_kind(client: openai.OpenAI) -> None:
     assert unknown.value.param == "guided"
     with pytest.raises(openai.BadRequestError) as tools:
         client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "x"}],
-            tools=[{"type": "function", "function": {"name": "f"}}],
+            model="tiny", messages=[{"role": "user", "content": "x"}], tool_choice="required"
         )
-    assert tools.value.param == "tools"
+    assert tools.value.param == "tool_choice"
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model="tiny", prompt="x " * MAX_LEN)
     assert long.value.code == "context_length_exceeded"

@@ -176,11 +176,22 @@ GPT_OSS_EXAMPLES = (
     ),
     Example("It is sunny.", content="It is sunny."),
     Example("<|channel|>final sunny", content="<|channel|>final sunny", malformed=True),
-    Example("<|channel|>radio<|message|>sunny", content="sunny", malformed=True),
-    Example("<|channel|>commentary to=browser.search<|message|>Rome<|end|>", content="Rome", malformed=True),
+    Example("<|channel|>radio<|message|>sunny", content="<|channel|>radio<|message|>sunny", malformed=True),
+    Example("<|start|>Rome<|channel|>final<|message|>sunny", content="<|start|>Rome<|channel|>final<|message|>sunny", malformed=True),
+    Example("<|channel|>analysis weather<|message|>hmm", content="<|channel|>analysis weather<|message|>", reasoning="hmm", malformed=True),
+    Example(
+        "<|channel|>commentary to=browser.search<|message|>Rome<|end|>",
+        content="<|channel|>commentary to=browser.search<|message|>Rome",
+        malformed=True,
+    ),
     Example("<|channel|>commentary to=functions.f<|message|>Rome<|call|>", content="Rome", malformed=True),
     Example('<|channel|>commentary to=functions.f<|message|>{"city": Rome}<|call|>', content="Rome}", calls=(("f", '{"city": '),), malformed=True),
-    Example("<|channel|>commentary to=functions.f<|message|>{}", content="{}", tools=(), malformed=True),
+    Example(
+        "<|channel|>commentary to=functions.f<|message|>{}",
+        content="<|channel|>commentary to=functions.f<|message|>{}",
+        tools=(),
+        malformed=True,
+    ),
     Example("<|channel|>analysis<|message|>hmm<|channel|>final", reasoning="hmm<|channel|>final"),
 )  # fmt: skip
 

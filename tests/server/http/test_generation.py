@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 
+from engine.core.protocols import Delta
 from engine.core.types import Output, Request
 from engine.server.front_end.engine_client import RequestGroup
 from engine.server.http import generation as module
-from engine.server.http.generation import Delta, Generation, Templates
+from engine.server.http.generation import Generation, Templates
 from tests.server.fake_front_end import ByteTokenizer
 
 

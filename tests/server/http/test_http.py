@@ -243,6 +243,11 @@ def test_chat_template_variables(http: httpx.Client) -> None:
         ("/v1/completions", COMPLETION | {"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
         ("/v1/completions", COMPLETION | {"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
         ("/v1/completions", COMPLETION | {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        (
+            "/v1/completions",
+            COMPLETION | {"structured_outputs": {"structural_tag": {"type": "any_tokens"}}},
+            "structured_outputs.structural_tag",
+        ),
         ("/v1/completions", COMPLETION | {"structured_outputs": {"xml": 1}}, "structured_outputs.xml"),
         ("/v1/completions", COMPLETION | {"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),

@@ -95,12 +95,19 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
     routes: list[Any] = [one for module in MODULES for one in module.routes(service).routes]
     found = {(route.path.replace(":path", ""), method.lower()) for route in routes for method in route.methods}
     found |= {("/openapi.json", method) for method in ("get", "head")}
+    of_plugins = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+    found |= {(path, "post") for path in of_plugins}
     assert found == {(path, method) for path, methods in document["paths"].items() for method in methods}
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/v1/messages", CHAT | {"max_tokens": 4, "thinking": {"type": "adaptive"}, "stop_sequences": ["zz"]}),
+        ("/v1/messages", CHAT | {"max_tokens": 4, "stream": True, "system": [{"type": "text", "text": "a"}]}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 4}),
+        ("/v1/responses", {"model": "tiny", "input": [{"role": "user", "content": "hi"}], "stream": True}),
         ("/v1/completions", COMPLETION),
         ("/v1/completions", COMPLETION | {"stream": True, "stream_options": {"include_usage": True}}),
         ("/v1/completions", COMPLETION | {"prompt": [[1], [2, 3]], "echo": True, "logprobs": 2, "n": 2, "best_of": 2}),
@@ -115,6 +122,7 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
         ),
         ("/v1/chat/completions", CHAT | {"structured_outputs": {"json": {"type": "object"}}}),
         ("/v1/completions", COMPLETION | {"structured_outputs": {"choice": ["a"], "regex": None}}),
+        ("/v1/completions", COMPLETION | {"structured_outputs": {"structural_tag": {"type": "any_text"}}}),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
         ("/v1/chat/completions", CHAT | ASKS_FOR_NOTHING),
         ("/v1/chat/completions", CHAT | {"messages": HISTORY}),
@@ -232,14 +240,16 @@ def test_the_limits_of_numbers_are_the_servers(document: Any, http: httpx.Client
         ("ChatBody", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("ChatBody", CHAT | {"messages": [{"role": "user", "content": [{"text": "x"}]}]}),
         ("ChatBody", CHAT | {"store": True}),
-        ("ChatBody", CHAT | {"tool_choice": "required"}),
-        ("ChatBody", CHAT | {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}),
+        ("ChatBody", CHAT | {"tool_choice": "any"}),
+        ("ChatBody", CHAT | {"tool_choice": {"type": "function"}}),
+        ("ChatBody", CHAT | {"functions": [{"name": "f"}]}),
+        ("ChatBody", CHAT | {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}),
         ("ChatBody", CHAT | {"service_tier": "flex"}),
         ("ChatBody", CHAT | {"response_format": {"type": "xml"}}),
         ("ChatBody", CHAT | {"response_format": {"type": "json_schema"}}),
         ("ChatBody", CHAT | {"response_format": {"type": "text", "json_schema": {"name": "x"}}}),
         ("ChatBody", CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}),
-        ("ChatBody", CHAT | {"structured_outputs": {"structural_tag": "x"}}),
+        ("ChatBody", CHAT | {"structured_outputs": {"structural_tag": 1}}),
         ("CompletionBody", COMPLETION | {"structured_outputs": {"choice": []}}),
         ("CompletionBody", COMPLETION | {"response_format": {"type": "text"}}),
     ],
@@ -256,7 +266,10 @@ def test_keys_and_limits_are_described(serve_fake: Serve) -> None:
     with serve_fake(api_key=("k",), rate_limit=1) as server, server.client(authorization="Bearer k") as http:
         assert httpx.get(f"{server.url}/openapi.json", timeout=30).status_code == 401
         document = http.get("/openapi.json").json()
-        assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+        assert document["components"]["securitySchemes"] == {
+            "key": {"type": "http", "scheme": "bearer"},
+            "keyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
         assert document["paths"]["/health"]["get"]["security"] == []
         for status in (200, 429):
             response = http.post("/v1/completions", json=COMPLETION)

@@ -1,5 +1,7 @@
 """Reasoning and tool calls over HTTP: OpenAI's client against a real server whose model says what the chat asks for."""
 
+# ruff: noqa: E501  (a request is one line)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -9,6 +11,9 @@ from typing import Any, cast
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from typer.testing import CliRunner
+
+from engine.cli.main import app as cli
 
 Serve = Callable[..., AbstractContextManager[Any]]
 
@@ -75,18 +80,52 @@ def test_a_call_reaches_the_client(client: openai.OpenAI) -> None:
     assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", ROME)
 
 
-def test_an_output_that_matches_a_grammar_is_all_content(client: openai.OpenAI) -> None:
-    said = "<think>a</think>b"
-    choice = chat(client, said, response_format={"type": "json_object"})
-    assert choice.message.content == said
-    assert chat(client, said).message.content == "b"
+def test_an_output_that_matches_a_grammar_is_parsed(client: openai.OpenAI) -> None:
+    choice = chat(client, "<think>a</think>{}", response_format={"type": "json_object"})
+    assert (choice.message.reasoning_content, choice.message.content) == ("a", "{}")
+    choice = chat(client, CALL, tools=TOOLS, response_format={"type": "json_object"})
+    assert choice.message.content is None
+    assert choice.finish_reason == "tool_calls"
+    assert chat(client, CALL, tools=TOOLS, tool_choice="none").message.content == CALL
 
 
-def test_tools_and_a_grammar_together_are_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="cannot be combined with tools") as caught:
-        chat(client, "x", tools=TOOLS, response_format={"type": "json_object"})
-    assert caught.value.param == "response_format"
-    assert chat(client, "x", tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
+WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "reason"),
+    [
+        ("auto", "tool_calls"),
+        ("required", "tool_calls"),
+        (WEATHER, "stop"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [WEATHER]}}, "tool_calls"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [WEATHER]}}, "tool_calls"),
+    ],
+)
+def test_the_finish_reason_is_that_of_openai(client: openai.OpenAI, tool_choice: Any, reason: str) -> None:
+    choice = chat(client, CALL, tools=TOOLS, tool_choice=tool_choice)
+    assert (choice.finish_reason, choice.message.content) == (reason, None)
+    joined, _ = streamed(client, CALL, tools=TOOLS, tool_choice=tool_choice)
+    assert comparable(joined) == comparable(choice)
+
+
+PATCH: Any = {"type": "custom", "custom": {"name": "patch", "description": "Change a file."}}
+
+
+def test_a_custom_tool_gets_its_input_as_it_is(client: openai.OpenAI) -> None:
+    said = '<tool_call>{"name": "patch", "arguments": {"input": "a\\n\\"b\\" \\ud83e\\udd80 \\\\é"}}</tool_call>'
+    choice = chat(client, said, tools=[*TOOLS, PATCH])
+    [call] = choice.message.tool_calls
+    assert (call.type, call.custom.name, call.custom.input) == ("custom", "patch", 'a\n"b" 🦀 \\é')
+    asked: Any = [{"role": "user", "content": f"say {said}"}]
+    chunks = client.chat.completions.create(model=MODEL, messages=asked, tools=[*TOOLS, PATCH], stream=True)
+    deltas = [one for chunk in chunks for one in chunk.choices[0].delta.model_dump().get("tool_calls") or ()]
+    assert (deltas[0]["type"], deltas[0]["custom"]) == ("custom", {"name": "patch", "input": ""})
+    assert "".join(delta["custom"]["input"] for delta in deltas) == call.custom.input
+    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    asked += [choice.message, result, {"role": "user", "content": "say ok"}]
+    answer = client.chat.completions.create(model=MODEL, messages=asked, tools=[PATCH]).choices[0]
+    assert answer.message.content == "ok"
 
 
 @pytest.mark.parametrize(
@@ -190,19 +229,34 @@ def test_a_conversation_with_tools_goes_back_and_forth(client: openai.OpenAI) ->
     assert (choice.message.content, choice.finish_reason) == ("It is sunny.", "stop")
 
 
+def test_the_command_line_talks_to_the_server(hermes: Any) -> None:
+    said = "say <think>hm</think>It is sunny."
+    result = CliRunner().invoke(cli, ["chat", "--url", hermes.url, "--temperature", "0"], input=f"{said}\nsay x\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "It is sunny.\nx\n", "hm\n")
+    result = CliRunner().invoke(cli, ["chat", "--url", hermes.url, "--min-p", "2"], input="say x\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: the server answered 400: min_p must be in [0, 1], not 2.0\n"
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": WEATHER}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.allowed_tools.mode"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "string"}}}]}, "tools"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: A"}}}}]}, "tools[0].custom.format.grammar.syntax"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
     ],
-)
-def test_what_needs_a_grammar_is_refused_by_name(client: openai.OpenAI, given: Any, param: str) -> None:
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_by_name(client: openai.OpenAI, given: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, "x", **given)
     assert caught.value.param == param

@@ -1,0 +1,54 @@
+"""Conversation protocols of the HTTP server: what a plugin that adds one builds on.
+
+A protocol, such as /v1/responses, is three things:
+
+1. It decodes its own body, a msgspec.Struct, and refuses what it cannot honour with an ApiError.
+2. It builds a `Conversation`: messages as chat templates expect them, functions, sampling parameters by the engine's
+   names, and `ParameterNames`, so that refusals name the parameters of the protocol.
+3. It writes the answer with an `AnswerWriter` of its own, which receives `Delta`s. `delta.said` are the parser's events
+   of a choice (engine.core.parsers): Reasoning, Content, CallBegin, CallArguments, CallEnd and Malformed;
+   `delta.logprobs` the log probabilities of its tokens; `delta.finish_reason` is set with the last one. `Usage` has
+   the token counts.
+
+The hook `register_routes` gives it `Routes`, whose `respond` does all between: checks, the chat template, tokens,
+grammar and parser, generation, and sending the answer.
+"""
+
+from typing import TYPE_CHECKING
+
+from engine.core.lazy import exports
+
+if TYPE_CHECKING:
+    from engine.core.protocols.answer import (
+        DONE as DONE,
+        AnswerWriter as AnswerWriter,
+        Delta as Delta,
+        Template as Template,
+        Usage as Usage,
+        error_event as error_event,
+        sse_event as sse_event,
+    )
+    from engine.core.protocols.conversation import (
+        Conversation as Conversation,
+        FunctionTool as FunctionTool,
+        ParameterNames as ParameterNames,
+        ToolChoice as ToolChoice,
+        template_arguments as template_arguments,
+    )
+    from engine.core.protocols.decode import convert as convert, explain as explain, invalid as invalid
+    from engine.core.protocols.errors import (
+        ECHO_CHARS as ECHO_CHARS,
+        MAX_MESSAGE as MAX_MESSAGE,
+        ApiError as ApiError,
+        excerpt as excerpt,
+    )
+    from engine.core.protocols.routes import API as API, Call as Call, Reply as Reply, Routes as Routes
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    answer=("DONE", "AnswerWriter", "Delta", "Template", "Usage", "error_event", "sse_event"),
+    conversation=("Conversation", "FunctionTool", "ParameterNames", "ToolChoice", "template_arguments"),
+    decode=("convert", "explain", "invalid"),
+    errors=("ECHO_CHARS", "MAX_MESSAGE", "ApiError", "excerpt"),
+    routes=("API", "Call", "Reply", "Routes"),
+)

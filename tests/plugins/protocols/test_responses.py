@@ -1,0 +1,232 @@
+"""The items and events of a response, without a server: whole and streamed agree, whatever the cut of the text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from engine.core.parsers import Templates
+from engine.core.protocols import ApiError, Delta, Usage
+from engine.core.types import TokenLogprobs
+from engine.plugins.parsers.hermes import Hermes
+from engine.plugins.parsers.tagged import ReasoningOptions
+from engine.plugins.protocols.responses.input import encrypted, template_messages
+from engine.plugins.protocols.responses.tools import read_tools
+from engine.plugins.protocols.responses.writer import Answer, ResponseWriter
+
+TEMPLATES = Templates(chat="<think> {{ tools }} <tool_call>")
+TOOLS = read_tools([{"type": "function", "name": "weather"}, {"type": "custom", "name": "patch"}])
+SAID = [
+    "",
+    "It is sunny.",
+    '<think>\nhm\n</think>\n\nsunny\n<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>',
+    'a <tool_call>{"name": "patch", "arguments": {"input": "\\ud83d\\ude00 \\\\ \\" \\n\\u00e9"}}</tool_call> b',
+    '<tool_call>{"name": "patch", "arguments": {"diff": "a"}}</tool_call>',
+    '<tool_call>{"name": "patch", "arguments": {"input": 3}}</tool_call>',
+    '<tool_call>{"name": "patch", "arguments": {"input": "a", "more": "b"}}</tool_call>',
+    '<tool_call>{"name": "patch", "arguments": {"input": "\\ud83d alone"}}</tool_call>',
+    '<tool_call>{"name": "weather", "arguments": {"city": Rome}}</tool_call>',
+    '<tool_call>{"name": "weather", "argu',
+]
+
+
+def writer(*, logprobs: bool = False) -> ResponseWriter:
+    answer = Answer(
+        name="resp_1",
+        fields={"model": "m"},
+        offered=TOOLS.offered,
+        new_call_id=lambda: "call_1",
+        token_bytes=lambda token: bytes([token]),
+        top_logprobs=0 if logprobs else None,
+        with_encrypted=True,
+    )
+    return ResponseWriter(answer)
+
+
+def deltas(said: str, cuts: Sequence[int], merged: bool, finish: str = "stop") -> list[Delta]:
+    """What a generation yields of a text that comes in pieces; merged: all of it at once."""
+    tools = [{"type": "function", "function": {"name": name}} for name in TOOLS.offered]
+    parsing = Hermes(ReasoningOptions(reasoning=True), TEMPLATES).begin("", tools)
+    assert parsing is not None
+    ends = sorted({min(cut, len(said)) for cut in cuts} | {0, len(said)})
+    pieces = [said[begin:end] for begin, end in pairwise(ends)]
+    found: list[Delta] = [Delta(0, events=[])]
+    for piece in [*pieces, ""]:
+        delta = found[-1] if merged else Delta(0, events=[])
+        assert delta.events is not None
+        entries = [TokenLogprobs(token=byte, logprob=-1.0, rank=1, top=()) for byte in piece.encode()]
+        delta.spans.append((len(delta.events), entries))
+        delta.events += parsing.feed(piece) if piece else parsing.end()
+        if not merged:
+            found.append(delta)
+    found[-1].finish_reason = finish
+    return found
+
+
+def whole(given: Sequence[Delta], *, logprobs: bool = False) -> dict[str, Any]:
+    one = writer(logprobs=logprobs)
+    for delta in given:
+        for _ in one.add(delta):
+            pass
+    return plain(json.loads(b"".join(one.body(Usage(3)))))
+
+
+def streamed(given: Sequence[Delta], *, logprobs: bool = False) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    one = writer(logprobs=logprobs)
+    data = b"".join(event for delta in given for event in one.events(delta, lambda: Usage(3))) + one.end(Usage(3))
+    events = [json.loads(event.partition(b"\ndata: ")[2]) for event in data.split(b"\n\n")[:-1]]
+    return plain(events[-1]["response"]), events
+
+
+def plain(response: dict[str, Any]) -> dict[str, Any]:
+    """A response without ids and times."""
+    for item in response["output"]:
+        assert item.pop("id")
+    return {key: value for key, value in response.items() if not key.endswith("_at")}
+
+
+def joined(events: Sequence[dict[str, Any]]) -> list[str]:
+    """The texts of the items, joined from the deltas of a stream."""
+    items = events[-1]["response"]["output"]
+    return [
+        "".join(one["delta"] for one in events if one["type"].endswith(".delta") and one["output_index"] == index)
+        for index in range(len(items))
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(SAID),
+    st.lists(st.integers(1, 120), max_size=12),
+    st.lists(st.integers(1, 120), max_size=12),
+    st.sampled_from(["stop", "length"]),
+)
+@example(SAID[3], list(range(120)), [], "stop")
+@example(SAID[7], list(range(120)), [], "stop")
+def test_any_cut_gives_the_same_items(said: str, some: list[int], others: list[int], finish: str) -> None:
+    first = whole(deltas(said, some, merged=True, finish=finish))
+    assert whole(deltas(said, others, merged=False, finish=finish)) == first
+    for merged in (False, True):
+        response, events = streamed(deltas(said, others, merged, finish))
+        assert response == first
+        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        for item, text in zip(first["output"], joined(events), strict=True):
+            part = item["content"][0]["text"] if "content" in item else item.get("arguments", item.get("input"))
+            assert text == part
+
+
+@pytest.mark.parametrize("said", [text for text in SAID if "ud83d" not in text])
+def test_log_probabilities_are_those_of_the_contents_bytes(said: str) -> None:
+    cuts = range(len(said))
+    first = whole(deltas(said, cuts, merged=True), logprobs=True)
+    assert streamed(deltas(said, cuts, merged=False), logprobs=True)[0] == first
+    for item in first["output"]:
+        if item["type"] == "message":
+            [part] = item["content"]
+            assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+
+
+def test_a_stream_that_fails_ends_with_the_response_so_far() -> None:
+    one = writer()
+    given = deltas("It is sunny.", [3, 6], merged=False)[:2]
+    data = b"".join(event for delta in given for event in one.events(delta, lambda: Usage(3)))
+    data += one.error_event(ApiError(504, "too slow"))
+    events = [json.loads(event.partition(b"\ndata: ")[2]) for event in data.split(b"\n\n")[:-1]]
+    assert events[-1]["type"] == "response.failed"
+    response = events[-1]["response"]
+    assert (response["status"], response["error"]) == ("failed", {"code": "server_error", "message": "too slow"})
+    assert response["output"][0]["content"][0]["text"] == "It"  # a space may turn out to stand before a mark
+    assert events[-1]["sequence_number"] == len(events) - 1
+
+
+def test_a_custom_tool_with_other_arguments_keeps_them() -> None:
+    def read(arguments: str) -> tuple[str, str]:
+        said = f'<tool_call>{{"name": "patch", "arguments": {arguments}}}</tool_call>'
+        response = whole(deltas(said, range(200), merged=False))
+        return response["output"][0]["input"], response.get("parse_error", "")
+
+    assert read('{"input": "a\\tb"}') == ("a\tb", "")
+    assert read('{"input": ""}') == ("", "")
+    for arguments in ('{"diff": "a"}', '{"input": 3}', "{}"):
+        text, error = read(arguments)
+        assert text == arguments
+        assert "patch with other arguments than a text, input" in error
+    assert read('{"input": "a", "more": "b"}')[0] == "a"
+
+
+def messages(*items: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:
+    return asyncio.run(template_messages(items, instructions))
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    def call(number: int) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": f"call_{number}", "name": "f", "arguments": '{"a": 1}'}
+
+    def output(number: int) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": f"call_{number}", "output": "2"}
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": text}]}
+
+    def called(number: int) -> dict[str, Any]:
+        return {"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+    def result(number: int) -> dict[str, Any]:
+        return {"role": "tool", "content": "2", "tool_call_id": f"call_{number}", "name": "f"}
+
+    found = messages(
+        {"role": "developer", "content": "b"},
+        {"role": "user", "content": [{"type": "input_text", "text": "c"}, {"type": "input_text", "text": "d"}]},
+        thought("e"),
+        thought("f"),
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "g", "annotations": []}]},
+        call(1),
+        call(2),
+        output(2),
+        output(1),
+        thought("h"),
+        call(3),
+        output(3),
+        {"role": "system", "content": "i"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "j"}]},
+        thought("k"),
+        instructions="a",
+    )
+    assert found == [
+        {"role": "system", "content": "a\n\nb"},
+        {"role": "user", "content": "c\nd"},
+        {"role": "assistant", "content": "g", "reasoning_content": "e\nf", "tool_calls": [called(1), called(2)]},
+        result(2),
+        result(1),
+        {"role": "assistant", "content": "", "reasoning_content": "h", "tool_calls": [called(3)]},
+        result(3),
+        {"role": "system", "content": "i"},
+        {"role": "assistant", "content": "j"},
+        {"role": "assistant", "content": "", "reasoning_content": "k"},
+    ]
+
+
+def test_reasoning_is_read_from_the_fullest_field() -> None:
+    item = {
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": "s"}],
+        "content": [{"type": "reasoning_text", "text": "c"}],
+        "encrypted_content": encrypted("é"),
+    }
+    assert messages(item)[0]["reasoning_content"] == "c"
+    assert messages(item | {"content": None})[0]["reasoning_content"] == "é"
+    assert messages(item | {"content": None, "encrypted_content": None})[0]["reasoning_content"] == "s"
+    assert messages({"type": "reasoning", "summary": []}) == []
+
+
+def test_long_inputs_are_read_in_time_that_grows_with_their_length() -> None:
+    text = "x" * 1000
+    systems = [{"role": "system", "content": text}] * 5000
+    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}] * 5000
+    assert [len(one["content"]) for one in messages(*systems, *thoughts)] == [5000 * 1002 - 2, 0]

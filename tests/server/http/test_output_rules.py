@@ -1,0 +1,101 @@
+"""What the output of a conversation may be, by what its parser can describe; and the order in which choices begin."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from engine.core.grammars import Grammar
+from engine.core.parsers import CallArguments, CallBegin, Content, Event, Parser, Templates, ToolChoice
+from engine.core.protocols import ApiError, Conversation, Delta, FunctionTool, Usage
+from engine.plugins.parsers.hermes import Hermes
+from engine.plugins.parsers.none import NoParser
+from engine.plugins.parsers.tagged import ReasoningOptions
+from engine.server.http.chat import ChatWriter
+from engine.server.http.chat_message import ChatMessage
+from engine.server.http.output_rules import Output, planned_output
+from engine.server.http.service import Service
+from engine.server.http.tools import offered_tools
+
+
+class Plain(Parser[None]):
+    """Reads calls, but does not describe its format."""
+
+    api = "1"
+
+    @classmethod
+    def recognizes(cls, templates: Templates) -> bool:
+        return True
+
+    def begin(self, prompt: str, tools: Any) -> None:
+        return None
+
+
+PLAIN = Plain(None, Templates())
+HERMES = Hermes(ReasoningOptions(), Templates(chat="<tool_call>"))
+YES = Grammar.choice(["yes"])
+
+
+def planned(parser: Parser[Any] | None, **given: Any) -> Output:
+    tools = [FunctionTool(name="f", strict=given.pop("strict", False)), FunctionTool(name="g")]
+    conversation = Conversation(messages=[], **({"tools": tools} | given))
+    service = cast("Service", SimpleNamespace(parser=parser, parser_tokens=frozenset()))
+    offered = offered_tools(conversation.tools, conversation.tool_choice, readable=True)
+    return planned_output(service, conversation, offered, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tool_choice": ToolChoice("required")}, "tool_choice"),
+        ({"tool_choice": ToolChoice("required", "g")}, "tool_choice"),
+        ({"tool_choice": ToolChoice(allowed=frozenset({"g"}))}, "tool_choice"),
+        ({"strict": True}, "tools"),
+        ({"grammar": YES}, "response_format"),
+    ],
+)
+def test_a_parser_that_does_not_describe_its_format_is_named(given: Any, param: str) -> None:
+    with pytest.raises(ApiError, match="the parser Plain does not say how") as caught:
+        planned(PLAIN, **given)
+    assert caught.value.param == param
+    assert planned(HERMES, **given).grammar is not None
+
+
+def test_such_a_parser_serves_all_else() -> None:
+    free = planned(PLAIN)
+    assert free.grammar is None
+    assert free.format is not None
+    content = planned(PLAIN, tools=[], grammar=YES)
+    assert (content.grammar, content.format) == (YES, None)
+    assert planned(PLAIN, tool_choice=ToolChoice("none"), strict=True, grammar=YES).grammar == YES
+
+
+def test_what_asks_for_nothing_costs_nothing() -> None:
+    for parser in (HERMES, PLAIN, NoParser(None, Templates()), None):
+        for given in ({}, {"parallel_calls": False}, {"tool_choice": ToolChoice(allowed=frozenset({"f", "g"}))}):
+            assert planned(parser, **given).grammar is None
+
+
+def test_choices_of_a_stream_begin_in_their_order() -> None:
+    service: Any = SimpleNamespace(name="tiny", tokenizer=None)
+    writer = ChatWriter(service, "x", [ChatMessage(lambda: "id") for _ in range(3)], None, None)
+
+    def chunks(choice: int, events: list[Event], reason: Any = None) -> list[tuple[int, Any]]:
+        delta = Delta(choice, events=events, finish_reason=reason)
+        found = [json.loads(event[len("data: ") :]) for event in writer.events(delta, lambda: Usage(1))]
+        return [(one["choices"][0]["index"], one["choices"][0]["delta"]) for one in found]
+
+    first = chunks(1, [CallBegin("f"), CallArguments("{}")])
+    assert [(index, delta.get("role")) for index, delta in first] == [
+        (0, "assistant"),
+        (1, "assistant"),
+        (1, None),
+        (1, None),
+    ]
+    assert first[0][1] == {"role": "assistant", "content": None}
+    assert chunks(2, [Content("a")]) == [(2, {"role": "assistant", "content": ""}), (2, {"content": "a"})]
+    assert chunks(0, [], "stop") == [(0, {"content": ""}), (0, {})]
+    assert chunks(1, [], "stop") == [(1, {})]
