@@ -48,7 +48,7 @@ def run(arguments: list[Any], place: Path, **variables: str) -> list[Any]:
 
 
 @pytest.mark.client("opencode", "npm:opencode-ai")
-@pytest.mark.shows("streamed", "tools", "usage")
+@pytest.mark.shows("chat", "streamed", "tools", "usage")
 def test_opencode(scripted: Server, script: Scripts, place: Path) -> None:
     word = script(
         "I look.\n" + call("read", filePath=str(place / "notes.txt")),
@@ -84,7 +84,7 @@ def test_opencode(scripted: Server, script: Scripts, place: Path) -> None:
 
 
 @pytest.mark.client("qwen-code", "npm:@qwen-code/qwen-code")
-@pytest.mark.shows("streamed", "tools", "usage")
+@pytest.mark.shows("chat", "streamed", "tools", "usage")
 def test_qwen_code(scripted: Server, script: Scripts, place: Path) -> None:
     word = script(
         "I look.\n" + call("read_file", file_path=str(place / "notes.txt")),
