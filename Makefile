@@ -19,6 +19,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 # The extra dev contains the others.
 installed = $(VENV)/.installed-$(1)
 
+# The tests start hundreds of processes, which else would compile all modules again where the environment forbids to keep
+# bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := check
 .PHONY: check lint format types tests test serve docs site linkcheck format-fix clean
 

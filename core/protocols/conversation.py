@@ -71,6 +71,8 @@ class Conversation:
     priority: int = 0
     salt: str | None = None
     """Prefixes are shared only with requests of the same salt."""
+    cache_key: str | None = None
+    """Requests of the same key go to the same replica, whose prefix cache then has what they share."""
     names: ParameterNames = attrs.field(factory=ParameterNames)
 
 

@@ -59,6 +59,7 @@ async def respond(
         n=conversation.n,
         priority=conversation.priority,
         salt=conversation.salt or "",
+        cache_key=conversation.cache_key or "",
     )
     return Job(
         service,
@@ -77,7 +78,7 @@ def checked(service: Service, conversation: Conversation) -> tuple[SamplingParam
     """All sampling parameters but max_tokens and grammar, and the tools as templates expect them. Raises ApiError."""
     names, limits = conversation.names, service.limits
     parameters.check_num_choices(conversation.n, limits)
-    parameters.check_salt(conversation.salt, limits)
+    parameters.check_cache_names(conversation.salt, conversation.cache_key, limits)
     params = parameters.checked_params(conversation.sampling, service.default_params, limits, service.vocab_size)
     if conversation.logprobs is not None:
         parameters.check_logprobs(conversation.logprobs, limits, names.logprobs)
@@ -102,7 +103,13 @@ async def encode(
     if tools is None:
         _, tools = checked(service, conversation)
     variables = template_variables(service, conversation)
-    return await service.encode_conversation(conversation.messages, variables, tools, conversation.names.messages)
+    return await service.encode_conversation(
+        conversation.messages,
+        variables,
+        tools,
+        salt=conversation.salt or "",
+        parameter=conversation.names.messages,
+    )
 
 
 def template_variables(service: Service, conversation: Conversation) -> Mapping[str, Any]:

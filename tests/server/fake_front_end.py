@@ -28,6 +28,7 @@ class ByteTokenizer:
         "vocab_size": 257,
         "chat_template": None,
     }
+    separators = None
     splits_characters = False
     drops_space = False
 
