@@ -199,6 +199,8 @@ class Engine:
             raise self._unusable()
         with self._timers["schedule"]:
             step = self._scheduler.schedule(time.monotonic())
+            if step is not None and (grammars := self._grammars.take_begun()):
+                step = attrs.evolve(step, grammars=grammars)
         try:
             answered = self._exchange(step)
             if answered is None:

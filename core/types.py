@@ -293,6 +293,9 @@ class Step:
     blocks. -n in front skips n indices, which are behind the window of a cached prefix."""
     finished: tuple[int, ...] = ()
     """Sequences to forget before anything else is done; their blocks may belong to other sequences in this step."""
+    grammars: tuple[Grammar, ...] = ()
+    """Grammars that the engine began to compile since the step before. A worker begins now too, and has them when their
+    sequences come."""
 
 
 @frozen(kw_only=True)

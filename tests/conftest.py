@@ -22,8 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A package of its own, whose tests test_sample_plugin.py runs where it has installed it.
-collect_ignore = ["sample_plugin"]
+# They have environments of their own: see test_sample_plugin.py, and `make clients`.
+collect_ignore = ["sample_plugin", "clients"]
 
 
 def pytest_configure() -> None:

@@ -42,6 +42,7 @@ NO_PLUGIN_NAMES = {
     ("layers/factory.py", "none"): "LinearSpec.parallel",
     ("layers/linear.py", "none"): "LinearSpec.parallel",
     ("layers/matmul.py", "none"): "oneDNN's post-operation",
+    ("parsers/base.py", "none"): "ToolChoice.mode",
     ("autotune/cache.py", "triton"): "the name of a package in a file's key",
     ("quant/base.py", "none"): "LinearSpec.parallel",
     ("quant/experts.py", "none"): "LinearSpec.parallel",

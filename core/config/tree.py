@@ -344,6 +344,7 @@ class ServerConfig:
         60.0, "Idle seconds after which the engine computes one token as a self-check; 0: only on demand."
     )
     openapi: bool = setting(True, "Describe the API at /openapi.json.", flag="--openapi")
+    page: bool = setting(True, "Serve a page at / to talk to the model in a browser.", flag="--page")
     front_end_timeout: float = setting(
         30.0, "Seconds without an iteration of a front end's event loop before the supervisor replaces the front end."
     )

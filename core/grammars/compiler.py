@@ -75,11 +75,22 @@ class Grammars:
         self._making = threading.Lock()
         self._lock = threading.Lock()
         self._entries: OrderedDict[Grammar, _Entry] = OrderedDict()
+        self._begun: list[Grammar] = []
         self._threads = CompileThreads(THREADS)
 
     def begin(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Compile a grammar in a thread, unless that was done. The future raises InvalidRequestError for a refusal."""
         return self._entry(grammar).future
+
+    def take_begun(self) -> tuple[Grammar, ...]:
+        """The grammars that were begun since the last call; at most as many as are kept. Refused ones are not among
+        them."""
+        if not self._begun:
+            return ()
+        with self._lock:
+            begun = tuple(self._begun[-CACHED:])
+            self._begun.clear()
+            return begun
 
     def ready(self, grammar: Grammar) -> bool:
         """Whether `compile` returns or raises without waiting. Begins to compile the grammar otherwise."""
@@ -132,6 +143,7 @@ class Grammars:
             entry.future.set_exception(error)
         else:
             entry.future = self._threads.submit(compile_it)
+            self._begun = [*self._begun[-CACHED:], grammar]
         return entry
 
     def _check(self, grammar: Grammar) -> None:

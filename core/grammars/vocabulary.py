@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from functools import partial
 
@@ -10,6 +11,9 @@ from engine.core.grammars.base import GrammarVocabulary
 from engine.core.grammars.grammar import PARAMETER
 from engine.core.text.token_stream import REPLACEMENT
 from engine.core.text.tokenizer import Tokenizer
+
+YIELD_EVERY, YIELD_SECONDS = 128, 1e-4
+"""Tokens, a millisecond's work, after which a thread lets others have the interpreter: steps run next to this."""
 
 
 def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_tokens: Collection[int]) -> GrammarVocabulary:
@@ -29,6 +33,8 @@ def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_tokens: Collec
     begin = len(tokenizer.decode_plainly(before, False))
     tokens = []
     for token in range(known):
+        if token % YIELD_EVERY == 0:
+            time.sleep(YIELD_SECONDS)
         own = tokenizer.own_bytes(token)
         if own is None:  # its text depends on its neighbours: a space before a word
             text = tokenizer.decode_plainly([*before, token], False)[begin:]

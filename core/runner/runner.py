@@ -42,6 +42,7 @@ class Runner:
         self.device = device
         torch.set_num_threads(config.executor.threads or min(torch.get_num_threads(), Host().cores()))
         self._start = RunnerStart(config, parts, checkpoint, device, group, grammars)
+        self._grammars = grammars
         self._launcher: StepLauncher | None = None
         self._launch = self._launch_checked
 
@@ -59,6 +60,9 @@ class Runner:
         Raises StepFaultError, naming the plugin, for what a plugin raises by mistake.
         """
         try:
+            if self._grammars is not None:
+                for grammar in step.grammars:
+                    self._grammars.begin(grammar)
             return self._launch(step)
         except BaseException as error:
             name_fault(error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from engine.core.errors import InvalidRequestError
@@ -16,6 +17,8 @@ OLD_KEYWORDS = frozenset({"disallow", "divisibleBy", "extends"})
 """Keywords of draft 3 of JSON Schema, which llguidance takes for comments."""
 ESCAPES = 'nrbtf\\"'
 """Escapes in strings: all but \\u, by which an additional property could have the name of another one."""
+MAX_MULTIPLE = 10_000
+"""Most digits of multipleOf: llguidance makes a state for each remainder, which takes 10 s for 999,983."""
 LITERALS = frozenset({"const", "enum", "properties", "required"})
 """Keywords with texts of the output in them."""
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -61,9 +64,16 @@ def exact_schema(schema: Any) -> Any:
             raise _refusal(f"{keyword}, of draft 3 of JSON Schema; use a keyword of a later draft")
         if has_refs and keyword in ("$id", "id") and where is not schema and isinstance(value, str):
             raise _refusal(f"{keyword} inside of a schema with $ref")
+        if keyword == "multipleOf" and isinstance(value, (int, float)) and _digits(value) > MAX_MULTIPLE:
+            raise _refusal(f"multipleOf {value}; at most {MAX_MULTIPLE}, without the decimal point")
         if keyword in LITERALS and (one := _dropped(list(value) if keyword == "properties" else value)) is not None:
             raise _refusal(f"{keyword} with the control character {one!r}")
     return _exact(schema)
+
+
+def _digits(number: float) -> int:
+    """The digits of a number as a whole number: 25 for 0.025."""
+    return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)) or "0")
 
 
 def _dropped(value: Any) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.core.errors import InvalidRequestError
 from engine.plugins.grammars.json_schema import keywords
+from engine.plugins.grammars.xgrammar_limits import check_counts, check_expression
 
 ANNOTATIONS = frozenset(
     {
@@ -56,6 +57,7 @@ def closed_schema(schema: Any) -> Any:
             raise _refusal("$ref", f"to {str(ref)[:100]!r}; it may be # and #/$defs/ with a plain name of the schema")
     if refs and any(keyword in ("$id", "id") and where is not schema for keyword, _, where in found):
         raise _refusal("$id", "inside of a schema with $ref")
+    check_counts(schema)
     return _closed(schema)
 
 
@@ -92,6 +94,7 @@ def _closed(schema: Any) -> Any:
 
 def check_pattern(pattern: str) -> None:
     """Raise InvalidRequestError for anchors amid a regular expression, which XGrammar ignores, and for its flags."""
+    check_expression(pattern)
     rest = _FLAT.sub(lambda found: " " * len(found[0]), pattern)
     if "^" in rest[1:] or "$" in rest[:-1]:
         raise _refusal("^ or $", f"amid the pattern {pattern[:100]!r}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from engine.core.config import ServerConfig
+from engine.core.protocols import explain
 from engine.server.front_end.errors import ApiError
 from engine.server.http.chat_tools import Tool
 from engine.server.http.errors import invalid
@@ -129,11 +129,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_UNKNOWN = re.compile(r"contains unknown field `([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-
-
 REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 """Old parameters of chat, and those that have replaced them."""
 NUMBERS_PER_VALUE = 8
@@ -214,24 +209,6 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise explain(str(error)) from None
+        raise explain(str(error), replaced=REPLACED) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None
-
-
-def explain(message: str, parent: str = "") -> ApiError:
-    """Turn msgspec's message into a sentence that begins with the parameter's name. parent: what holds it."""
-    path = _PATH.search(message)
-    where = ".".join(filter(None, (parent, path.group(1) if path else "")))
-    reason = _PATH.sub("", message)
-    if match := _UNKNOWN.search(reason):
-        name = f"{where}.{match.group(1)}".lstrip(".")
-        return invalid(f"{name} is not a parameter of this server; leave it out", name, "unknown_parameter")
-    if match := _MISSING.search(reason):
-        name = f"{where}.{match.group(1)}".lstrip(".")
-        return invalid(f"{name} is missing", name, "missing_required_parameter")
-    if reason.startswith("Expected `null`"):
-        instead = f"use {REPLACED[where]} instead" if where in REPLACED else "leave it out"
-        return invalid(f"{where} is not supported by this server; {instead}", where, "unsupported_parameter")
-    reason = reason[:1].lower() + reason[1:].replace("`", "")
-    return invalid(f"{where or 'the body'}: {reason}", where or None, "invalid_type")

@@ -165,7 +165,7 @@ class Service:
         """One engine request per prompt, with its `params`.
 
         name: ID of the HTTP request. n: choices per prompt. salt: prefixes are shared only with requests of the same.
-        cache_key: requests of the same go to the same replica.
+        cache_key: requests of one key go to the same replica, if it is not overloaded.
         Raises ApiError for more choices than the server ever accepts.
         """
         now = time.monotonic()
@@ -211,9 +211,9 @@ class Service:
         decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=skip_special_tokens)
         return decode() if len(tokens) < THREAD_TOKENS else await self._threads.run(decode)
 
-    async def encode_chat(self, messages: Sequence[Message], *, salt: str) -> ChatPrompt:
-        """Render and tokenize the messages of a chat; see `encode_conversation`."""
-        return await self.encode_conversation(await self.template_messages(messages), salt=salt)
+    async def encode_chat(self, messages: Sequence[Message]) -> ChatPrompt:
+        """Render and tokenize the messages of a chat. Raises ApiError or InvalidRequestError."""
+        return await self.encode_conversation(await self.template_messages(messages))
 
     async def template_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as chat templates expect them. Raises ApiError."""
@@ -230,15 +230,15 @@ class Service:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        salt: str,
         parameter: str = "messages",
+        *,
+        salt: str = "",
     ) -> ChatPrompt:
         """Render and tokenize a conversation up to the assistant's answer.
 
         messages: as chat templates expect them, `content` a text. variables: additional variables of the chat template,
-        none of TEMPLATE_ARGUMENTS. tools: as it expects them. salt: conversations share what is kept of their tokens
-        only with those of the same salt, as they do their prefixes. parameter: that of the messages, for refusals.
+        none of TEMPLATE_ARGUMENTS. tools: as it expects them. parameter: that of the messages, for refusals. salt:
+        conversations share what is kept of their tokens only with those of the same salt, as they do their prefixes.
         Raises ApiError or InvalidRequestError.
         """
         self._check_number(messages, parameter)
@@ -254,10 +254,19 @@ class Service:
         if len(messages) > self.max_len:
             raise self._too_long(f"the chat has {len(messages)} messages", parameter)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], salt: str) -> ChatPrompt:
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat template, the one for tools if there are several; empty if it is not known."""
+        return self.parser.templates.chat if self.parser is not None else ""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        """Render a conversation. given: arguments of Tokenizer.render_chat. Raises InvalidRequestError."""
         if self.parser is not None:
             messages = [self.parser.template_message(message) for message in messages]
-        text = self.tokenizer.render_chat(messages, **given)
+        return self.tokenizer.render_chat(messages, **given)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], salt: str) -> ChatPrompt:
+        text = self.render(messages, **given)
         self._check_length(text)
         return ChatPrompt(text, self._token_cache.encode(text, salt))
 

@@ -263,3 +263,17 @@ def test_async_streams(uniproc: Engine) -> None:
     person, choice = asyncio.run(both())
     assert is_person(person)
     assert choice in ("one", "two")
+
+
+def test_a_grammar_reaches_the_workers_while_it_is_compiled(uniproc: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[Grammar, ...]] = []
+    submit = uniproc._executor.submit
+    monkeypatch.setattr(uniproc._executor, "submit", lambda step: sent.append(step.grammars) or submit(step))
+    grammar = Grammar.choice(["sent ahead"])
+    stream = uniproc.stream(PROMPTS[0], params(None, ignore_eos=True, max_tokens=8))
+    next(stream)
+    sent.clear()
+    uniproc.compile_grammar(params(grammar))
+    list(stream)
+    assert sent[0] == (grammar,)
+    assert not any(sent[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from engine.core.tokens import TOKEN_BYTES, Tokens
 
@@ -11,6 +11,7 @@ ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=12)
 slices = st.slices(12)
 
 
+@settings(deadline=None)
 @given(ids, slices)
 def test_tokens_are_a_sequence(given_ids: list[int], part: slice) -> None:
     tokens = Tokens(given_ids)
@@ -22,6 +23,7 @@ def test_tokens_are_a_sequence(given_ids: list[int], part: slice) -> None:
     assert eval(repr(tokens), {"Tokens": Tokens}) == tokens
 
 
+@settings(deadline=None)
 @given(ids, ids)
 def test_packed_tokens_are_bytes_that_give_the_tokens_again(first: list[int], second: list[int]) -> None:
     packed = bytes(Tokens(first).pack()) + bytes(Tokens(second).pack())

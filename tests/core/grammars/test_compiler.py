@@ -89,6 +89,17 @@ def test_a_grammar_is_compiled_once_with_the_models_vocabulary(make: Make) -> No
     assert b"".join(vocabulary.tokens[token] for token in vocabulary.encode("these")) == b"these"
 
 
+def test_grammars_that_were_begun_are_taken_once(make: Make) -> None:
+    grammars = make()
+    assert grammars.take_begun() == ()
+    grammars.begin(Grammar.regex("a"))
+    grammars.begin(Grammar.regex("b"))
+    grammars.begin(Grammar.regex("a"))
+    grammars.begin(Grammar("gbnf"))
+    assert grammars.take_begun() == (Grammar.regex("a"), Grammar.regex("b"))
+    assert grammars.take_begun() == ()
+
+
 def test_the_latest_grammars_are_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "CACHED", 2)
     grammars = make()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from engine.core.schedulers.growing_tokens import GrowingTokens
 from engine.core.tokens import Tokens
@@ -12,6 +12,7 @@ ids = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=12)
 slices = st.slices(24)
 
 
+@settings(deadline=None)
 @given(ids, ids, slices)
 def test_growing_tokens_are_their_head_and_their_tail(head: list[int], tail: list[int], part: slice) -> None:
     tokens = GrowingTokens(Tokens(head))

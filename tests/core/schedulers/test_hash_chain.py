@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from engine.core.schedulers import hash_chain
 from engine.core.schedulers.block_manager import BlockManager
@@ -19,6 +19,7 @@ def digests(tokens: list[int], salt: str = "", cache: DigestCache | None = None)
     return HashChain(SIZE, salt, cache).first(tokens, len(tokens) // SIZE)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 600), st.integers(0, 3), st.sampled_from(["", "a"])), min_size=1, max_size=6),
     st.sampled_from([0, PAGE, 3 * PAGE, 100 * PAGE]),
@@ -44,6 +45,7 @@ def test_digests_do_not_depend_on_how_far_they_are_computed_at_a_time() -> None:
         assert len(partly) == len(one_by_one)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=8, max_size=8), st.lists(st.integers(0, 2), min_size=8, max_size=8))
 def test_digests_differ_where_anything_before_differs(first: list[int], second: list[int]) -> None:
     for block in range(2):

@@ -106,6 +106,7 @@ def test_separators_of_equal_beginning_are_matched_longest_first() -> None:
 short = st.text("ab<|\n", max_size=5)
 
 
+@settings(deadline=None)
 @given(added=st.lists(short.filter(bool), min_size=1, max_size=8, unique=True), text=st.text("ab<|\n", max_size=30))
 def test_of_the_added_texts_at_one_place_the_longest_is_found(added: list[str], text: str) -> None:
     one_by_one = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from engine.core.errors import InvalidRequestError
-from engine.core.grammars import Grammar
+from engine.core.grammars import Grammar, GrammarMatcher
 from engine.plugins.grammars.llguidance import LLGuidance
 from engine.plugins.grammars.options import JsonOptions
 from engine.testing.grammar_cases import WORDS, vocabulary
 from engine.testing.grammars import GrammarConformance, matches
+from engine.testing.structural_tag_cases import CALL, call, tags
 
 
 class TestLLGuidance(GrammarConformance):
@@ -18,13 +19,6 @@ class TestLLGuidance(GrammarConformance):
 
 
 MANY = {"anyOf": [{"properties": {name: {"type": "string"}}} for name in "abcdefgh"]}
-
-
-ALIKE = "\n".join(
-    [f"start: {' | '.join(f'r{number}' for number in range(300))}"]
-    + [f"r{number}: /[a-z]{{{number + 1},}}/ start?" for number in range(300)]
-)
-"""With the library's own limits, each of its masks takes 0.2 s for a large vocabulary."""
 
 
 def backend(max_whitespace: int = 16) -> LLGuidance:
@@ -52,11 +46,30 @@ def test_compile_refuses_what_would_not_be_enforced(grammar: Grammar, reason: st
     assert caught.value.parameter == "grammar"
 
 
-def test_a_grammar_of_many_ways_ends_instead_of_taking_long() -> None:
-    matcher = backend().compile(Grammar.lark(ALIKE)).matcher()
-    assert not matcher.accept(ord("a"))
-    with pytest.raises(InvalidRequestError, match="it is too complex: Parser Error: Current row has 301 items"):
+def properties(count: int) -> Grammar:
+    """An object with optional properties, any of which may come next."""
+    names = {f"p{number}": {"type": "string"} for number in range(count)}
+    return Grammar.json_schema({"type": "object", "properties": names, "additionalProperties": False})
+
+
+def follow(matcher: GrammarMatcher, text: bytes) -> None:
+    """Make the mask before each byte, and accept the byte."""
+    for byte in text:
         matcher.fill_mask(np.zeros(WORDS, np.int32))
+        matcher.accept(byte)
+
+
+def test_a_grammar_of_many_ways_ends_instead_of_taking_long() -> None:
+    matcher = backend().compile(properties(900)).matcher()
+    with pytest.raises(InvalidRequestError, match=r"it is too complex: .*(items|expressions)"):
+        follow(matcher, b'{"p1":')
+
+
+def test_a_hundred_optional_properties_and_tools_are_not_too_many() -> None:
+    assert matches(backend().compile(properties(100)), '{"p1":"x","p99":""}')
+    calls = [call(f"tool{number}") for number in range(100)]
+    tools = Grammar.structural_tag(tags("triggered_tags", calls, triggers=["<tool_call>"]))
+    assert matches(backend().compile(tools), CALL.replace('"f"', '"tool99"'))
 
 
 def test_a_property_may_have_the_name_of_an_old_keyword() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.routing import (
@@ -236,6 +236,7 @@ def test_a_key_has_no_home_without_prefix_caches() -> None:
     assert homes(router, KEYS, [1, 0]) == [1] * len(KEYS)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(KEYS[:4]), st.integers(1, 300)), max_size=40))
 def test_no_replica_has_more_load_than_another_by_more_than_a_request_and_the_allowance(
     sent: list[tuple[str, int]],

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import (
@@ -131,6 +131,7 @@ def test_what_a_string_contains_does_not_count(padding: int) -> None:
     check(msgspec.json.encode([1] * 100))
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b",", b"1", b"a"]), max_size=40),
     max_values=st.integers(0, 12),
