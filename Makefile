@@ -4,6 +4,7 @@
 #                           where torch comes from; this is the CPU build, of about 0.2 GB
 #   CONSTRAINTS=            install without the versions of constraints.txt
 #   ARGS="--port 9000"      more options for `engine serve` or pytest
+#   SCREENSHOTS=docs/img    folder for the pictures that `make browser-test` takes
 #   WORKERS=3               processes that run the tests; 0: all in one, as for --pdb
 
 PYTHON ?= python3
@@ -14,13 +15,19 @@ ARGS ?=
 WORKERS ?= 3
 
 BIN := $(VENV)/bin
+# Packages of the tests in a browser alone, next to the virtual environment.
+BROWSER_PACKAGES := build/browser
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 # The empty file that marks an extra of pyproject.toml as installed; make installs again when the requirements are newer.
 # The extra dev contains the others.
 installed = $(VENV)/.installed-$(1)
 
+# The tests start hundreds of processes, which else would compile all modules again where the environment forbids to keep
+# bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := check
-.PHONY: check lint format types tests test serve docs site linkcheck format-fix clean
+.PHONY: check lint format types tests test browser-test clients serve docs site linkcheck format-fix clean
 
 check: lint format types tests ## lint, format, types and tests
 
@@ -38,6 +45,21 @@ tests: $(call installed,dev)
 
 test: $(call installed,test) ## the tests, with only what they need
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+browser-test: $(call installed,test) $(BROWSER_PACKAGES)/.installed ## the page at / in Chromium, which must be there
+	BROWSER_PACKAGES=$(BROWSER_PACKAGES) SCREENSHOTS=$(SCREENSHOTS) $(BIN)/python -m pytest tests/server/browser $(ARGS)
+
+# Each environment has what the others' versions exclude; Node.js has to be there, 20 or newer.
+CLIENTS := build/clients
+CLIENT_TESTS = ENGINE_PYTHON=$(abspath $(BIN)/python) CLIENTS_NODE=$(abspath $(CLIENTS)/node) \
+	$(CLIENTS)/$(1)/bin/python -m pytest --outcomes $(CLIENTS)/outcomes.json $(ARGS)
+
+clients: $(call installed,server) $(foreach name,main instructor litellm node,$(CLIENTS)/$(name)/.installed) ## run other projects' clients, write docs/clients.md (needs the network to install)
+	rm -f $(CLIENTS)/outcomes.json
+	$(call CLIENT_TESTS,main) tests/clients $(foreach name,instructor litellm,--ignore tests/clients/test_$(name).py)
+	$(call CLIENT_TESTS,instructor) tests/clients/test_instructor.py
+	$(call CLIENT_TESTS,litellm) tests/clients/test_litellm.py
+	CLIENTS_NODE=$(abspath $(CLIENTS)/node) $(CLIENTS)/main/bin/python tests/clients/outcomes.py $(CLIENTS)/outcomes.json
 
 serve: $(call installed,server) ## answer on 127.0.0.1:8000 with the demo model
 	$(BIN)/engine serve $(ARGS)
@@ -63,6 +85,24 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is missing or older than 3.11; give another one as make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+$(BROWSER_PACKAGES)/.installed: $(CONSTRAINTS) | $(call installed,test)
+	$(PIP) --upgrade --target $(BROWSER_PACKAGES) playwright $(CONSTRAINTS:%=--constraint %)
+	@touch $@
+
+$(CLIENTS)/%/.installed: tests/clients/requirements-%.txt
+	$(PYTHON) -m venv $(CLIENTS)/$*
+ifneq ($(TORCH_INDEX),)
+	$(if $(filter main,$*),$(CLIENTS)/$*/bin/python -m pip install torch --index-url $(TORCH_INDEX) --constraint $<)
+endif
+	$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+$(CLIENTS)/node/.installed: tests/clients/package.json tests/clients/package-lock.json
+	@mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --no-audit --no-fund --prefix $(@D)
+	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 ifeq ($(TORCH_INDEX),)

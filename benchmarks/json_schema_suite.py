@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 import tempfile
 import time
@@ -69,6 +70,8 @@ class Tally:
     ended: int = 0
     cut: int = 0
     """Outputs that max_tokens ended."""
+    unchecked: int = 0
+    """Outputs that ended, which `jsonschema` cannot validate."""
     wrong: list[str] = field(factory=list)
     """Outputs that do not validate, with their schemas."""
 
@@ -81,6 +84,9 @@ class Tally:
         validator = DRAFTS[schema.draft](schema.schema, format_checker=jsonschema.FormatChecker())
         try:
             problems = [error.message for error in validator.iter_errors(json.loads(text))]
+        except re.error:  # a pattern of ECMA 262 that Python cannot read
+            self.unchecked += 1
+            return
         except ValueError as error:
             problems = [str(error)]
         if problems:
@@ -134,6 +140,7 @@ def run(backend: str, executor: str, model: str, checkpoint: str, schemas: Seque
             yield Row(metric="schemas generated from", value=len(schemas), unit="", case=f"{case}, {way}")
             yield Row(metric="outputs", value=tally.ended + tally.cut, unit="outputs", case=f"{case}, {way}")
             yield Row(metric="ended by themselves", value=tally.ended, unit="outputs", case=f"{case}, {way}")
+            yield Row(metric="not validated", value=tally.unchecked, unit="outputs", case=f"{case}, {way}")
             yield Row(metric="invalid", value=len(tally.wrong), unit="outputs", case=f"{case}, {way}")
     print(f"{case}: {len(schemas)} schemas in {time.perf_counter() - begun:.0f} s", flush=True)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from engine.core.errors import EngineError, ExecutorError
+from engine.core.errors import EngineError, ExecutorError, ServerError
 
 if TYPE_CHECKING:
     from engine.core.plugin_host import Plugins
@@ -99,7 +99,7 @@ class Commands(TyperGroup):
             if ctx.meta.get(DEBUG):
                 traceback.print_exc()
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1 if isinstance(error, ExecutorError) else 2) from error
+            raise typer.Exit(1 if isinstance(error, (ExecutorError, ServerError)) else 2) from error
 
     def _add_plugin_commands(self) -> None:
         if self._has_plugin_commands:

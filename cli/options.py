@@ -35,6 +35,9 @@ DEMO_MODEL = "default (demo model)"
 KEY_VARIABLE = "ENGINE_API_KEY"
 """Environment variable that gives server.api_key, so that keys need no option, which other users could see."""
 
+SETTING_SUFFIX = "_setting"
+"""End of the names of parameters that are options of settings."""
+
 MODEL = "model"
 """Parameter of the argument that names the model."""
 SECTIONS = tuple(attrs.fields_dict(EngineConfig))
@@ -145,10 +148,11 @@ def _shift(given: dict[str, Any], before: str) -> None:
 def sampled(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
     """Decorator: builds the command's parameter `sampling`, the SamplingParams fields given on the command line.
 
-    without: fields that get no options.
+    without: fields that get no options, besides `grammar`, which no single option can express.
     """
     help_texts = _attribute_docs(SamplingParams)
-    fields = {name: hint for name, hint in typing.get_type_hints(SamplingParams).items() if name not in without}
+    hints = typing.get_type_hints(SamplingParams)
+    fields = {name: hint for name, hint in hints.items() if name not in (*without, "grammar")}
     parameters = [_sampling_option(name, hint, help_texts.get(name, "")) for name, hint in fields.items()]
 
     def collect(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +230,7 @@ class _SettingOption:
 def _setting_options() -> dict[str, _SettingOption]:
     """Parameter name -> option, for every flag and alias of a setting; the same for all commands."""
     flags = [(one, flag) for one in describe() if one.flag for flag in (one.flag, *one.alias_flags)]
-    names = [flag.removeprefix("--").replace("-", "_") + "_setting" for _, flag in flags]
+    names = [flag.removeprefix("--").replace("-", "_") + SETTING_SUFFIX for _, flag in flags]
     return {
         name: _SettingOption(setting, flag, _setting_option(name, setting, flag))
         for name, (setting, flag) in zip(names, flags, strict=True)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import attrs
+import numpy as np
 
 from engine.core import arguments
 from engine.core.arguments import Conversation, check_request
@@ -244,7 +245,8 @@ class Engine:
         if self._failure:
             raise self._unusable()
         check_request(request)
-        for token in (min(request.prompt, default=0), max(request.prompt, default=0)):
+        prompt = np.frombuffer(request.prompt.pack(), np.int32)
+        for token in (prompt.min(initial=0), prompt.max(initial=0)):
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequestError(
                     f"the prompt holds token {token}, but the model's vocabulary has {self.vocab_size}", "prompt"

@@ -39,6 +39,10 @@ class InvalidRequestError(EngineError):
         self.parameter = parameter
 
 
+class ServerError(EngineError):
+    """A server that was asked over HTTP cannot be reached, or failed."""
+
+
 class ExecutorError(EngineError):
     """A step failed, or a worker has exited."""
 

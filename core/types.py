@@ -17,6 +17,7 @@ from attrs import evolve, field, frozen
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars.grammar import Grammar
+from engine.core.tokens import Tokens
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_STOP: Final = "stop"
@@ -122,8 +123,17 @@ def _grammar(_: Any, attribute: Any, value: Any) -> None:
 
 
 def _prompt(value: Any) -> Any:
-    """An attrs converter: a list becomes a tuple."""
-    return tuple(value) if isinstance(value, list) else value
+    """An attrs converter: packs a list or tuple of token ids. Raises InvalidRequestError for other things in it."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    try:
+        return Tokens(value)
+    except TypeError:
+        wrong = next(each for each in value if not isinstance(each, int))
+        raise InvalidRequestError(f"prompt must hold token ids, not {shortened(wrong)}", "prompt") from None
+    except OverflowError:
+        wrong = max(value, key=abs)
+        raise InvalidRequestError(f"the prompt holds {wrong}, which is no token id", "prompt") from None
 
 
 def _top_k(value: Any) -> Any:
@@ -207,7 +217,8 @@ class Request:
     """
 
     id: str = field(validator=_of_type(str, "a string"))
-    prompt: tuple[int, ...] = field(converter=_prompt, validator=_of_type(tuple, "a tuple of token ids"))
+    prompt: Tokens = field(converter=_prompt, validator=_of_type(Tokens, "a tuple of token ids"))
+    """Given as a tuple or list, too."""
     params: SamplingParams = field(default=SamplingParams(), validator=_of_type(SamplingParams, "SamplingParams(...)"))
     priority: int = field(default=0, validator=_of_type(int, "a whole number"))
     """Lower is more urgent, for policies that have priorities."""
@@ -215,6 +226,8 @@ class Request:
     """time.monotonic() at arrival, seconds."""
     salt: str = field(default="", validator=_of_type(str, "a string"))
     """Requests share prefix cache entries only if their salts are equal."""
+    cache_key: str = field(default="", validator=_of_type(str, "a string"))
+    """Requests with the same key likely share a prefix, so a server sends them to the same replica. Empty: no key."""
 
 
 @frozen(kw_only=True)
@@ -235,7 +248,7 @@ class NewSequence:
     """A sequence new to the runner. A request is a new sequence at each admission, also after a preemption."""
 
     sequence: int
-    tokens: tuple[int, ...]
+    tokens: Tokens = field(converter=Tokens)
     """The prompt, followed by the output so far if the request was preempted."""
     prompt_len: int
     params: SamplingParams

@@ -56,7 +56,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "core/protocols/answer.py",
         "core/protocols/errors.py",
     ),
-    "What travels": ("core/types.py",),
+    "What travels": ("core/types.py", "core/tokens.py"),
     "Devices": ("core/device.py",),
     "Errors": ("core/errors.py",),
     "Hooks": ("core/hooks.py",),

@@ -18,7 +18,7 @@ import typer.main
 from contract_reference import contract_reference
 
 from engine.cli.main import Commands, app
-from engine.cli.options import purpose
+from engine.cli.options import SETTING_SUFFIX, purpose
 from engine.core.config import PluginsConfig, Setting, describe, show
 from engine.core.plugin_host import load_plugins
 
@@ -68,15 +68,14 @@ def also(setting: Setting) -> str:
 def command_reference() -> str:
     """Every command with its own arguments and options; those made from the configuration are named once."""
     flags = {setting.flag for setting in describe() if setting.flag}
-    aliases = {flag for setting in describe() for flag in setting.alias_flags}
     parts = []
     root = typer.main.get_command(app)
     assert isinstance(root, Commands)
     root.load_builtins()
     for path, command in commands(root, "engine"):
-        # A command with --set has its options from the configuration; one without may have one of the same name.
-        configuration = flags if any("--set" in param.opts for param in command.params) else set()
-        own = [param for param in command.params if not (configuration | aliases) & set(param.opts)]
+        # A command may have an option of its own with the name of a setting's.
+        of_settings = [param for param in command.params if (param.name or "").endswith(SETTING_SUFFIX)]
+        own = [param for param in command.params if param not in of_settings]
         rows = [
             (", ".join(map(code, names(param))), getattr(param, "help", "") or "")
             for param in own
@@ -85,9 +84,9 @@ def command_reference() -> str:
         text = f"## {path}\n\n{(command.help or '').strip()}"
         if rows:
             text += "\n\n" + table(("argument or option", "meaning"), rows)
-        given = {param.opts[0] for param in command.params} & configuration
+        given = {param.opts[0] for param in of_settings}
         if given:
-            missing = ", ".join(map(code, sorted(configuration - given)))
+            missing = ", ".join(map(code, sorted(flags - given)))
             text += "\n\nAnd the options of [the settings](configuration.md#settings)"
             text += f", but not {missing}." if missing else "."
         parts.append(text)

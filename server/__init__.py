@@ -6,7 +6,8 @@ Three kinds of process, each with a room and a main.py:
     front_end/       answers HTTP with the routes of http/, and is a client of the engine processes
     engine_process/  steps the engine
 
-http/ holds the HTTP API, shared/ what the processes have in common: messages, heartbeat, metrics table.
+http/ holds the HTTP API, page/ the files of the page at /, shared/ what the processes have in common: messages,
+heartbeat, metrics table.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from engine.core.attention import ForwardBatch, KVPool
+from engine.core.attention import AttentionBackend, ForwardBatch, KVPool
 from engine.core.config import EngineConfig
 from engine.core.distributed import RankGroup
 from engine.core.layers import LayerFactory
@@ -24,6 +25,11 @@ MAX_TOKENS = 112
 
 Chunk = tuple[int, int, int]
 """Sequence, first token, number of tokens."""
+
+
+@cache
+def _torch_attention() -> type[AttentionBackend[Any, Any]]:
+    return load_plugins().attention.get("torch").load()
 
 
 class ModelBench:
@@ -59,7 +65,7 @@ class ModelBench:
         self._pool = KVPool(shape, self._tables.size, "cpu")
         for tensor in (*self._pool.keys, *self._pool.values):
             tensor.fill_(torch.nan)
-        self._attention = load_plugins().attention.get("torch").load()(shape, self._pool, None)
+        self._attention = _torch_attention()(shape, self._pool, None)
         if self.layers.sinks:
             sinks = {reader.layer: reader.weight for reader in self.layers.sinks}
             self._attention.set_sinks([sinks.get(layer) for layer in range(shape.num_layers)])

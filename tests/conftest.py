@@ -7,8 +7,9 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,27 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A package of its own, whose tests test_sample_plugin.py runs where it has installed it.
-collect_ignore = ["sample_plugin"]
-
-
-GROUPS = {
-    # These use shared memory, or check that none is left in /dev/shm.
-    "shared memory": (
-        "core/distributed",
-        "core/shm",
-        "ops/norm/test_all_reduce_rms_norm.py",
-        "plugins/executors",
-        "plugins/quant/test_ranks.py",
-        "server/test_faults.py",
-        "test_benchmarks.py",
-        "test_docs_plugins.py",
-        "testing/test_executors.py",
-    ),
-    # These start servers, which share fixtures and mostly wait.
-    "servers": ("cli", "core/hub/test_commands.py", "scripts", "server", "test_sample_plugin.py"),
-}
-"""Tests that one pytest-xdist worker runs one after the other; all other tests go to any worker."""
+# They have environments of their own: see test_sample_plugin.py, and `make clients`.
+collect_ignore = ["sample_plugin", "clients"]
 
 
 def pytest_configure() -> None:
@@ -55,9 +37,21 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     """Collect garbage from now on, but not among what has been imported."""
-    gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """After the last test of a file, collect its garbage; later passes skip what is left.
+
+    Otherwise the garbage of one file is closed amid another's tests, and each pass takes 0.7 s from the first test on
+    that unfreezes the millions of objects that imports make.
+    """
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup() -> None:
@@ -65,15 +59,22 @@ def pytest_runtest_setup() -> None:
     quicken()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Divide the tests among the workers by groups and files; see distribution.py."""
+    from tests.distribution import FilesAndGroups
+
+    return FilesAndGroups(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Assign tests to their groups; skip those marked gpu or interpreter where these are missing."""
-    here = Path(__file__).parent
-    group_of = {here / name: group for group, names in GROUPS.items() for name in names}
+    """Order the tests for the workers of pytest-xdist; skip those marked gpu or interpreter where these are missing."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from tests.distribution import in_order
+
+        place = in_order(item.nodeid for item in items)
+        items.sort(key=lambda item: place(item.nodeid))
     for item in items:
-        places = (item.path, *item.path.parents)
-        group = next((group_of[place] for place in places if place in group_of), None)
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
         if item.get_closest_marker("interpreter") is not None and not os.environ.get("TRITON_INTERPRET"):
             item.add_marker(pytest.mark.skip(reason="Triton compiles for the GPU here"))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]

@@ -97,6 +97,17 @@ def test_a_changed_list_of_requirements_is_installed_again(installed: Path) -> N
     assert "pip install" in make(installed, "--dry-run", "serve").stdout
 
 
+def test_the_browser_test_installs_its_packages_next_to_the_others(installed: Path) -> None:
+    lines = make(installed, "--dry-run", "browser-test", "SCREENSHOTS=pictures").stdout
+    assert "--target build/browser playwright --constraint constraints.txt" in lines
+    assert (
+        "BROWSER_PACKAGES=build/browser SCREENSHOTS=pictures .venv/bin/python -m pytest tests/server/browser" in lines
+    )
+    (installed / "build" / "browser").mkdir(parents=True)
+    (installed / "build" / "browser" / ".installed").touch()
+    assert "pip install" not in make(installed, "--dry-run", "browser-test").stdout
+
+
 def test_the_extra_dev_brings_the_others(fresh: Path) -> None:
     python = fresh / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -209,6 +220,7 @@ def test_the_wheel_holds_all_packages_and_their_data(source: Path, tmp_path: Pat
         for file in (source / directory).rglob("*.py")
     }
     data = {Path("engine/demo/engine-demo", file.name) for file in (source / "demo" / "engine-demo").glob("*")}
+    data |= {Path("engine/server/page", file.name) for file in (source / "server" / "page").glob("*")}
     built = {path for path in held if path.suffix in {".c", ".h", ".so"}}
     assert {path.name.partition(".")[0] for path in built} == {"_paged", "_ring"}
     assert {path for path in held - built if path.parts[0] == "engine"} == {

@@ -344,6 +344,7 @@ class ServerConfig:
         60.0, "Idle seconds after which the engine computes one token as a self-check; 0: only on demand."
     )
     openapi: bool = setting(True, "Describe the API at /openapi.json.", flag="--openapi")
+    page: bool = setting(True, "Serve a page at / to talk to the model in a browser.", flag="--page")
     front_end_timeout: float = setting(
         30.0, "Seconds without an iteration of a front end's event loop before the supervisor replaces the front end."
     )
@@ -396,7 +397,12 @@ class ServerConfig:
     max_stop: int = setting(16, "Maximum stop strings per request.")
     max_stop_chars: int = setting(256, "Maximum length of a stop string, characters.")
     max_logit_bias: int = setting(1024, "Maximum tokens in logit_bias.")
-    max_salt_chars: int = setting(256, "Maximum length of cache_salt, characters.")
+    max_salt_chars: int = setting(256, "Maximum length of cache_salt and prompt_cache_key, characters.")
+    token_cache_bytes: int = setting(
+        64 * 2**20,
+        "Memory of a front end for the tokens of chats, so that the next turn of a chat tokenizes only what is new,"
+        " bytes; 0: none.",
+    )
     max_waiting: int = setting(4096, "Maximum requests in the engine; a further one gets 503.")
 
 

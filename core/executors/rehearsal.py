@@ -4,17 +4,15 @@ full step."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from engine.core.errors import CheckpointError, ExecutorError, StepFaultError
 from engine.core.executors.base import Executor, Health
 from engine.core.plugin_host.faults import PluginCall, expect, name_fault, shown
 from engine.core.schedulers.block_kinds import longest_context
+from engine.core.schedulers.prompt_step import STEP, prompt_step
 from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step, StepResult
 
-STEP = 0
-"""Number of the rehearsal's steps; the scheduler's begin with 1."""
 SEQUENCE = 0
 """Number of the rehearsal's sequence; the scheduler's begin with 1."""
 
@@ -67,7 +65,8 @@ def rehearse(
     finished = [SEQUENCE]
     lengths = _full_lengths(cache, max_tokens, max_len, max_running - 1) if full else []
     if lengths:
-        step = _full_step(cache, lengths)
+        # Its blocks are those that the rehearsal's sequence has too.
+        step = prompt_step(lengths, cache.kinds, cache.block_size, first=SEQUENCE + 1)
         calls.run(step)
         finished += [one.sequence for one in step.new]
     calls.run(Step(id=STEP, decodes=(), chunks=(), finished=tuple(finished)))
@@ -84,19 +83,6 @@ def _full_lengths(cache: CacheInfo, max_tokens: int, max_len: int, max_prompts: 
         max_tokens -= length
         indices -= -(-length // cache.block_size)
     return lengths
-
-
-def _full_step(cache: CacheInfo, lengths: Sequence[int]) -> Step:
-    """A step of whole prompts, in the blocks that the rehearsal's sequence has too."""
-    free, params = itertools.count(), SamplingParams(temperature=0.0, seed=0)
-    prompts, blocks = [], []
-    for sequence, length in enumerate(lengths, SEQUENCE + 1):
-        prompts.append(NewSequence(sequence=sequence, tokens=(0,) * length, prompt_len=length, params=params))
-        indices = -(-length // cache.block_size)
-        for place, kind in enumerate(cache.kinds, sequence * len(cache.kinds)):
-            blocks.append((place, tuple(itertools.islice(free, indices * kind.groups))))
-    chunks = [PrefillChunk(one.sequence, 0, one.prompt_len, True) for one in prompts]
-    return Step(id=STEP, decodes=(), chunks=tuple(chunks), new=tuple(prompts), blocks=tuple(blocks))
 
 
 class _CheckedCalls:

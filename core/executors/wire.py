@@ -11,13 +11,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from engine.core.errors import EngineError
+from engine.core.tokens import Tokens
 
 T = TypeVar("T")
 
 
 def encode(message: Any) -> bytes:
-    """Encode a message (an attrs class or a msgspec.Struct of plain data) as msgpack."""
-    return msgspec.msgpack.encode(message)
+    """Encode a message (an attrs class or a msgspec.Struct of plain data) as msgpack. Tokens become bytes."""
+    return msgspec.msgpack.encode(message, enc_hook=_pack)
 
 
 class MessageDecoder(Generic[T]):
@@ -25,7 +26,7 @@ class MessageDecoder(Generic[T]):
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind, dec_hook=_unpack)
 
     def decode(self, data: bytes | memoryview) -> T:
         """Decode `data`. Raises EngineError if it is not a message of this type."""
@@ -35,3 +36,17 @@ class MessageDecoder(Generic[T]):
             raise EngineError(
                 f"a message could not be read as {self._kind} ({error}); are both processes of the same version?"
             ) from error
+
+
+def _pack(value: object) -> memoryview:
+    """Bytes for a value of a type that msgpack does not have. Raises NotImplementedError for all but Tokens."""
+    if isinstance(value, Tokens):
+        return value.pack()
+    raise NotImplementedError(f"{type(value).__name__} is no plain data, and cannot be sent")
+
+
+def _unpack(kind: type, value: object) -> Any:
+    """The value of this type that `_pack` has packed. Raises what msgspec reports as a message of another type."""
+    if kind is Tokens and isinstance(value, bytes):
+        return Tokens.unpack(value)
+    raise NotImplementedError(f"{kind.__name__} is no plain data, and cannot be received")

@@ -72,10 +72,9 @@ class Installed:
 
 def find_installed(config: PluginsConfig) -> Installed:
     """Raises ConfigError for a name in [plugins] that no installed distribution has."""
-    found = sorted(
-        entry_points(group=GROUP), key=lambda point: (info_of(point).distribution != HOME, _provenance(point), point)
-    )
-    names = list(dict.fromkeys(point.name for point in found))
+    found = [(point, info_of(point)) for point in entry_points(group=GROUP)]
+    found.sort(key=lambda one: (one[1].distribution != HOME, one[1].distribution, one[1].version, one[0]))
+    names = list(dict.fromkeys(point.name for point, _ in found))
     for key, wanted in (("allow", config.allow), ("deny", config.deny)):
         for name in wanted:
             if name not in names:
@@ -83,7 +82,7 @@ def find_installed(config: PluginsConfig) -> Installed:
                     f"[plugins] {key} names {name!r}, but no installed distribution has such an entry point in group "
                     f"{GROUP!r}; {near_misses(name, names)}"
                 )
-    distributions = list(dict.fromkeys(_provenance(point)[0] for point in found))
+    distributions = list(dict.fromkeys(info.distribution for _, info in found))
     for name in config.prefer:
         if normalized(name) not in map(normalized, distributions):
             raise ConfigError(
@@ -92,11 +91,11 @@ def find_installed(config: PluginsConfig) -> Installed:
             )
     load: list[EntryPoint] = []
     excluded: list[Excluded] = []
-    for point in found:
+    for point, info in found:
         if point.name in config.deny:
-            excluded.append(Excluded(plugin=info_of(point), key="deny"))
-        elif config.allow and point.name not in config.allow and _provenance(point)[0] != HOME:
-            excluded.append(Excluded(plugin=info_of(point), key="allow"))
+            excluded.append(Excluded(plugin=info, key="deny"))
+        elif config.allow and point.name not in config.allow and info.distribution != HOME:
+            excluded.append(Excluded(plugin=info, key="allow"))
         else:
             load.append(point)
     return Installed(load=tuple(load), excluded=tuple(excluded), preferred=frozenset(map(normalized, config.prefer)))
@@ -104,7 +103,10 @@ def find_installed(config: PluginsConfig) -> Installed:
 
 def info_of(point: EntryPoint) -> PluginInfo:
     """The plugin of an entry point."""
-    distribution, version = _provenance(point)
+    distribution, version = "unknown", ""
+    if point.dist is not None:
+        metadata = point.dist.metadata  # which is parsed at each access
+        distribution, version = metadata["Name"], metadata["Version"]
     return PluginInfo(name=point.name, entry_point=point.name, distribution=distribution, version=version)
 
 
@@ -120,7 +122,3 @@ def ways_in(excluded: Iterable[Excluded], name: str) -> str:
     if named:
         return "; ".join(named)
     return f"not loaded, by [plugins] allow or deny, and so not asked: {', '.join(others)}" if others else ""
-
-
-def _provenance(point: EntryPoint) -> tuple[str, str]:
-    return (point.dist.name, point.dist.version) if point.dist is not None else ("unknown", "")

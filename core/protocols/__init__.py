@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         ToolChoice as ToolChoice,
         template_arguments as template_arguments,
     )
+    from engine.core.protocols.decode import convert as convert, explain as explain, invalid as invalid
     from engine.core.protocols.errors import (
         ECHO_CHARS as ECHO_CHARS,
         MAX_MESSAGE as MAX_MESSAGE,
@@ -47,6 +48,7 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     answer=("DONE", "AnswerWriter", "Delta", "Template", "Usage", "error_event", "sse_event"),
     conversation=("Conversation", "FunctionTool", "ParameterNames", "ToolChoice", "template_arguments"),
+    decode=("convert", "explain", "invalid"),
     errors=("ECHO_CHARS", "MAX_MESSAGE", "ApiError", "excerpt"),
     routes=("API", "Call", "Reply", "Routes"),
 )

@@ -30,6 +30,8 @@ class Delta:
     """Of completions, with the first text, if requested."""
     finish_reason: str | None = None
     """With the last text: stop or length (engine.core.types)."""
+    stop_string: str | None = None
+    """The stop string that ended the text, if one did."""
     events: list[Event] | None = None
     """What the text says, if it is parsed; see `said`."""
 

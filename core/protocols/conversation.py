@@ -62,6 +62,8 @@ class Conversation:
     default. `stop` may be a text, `logit_bias` is a mapping. max_tokens, logprobs and grammar have their own fields."""
     max_tokens: int | None = None
     """Of the answer, reasoning included; None: the model's default, else what the context holds."""
+    may_exceed_context: bool = False
+    """Whether prompt and max_tokens together may be more than the context holds, which then ends the answer."""
     logprobs: int | None = None
     """Number of most likely tokens to report for each token; 0: only the token itself; None: no log probabilities."""
     grammar: Grammar | None = None
@@ -71,6 +73,8 @@ class Conversation:
     priority: int = 0
     salt: str | None = None
     """Prefixes are shared only with requests of the same salt."""
+    cache_key: str | None = None
+    """Requests of one key go to the same replica, if it is not overloaded."""
     names: ParameterNames = attrs.field(factory=ParameterNames)
 
 

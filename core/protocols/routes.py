@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from attrs import field, frozen
@@ -101,6 +101,18 @@ class Routes(ABC):
     @abstractmethod
     def limits(self) -> ServerConfig:
         """The settings [server]."""
+
+    @property
+    @abstractmethod
+    def chat_template(self) -> str:
+        """Source of the model's chat template, the one for tools if there are several; empty if there is none."""
+
+    @abstractmethod
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A short conversation as the chat template renders it, to find out what the template can express.
+
+        messages: see Conversation. Raises InvalidRequestError if the template rejects them.
+        """
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ class _RunningSequence:
     """A sequence in the persistent batch."""
 
     row: int
-    tokens: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int32]
     """[known tokens]: prompt, and output computed before a preemption."""
     num_blocks: int = 0
     """Entries in the sequence's row of the block table, if there is one table."""
@@ -81,7 +81,7 @@ class PersistentBatch:
         for new in step.new:
             row = self._free_rows.pop()
             self.computed[row] = 0
-            self._sequences[new.sequence] = _RunningSequence(row, np.asarray(new.tokens, np.int64))
+            self._sequences[new.sequence] = _RunningSequence(row, np.frombuffer(new.tokens.pack(), np.int32))
         if step.blocks:
             if self._has_one_table:
                 self._append(step.blocks)
@@ -150,7 +150,7 @@ class PersistentBatch:
 
     def known(self, sequence: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens `start` to `stop` of those that the sequence was added with."""
-        return self._sequences[sequence].tokens[start:stop]
+        return self._sequences[sequence].tokens[start:stop].astype(np.int64)
 
     def set_last_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Store the tokens just sampled for these rows; both [n] int64 on the device."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 
-from engine.core.attention.groups import CacheLayout
 from engine.core.attention.state_pool import StatePool
 from engine.core.config.tree import EngineConfig
 from engine.core.device import DeviceInfo
@@ -58,8 +56,9 @@ from engine.core.runner.step import StepLauncher, enter_device
 from engine.core.runner.warm_up import MAX_KERNEL_ROWS, warm_up_sampling
 from engine.core.sampling.sampler import Sampler
 from engine.core.sampling.token_counts import TokenCounts
+from engine.core.schedulers.prompt_step import prompt_step
 from engine.core.startup import Phases
-from engine.core.types import NO_TOKEN, CacheInfo, NewSequence, PrefillChunk, SamplingParams, Step
+from engine.core.types import NO_TOKEN, CacheInfo
 from engine.core.weights.checkpoint import Checkpoint
 from engine.core.weights.loader import DummySource, SafetensorsSource, WeightSource, load_weights
 
@@ -204,7 +203,9 @@ class RunnerStart:
 
     def _measure_trial_step(self, model: Model, kv_scales: tuple[KVScales, ...], tokens: int) -> int:
         """Peak bytes of one step of `tokens` prompt tokens, run on a device state of its own, which is then freed."""
-        step = _trial_step(tokens, self._spec.max_len, self._spec.block_size, self._layout)
+        prompts, rest = divmod(tokens, self._spec.max_len)
+        lengths = [self._spec.max_len] * prompts + ([rest] if rest else [])
+        step = prompt_step(lengths, self._layout.kinds, self._spec.block_size)
         state = self._make_state(model, sum(len(blocks) for _, blocks in step.blocks), kv_scales)
         torch.cuda.reset_peak_memory_stats(self._name)
         before = torch.cuda.memory_allocated(self._name)
@@ -333,24 +334,3 @@ class RunnerStart:
             except BaseException as error:
                 name_fault(error)
                 raise
-
-
-def _trial_step(tokens: int, max_len: int, block_size: int, layout: CacheLayout) -> Step:
-    """A step of `tokens` prompt tokens, in sequences of at most `max_len`."""
-    lengths = [max_len] * (tokens // max_len) + ([tokens % max_len] if tokens % max_len else [])
-    greedy = SamplingParams(temperature=0.0, seed=0)
-    free = itertools.count()
-    return Step(
-        id=0,
-        decodes=(),
-        chunks=tuple(PrefillChunk(i, 0, length, True) for i, length in enumerate(lengths)),
-        new=tuple(
-            NewSequence(sequence=i, tokens=(0,) * length, prompt_len=length, params=greedy)
-            for i, length in enumerate(lengths)
-        ),
-        blocks=tuple(
-            (i * len(layout.kinds) + kind, tuple(itertools.islice(free, -(-length // block_size) * own.groups)))
-            for i, length in enumerate(lengths)
-            for kind, own in enumerate(layout.kinds)
-        ),
-    )

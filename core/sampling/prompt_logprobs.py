@@ -65,7 +65,7 @@ class PromptLogprobs:
 def prompt_targets(new: NewSequence, start: int, count: int) -> npt.NDArray[np.int64]:
     """The prompt tokens that follow positions `start` to `start + count`; the last prompt position has none."""
     stop = min(start + count, new.prompt_len - 1)
-    return np.asarray(new.tokens[start + 1 : stop + 1], np.int64)
+    return np.frombuffer(new.tokens[start + 1 : stop + 1].pack(), np.int32).astype(np.int64)
 
 
 def prompt_logprobs(logits: torch.Tensor, next_tokens: torch.Tensor, count: int) -> list[TokenLogprobs]:

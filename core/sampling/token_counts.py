@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from attrs import define
 
@@ -49,7 +50,9 @@ class TokenCounts:
             self._resize(next(each for each in self._capacities if each > len(self._used)))
         slot = Slot(self._free.pop())
         self._used.add(slot)
-        tokens = tensor_to_device(torch.tensor(new.tokens, dtype=torch.int64), self._device)
+        tokens = tensor_to_device(
+            torch.from_numpy(np.frombuffer(new.tokens.pack(), np.int32).astype(np.int64)), self._device
+        )
         output = tokens[new.prompt_len :]
         self.counts[slot.index].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         self.seen[slot.index].zero_().index_fill_(0, tokens, True)

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from engine.core.lazy import exports
 
 if TYPE_CHECKING:
-    from engine.core.schedulers.block_manager import BlockManager as BlockManager, HashChain as HashChain
+    from engine.core.schedulers.block_manager import BlockManager as BlockManager
+    from engine.core.schedulers.hash_chain import DigestCache as DigestCache, HashChain as HashChain
     from engine.core.schedulers.policy import (
         API as API,
         RequestView as RequestView,
@@ -16,10 +17,8 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = exports(
     __name__,
-    block_manager=(
-        "BlockManager",
-        "HashChain",
-    ),
+    block_manager=("BlockManager",),
+    hash_chain=("DigestCache", "HashChain"),
     policy=(
         "API",
         "RequestView",

@@ -3,41 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
-from struct import Struct
 
-DIGEST_BYTES = 16
-
-
-class HashChain:
-    """Digests of the full blocks of one growing token sequence; each is computed once, on first use.
-
-    A block's digest covers the salt and all tokens from the start of the sequence to the end of the block.
-    """
-
-    __slots__ = ("_block_size", "_digests", "_hash", "_pack")
-
-    def __init__(self, block_size: int, salt: str = "") -> None:
-        self._block_size = block_size
-        self._pack = Struct(f"{block_size}q").pack
-        # Hash the salt's digest, not the salt: its length is fixed, so that no salt equals another plus some tokens.
-        self._hash = blake2b(blake2b(salt.encode()).digest(), digest_size=DIGEST_BYTES)
-        self._digests: list[bytes] = []
-
-    def __len__(self) -> int:
-        """Number of digests computed so far."""
-        return len(self._digests)
-
-    def digest(self, tokens: Sequence[int], block: int) -> bytes:
-        """Digest of the full block at index `block` of `tokens`."""
-        digests = self._digests
-        while len(digests) <= block:
-            start = len(digests) * self._block_size
-            self._hash.update(self._pack(*tokens[start : start + self._block_size]))
-            digests.append(self._hash.digest())
-        return digests[block]
+from engine.core.schedulers.hash_chain import DigestCache, HashChain
 
 
 class _Table:
@@ -67,15 +36,16 @@ class Shortage:
         tables: Mapping[int, _Table],
     ) -> None:
         """wanted: the sequence's blocks, of which `cached` are there already."""
-        self._cached = frozenset(cached)
+        self._cached: Collection[int] = cached
         self._references = references
         self._tables = tables
         self._released: dict[int, int] = {}  # references of the sequences freed, by block
-        revived = sum(references[block] == 0 for block in cached)  # available, but not for other content
+        revived = [references[block] for block in cached].count(0)  # available, but not for other content
         self.blocks = wanted - len(cached) - (manager.num_available - revived)
 
     def release(self, sequence: int) -> None:
         """Count as if the sequence were freed, too."""
+        self._cached = frozenset(self._cached)
         for block in self._tables[sequence].blocks:
             count = self._released[block] = self._released.get(block, 0) + 1
             self.blocks -= count == self._references[block] and block not in self._cached
@@ -110,6 +80,7 @@ class BlockManager:
         self._claimed = [0] * num_blocks  # tokens that prefill chunks compute; all tokens of a block that is registered
         self._by_digest: dict[bytes, int] = {}
         self._tables: dict[int, _Table] = {}
+        self._digest_cache = DigestCache(num_blocks if prefix_caching else 0)
         self.releases = 0
         """How often a sequence has given up a block: if not since a shortage was counted, it is no smaller now."""
         self.updates: dict[int, list[int]] = {}
@@ -160,14 +131,20 @@ class BlockManager:
         """Tokens that the blocks of a sequence hold."""
         return len(self._tables[sequence].blocks) * self.block_size
 
+    def chain(self, salt: str) -> HashChain:
+        """Hashes the blocks of a new sequence, if others have not done so."""
+        return HashChain(self.block_size, salt, self._digest_cache)
+
     def lookup(self, tokens: Sequence[int], chain: HashChain) -> list[int]:
         """Blocks that hold, or will hold, the longest indexed prefix of `tokens`; changes nothing.
 
         The prefix never includes the last token, which must be computed for its logits.
         """
+        if not self.prefix_caching:
+            return []
         found: list[int] = []
-        for index in range((len(tokens) - 1) // self.block_size if self.prefix_caching else 0):
-            block = self._by_digest.get(chain.digest(tokens, index))
+        for digest in chain.first(tokens, (len(tokens) - 1) // self.block_size):
+            block = self._by_digest.get(digest)
             if block is None:
                 break
             found.append(block)

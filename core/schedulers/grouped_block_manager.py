@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from engine.core.schedulers.block_kinds import is_plain, longest_context, span
-from engine.core.schedulers.block_manager import BlockManager, HashChain
+from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.kind_tables import CachedPrefix, GroupedShortage, KindTable, SequenceTables
 from engine.core.types import BlockKind, CacheInfo
 
@@ -104,16 +105,15 @@ class GroupedBlockManager(BlockManager):
         The prefix never includes the last token, which must be computed for its logits.
         """
         limit = longest = (len(tokens) - 1) // self.block_size if self.prefix_caching else 0
+        digests = chain.first(tokens, limit)
         for kind in self._full:
-            longest = next(
-                (at for at in range(longest) if chain.digest(tokens, at) not in self._indices[kind]), longest
-            )
+            longest = next((at for at in range(longest) if digests[at] not in self._indices[kind]), longest)
         length = self._continuable(tokens, chain, longest)
         next_index = None
         if length < limit:
             next_index = longest if self._full and length == longest else -1
         by_kind = [
-            [index[chain.digest(tokens, at)] for at in range(self._first(kind.window, length), length)]
+            [index[digests[at]] for at in range(self._first(kind.window, length), length)]
             for kind, index in zip(self.kinds, self._indices, strict=True)
         ]
         return CachedPrefix(by_kind, length, next_index)

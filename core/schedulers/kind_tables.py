@@ -71,7 +71,7 @@ class GroupedShortage(Shortage):
         blocks_of: Sequence[tuple[int, ...]],
     ) -> None:
         """missing: blocks. blocks_of: by entry."""
-        self._cached = frozenset(cached)
+        self._cached = cached
         self._references = references
         self._sequences = sequences
         self._blocks_of = blocks_of
@@ -79,6 +79,7 @@ class GroupedShortage(Shortage):
         self.blocks = missing
 
     def release(self, sequence: int) -> None:
+        self._cached = frozenset(self._cached)
         for table in self._sequences[sequence].tables:
             for entry in table.entries:
                 count = self._released[entry] = self._released.get(entry, 0) + 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from attrs import frozen
 
 from engine.core.errors import InvalidRequestError
-from engine.core.schedulers.block_manager import HashChain
+from engine.core.schedulers.growing_tokens import GrowingTokens
+from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.step_counter import StepCounter
 from engine.core.types import (
     FINISH_ERROR,
@@ -25,7 +26,7 @@ class RequestState:
     """One request from arrival to finish, across all its admissions.
 
     params: with the seed set. max_output: maximum tokens to generate. stop_tokens: tokens that finish the request;
-    NO_TOKEN is always one.
+    NO_TOKEN is always one. chain: for the request's salt.
     number: serial number of the request, which orders requests of equal arrival time.
 
     While a request decodes it is in every step, so the numbers of tokens computed and sampled follow from the step
@@ -49,6 +50,7 @@ class RequestState:
         "max_output",
         "next_check_len",
         "next_event",
+        "output",
         "params",
         "preemptions",
         "preemptions_for_waiting",
@@ -71,6 +73,7 @@ class RequestState:
         max_output: int,
         stop_tokens: frozenset[int],
         block_size: int,
+        chain: HashChain,
         number: int,
         counter: StepCounter,
     ) -> None:
@@ -81,8 +84,9 @@ class RequestState:
         self.stop_tokens = stop_tokens | {NO_TOKEN}
         self.arrival_order = (request.arrival, number)
         self.prompt_len = len(request.prompt)
-        self.tokens = list(request.prompt)  # the prompt and all committed output
-        self.chain = HashChain(block_size, request.salt)
+        self.tokens = GrowingTokens(request.prompt)  # the prompt and all committed output
+        self.output = self.tokens.tail  # all committed output
+        self.chain = chain
         self.view = StateView(request.id, request.priority, request.arrival, self.prompt_len, self)
         self.cached_tokens = 0  # in the first admission
         self.scheduled_at: float | None = None
@@ -102,7 +106,7 @@ class RequestState:
         self._computed = 0  # as `computed`, less `_decoded`
         self._decoding_since = -1  # iteration at which decoding started; -1: it does not decode
         self.next_event = -1  # while it decodes: the iteration before which it needs a block, or stops decoding
-        # Below this length of `tokens`, a sampled token neither fills a block nor reaches max_output, so that a commit
+        # Below this length of `output`, a sampled token neither fills a block nor reaches max_output, so that a commit
         # only appends the token unless it is a stop token. 0: not running, or no token committed in this admission.
         self.next_check_len = 0
 
@@ -139,7 +143,7 @@ class RequestState:
     @property
     def output_len(self) -> int:
         """Output tokens committed."""
-        return len(self.tokens) - self.prompt_len
+        return len(self.output)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -197,10 +201,10 @@ class RequestState:
         """Append sampled tokens up to the one that finishes the request, and return them as an Output."""
         kept, reason = self._until_stop(tokens)
         prompt_logprobs = tuple(self.prompt_logprobs) if self.wants_prompt_logprobs and reason != FINISH_ERROR else None
-        self.tokens += kept
+        self.output += kept
         if self.sequence:
-            full_blocks = (len(self.tokens) - 1) // self._block_size
-            self.next_check_len = min(self.prompt_len + self.max_output, (full_blocks + 1) * self._block_size + 1)
+            full_blocks = (self.prompt_len + len(self.output) - 1) // self._block_size
+            self.next_check_len = min(self.max_output, (full_blocks + 1) * self._block_size + 1 - self.prompt_len)
         self.preemptions_for_waiting = 0
         if self.first_token_at is None:
             self.first_token_at = now
@@ -231,7 +235,7 @@ class RequestState:
     def _not_finite(self) -> str:
         if self.params.grammar is not None:
             return (
-                f"request {self.id}: no token may follow after {len(self.tokens) - self.prompt_len} tokens of output:"
+                f"request {self.id}: no token may follow after {len(self.output)} tokens of output:"
                 " the grammar has become too complex (the log says so), or the logits are not finite"
             )
         return (

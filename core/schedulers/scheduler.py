@@ -147,6 +147,7 @@ class Scheduler:
                 max_output=limit,
                 stop_tokens=stop_tokens,
                 block_size=block_size,
+                chain=self._blocks.chain(request.salt),
                 number=self._requests_added,
                 counter=self._counter,
             )
@@ -178,7 +179,7 @@ class Scheduler:
         checked = 0
         # This loop runs for every token: whatever can be done elsewhere is done elsewhere.
         for state, (tokens, logprobs) in zip(planned.decodes, columns, strict=False):
-            known = state.tokens
+            known = state.output
             if len(known) + step.iterations < state.next_check_len and state.stop_tokens.isdisjoint(tokens):
                 known += tokens
                 outputs.append(
@@ -279,7 +280,7 @@ class Scheduler:
         if output.finish_reason == FINISH_ERROR:
             self._blocks.unregister(state.tokens, state.chain)
         elif state.sequence:  # the last token is not computed yet
-            self._blocks.register(state.sequence, state.tokens, state.chain, len(state.tokens) - 1)
+            self._blocks.register(state.sequence, state.tokens, state.chain, state.prompt_len + state.output_len - 1)
         if output.finish_reason is not None:
             self._queues.retire(state)
         return output

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.errors import CheckpointError, InvalidRequestError
 from engine.core.extras import install_command
+from engine.core.text.token_cache import AddedText, Separators
 from engine.core.text.vocabulary import BYTE_TOKEN, NO_ID, Vocabulary, not_unicode
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class SentencePieceVocabulary(Vocabulary):
         self._find_apart = re.compile("|".join(map(re.escape, sorted(self._apart, key=len, reverse=True))))
         self._strip_left = {token for token, about in apart.items() if about.lstrip}
         self._strip_right = {token for token, about in apart.items() if about.rstrip}
+        strips = self._strip_left | self._strip_right
+        self.separators = Separators(AddedText(text, token not in strips) for text, token in self._apart.items())
         self._around = [
             [token] if token is not None and chosen.get(name, default) else []
             for token, name, default in (

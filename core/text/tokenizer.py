@@ -10,6 +10,7 @@ from engine.core.config.tree import ModelConfig
 from engine.core.errors import CheckpointError, ConfigError, InvalidRequestError
 from engine.core.parsers.base import Templates
 from engine.core.text.sentencepiece_vocabulary import has_sentencepiece_model, open_sentencepiece
+from engine.core.text.token_cache import Separators
 from engine.core.text.token_stream import REPLACEMENT, TokenStream
 from engine.core.text.vocabulary import LibraryVocabulary, Vocabulary
 from engine.core.weights.checkpoint import model_directory
@@ -104,6 +105,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added tokens included."""
         return self._vocabulary.size
+
+    @property
+    def separators(self) -> Separators | None:
+        """Where a text can be cut so that the tokens of the parts are those of the whole; None: nowhere."""
+        return self._vocabulary.separators
 
     @property
     def has_chat_template(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.core.errors import InvalidRequestError
+from engine.core.text.token_cache import AddedText, Separators
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -31,6 +32,8 @@ class Vocabulary(ABC):
     """Whether some tokens have bytes of their own, and are part of a character, while all others have whole ones."""
     drops_space: bool = False
     """Whether a token at the beginning of a text has other bytes (`first_bytes`) than elsewhere."""
+    separators: Separators | None = None
+    """Where a text can be cut so that the tokens of the parts are those of the whole; None: nowhere."""
 
     @property
     @abstractmethod
@@ -68,6 +71,13 @@ class LibraryVocabulary(Vocabulary):
         self.has_byte_tokens = any(part.get("type") == "ByteFallback" for part in parts)
         added = backend.get_added_tokens_decoder()
         self.special_tokens = frozenset(token for token, about in added.items() if about.special)
+        if not (backend.encode_special_tokens or getattr(backend.model, "dropout", None)):
+            # Those that are `normalized` are looked for later, between these.
+            self.separators = Separators(
+                AddedText(about.content, alone=not (about.lstrip or about.rstrip or about.single_word))
+                for about in added.values()
+                if not about.normalized
+            )
 
     @property
     def size(self) -> int:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 @hookimpl
 def register_routes(routes: Routes) -> None:
     """Add the routes of the built-in protocols."""
+    from engine.plugins.protocols.anthropic.routes import MessagesApi
     from engine.plugins.protocols.responses.handler import register
 
     register(routes)
+    MessagesApi(routes).register()

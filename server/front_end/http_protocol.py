@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from engine.server.front_end import access_log
-from engine.server.front_end.errors import ApiError
+from engine.server.front_end.errors import ApiError, body_of
 
 LINGER_SECONDS = 5.0
 """Seconds in which a refused client may finish sending."""
@@ -72,7 +72,7 @@ class HttpProtocol(HttpToolsProtocol):
             last.keep_alive = False  # closes the connection after its response
             return
         if broken is None or not broken.response_started:
-            self.transport.write(self._error_response(error))
+            self.transport.write(self._error_response(error, broken))
         if broken is not None:
             broken.disconnected = True
             broken.message_event.set()
@@ -227,9 +227,12 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write(CONTINUE)
         self._timer = self.loop.call_later(seconds, self._check_client, min(2 * seconds, MAX_CHECK))
 
-    def _error_response(self, error: ApiError) -> bytes:
-        """A whole response, for a request that never reached the application."""
-        body = msgspec.json.encode(error.body())
+    def _error_response(self, error: ApiError, broken: RequestResponseCycle | None) -> bytes:
+        """A whole response, for a request that the application does not answer.
+
+        broken: the request, if its head was complete; the shape of its errors is known once the application has it.
+        """
+        body = msgspec.json.encode(body_of(error, {} if broken is None else broken.scope["state"]))
         request_id = access_log.new_request_id()
         client = f"{self.client[0]}:{self.client[1]}" if self.client else ""
         access_log.write(

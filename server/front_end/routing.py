@@ -4,17 +4,21 @@ All costs are in tokens. A request costs a replica the part of the prompt that t
 token has come, and the expected length of the output, until the request ends. So a prefix attracts a request to the
 replica that has the prefix cached, unless that replica's load exceeds the lowest load by more tokens than the prefix
 saves: then computing the prefix again is cheaper than waiting, and two replicas have it.
+
+Requests with the same cache key go to the same replica, the key's home, which every front end computes from the key
+alone. They go elsewhere, by cost, while the home's load exceeds the lowest load by more tokens than their prompt has.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 from itertools import count, groupby
 
 from attrs import frozen
 
-from engine.core.schedulers import HashChain
+from engine.core.schedulers import DigestCache, HashChain
 from engine.core.types import Request
 
 MAX_OUTPUT_COST = 256
@@ -25,6 +29,10 @@ MAX_HASHED_IN_ALL = 4096
 """The same of all prompts submitted together, of which each has an equal share."""
 MAX_INDEXED_BLOCKS = 2**16
 """Maximum number of blocks remembered per replica, however large the replica's cache is."""
+
+MIN_KEY_ALLOWANCE = 2048
+"""Tokens by which the load of a cache key's home may exceed the lowest load, however short the prompt is: the first
+requests of a session must not leave their home for a few other short ones."""
 
 
 @frozen
@@ -73,6 +81,7 @@ class Router:
         self._block_size = block_size
         self._prefixes = [PrefixIndex(min(blocks, MAX_INDEXED_BLOCKS)) for blocks in num_blocks]
         self._any_cache = any(num_blocks)
+        self._digest_cache = DigestCache(MAX_INDEXED_BLOCKS)
         self._turn = count()
 
     def reset(self, replica: int, num_blocks: int) -> None:
@@ -90,7 +99,7 @@ class Router:
         placements: list[Placement] = []
         for _, equal in groupby(requests, key=lambda request: (request.salt, request.prompt)):
             first, *others = equal
-            replica, prompt_cost = self._choose(first.prompt, first.salt, loads, max_blocks)
+            replica, prompt_cost = self._choose(first, loads, max_blocks)
             placements.append(Placement(replica, prompt_cost, _output_cost(first)))
             placements += [Placement(replica, 0, _output_cost(other)) for other in others]  # they share its blocks
             load = loads[replica]
@@ -99,19 +108,19 @@ class Router:
             loads[replica] = load + prompt_cost + choices * output_cost
         return placements
 
-    def _choose(
-        self, prompt: Sequence[int], salt: str, loads: Sequence[float | None], max_blocks: int
-    ) -> tuple[int, int]:
-        """The replica for a prompt, and the number of prompt tokens which that replica must compute."""
+    def _choose(self, request: Request, loads: Sequence[float | None], max_blocks: int) -> tuple[int, int]:
+        """The replica for a request, and the number of prompt tokens which that replica must compute."""
+        prompt = request.prompt
         if len(loads) == 1:
             return 0, len(prompt)
-        digests = self._digests(prompt, salt, max_blocks)
+        digests = self._digests(prompt, request.salt, max_blocks)
+        home = self._home(request, loads)
         # Front ends do not know what the others remember: where all costs are equal, the same prompt makes the same
         # choice in each.
         preferred = int.from_bytes(digests[0][:8], "big") if digests else next(self._turn)
         best: tuple[float, int, int, int] | None = None
         for replica, load in enumerate(loads):
-            if load is not None:
+            if load is not None and home in (None, replica):
                 new_tokens = len(prompt) - self._prefixes[replica].match(digests) * self._block_size
                 distance = (replica - preferred) % len(loads)
                 if best is None or (load + new_tokens, new_tokens, distance) < best[:3]:
@@ -120,11 +129,25 @@ class Router:
         self._prefixes[best[3]].insert(digests)
         return best[3], best[1]
 
+    def _home(self, request: Request, loads: Sequence[float | None]) -> int | None:
+        """The home of a request's cache key; None without a key, or while the home has too much load.
+
+        It is the replica that comes first in an order of the key's own, of those that accept requests. So the keys of a
+        replica that is down spread over the others, and return to it.
+        """
+        if not request.cache_key or not self._any_cache:
+            return None
+        key = blake2b(request.salt.encode(), digest_size=16).digest()
+        key += request.cache_key.encode()
+        open_loads = {replica: load for replica, load in enumerate(loads) if load is not None}
+        home = max(open_loads, key=lambda replica: blake2b(key, digest_size=8, salt=b"%d" % replica).digest())
+        allowance = max(len(request.prompt), MIN_KEY_ALLOWANCE)
+        return home if open_loads[home] <= min(open_loads.values()) + allowance else None
+
     def _digests(self, prompt: Sequence[int], salt: str, max_blocks: int) -> list[bytes]:
         """Digests of the prompt's leading blocks; as in the cache, not of the last token, which is always computed."""
         blocks = min((len(prompt) - 1) // self._block_size, max_blocks) if self._any_cache else 0
-        chain = HashChain(self._block_size, salt)
-        return [chain.digest(prompt, block) for block in range(blocks)]
+        return HashChain(self._block_size, salt, self._digest_cache).first(prompt, blocks)
 
 
 def _output_cost(request: Request) -> int:

@@ -12,5 +12,6 @@ job.py, generation.py, parsed_output.py          run a request's choices and tur
 choices_writer.py                                writes the answers of completions and chat completions
 responses.py, errors.py                          send JSON or server-sent events, until the client disconnects
 openapi.py, openapi_schemas.py                   GET /openapi.json
+page.py                                          GET /: the page of ../page, to talk to the model in a browser
 logprobs.py, health_report.py, prometheus.py     the JSON of log probabilities, the text of /health and /metrics
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import ExitStack
 
 from starlette.datastructures import Headers
@@ -14,15 +15,19 @@ from engine.server.http.limits import RequestLimits
 from engine.server.http.service import Service
 from engine.server.shared.api_keys import ApiKeys
 
-PUBLIC = ("/health", "/ping")
-"""Paths that need no API key."""
+PUBLIC = frozenset({"/health", "/ping"})
+"""Paths that never need an API key."""
 
 
 class AccessControl:
     """Middleware that refuses requests before they reach a route, and counts those being answered."""
 
-    def __init__(self, app: ASGIApp, service: Service, keys: ApiKeys, limits: RequestLimits) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, keys: ApiKeys, limits: RequestLimits, public: Collection[str] = PUBLIC
+    ) -> None:
+        """public: paths that need no API key."""
         self._app = app
+        self._public = public
         self._limits = limits
         self._service = service
         self._keys = keys
@@ -40,7 +45,7 @@ class AccessControl:
             try:
                 key = self._check(scope)
                 if scope["method"] == "POST":
-                    if scope["path"] not in PUBLIC:
+                    if scope["path"] not in self._public:
                         stack.enter_context(self._limits.admit(max(0, key - 1)))
                     stack.enter_context(self._service.answering())
             except ApiError as refusal:
@@ -61,7 +66,7 @@ class AccessControl:
                 code="cross_site",
             )
         key = 0
-        if self._keys and scope["path"] not in PUBLIC:
+        if self._keys and scope["path"] not in self._public:
             key = scope["state"]["key"] = self._check_key(headers)
         if self._service.draining and posted:
             raise ApiError(
@@ -85,13 +90,15 @@ class AccessControl:
             )
 
     def _check_key(self, headers: Headers) -> int:
-        """The number of the client's API key. Raises ApiError."""
+        """The number of the client's API key, which either of two headers has. Raises ApiError."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        number = self._keys.number(key.strip().encode("latin-1"))
-        if number is None or scheme.lower() != "bearer":
+        number = self._keys.number(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+        if number is None:
+            number = self._keys.number(headers.get("x-api-key", "").strip().encode("latin-1"))
+        if number is None:
             raise ApiError(
                 401,
-                "the API key is missing or wrong; send the header `Authorization: Bearer KEY`",
+                "the API key is missing or wrong; send the header `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )

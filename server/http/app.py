@@ -16,9 +16,10 @@ from engine.core.errors import InvalidRequestError
 from engine.core.plugin_host import Plugins
 from engine.server.front_end.errors import ApiError, excerpt
 from engine.server.http import chat, completions, openapi, status, tokenize
-from engine.server.http.access import AccessControl
+from engine.server.http.access import PUBLIC, AccessControl
 from engine.server.http.errors import error_response, json_response
 from engine.server.http.limits import RequestLimits
+from engine.server.http.page import Page
 from engine.server.http.plugin_routes import plugin_routes, starlette_routes
 from engine.server.http.request_log import RequestLog
 from engine.server.http.request_timeout import RequestTimeout
@@ -38,6 +39,11 @@ def make_app(
     app = FastAPI(title="engine", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for module in (completions, chat, tokenize, status):
         app.include_router(module.routes(service))
+    public = PUBLIC
+    if service.limits.page:
+        page = Page()
+        app.include_router(page.routes())
+        public |= page.paths
     built_in = [*app.routes, Route(openapi.PATH, json_response)]  # taken even if the server does not describe itself
     of_plugins = plugin_routes(service, plugins, built_in, warn=warn)
     app.routes.extend(starlette_routes(of_plugins))
@@ -47,7 +53,7 @@ def make_app(
     limits = RequestLimits(service.limits, table)
     if service.limits.request_timeout:
         app.add_middleware(RequestTimeout, seconds=service.limits.request_timeout)
-    app.add_middleware(AccessControl, service=service, keys=ApiKeys(api_keys), limits=limits)
+    app.add_middleware(AccessControl, service=service, keys=ApiKeys(api_keys), limits=limits, public=public)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:

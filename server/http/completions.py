@@ -52,7 +52,15 @@ async def _respond(service: Service, body: CompletionBody) -> SendResponse:
     name = f"cmpl-{uuid.uuid4().hex}"
     tokens = [prompt.tokens for prompt in prompts]
     n = parameters.num_choices(body, service.limits)
-    requests = service.requests(name, tokens, params, n=n, priority=body.priority or 0, salt=body.cache_salt or "")
+    requests = service.requests(
+        name,
+        tokens,
+        params,
+        n=n,
+        priority=body.priority or 0,
+        salt=body.cache_salt or "",
+        cache_key=body.prompt_cache_key or "",
+    )
     if len(requests) > 1:
         await asyncio.sleep(0)  # streams get their turn before many prompts are sent
     writer = CompletionWriter(service, name, body, prompts, n)

@@ -49,8 +49,12 @@ async def respond(
     if output.grammar is not None:
         params = parameters.evolve(params, grammar=output.grammar)
     names, default = conversation.names, service.default_params.max_tokens
+    max_tokens = conversation.max_tokens
+    if conversation.may_exceed_context and max_tokens is not None:
+        parameters.check_room(len(prompt.tokens), service.max_len)
+        max_tokens = min(max_tokens, service.max_len - len(prompt.tokens))
     params = parameters.with_max_tokens(
-        conversation.max_tokens, names.max_tokens, default, params, len(prompt.tokens), service.max_len
+        max_tokens, names.max_tokens, default, params, len(prompt.tokens), service.max_len
     )
     requests = service.requests(
         name,
@@ -59,6 +63,7 @@ async def respond(
         n=conversation.n,
         priority=conversation.priority,
         salt=conversation.salt or "",
+        cache_key=conversation.cache_key or "",
     )
     return Job(
         service,
@@ -77,7 +82,8 @@ def checked(service: Service, conversation: Conversation) -> tuple[SamplingParam
     """All sampling parameters but max_tokens and grammar, and the tools as templates expect them. Raises ApiError."""
     names, limits = conversation.names, service.limits
     parameters.check_num_choices(conversation.n, limits)
-    parameters.check_salt(conversation.salt, limits)
+    parameters.check_length(conversation.salt, limits, "cache_salt")
+    parameters.check_length(conversation.cache_key, limits, "prompt_cache_key")
     params = parameters.checked_params(conversation.sampling, service.default_params, limits, service.vocab_size)
     if conversation.logprobs is not None:
         parameters.check_logprobs(conversation.logprobs, limits, names.logprobs)
@@ -102,7 +108,9 @@ async def encode(
     if tools is None:
         _, tools = checked(service, conversation)
     variables = template_variables(service, conversation)
-    return await service.encode_conversation(conversation.messages, variables, tools, conversation.names.messages)
+    return await service.encode_conversation(
+        conversation.messages, variables, tools, conversation.names.messages, salt=conversation.salt or ""
+    )
 
 
 def template_variables(service: Service, conversation: Conversation) -> Mapping[str, Any]:

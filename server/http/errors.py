@@ -1,20 +1,19 @@
-"""Error responses in OpenAI's shape."""
+"""JSON responses, those that report errors too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from engine.server.front_end.errors import ApiError
+from engine.core.protocols import invalid
+from engine.server.front_end.errors import ERROR_BODY, ApiError, ErrorBody, body_of
 
-ErrorBody = Callable[[ApiError], object]
-"""Makes the JSON body of an error response."""
-ERROR_BODY = "error_body"
-"""Name of a request's ErrorBody in the scope's state; OpenAI's shape without."""
+__all__ = ["ERROR_BODY", "READ", "ErrorBody", "error_response", "invalid", "json_response"]
+
 READ = ["GET", "HEAD"]
 """Methods of routes that only report."""
 
@@ -26,10 +25,4 @@ def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
     """The HTTP response that reports `error` of a request, in the shape of its path's protocol."""
-    body: ErrorBody | None = scope["state"].get(ERROR_BODY)
-    return json_response((body or ApiError.body)(error), status=error.status, headers=error.headers)
-
-
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """An ApiError with status 400, for the parameter `param`."""
-    return ApiError(400, message, param=param, code=code)
+    return json_response(body_of(error, scope["state"]), status=error.status, headers=error.headers)

@@ -155,7 +155,8 @@ class Generation:
                 detokenizer = self._detokenizers[choice]
                 text = detokenizer.push(tokens)
                 if detokenizer.stop_string is not None:
-                    data += build_events(Delta(choice, text, finish_reason=self._stop(choice)))
+                    last = Delta(choice, text, finish_reason=self._stop(choice), stop_string=detokenizer.stop_string)
+                    data += build_events(last)
                 elif text:
                     template = templates[choice]
                     data += (template.before, _json(text), template.after)
@@ -202,7 +203,7 @@ class Generation:
             for token in tokens:  # one by one, so that tokens of reasoning are counted alike however they come
                 delta.events += parsed.feed(detokenizer.push((token,)), 1)
                 if detokenizer.stop_string is not None:
-                    delta.finish_reason = self._stop(choice)
+                    delta.finish_reason, delta.stop_string = self._stop(choice), detokenizer.stop_string
                     delta.events += parsed.end()
                 elif parsed.ended:
                     delta.finish_reason = self._stop(choice)
@@ -212,7 +213,7 @@ class Generation:
             detokenizer = self._detokenizers[choice]
             delta.text += detokenizer.push(tokens)
             if detokenizer.stop_string is not None:
-                delta.finish_reason = self._stop(choice)
+                delta.finish_reason, delta.stop_string = self._stop(choice), detokenizer.stop_string
         else:
             self._feed_full(choice, output, delta)
 
@@ -238,7 +239,7 @@ class Generation:
         assert self._group is not None
         if choice in self._group.prompt_logprobs:
             delta.prompt_logprobs = self._group.prompt_logprobs.pop(choice)
-        delta.finish_reason = piece.finish_reason
+        delta.finish_reason, delta.stop_string = piece.finish_reason, piece.stop_string
         if output.finish_reason is not None:
             self.running.discard(choice)
         elif piece.finish_reason is not None:

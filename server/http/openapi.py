@@ -99,8 +99,11 @@ def document(service: Service, of_plugins: Sequence[PluginRoute], *, has_keys: b
         "components": {"schemas": schemas},
     }
     if has_keys:
-        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        described["security"] = [{"key": []}]
+        described["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "keyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        described["security"] = [{"key": []}, {"keyHeader": []}]
     return described
 
 

@@ -39,7 +39,8 @@ MAX_LOGIT_BIAS = 100.0
 
 def sampling_params(body: Body, defaults: SamplingParams, limits: ServerConfig, vocab_size: int) -> SamplingParams:
     """All sampling parameters except max_tokens and logprobs. Raises ApiError naming a parameter out of range."""
-    check_salt(body.cache_salt, limits)
+    check_length(body.cache_salt, limits, "cache_salt")
+    check_length(body.prompt_cache_key, limits, "prompt_cache_key")
     params = checked_params(given_params(body), defaults, limits, vocab_size)
     grammar = requested_grammar(body)
     return params if grammar is None else evolve(params, grammar=grammar)
@@ -90,13 +91,13 @@ def check_num_choices(n: int, limits: ServerConfig) -> None:
         raise invalid(f"n must be from 1 to {limits.max_n} (server.max_n), not {n}", "n")
 
 
-def check_salt(salt: str | None, limits: ServerConfig) -> None:
-    """Raise ApiError for a cache_salt that is too long."""
-    if salt is not None and len(salt) > limits.max_salt_chars:
+def check_length(text: str | None, limits: ServerConfig, param: str) -> None:
+    """Raise ApiError for a cache_salt or prompt_cache_key that is too long."""
+    if text is not None and len(text) > limits.max_salt_chars:
         raise invalid(
-            f"cache_salt has {len(salt)} characters; at most {limits.max_salt_chars} (server.max_salt_chars) are "
+            f"{param} has {len(text)} characters; at most {limits.max_salt_chars} (server.max_salt_chars) are "
             "allowed, so send a hash of a longer one",
-            "cache_salt",
+            param,
         )
 
 

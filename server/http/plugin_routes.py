@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -158,6 +158,13 @@ class _PluginRoutes(Routes):
     @property
     def limits(self) -> ServerConfig:
         return self._service.limits
+
+    @property
+    def chat_template(self) -> str:
+        return self._service.chat_template
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return self._service.render(messages)
 
     @property
     def default_params(self) -> SamplingParams:

@@ -15,7 +15,8 @@ from attrs import frozen
 
 from engine.core.config import EngineConfig, ServerConfig, served_name
 from engine.core.parsers import Parser
-from engine.core.text import Tokenizer
+from engine.core.text import TokenCache, Tokenizer
+from engine.core.tokens import Tokens
 from engine.core.types import Request, SamplingParams
 from engine.server.front_end.engine_client import EngineClient
 from engine.server.front_end.engine_link import EngineLink
@@ -52,7 +53,7 @@ class ChatPrompt:
     """A chat up to the assistant's answer."""
 
     text: str
-    tokens: list[int]
+    tokens: Tokens
 
 
 class Service:
@@ -90,6 +91,7 @@ class Service:
         self.active = 0
         """Number of POST requests being answered."""
         self._threads = TextThreads()
+        self._token_cache = TokenCache(tokenizer, config.server.token_cache_bytes)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -158,10 +160,12 @@ class Service:
         n: int = 1,
         priority: int = 0,
         salt: str = "",
+        cache_key: str = "",
     ) -> list[Request]:
         """One engine request per prompt, with its `params`.
 
         name: ID of the HTTP request. n: choices per prompt. salt: prefixes are shared only with requests of the same.
+        cache_key: requests of one key go to the same replica, if it is not overloaded.
         Raises ApiError for more choices than the server ever accepts.
         """
         now = time.monotonic()
@@ -175,11 +179,12 @@ class Service:
         return [
             Request(
                 id=f"{name}-{index}",
-                prompt=tuple(prompt),
+                prompt=prompt,
                 params=each,
                 priority=priority,
                 arrival=now,
                 salt=salt,
+                cache_key=cache_key,
             )
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         ]
@@ -226,12 +231,15 @@ class Service:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         parameter: str = "messages",
+        *,
+        salt: str = "",
     ) -> ChatPrompt:
         """Render and tokenize a conversation up to the assistant's answer.
 
         messages: as chat templates expect them, `content` a text. variables: additional variables of the chat template,
-        none of TEMPLATE_ARGUMENTS. tools: as it expects them. parameter: that of the messages, for refusals. Raises
-        ApiError or InvalidRequestError.
+        none of TEMPLATE_ARGUMENTS. tools: as it expects them. parameter: that of the messages, for refusals. salt:
+        conversations share what is kept of their tokens only with those of the same salt, as they do their prefixes.
+        Raises ApiError or InvalidRequestError.
         """
         self._check_number(messages, parameter)
         length = MESSAGE_CHARS * len(messages) + sum(len(message["content"]) for message in messages)
@@ -239,24 +247,38 @@ class Service:
         given = dict(variables or {}) | ({"tools": tools} if tools else {})
         if given:
             length += len(msgspec.json.encode(given))
-        chat = partial(self._encode_chat, messages, given)
+        chat = partial(self._encode_chat, messages, given, salt)
         return chat() if length < THREAD_CHARS else await self._threads.run(chat)
 
     def _check_number(self, messages: Sequence[object], parameter: str) -> None:
         if len(messages) > self.max_len:
             raise self._too_long(f"the chat has {len(messages)} messages", parameter)
 
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> ChatPrompt:
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat template, the one for tools if there are several; empty if it is not known."""
+        return self.parser.templates.chat if self.parser is not None else ""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        """Render a conversation. given: arguments of Tokenizer.render_chat. Raises InvalidRequestError."""
         if self.parser is not None:
             messages = [self.parser.template_message(message) for message in messages]
-        text = self.tokenizer.render_chat(messages, **given)
-        return ChatPrompt(text, self._encode_long(text, special=False))
+        return self.tokenizer.render_chat(messages, **given)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], salt: str) -> ChatPrompt:
+        text = self.render(messages, **given)
+        self._check_length(text)
+        return ChatPrompt(text, self._token_cache.encode(text, salt))
 
     def _encode_long(self, text: str, special: bool = True) -> list[int]:
         """Tokenize a text of any length in a time that is bounded by the context's. Raises ApiError."""
+        self._check_length(text)
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+    def _check_length(self, text: str) -> None:
+        """Raise ApiError for a text that surely has more tokens than the context holds."""
         if len(text) > self.max_len * LONG_TOKEN_CHARS and self.tokenizer.exceeds(text, self.max_len):
             raise self._too_long(f"a text has {len(text)} characters, which are more tokens")
-        return self.tokenizer.encode(text, add_special_tokens=special)
 
     def _too_long(self, reason: str, param: str | None = None) -> ApiError:
         message = f"this model's context holds {self.max_len} tokens, but {reason}; send less"

@@ -9,8 +9,9 @@ import msgspec
 
 from engine.core.errors import InvalidRequestError
 from engine.core.grammars import Grammar
+from engine.core.protocols import explain
 from engine.server.http.errors import invalid
-from engine.server.http.request_bodies import Body, ChatBody, StructuredOutputs, explain
+from engine.server.http.request_bodies import Body, ChatBody, StructuredOutputs
 
 FORMATS = ("text", "json_object", "json_schema")
 """Types of `response_format`."""

@@ -51,7 +51,7 @@ async def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
         return await service.encode(body.prompt, special=body.add_special_tokens is not False)
     if body.add_special_tokens is not None:
         raise invalid("add_special_tokens is allowed only with prompt", "add_special_tokens")
-    return (await service.encode_chat(body.messages or [])).tokens
+    return list((await service.encode_chat(body.messages or [])).tokens)
 
 
 async def _detokenize(service: Service, body: DetokenizeBody) -> str:

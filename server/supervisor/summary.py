@@ -17,7 +17,7 @@ MIN_PHASE_SECONDS = 0.05
 
 
 def summary(started: Started, config: EngineConfig, url: str) -> str:
-    """The model, the chosen plugins with reasons, the memory budget, the address, and a curl command to paste.
+    """The model, the chosen plugins with reasons, the memory budget, the address, a curl command to paste, the page.
 
     started: the message of the replica that took longest to load.
     """
@@ -61,6 +61,7 @@ def summary(started: Started, config: EngineConfig, url: str) -> str:
             f"Listening on {url}",
             "",
             curl(config, url),
+            *([f"or talk to the model in a browser: {url}/"] if config.server.page and not is_socket(url) else []),
             "",
         )
     )
@@ -83,6 +84,11 @@ def phase_times(phases: Sequence[tuple[str, float]]) -> str:
     """The longer phases of the start, longest first: "weights 3.1 s, import 1.2 s"."""
     longest = sorted(phases, key=lambda phase: -phase[1])
     return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in longest if seconds >= MIN_PHASE_SECONDS)
+
+
+def is_socket(url: str) -> bool:
+    """Whether the server listens on a Unix domain socket, which no browser opens."""
+    return url.startswith("unix:")
 
 
 def curl(config: EngineConfig, url: str) -> str:

@@ -217,9 +217,21 @@ def test_each_sampling_field_is_an_option_with_help() -> None:
     app.command()(command)
     options = {param.name: param for param in typer.main.get_command(app).params}
     for name in SamplingParams.__attrs_attrs__:
-        if name.name != "seed":
+        if name.name not in ("seed", "grammar"):
             assert options[name.name].help, name.name
-    assert "seed" not in options
+    assert not {"seed", "grammar"} & set(options)
+
+
+def test_the_option_grammar_is_that_of_the_setting() -> None:
+    @configured()
+    @sampled()
+    def command(resolved: Resolved, sampling: dict[str, object]) -> None:
+        typer.echo(f"{resolved.config.grammar.name} {sampling}")
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, ["--grammar", "xgrammar"])
+    assert result.stdout == "xgrammar {}\n"
 
 
 def test_no_sampling_option_leaves_the_defaults_alone() -> None:

@@ -207,12 +207,7 @@ def engine_command(tmp_path: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        ["plugins", "list"],
-        ["plugins", "check"],
-        ["generate", "def", "--max-tokens", "2", "--set", "plugins.prefer=engine-loud"],
-    ],
+    "command", [["plugins", "list"], ["generate", "def", "--max-tokens", "2", "--set", "plugins.prefer=engine-loud"]]
 )
 def test_json_is_all_that_is_printed_when_a_plugin_prints(install: Any, tmp_path: Path, command: list[str]) -> None:
     install("engine-loud", "0.4", LOUD.format(imports=""), entry="loud")
@@ -225,10 +220,16 @@ def test_json_is_all_that_is_printed_when_a_plugin_prints(install: Any, tmp_path
     assert (notice in done.stderr) == (command[0] == "generate")
 
 
-def test_check_names_a_plugin_that_imports_torch_when_it_is_loaded(install: Any, tmp_path: Path) -> None:
+def test_check_prints_json_alone_and_names_a_plugin_that_imports_torch_when_it_is_loaded(
+    install: Any, tmp_path: Path
+) -> None:
     install("engine-quick", "0.1", LOUD.format(imports="").replace("loud", "quick"), entry="quick")
     install("engine-loud", "0.4", LOUD.format(imports="import torch"), entry="loud")
     done = engine_command(tmp_path, "plugins", "check", "--json")
     [sentence] = json.loads(done.stdout)["slow"]
     assert sentence.startswith("plugin 'loud' of engine-loud 0.4 imports torch")
     assert 'lazy("module:Class")' in sentence
+    assert "loaded, in Python" in done.stderr
+    assert "loaded, below Python" in done.stderr
+    assert "stopped" not in done.stderr
+    assert "which is not built in" not in done.stderr

@@ -159,7 +159,7 @@ def test_a_killed_front_end_is_replaced_and_a_killed_supervisor_takes_all_with_i
 @pytest.mark.e2e
 def test_a_soak_samples_every_process_and_draws_them(tmp_path: Path) -> None:
     file, picture = tmp_path / "soak.json", tmp_path / "soak.png"
-    flags = ["--seconds", "6", "--every", "0.5", "--clients", "4", "--longest", "60", "--slope", "1e9"]
+    flags = ["--seconds", "3", "--every", "0.25", "--clients", "4", "--longest", "60", "--slope", "1e9"]
     drawn = [] if _has_no_matplotlib() else ["--plot", str(picture)]
     done = run_script("soak.py", *flags, "--json", str(file), *drawn, "--", "--threads", "1", "--kv-memory", "32MiB")
     assert done.returncode == 0, done.stdout + done.stderr

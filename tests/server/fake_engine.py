@@ -6,7 +6,8 @@ executor.options of the configuration set its behaviour:
     silent_rank: rank of a worker whose loop iterated at the engine's start only;
     at_start: path of a file that controls the start: wait while the file exists, or fail if it contains "refuse";
     hold: path of a file; while the file exists, a request gets its first token and no other;
-    helper: start a child process; max_len: context length.
+    helper: start a child process; max_len: context length;
+    answers: path of a file with a JSON list of texts; each chat is answered with the first, which is removed.
 A request with a chat whose last message is `say TEXT` is answered with TEXT, and ends by a stop token.
 A request whose prompt is `hold PATH` is held in the same way by a file of its own.
 """
@@ -14,6 +15,7 @@ A request whose prompt is `hold PATH` is held in the same way by a file of its o
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import string
@@ -79,6 +81,7 @@ class FakeEngine:
         self._hold = Path(options["hold"]) if "hold" in options else None
         self._stuck = options.get("stuck", False)
         self._silent_rank = options.get("silent_rank")
+        self._answers = Path(options["answers"]) if "answers" in options else None
         self._started = time.monotonic()
         self._delay = options.get("delay", 0.0)
         self._die_after = options.get("die_after")
@@ -108,6 +111,9 @@ class FakeEngine:
         prompt = bytes(token for token in request.prompt if token != EOS)
         gate = Path(prompt.removeprefix(HOLD).decode()) if prompt.startswith(HOLD) else self._hold
         script = prompt.rpartition(SAY)[2].rpartition(b"<assistant>")[0] if SAY in prompt else None
+        if self._answers is not None and (answers := json.loads(self._answers.read_text())):
+            script = answers[0].encode()
+            self._answers.write_text(json.dumps(answers[1:]))
         self._sequences[request.id] = Sequence(request, script=script, gate=gate)
 
     def can_add(self, request: Request) -> bool:

@@ -26,8 +26,9 @@ class ByteTokenizer:
         **dict.fromkeys(("bos_token", "pad_token", "unk_token")),
         "eos_token": "<eos>",
         "vocab_size": 257,
-        "chat_template": None,
+        "chat_template": templates.chat,
     }
+    separators = None
     splits_characters = False
     drops_space = False
 

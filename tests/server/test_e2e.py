@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import json
 import os
 import re
@@ -164,15 +164,6 @@ def test_a_call_that_is_asked_for_comes(client: openai.OpenAI, name: str, temper
     ]
 
 
-def test_a_call_that_is_asked_for_comes_as_a_response(client: openai.OpenAI) -> None:
-    tools: Any = [{"type": "function", **tool["function"]} for tool in STRICT]
-    asked: Any = {"model": "tiny", "input": "weather", "max_output_tokens": 150, "parallel_tool_calls": False}
-    for choice in ("required", {"type": "function", "name": "Weather"}):
-        [call] = client.responses.create(**asked, tools=tools, tool_choice=choice).output
-        assert call.type == "function_call"
-        assert {"Weather": Weather, "Now": Now}[call.name].model_validate_json(call.arguments)
-
-
 def test_the_model_may_answer_or_call(client: openai.OpenAI) -> None:
     asked = {**CALLS, "tools": STRICT, "n": 4, "seed": 1, "max_completion_tokens": 40}
     for one in client.chat.completions.create(**asked).choices:
@@ -221,6 +212,21 @@ def test_a_custom_tool_gets_what_its_pattern_matches(client: openai.OpenAI) -> N
     found = client.chat.completions.create(**CALLS, tools=tools, tool_choice=choice).choices[0]
     assert found.message.tool_calls
     assert re.fullmatch("[a-c]{2,4}", found.message.tool_calls[0].custom.input)
+
+
+def test_responses_with_a_call_that_is_asked_for(client: openai.OpenAI) -> None:
+    schema = Weather.model_json_schema() | {"additionalProperties": False}
+    tool: Any = {"type": "function", "name": "weather", "strict": True, "parameters": schema}
+    digits = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{3}"}
+    dial: Any = {"type": "custom", "name": "dial", "format": digits}
+    asked: Any = {"model": "tiny", "input": "weather", "tools": [tool, dial], "max_output_tokens": 150}
+    asked |= {"parallel_tool_calls": False, "temperature": 1, "extra_body": {"seed": 3}}
+    [call] = client.responses.create(**asked, tool_choice={"type": "function", "name": "weather"}).output
+    assert call.type == "function_call"
+    Weather.model_validate_json(call.arguments)
+    *_, last = client.responses.create(**asked, tool_choice={"type": "custom", "name": "dial"}, stream=True)
+    [dialled] = last.response.output
+    assert re.fullmatch("[0-9]{3}", dialled.input)
 
 
 def test_structured_outputs_by_the_names_of_vllm(client: openai.OpenAI) -> None:
@@ -388,18 +394,19 @@ def test_a_killed_engine_process_ends_streams_with_an_error(start: Start, alive:
 
 
 def test_sigterm_drains_and_sigkill_leaves_no_processes(start: Start, alive: Callable[[int], bool]) -> None:
-    draining = start()
+    draining = start("--api-workers", "1", "--max-running", "1")
     engine = draining.engine_pid()
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "n": 8, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 200, "n": 4, "ignore_eos": True}
     with httpx.stream("POST", f"{draining.url}/v1/completions", json=body | {"stream": True}, timeout=30) as response:
         lines = response.iter_lines()
         next(lines)
-        draining.process.terminate()
-        statuses = (
-            httpx.post(f"{draining.url}/v1/completions", json=body | {"max_tokens": 1}, timeout=30)
-            for _ in itertools.count()
-        )
-        assert next(answer for answer in statuses if answer.status_code != 200).status_code == 503
+        os.kill(engine, signal.SIGSTOP)  # so that the stream outlasts what follows
+        try:
+            draining.process.terminate()
+            draining.until(lambda: httpx.get(f"{draining.url}/health", timeout=30).json()["status"] == "draining")
+            assert httpx.post(f"{draining.url}/v1/completions", json=body, timeout=30).status_code == 503
+        finally:
+            os.kill(engine, signal.SIGCONT)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert draining.process.wait(30) == 0
     assert not alive(engine)
@@ -410,24 +417,83 @@ def test_sigterm_drains_and_sigkill_leaves_no_processes(start: Start, alive: Cal
     killed.until(lambda: not alive(engine))
 
 
+@contextlib.contextmanager
+def serve_demo(start_server: Callable[[Sequence[str]], Any], quant: str) -> Iterator[openai.OpenAI]:
+    """A client of a server of the demo model."""
+    flags = ["--model", str(DEMO), "--quant", quant, "--port", "0", "--kv-memory", "16MiB", "--threads", "1"]
+    server = start_server([*ENGINE, "serve", *flags])
+    assert server.url, server.errors
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+    assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def demo(start_server: Callable[[Sequence[str]], Any]) -> Iterator[openai.OpenAI]:
+    with serve_demo(start_server, "none") as client:
+        yield client
+
+
 def test_the_demo_model_quantized_at_load_gives_nearly_the_same_logprobs(
-    start_server: Callable[[Sequence[str]], Any],
+    demo: openai.OpenAI, start_server: Callable[[Sequence[str]], Any]
 ) -> None:
     """With int8 weights and activations the tokens are the same and the logprobs nearly so."""
-    asked: Any = {"model": "engine-demo", "prompt": "def read_lines(path):\n", "max_tokens": 12, "temperature": 0}
-    found = {}
-    for quant in ("none", "int8"):
-        flags = ["--model", str(DEMO), "--quant", quant, "--port", "0", "--kv-memory", "16MiB", "--threads", "1"]
-        server = start_server([*ENGINE, "serve", *flags])
-        assert server.url, server.errors
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-            pieces = list(client.completions.create(**asked, logprobs=1, stream=True))
+
+    def ask(client: openai.OpenAI) -> tuple[str, list[float]]:
+        asked: Any = {"model": "engine-demo", "prompt": "def read_lines(path):\n", "max_tokens": 12, "temperature": 0}
+        pieces = list(client.completions.create(**asked, logprobs=1, stream=True))
         logprobs = [value for piece in pieces if (of := piece.choices[0].logprobs) for value in of.token_logprobs or ()]
-        found[quant] = ["".join(piece.choices[0].text for piece in pieces), logprobs]
-        assert server.stop() == 0
-    assert found["int8"][0] == found["none"][0]
-    assert found["int8"][1] == pytest.approx(found["none"][1], abs=0.25)
-    assert found["int8"][1] != found["none"][1]
+        return "".join(piece.choices[0].text for piece in pieces), [value for value in logprobs if value is not None]
+
+    text, logprobs = ask(demo)
+    with serve_demo(start_server, "int8") as client:
+        quantized, theirs = ask(client)
+    assert quantized == text
+    assert theirs == pytest.approx(logprobs, abs=0.25)
+    assert theirs != logprobs
+
+
+BLOCK = 16
+
+
+def cached(usage: Any) -> int:
+    """The cached tokens that a response reports."""
+    return usage.prompt_tokens_details.cached_tokens  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_second_turn_of_a_chat_reports_the_first_one_and_its_answer_as_cached(
+    demo: openai.OpenAI, stream: bool
+) -> None:
+    first: list[Any] = [{"role": "user", "content": f"Write a function that reads lines, please (streamed: {stream})."}]
+    asked: Any = {"model": "engine-demo", "max_tokens": 100, "temperature": 0, "prompt_cache_key": "session"}
+
+    def turn(messages: list[Any]) -> tuple[str, Any]:
+        if not stream:
+            made = demo.chat.completions.create(**asked, messages=messages)
+            return made.choices[0].message.content or "", made.usage
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        pieces = list(demo.chat.completions.create(**asked, **options, messages=messages))
+        return "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices), pieces[-1].usage
+
+    answer, usage = turn(first)
+    assert usage.completion_tokens >= 2 * BLOCK, "the answer fills blocks"
+    second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "And one that writes?"}]
+    _, again = turn(second)
+    assert cached(again) >= usage.prompt_tokens + usage.completion_tokens - BLOCK
+    assert cached(again) % BLOCK == 0
+    asked["extra_body"] = {"cache_salt": f"another tenant {stream}"}
+    assert cached(turn(second)[1]) == 0
+
+
+def test_a_completion_that_goes_on_reports_the_earlier_one_and_its_answer_as_cached(demo: openai.OpenAI) -> None:
+    asked: Any = {"model": "engine-demo", "max_tokens": 40, "temperature": 0}
+    asked["extra_body"] = {"prompt_cache_key": "session", "ignore_eos": True}
+    prompt = 'def write_lines(path, lines):\n    """Write lines to a file, each with an end of line."""\n'
+    made = demo.completions.create(**asked, prompt=prompt)
+    assert made.usage is not None
+    again = demo.completions.create(**asked, prompt=f"{prompt}{made.choices[0].text}\n\ndef next_one():\n")
+    assert cached(again.usage) >= made.usage.prompt_tokens + made.usage.completion_tokens - 2 * BLOCK
 
 
 def test_a_missing_checkpoint_is_an_error_without_traceback(

@@ -63,7 +63,9 @@ def test_load_spreads_over_replicas_from_all_front_ends(serve_fake: Serve, gate:
         assert server.errors == ""
 
 
-def test_choices_of_a_prompt_stay_together_and_prompts_of_a_request_spread(serve_fake: Serve, gate: Any) -> None:
+def test_choices_of_a_prompt_and_requests_of_a_key_stay_together_and_prompts_spread(
+    serve_fake: Serve, gate: Any
+) -> None:
     with serve_fake(replicas=2, options=gate.options) as server:
         spread: list[float] = []
 
@@ -78,7 +80,17 @@ def test_choices_of_a_prompt_stay_together_and_prompts_of_a_request_spread(serve
         texts = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()["choices"]
         assert [choice["text"] for choice in texts] == ["abc"] * 6
         server.until(lambda: sum(by_replica(server, "generation_tokens_total")) == 4 * 50 + 6 * 3)
-        assert sorted(by_replica(server, "generation_tokens_total")) == [3 * 3, 4 * 50 + 3 * 3]
+        before = by_replica(server, "generation_tokens_total")
+        assert sorted(before) == [3 * 3, 4 * 50 + 3 * 3]
+        for number in range(6):  # whose prompts go to both replicas without a key
+            asked = {"model": "tiny", "max_tokens": 3, "prompt_cache_key": "session"}
+            chat = asked | {"messages": [{"role": "user", "content": f"turn {number} of a chat"}]}
+            httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=30).raise_for_status()
+            completion = asked | {"prompt": f"{number} is how this prompt begins"}
+            httpx.post(f"{server.url}/v1/completions", json=completion, timeout=30).raise_for_status()
+        server.until(lambda: sum(by_replica(server, "generation_tokens_total")) == sum(before) + 12 * 3)
+        after = by_replica(server, "generation_tokens_total")
+        assert sorted(now - then for now, then in zip(after, before, strict=True)) == [0, 12 * 3]
 
 
 def test_requests_fail_only_on_killed_replicas(serve_fake: Serve, gate: Any) -> None:

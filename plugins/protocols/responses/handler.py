@@ -53,6 +53,7 @@ def register(routes: Routes) -> None:
             grammar=_grammar(body.text.format if body.text is not None else None),
             priority=body.priority or 0,
             salt=body.cache_salt,
+            cache_key=body.prompt_cache_key,
             names=NAMES,
         )
         name = new_id("resp")

@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 
 from engine.core.protocols import ApiError, excerpt, template_arguments
-from engine.plugins.protocols.responses.tools import INPUT, offered_name
+from engine.plugins.protocols.responses.tools import offered_name
 
+CUSTOM_INPUT = "input"
+"""The argument of the function that stands for a custom tool (engine.core.parsers.custom_parameters)."""
 ITEMS_AT_A_TIME = 1000
 """Items that are read without a pause."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -136,7 +138,7 @@ class _History:
 
     def _custom_call(self, item: Mapping[str, Any], where: str) -> None:
         _check_fields(item, where, "call_id", "name", "input", "namespace")
-        arguments = {INPUT: _string(item, "input", where)}
+        arguments = {CUSTOM_INPUT: _string(item, "input", where)}
         namespace = _string(item, "namespace", where) if item.get("namespace") is not None else None
         name = offered_name(_string(item, "name", where), namespace)
         self._add_call(_string(item, "call_id", where), name, arguments)

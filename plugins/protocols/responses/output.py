@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Malformed, Reasoning
-from engine.core.protocols import sse_event
+from engine.core.parsers import CallArguments, CallBegin, CallEnd, Content, CustomInput, Event, Malformed, Reasoning
+from engine.core.protocols import sse_event, template_arguments
 from engine.plugins.protocols.responses.input import encrypted
-from engine.plugins.protocols.responses.tools import INPUT, OfferedTool
+from engine.plugins.protocols.responses.tools import OfferedTool
 
 COMPLETED = "completed"
 INCOMPLETE = "incomplete"
@@ -21,13 +20,6 @@ IN_PROGRESS = "in_progress"
 
 Emit = Callable[..., None]
 """Emits an event: its type, and its fields."""
-
-_BEGIN = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
-_BEGIN_CHARS = 64
-"""Characters within which arguments with an input must have begun."""
-_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}"
-_COMPLETE = re.compile(rf'(?:[^"\\]|{_PAIR}|\\u(?![dD][89abAB])[0-9a-fA-F]{{4}}|\\[^u])*')
-"""Characters and escapes of a JSON string that are complete; the halves of a surrogate pair come together."""
 
 
 def new_id(prefix: str) -> str:
@@ -184,7 +176,7 @@ class FunctionCall(Item):
 
 
 class CustomCall(Item):
-    """A call of a custom tool, which the model makes as a call of a function with the argument INPUT."""
+    """A call of a custom tool, which the model makes as a call of a function with the argument `input`."""
 
     def __init__(self, index: int, emit: Emit, call_id: str, tool: OfferedTool) -> None:
         super().__init__("ctc", index, emit)
@@ -192,10 +184,7 @@ class CustomCall(Item):
         self._tool = tool
         self._arguments: list[str] = []
         self._input: list[str] = []
-        self._unread = ""
-        """Arguments of which the input is not yet taken."""
-        self._within = False
-        """Whether the arguments are within the input's string."""
+        self._reader = CustomInput()
         self.error = ""
         """What is wrong with the arguments of a complete call."""
 
@@ -207,38 +196,21 @@ class CustomCall(Item):
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
         self._arguments.append(text)
-        if not self._within and len(self._unread) >= _BEGIN_CHARS:
-            return
-        self._unread += text
-        if not self._within and (begin := _BEGIN.match(self._unread[:_BEGIN_CHARS])):
-            self._within = True
-            self._unread = self._unread[begin.end() :]
-        if self._within and (end := _COMPLETE.match(self._unread)) and end.end():
-            self._say(msgspec.json.decode('"' + self._unread[: end.end()] + '"'))
-            self._unread = self._unread[end.end() :]
+        if said := self._reader.feed(text):
+            self._input.append(said)
+            self._emit("custom_tool_call_input.delta", delta=said)
 
     def end(self, status: str) -> None:
-        if status == COMPLETED:
-            arguments = "".join(self._arguments)
-            if self._read(arguments) != "".join(self._input):
-                self.error = f"the model called the custom tool {self._tool.name} with other arguments than {INPUT}"
-            if self.error and not self._input:
-                self._say(arguments)
+        if status == COMPLETED and self._read("".join(self._arguments)) != "".join(self._input):
+            self.error = f"the model called the custom tool {self._tool.name} with other arguments than a text, input"
         self._emit("custom_tool_call_input.done", input="".join(self._input))
         super().end(status)
 
     @staticmethod
     def _read(arguments: str) -> str | None:
         """The input in complete arguments; None if they are others."""
-        try:
-            found = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
-        return found[INPUT] if list(found) == [INPUT] and isinstance(found[INPUT], str) else None
-
-    def _say(self, text: str) -> None:
-        self._input.append(text)
-        self._emit("custom_tool_call_input.delta", delta=text)
+        found = template_arguments(arguments)
+        return next(iter(found.values())) if isinstance(found, dict) and len(found) == 1 else None
 
 
 class Output:

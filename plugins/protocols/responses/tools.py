@@ -8,10 +8,9 @@ from typing import Any, Literal
 import msgspec
 from attrs import field, frozen
 
+from engine.core.parsers import custom_parameters
 from engine.core.protocols import ApiError, FunctionTool, ToolChoice, excerpt
 
-INPUT = "input"
-"""The only argument of the function as which a custom tool is offered: the tool's input."""
 MODES = ("auto", "none", "required")
 
 
@@ -77,8 +76,9 @@ def offered_name(name: str, namespace: str | None) -> str:
 def read_tools(given: Sequence[Mapping[str, Any]] | None) -> Tools:
     """Sort the tools of a request. Raises ApiError for a malformed one.
 
-    A tool that is neither a function nor a custom tool whose input is free text is not offered: the server could not
-    run it, or not make the model keep to its grammar. Coding agents always send some of these next to their functions.
+    A tool that is neither a function nor a custom tool of a text, perhaps with a regular expression, is not offered:
+    the server could not run it, or not make the model keep to its grammar. Coding agents always send some of these next
+    to their functions.
     """
     functions: list[FunctionTool] = []
     offered: dict[str, OfferedTool] = {}
@@ -145,14 +145,21 @@ def _flattened(
         )
     elif kind == "custom":
         custom = _convert(tool, CustomSpec, where)
-        if custom.format is not None and custom.format != {"type": "text"}:
-            skipped.append(f"custom {offered_name(custom.name, namespace)}")
-            return
+        pattern: str | None = None
+        match custom.format:
+            case None | {"type": "text"}:
+                pass
+            case {"type": "grammar", "syntax": "regex", "definition": str(definition)}:
+                pattern = definition
+            case _:
+                skipped.append(f"custom {offered_name(custom.name, namespace)}")
+                return
         yield (
             FunctionTool(
                 name=offered_name(custom.name, namespace),
                 description=custom.description,
-                parameters={"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]},
+                parameters=custom_parameters(pattern),
+                strict=True,
                 where=where,
             ),
             OfferedTool(custom.name, custom=True, namespace=namespace),

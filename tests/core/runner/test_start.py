@@ -20,6 +20,7 @@ from engine.core.layers.matmul import can_pack
 from engine.core.runner import start
 from engine.core.runner.lap_timer import LapTimer
 from engine.core.runner.runner import Runner
+from engine.core.runner.step import StepLauncher
 from engine.core.startup import Phases
 from engine.core.types import Step
 from engine.core.weights.checkpoint import Checkpoint
@@ -66,6 +67,12 @@ def test_launch_needs_a_started_runner(engine: Engine) -> None:
 def test_the_trial_step_frees_its_device_state(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """On return, not when garbage is collected: the KV cache is sized by the memory that is free then."""
     pools: list[weakref.ref[KVPool]] = []
+    lengths: list[int] = []
+    launch = StepLauncher.launch
+
+    def noting(launcher: StepLauncher, step: Step) -> Any:
+        lengths.extend(one.prompt_len for one in step.new)
+        return launch(launcher, step)
 
     class Noted(KVPool):
         def __init__(self, *arguments: Any) -> None:
@@ -73,6 +80,7 @@ def test_the_trial_step_frees_its_device_state(engine: Engine, monkeypatch: pyte
             pools.append(weakref.ref(self))
 
     monkeypatch.setattr(kv_pool, "KVPool", Noted)
+    monkeypatch.setattr(StepLauncher, "launch", noting)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1100 if pools[0]() else 0)
@@ -86,6 +94,7 @@ def test_the_trial_step_frees_its_device_state(engine: Engine, monkeypatch: pyte
             started._load_weights(layers, phases)
         assert started._measure_trial_step(model, (), tokens=40) == 1000
     assert [pool() for pool in pools] == [None]
+    assert lengths == [32, 8]
 
 
 def test_lap_timer_adds_up_to_the_time_that_passed() -> None:

@@ -8,7 +8,8 @@ import pytest
 from engine.core.attention.base import AttentionSpec
 from engine.core.attention.kv_pool import KVPool
 from engine.core.quant.float8 import UNSCALED, KVScales
-from engine.core.schedulers.block_manager import BlockManager, HashChain
+from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.hash_chain import HashChain
 
 BLOCK_SIZE = 4
 

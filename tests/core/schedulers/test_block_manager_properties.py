@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.schedulers.block_manager import BlockManager, HashChain
+from engine.core.schedulers.block_manager import BlockManager
+from engine.core.schedulers.hash_chain import HashChain
 
 BLOCK_SIZE = 2
 

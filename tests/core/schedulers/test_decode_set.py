@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.schedulers.decode_set import DecodeSet
+from engine.core.schedulers.hash_chain import HashChain
 from engine.core.schedulers.request_state import RequestState
 from engine.core.schedulers.step_counter import StepCounter
 from engine.core.types import Request, SamplingParams
@@ -30,6 +31,7 @@ def sequence(
         max_output=max_output,
         stop_tokens=frozenset(),
         block_size=BLOCK_SIZE,
+        chain=HashChain(BLOCK_SIZE),
         number=number,
         counter=counter,
     )

@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from engine.core.errors import CheckpointError, InvalidRequestError
 from engine.core.text.detokenizer import Detokenizer
 from engine.core.text.sentencepiece_vocabulary import has_sentencepiece_model
+from engine.core.text.token_cache import TokenCache
 from engine.core.text.token_stream import TokenStream
 from engine.core.text.tokenizer import Tokenizer
 from engine.core.types import SamplingParams
@@ -88,6 +89,25 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenize
         theirs = write(directory, options, None)
         found[name] = (Tokenizer.open(directory), theirs)
     return found
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_parts_of_a_text_have_the_tokens_of_the_whole(tmp_path: Path, legacy: bool) -> None:
+    write(tmp_path, LLAMA, CONFIG | {"legacy": legacy})
+    tokenizer = Tokenizer.open(tmp_path)
+    cache = TokenCache(tokenizer, 2**20, min_text=0, min_part=1)
+    pieces = st.sampled_from(["<|turn|>", "<tool>", "<s>", "</s>", "<unk>", "<", " ", "\n", "the ", "other", "x", "▁"])
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.lists(pieces, max_size=10).map("".join), min_size=1, max_size=3))
+    def check(turns: list[str]) -> None:
+        for count in range(1, len(turns) + 1):
+            text = "".join(turns[:count])
+            assert cache.encode(text) == tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    check()
+    assert tokenizer.separators is not None
+    assert list(tokenizer.separators.split("a<s> b<|turn|> c<tool>d</s>", 1)) == ["a", "<s> b<|turn|> c<tool>d", "</s>"]
 
 
 @pytest.mark.parametrize("name", MODELS)

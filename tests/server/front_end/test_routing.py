@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from attrs import evolve
+from hypothesis import given, settings, strategies as st
 
 from engine.core.types import Request, SamplingParams
-from engine.server.front_end.routing import MAX_HASHED_IN_ALL, MAX_OUTPUT_COST, Placement, PrefixIndex, Router
+from engine.server.front_end.routing import (
+    MAX_HASHED_IN_ALL,
+    MAX_OUTPUT_COST,
+    MIN_KEY_ALLOWANCE,
+    Placement,
+    PrefixIndex,
+    Router,
+)
 
 BLOCK = 16
 
@@ -166,3 +174,76 @@ def test_many_prompts_have_an_equal_share_of_the_hashed_blocks(monkeypatch: pyte
         router.place([request(prompt(seed, 1100)) for seed in range(num_prompts)], [0, 0])
         assert len(set(hashed)) == 1
         assert sum(hashed) <= MAX_HASHED_IN_ALL + num_prompts
+
+
+def keyed(key: str, seed: int, blocks: int = 4, salt: str = "") -> Request:
+    """A request of a prompt of its own with a cache key."""
+    return evolve(request(prompt(seed, blocks), salt), cache_key=key)
+
+
+def homes(router: Router, keys: Sequence[str], loads: Sequence[float | None], salt: str = "") -> list[int]:
+    """The replica that each key's request is sent to, each with another prompt."""
+    return [router.place([keyed(key, number, salt=salt)], loads)[0].replica for number, key in enumerate(keys)]
+
+
+KEYS = [f"session {number}" for number in range(200)]
+
+
+def test_requests_of_a_cache_key_go_to_one_replica_whatever_their_prompts_and_all_routers_agree() -> None:
+    first, second = (Router([1000] * 4, BLOCK) for _ in range(2))
+    chosen = homes(first, KEYS, [0] * 4)
+    assert chosen == homes(second, KEYS, [0] * 4) == homes(first, list(reversed(KEYS)), [0] * 4)[::-1]
+    assert min(Counter(chosen).values()) > 25, "keys spread over the replicas"
+    assert chosen != homes(first, KEYS, [0] * 4, salt="other tenant")
+
+
+def test_the_keys_of_a_replica_that_is_down_spread_over_the_others_and_return() -> None:
+    router = Router([1000] * 4, BLOCK)
+    before = homes(router, KEYS, [0] * 4)
+    meanwhile = homes(router, KEYS, [0, None, 0, 0])
+    assert all(now == then for now, then in zip(meanwhile, before, strict=True) if then != 1)
+    assert {now for now, then in zip(meanwhile, before, strict=True) if then == 1} == {0, 2, 3}
+    assert homes(router, KEYS, [0] * 4) == before
+
+
+@pytest.mark.parametrize("blocks", [4, 1000])
+def test_a_home_keeps_its_requests_until_it_has_too_much_more_load_than_another(blocks: int) -> None:
+    allowance = max(blocks * BLOCK + 1, MIN_KEY_ALLOWANCE)
+    for excess, expected in ((0, True), (allowance, True), (allowance + 1, False)):
+        router = Router([100_000] * 3, BLOCK)
+        home = router.place([keyed("k", 1, blocks)], [500] * 3)[0].replica
+        loads: list[float | None] = [500.0 + excess if replica == home else 500.0 for replica in range(3)]
+        assert (router.place([keyed("k", 2, blocks)], loads)[0].replica == home) is expected
+
+
+def test_beyond_that_the_cost_decides_and_the_key_does_not() -> None:
+    router = Router([100_000] * 3, BLOCK)
+    home = router.place([keyed("k", 1, 10)], [0] * 3)[0].replica
+    loads: list[float | None] = [10.0 ** (1 + (replica - home) % 3) for replica in range(3)]
+    loads[home] = 10**5
+    assert router.place([keyed("k", 2, 10)], loads)[0].replica == (home + 1) % 3
+
+
+def test_a_home_is_charged_what_it_must_compute() -> None:
+    router = Router([100_000] * 3, BLOCK)
+    costs = [router.place([keyed("k", 1, blocks)], [0] * 3)[0].prompt_cost for blocks in (10, 12)]
+    assert costs == [10 * BLOCK + 1, 2 * BLOCK + 1]
+
+
+def test_a_key_has_no_home_without_prefix_caches() -> None:
+    router = Router([0, 0], BLOCK)
+    assert homes(router, KEYS, [0, 1]) == [0] * len(KEYS)
+    assert homes(router, KEYS, [1, 0]) == [1] * len(KEYS)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(KEYS[:4]), st.integers(1, 300)), max_size=40))
+def test_no_replica_has_more_load_than_another_by_more_than_a_request_and_the_allowance(
+    sent: list[tuple[str, int]],
+) -> None:
+    router, loads = Router([10**6] * 3, BLOCK), [0.0] * 3
+    for number, (key, blocks) in enumerate(sent):
+        one = keyed(key, number, blocks)
+        (place,) = router.place([one], loads)
+        assert loads[place.replica] <= min(loads) + max(len(one.prompt), MIN_KEY_ALLOWANCE)
+        loads[place.replica] += place.prompt_cost + place.output_cost

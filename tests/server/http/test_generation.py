@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -76,7 +77,10 @@ def fill(client: GroupOnly) -> None:
 EVENTS = b'<0a> <1a> <2a> 0:"b" 1:"b" 2:"b" <0c> <1c> <2c> '
 
 
-def test_events_are_built_in_one_call_when_there_is_time(client: GroupOnly, generation: Generation) -> None:
+def test_events_are_built_in_one_call_when_there_is_time(
+    client: GroupOnly, generation: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE_SECONDS", math.inf)
     fill(client)
     assert take_all(generation) == [EVENTS]
     assert generation.finished
@@ -100,10 +104,10 @@ def test_outputs_that_come_while_it_is_behind_wait_for_no_further_notice(
     for choice in range(3):
         put(client, choice, b"a", first=True)
     templates = Templates(text_event)
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "SLICE_SECONDS", -1.0)
-        before = generation.events(templates, build_events)
+    monkeypatch.setattr(module, "SLICE_SECONDS", -1.0)
+    before = generation.events(templates, build_events)
     assert generation.behind
+    monkeypatch.setattr(module, "SLICE_SECONDS", math.inf)
     for choice in range(3):
         put(client, choice, b"b", last=True)
     assert before + generation.events(templates, build_events) == b"<0a> <1a> <2a> <0b> <1b> <2b> "

@@ -263,6 +263,7 @@ def test_chat_template_variables(http: httpx.Client) -> None:
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": False}, "add_special_tokens"),
         ("/v1/completions", COMPLETION | {"cache_salt": "s" * 257}, "cache_salt"),
+        ("/v1/chat/completions", CHAT | {"prompt_cache_key": "k" * 257}, "prompt_cache_key"),
         ("/detokenize", {"tokens": [999]}, "tokens"),
         ("/detokenize", {"tokens": [1] * 257}, "tokens"),
         ("/v1/completions", COMPLETION | {"prompt": [1, "a"]}, "prompt"),

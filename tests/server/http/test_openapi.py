@@ -95,13 +95,17 @@ def test_every_route_and_no_other_is_described(document: Any) -> None:
     routes: list[Any] = [one for module in MODULES for one in module.routes(service).routes]
     found = {(route.path.replace(":path", ""), method.lower()) for route in routes for method in route.methods}
     found |= {("/openapi.json", method) for method in ("get", "head")}
-    found |= {("/v1/responses", "post")}  # of a plugin
+    of_plugins = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+    found |= {(path, "post") for path in of_plugins}
     assert found == {(path, method) for path, methods in document["paths"].items() for method in methods}
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/v1/messages", CHAT | {"max_tokens": 4, "thinking": {"type": "adaptive"}, "stop_sequences": ["zz"]}),
+        ("/v1/messages", CHAT | {"max_tokens": 4, "stream": True, "system": [{"type": "text", "text": "a"}]}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
         ("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 4}),
         ("/v1/responses", {"model": "tiny", "input": [{"role": "user", "content": "hi"}], "stream": True}),
         ("/v1/completions", COMPLETION),
@@ -262,7 +266,10 @@ def test_keys_and_limits_are_described(serve_fake: Serve) -> None:
     with serve_fake(api_key=("k",), rate_limit=1) as server, server.client(authorization="Bearer k") as http:
         assert httpx.get(f"{server.url}/openapi.json", timeout=30).status_code == 401
         document = http.get("/openapi.json").json()
-        assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+        assert document["components"]["securitySchemes"] == {
+            "key": {"type": "http", "scheme": "bearer"},
+            "keyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
         assert document["paths"]["/health"]["get"]["security"] == []
         for status in (200, 429):
             response = http.post("/v1/completions", json=COMPLETION)

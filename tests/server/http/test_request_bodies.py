@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from engine.server.front_end.errors import ApiError
 from engine.server.http.request_bodies import (
@@ -15,6 +16,7 @@ from engine.server.http.request_bodies import (
     TokenizeBody,
     check_values,
     decode,
+    surely_fits,
 )
 
 COMPLETION = {"model": "m", "prompt": "p"}
@@ -127,6 +129,24 @@ def test_what_a_string_contains_does_not_count(padding: int) -> None:
     text = "x" * padding + '[{,"\\' * 40_000  # escapes at the end of each window of the count, at any offset
     check(msgspec.json.encode({"model": "m", "prompt": [text, "\\", text]}))
     check(msgspec.json.encode([1] * 100))
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b",", b"1", b"a"]), max_size=40),
+    max_values=st.integers(0, 12),
+)
+def test_a_body_that_surely_fits_is_not_refused_by_counting(pieces: list[bytes], max_values: int) -> None:
+    body = b"".join(pieces)
+    if surely_fits(body, max_values):
+        check(body, max_values)
+
+
+def test_a_long_chat_fits_without_being_counted() -> None:
+    messages = [{"role": "user", "content": 'print("a", [1, 2])\n' * 300}] * 60
+    body = msgspec.json.encode({"model": "m", "messages": messages})
+    assert len(body) > 300_000
+    assert surely_fits(body, 65536)
 
 
 def test_the_event_loop_runs_while_values_are_counted() -> None:

@@ -168,7 +168,7 @@ def test_the_input_of_a_custom_tool_is_a_text(client: openai.OpenAI) -> None:
     wrong = '<tool_call>{"name": "patch", "arguments": {"diff": "a"}}</tool_call>'
     response = respond(client, wrong, tools=[PATCH])
     assert response.output[0].input == '{"diff": "a"}'
-    assert "other arguments than input" in response.parse_error
+    assert "other arguments than a text, input" in response.parse_error
 
 
 def test_reasoning_is_an_item_and_goes_back(client: openai.OpenAI) -> None:
@@ -242,6 +242,22 @@ def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
     assert "".join(one.token for one in shown) == "sun"
     plain = respond(client, "sun", **body | {"top_logprobs": 0}).output[0].content[0].logprobs
     assert [(one.token, one.top_logprobs) for one in plain] == [("s", []), ("u", []), ("n", [])]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "name": "weather"}},
+        {"tools": [*TOOLS, PATCH], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOLS[0]]}},
+        {"tools": [TOOLS[0] | {"strict": True}], "text": {"format": {"type": "json_object"}}},
+        {"tools": [TOOLS[0], PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": "a+"}}]},
+    ],
+)
+def test_calls_may_be_forced_and_checked(client: openai.OpenAI, given: Any) -> None:
+    """tests/server/test_e2e.py has a model that keeps to the grammars."""
+    [call] = respond(client, CALL, **given).output
+    assert (call.type, call.name, call.arguments) == ("function_call", "weather", ROME)
 
 
 class City(pydantic.BaseModel):
@@ -332,6 +348,7 @@ def test_a_body_as_codex_sends_it(client: openai.OpenAI) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "is missing"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "no"}}, "tool_choice", "none of the functions"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice", "runs no tools itself"),
+        ({"tool_choice": "required"}, "tool_choice", "has no tools"),
         ({"tools": [TOOLS[0] | {"name": "a b"}]}, "tools[0].name", "letters"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name", "as of another tool"),
         ({"tools": [{"type": "function"}]}, "tools[0]", "name"),

@@ -11,6 +11,9 @@ from typing import Any, cast
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from typer.testing import CliRunner
+
+from engine.cli.main import app as cli
 
 Serve = Callable[..., AbstractContextManager[Any]]
 
@@ -224,6 +227,15 @@ def test_a_conversation_with_tools_goes_back_and_forth(client: openai.OpenAI) ->
     messages += [answer, result, {"role": "user", "content": "say It is sunny."}]
     choice = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("It is sunny.", "stop")
+
+
+def test_the_command_line_talks_to_the_server(hermes: Any) -> None:
+    said = "say <think>hm</think>It is sunny."
+    result = CliRunner().invoke(cli, ["chat", "--url", hermes.url, "--temperature", "0"], input=f"{said}\nsay x\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "It is sunny.\nx\n", "hm\n")
+    result = CliRunner().invoke(cli, ["chat", "--url", hermes.url, "--min-p", "2"], input="say x\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: the server answered 400: min_p must be in [0, 1], not 2.0\n"
 
 
 @pytest.mark.parametrize(

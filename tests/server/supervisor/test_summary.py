@@ -72,3 +72,10 @@ def test_curl_command_is_valid_shell_without_secrets(fake_config: Callable[..., 
 
 def test_curl_reaches_a_unix_domain_socket(fake_config: Callable[..., EngineConfig]) -> None:
     assert curl(fake_config(), "unix:/tmp/a b").startswith("curl --unix-socket '/tmp/a b' http://localhost/v1/")
+
+
+def test_the_page_is_named_where_there_is_one(fake_config: Callable[..., EngineConfig]) -> None:
+    line = "or talk to the model in a browser: http://h:1/\n"
+    assert line in summary(STARTED, fake_config(), "http://h:1")
+    assert "browser" not in summary(STARTED, fake_config(page=False), "http://h:1")
+    assert "browser" not in summary(STARTED, fake_config(), "unix:/tmp/a")

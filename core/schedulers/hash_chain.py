@@ -1,0 +1,114 @@
+"""Digests of the blocks of token sequences: what the prefix cache knows a block's content by."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from hashlib import blake2b
+
+from engine.core.schedulers.growing_tokens import GrowingTokens
+from engine.core.tokens import TOKEN_BYTES, Tokens, packed
+
+DIGEST_BYTES = 16
+PAGE = 64
+"""Blocks whose digests are kept together."""
+
+_PACKED = (GrowingTokens, Tokens)
+
+
+class DigestCache:
+    """Digests of pages that were hashed before: a prompt that comes again, with more behind it, is not hashed again.
+
+    A page is found by its tokens and the digest before it, both compared in full.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        """max_blocks: blocks whose digests are kept; beyond that the least recently used page is forgotten."""
+        self._max_pages = max_blocks // PAGE
+        self._pages: OrderedDict[tuple[bytes, bytes], list[bytes]] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        """Number of pages."""
+        return len(self._pages)
+
+    def digests(self, before: bytes, tokens: bytes) -> list[bytes]:
+        """Digests of the blocks of a page. before: the digest of the block before it. tokens: of the page, packed."""
+        key = before, tokens
+        found = self._pages.get(key)
+        if found is not None:
+            self._pages.move_to_end(key)
+            return found
+        found = _digests(before, tokens, len(tokens) // PAGE)
+        if self._max_pages:
+            if len(self._pages) >= self._max_pages:
+                self._pages.popitem(last=False)
+            self._pages[key] = found
+        return found
+
+
+class HashChain:
+    """Digests of the full blocks of one growing token sequence; each is computed once, on first use.
+
+    A block's digest covers the salt and all tokens from the start of the sequence to the end of the block: it is that
+    of the block's tokens and the digest before it.
+    """
+
+    __slots__ = ("_block_size", "_cache", "_digests", "_last")
+
+    def __init__(self, block_size: int, salt: str = "", cache: DigestCache | None = None) -> None:
+        """cache: digests that other sequences have computed; of the same block size."""
+        self._block_size = block_size
+        self._cache = cache
+        # Of a fixed length, so that no salt equals another plus some tokens.
+        self._last = blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+        self._digests: list[bytes] = []
+
+    def __len__(self) -> int:
+        """Number of digests computed so far."""
+        return len(self._digests)
+
+    def digest(self, tokens: Sequence[int], block: int) -> bytes:
+        """Digest of the full block at index `block` of `tokens`."""
+        if len(self._digests) <= block:
+            self._extend(tokens, block + 1)
+        return self._digests[block]
+
+    def first(self, tokens: Sequence[int], count: int) -> list[bytes]:
+        """Digests of the first `count` blocks of `tokens`, all of them full."""
+        if len(self._digests) < count:
+            self._extend(tokens, count)
+        return self._digests[:count]
+
+    def _extend(self, tokens: Sequence[int], count: int) -> None:
+        """Compute the digests of the first `count` blocks."""
+        digests, size = self._digests, self._block_size
+        pack = tokens.packed if isinstance(tokens, _PACKED) else partial(_packed, tokens)
+        begin = len(digests)
+        if count - begin == 1:  # as of a sequence that decodes
+            data = self._last + pack(begin * size, count * size)
+            self._last = blake2b(data, digest_size=DIGEST_BYTES).digest()
+            digests.append(self._last)
+            return
+        while begin < count:
+            end = min(count, (begin // PAGE + 1) * PAGE)
+            data = pack(begin * size, end * size)
+            if self._cache is not None and end - begin == PAGE:
+                digests += self._cache.digests(self._last, data)
+            else:
+                digests += _digests(self._last, data, size * TOKEN_BYTES)
+            self._last = digests[-1]
+            begin = end
+
+
+def _digests(before: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
+    """Digests of the blocks in `tokens`, packed. before: the digest of the block before them."""
+    found = []
+    for at in range(0, len(tokens), block_bytes):
+        before = blake2b(before + tokens[at : at + block_bytes], digest_size=DIGEST_BYTES).digest()
+        found.append(before)
+    return found
+
+
+def _packed(tokens: Sequence[int], start: int, stop: int) -> bytes:
+    return packed(tokens[start:stop])

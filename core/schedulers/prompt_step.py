@@ -1,0 +1,29 @@
+"""A step of whole prompts, which no scheduler planned: the start measures its memory, the rehearsal runs it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from engine.core.types import BlockKind, NewSequence, PrefillChunk, SamplingParams, Step
+
+STEP = 0
+"""Number of the steps before the first request; the scheduler's begin with 1."""
+
+
+def prompt_step(lengths: Iterable[int], kinds: Sequence[BlockKind], block_size: int, *, first: int = 0) -> Step:
+    """A step that computes one whole prompt per length and samples its next token greedily.
+
+    lengths: tokens of the prompts, all of them token 0. first: number of the first sequence. The blocks are numbered
+    from 0, and no two block tables share one.
+    """
+    params = SamplingParams(temperature=0.0, seed=0)
+    free = itertools.count()
+    prompts, blocks = [], []
+    for sequence, length in enumerate(lengths, first):
+        prompts.append(NewSequence(sequence=sequence, tokens=(0,) * length, prompt_len=length, params=params))
+        indices = -(-length // block_size)
+        for table, kind in enumerate(kinds, sequence * len(kinds)):
+            blocks.append((table, tuple(itertools.islice(free, indices * kind.groups))))
+    chunks = tuple(PrefillChunk(one.sequence, 0, one.prompt_len, True) for one in prompts)
+    return Step(id=STEP, decodes=(), chunks=chunks, new=tuple(prompts), blocks=tuple(blocks))

@@ -1,0 +1,65 @@
+"""How the tests are divided among the workers of pytest-xdist."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+GROUPS = {
+    # These use shared memory, or check that none is left in /dev/shm.
+    "shared memory": (
+        "core/distributed",
+        "core/shm",
+        "ops/norm/test_all_reduce_rms_norm.py",
+        "plugins/executors",
+        "plugins/quant/test_ranks.py",
+        "server/test_faults.py",
+        "test_benchmarks.py",
+        "test_docs_plugins.py",
+        "testing/test_executors.py",
+    ),
+    # These start servers, which share fixtures and mostly wait.
+    "servers": ("cli", "core/hub/test_commands.py", "scripts", "server", "test_sample_plugin.py"),
+}
+"""Tests that one worker runs one after the other. The tests of any other file run in one worker too, whichever is free:
+so a fixture of a module is made once."""
+
+_GROUP_OF = {PurePosixPath("tests") / name: group for group, names in GROUPS.items() for name in names}
+
+
+@cache
+def unit(file: str) -> str:
+    """The group that a test file belongs to, or else the file: what one worker runs. file: relative to the root."""
+    path = PurePosixPath(file)
+    return next((_GROUP_OF[place] for place in (path, *path.parents) if place in _GROUP_OF), file)
+
+
+def unit_of(nodeid: str) -> str:
+    """The unit of a test."""
+    return unit(nodeid.partition("::")[0])
+
+
+def in_order(nodeids: Iterable[str]) -> Callable[[str], tuple[bool, int]]:
+    """A sort key: groups come first, since they take longest, then files with many tests."""
+    sizes = Counter(map(unit_of, nodeids))
+    return lambda nodeid: (unit_of(nodeid) not in GROUPS, -sizes[unit_of(nodeid)])
+
+
+class FilesAndGroups(LoadScopeScheduling):
+    """Gives a worker that is free the next group or file, in the order of the tests.
+
+    pytest-xdist's own groups are marks of tests, which it hands on in their names; with pytest 9.2 they have no effect.
+    """
+
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        super().__init__(config, log)
+        config.option.loadscopereorder = False
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid)
