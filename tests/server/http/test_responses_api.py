@@ -396,19 +396,6 @@ def test_what_asks_for_nothing_passes(client: openai.OpenAI, given: Any) -> None
     assert respond(client, "x", **given)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"tools": TOOLS, "text": {"format": {"type": "json_object"}}},
-        {"tools": [TOOLS[0] | {"strict": True}], "tool_choice": "required"},
-        {"tools": TOOLS, "tool_choice": {"type": "function", "name": "time"}},
-        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOLS[0]]}},
-    ],
-)
-def test_calls_may_be_forced_and_checked(client: openai.OpenAI, given: Any) -> None:
-    assert respond(client, "x", **given)
-
-
 def test_an_unknown_model_and_parameter_are_refused_in_openais_shape(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.responses.create(model="other", input="x")
