@@ -18,8 +18,12 @@ const tools = {
   weather: tool({ inputSchema: City, execute: async ({ city }) => `sunny in ${city}` }),
   local_time: tool({ inputSchema: City, execute: async ({ city }) => `noon in ${city}` }),
 };
-const passive = { weather: tool({ inputSchema: City }), local_time: tool({ inputSchema: City }) };
-const providerOptions = { openai: { store: false, parallelToolCalls: false }, anthropic: { disableParallelToolUse: true } };
+const providerOptions = { openai: { store: false } };
+const oneCall = { openai: { store: false, parallelToolCalls: false }, anthropic: { disableParallelToolUse: true } };
+const forced = {
+  providerOptions: oneCall,
+  tools: { weather: tool({ inputSchema: City }), local_time: tool({ inputSchema: City }) },
+};
 const asked = { prompt, maxRetries: 0, providerOptions };
 const steps = (made) => made.map(({ text, reasoningText, toolCalls, finishReason }) => ({
   text, reasoningText, finishReason, calls: toolCalls.map(({ toolName, input }) => [toolName, input]),
@@ -46,9 +50,9 @@ for (const [name, provider] of Object.entries(providers)) {
     return steps(await made.steps);
   };
   functions[`${name}.required`] = async () =>
-    steps((await generateText({ ...limited, tools: passive, toolChoice: "required" })).steps);
+    steps((await generateText({ ...limited, ...forced, toolChoice: "required" })).steps);
   functions[`${name}.named`] = async () =>
-    steps((await generateText({ ...limited, tools: passive, toolChoice: { type: "tool", toolName: "weather" } })).steps);
+    steps((await generateText({ ...limited, ...forced, toolChoice: { type: "tool", toolName: "weather" } })).steps);
   functions[`${name}.object`] = async () => (await generateObject({ ...limited, schema: Person })).object;
   functions[`${name}.streamObject`] = async () => {
     const made = streamObject({ ...limited, schema: Person });
